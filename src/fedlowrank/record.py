@@ -1,0 +1,144 @@
+"""What a run leaves behind: one folder, readable by a person and by the report.
+
+    RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the experiment has any
+    RUN/clients.json      one row a client: architecture, examples in train/val/test, class counts
+    RUN/metrics.jsonl     one :class:`RoundRecord` a line; round 0 is the state before any training
+    RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
+    RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
+    RUN/checkpoint/       see :mod:`fedlowrank.engine.checkpoint`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from .errors import CheckpointError
+
+FORMAT = 1
+Accuracy = dict[str, dict[str, list[float | None]]]
+"""``accuracy[series][split][i]``: of client i, in [0, 1]; None where the client has no example in that split."""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """Everything measured in one round.
+
+    Attributes:
+        round: rounds completed, so 1 for the first round of training and 0 for the state before it.
+        participants: clients that trained.
+        lost: participants whose reply did not arrive or was dropped, with the reason.
+        bytes_down: bytes of the encoded messages from the server to the participants.
+        bytes_up: bytes of the encoded messages back, lost ones included (they were sent).
+        parameters_down: tensor elements in the messages to the participants.
+        parameters_up: tensor elements in the messages back.
+        steps: optimiser steps of all participants.
+        flops: floating-point operations of training, forward and backward, of all participants.
+        seconds: wall-clock seconds of ``train``, ``server`` and ``evaluate``.
+        cpu_seconds: the same in CPU time of this process.
+        loss: mean loss over the steps of each pass, over all participants.
+        accuracy: see :data:`Accuracy`; None in rounds without evaluation.
+    """
+
+    round: int
+    participants: list[int] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    bytes_down: int = 0
+    bytes_up: int = 0
+    parameters_down: int = 0
+    parameters_up: int = 0
+    steps: int = 0
+    flops: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    loss: dict[str, float] = field(default_factory=dict)
+    accuracy: Accuracy | None = None
+
+    def untimed(self) -> dict[str, Any]:
+        """All fields but the clocks: what must be equal between two runs of one configuration."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if "seconds" not in k}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run folder, read.
+
+    Attributes:
+        folder: where it lies.
+        config: contents of ``run.json``.
+        clients: contents of ``clients.json``.
+        rounds: contents of ``metrics.jsonl``.
+        status: contents of ``status.json``.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    clients: list[dict[str, Any]]
+    rounds: list[RoundRecord]
+    status: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        """Read a run folder.
+
+        Raises:
+            CheckpointError: if the folder or a file in it is missing, damaged or of another format.
+        """
+        if not (folder / "run.json").is_file():
+            raise CheckpointError(f"{folder} is not a run folder: it holds no run.json")
+        try:
+            config = json.loads((folder / "run.json").read_text())
+            clients = json.loads((folder / "clients.json").read_text())
+            status = json.loads((folder / "status.json").read_text())
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            rounds = [RoundRecord(**json.loads(line)) for line in lines]
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"the run folder {folder} cannot be read: {error}") from error
+        if config.get("format") != FORMAT:
+            raise CheckpointError(f"{folder} has format {config.get('format')}; this version reads format {FORMAT}")
+        return cls(folder, config, clients, rounds, status)
+
+    def representations(self) -> dict[str, Tensor] | None:
+        """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None if the run saved none."""
+        path = self.folder / "representations.safetensors"
+        return safetensors.torch.load_file(path) if path.is_file() else None
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: temporary file, fsync, rename, fsync of the folder.
+
+    Raises:
+        CheckpointError: if the disk is full or the folder cannot be written; the old file is then untouched.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and removals in a folder survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically, one level of indentation for a person to read."""
+    write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())

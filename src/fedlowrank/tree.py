@@ -1,0 +1,293 @@
+"""Trees of tensors: the one data type that is stored, sent and averaged.
+
+A *tree* is a tensor, ``None``, a bool, int, float or str, a dict with string keys, a list, a tuple, or an instance of a
+class made by :func:`tree`. Every tree encodes to bytes without pickle: the tensors as safetensors, all the rest as JSON in
+the safetensors header. Boolean tensors travel as bits.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar, dataclass_transform
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from .errors import FedlowrankError
+
+T = TypeVar("T")
+
+Params = dict[str, Tensor]
+"""Parameters of a model by their names, as ``nn.Module.named_parameters`` spells them."""
+
+_CLASSES: dict[str, type[Any]] = {}
+_PLAIN = (bool, int, float, str)
+
+
+class TreeError(FedlowrankError):
+    """A value is not a tree, two trees differ in structure, or bytes are not an encoded tree."""
+
+
+@dataclass_transform(frozen_default=True)
+def tree(cls: type[T]) -> type[T]:
+    """Make ``cls`` a frozen dataclass that can be mapped over, stored and sent.
+
+    Only classes registered by this decorator are ever decoded, so a message cannot name arbitrary code.
+    """
+    made = dataclasses.dataclass(frozen=True)(cls)
+    _CLASSES[_name(made)] = made
+    return made
+
+
+def _name(cls: type[Any]) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _items(value: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Children of a node by name, or None if the value is a leaf."""
+    if value is None or isinstance(value, (Tensor, *_PLAIN)):
+        return None
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise TreeError(f"the key {key!r} at {path or 'the top'} of a tree is not a string")
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return [(str(i), child) for i, child in enumerate(value)]
+    if type(value) in _CLASSES.values():
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    hint = "; decorate its class with @fedlowrank.tree.tree" if dataclasses.is_dataclass(value) else ""
+    raise TreeError(f"a {type(value).__name__} at {path or 'the top'} cannot be part of a tree{hint}")
+
+
+def _rebuild(like: Any, children: list[tuple[str, Any]]) -> Any:
+    if isinstance(like, dict):
+        return dict(children)
+    if isinstance(like, (list, tuple)):
+        return type(like)(child for _, child in children)
+    return type(like)(**dict(children))
+
+
+def _join(path: str, key: str) -> str:
+    """A JSON pointer (RFC 6901), so that any spelling of a key gives a path of its own."""
+    return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree with their paths (JSON pointers), depth first in the order of fields and keys."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    for key, child in _items(value, path) or ():
+        yield from leaves(child, _join(path, key))
+
+
+def map(f: Callable[..., Any], first: T, *rest: Any) -> T:  # noqa: A001
+    """Apply ``f`` to the tensors of trees of one structure.
+
+    Args:
+        f: takes one tensor from each tree.
+        first: gives the structure and all that is not a tensor.
+        rest: further trees; what is not a tensor must equal that of ``first``.
+
+    Returns:
+        A tree like ``first`` with the results of ``f``.
+
+    Raises:
+        TreeError: if the structures differ; the message names the path.
+    """
+    out: T = _map(f, first, rest, "")
+    return out
+
+
+def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) -> Any:
+    if isinstance(first, Tensor):
+        for other in rest:
+            if not isinstance(other, Tensor):
+                raise TreeError(f"trees differ at {path or 'the top'}: a tensor and a {type(other).__name__}")
+        return f(first, *rest)
+    items = _items(first, path)
+    if items is None:
+        for other in rest:
+            if isinstance(other, (Tensor, dict)) or other != first:
+                raise TreeError(f"trees differ at {path or 'the top'}: {first!r} and {other!r}")
+        return first
+    columns: list[dict[str, Any]] = []
+    for other in rest:
+        found = _items(other, path)
+        keys = None if found is None else [k for k, _ in found]
+        if type(other) is not type(first) or keys is None or sorted(keys) != sorted(k for k, _ in items):
+            raise TreeError(
+                f"trees differ at {path or 'the top'}: {type(first).__name__} of {[k for k, _ in items]} and "
+                f"{type(other).__name__} of {keys}"
+            )
+        columns.append(dict(found or ()))
+    return _rebuild(first, [(k, _map(f, v, tuple(c[k] for c in columns), _join(path, k))) for k, v in items])
+
+
+def canonical(value: T) -> T:
+    """The tree as a wire would give it: detached and contiguous. Strides change the order of sums, hence the bits."""
+    return map(lambda t: t.detach().contiguous(), value)
+
+
+def zeros_like(value: T) -> T:
+    """The tree with every tensor replaced by zeros."""
+    return map(torch.zeros_like, value)
+
+
+def add(a: T, b: T, scale: float = 1.0) -> T:
+    """``a + scale * b``, tensor by tensor."""
+    return map(lambda x, y: torch.add(x, y, alpha=scale), a, b)
+
+
+def sub(a: T, b: T) -> T:
+    """``a - b``, tensor by tensor."""
+    return map(torch.sub, a, b)
+
+
+def mean(trees: Sequence[T], weights: Iterable[float]) -> T:
+    """Weighted mean of trees of one structure.
+
+    Args:
+        trees: at least one tree; floating-point tensors.
+        weights: one non-negative weight a tree; they need not sum to one.
+
+    Returns:
+        A tree of like structure.
+
+    Raises:
+        TreeError: if there is no tree, if no weight is positive, or if the structures differ.
+    """
+    ws = [float(w) for w in weights]
+    total = sum(ws)
+    if not trees or total <= 0 or min(ws) < 0:
+        raise TreeError(f"a mean needs at least one tree and weights that are not negative; the weights are {ws}")
+
+    def one(*tensors: Tensor) -> Tensor:
+        out = tensors[0] * (ws[0] / total)
+        for w, t in zip(ws[1:], tensors[1:], strict=True):
+            out.add_(t, alpha=w / total)
+        return out
+
+    return map(one, trees[0], *trees[1:])
+
+
+def dot(a: Any, b: Any) -> Tensor:
+    """Inner product of two trees of one structure, a scalar tensor through which gradients flow."""
+    terms: list[Tensor] = []
+    map(lambda x, y: terms.append((x * y).sum()), a, b)
+    return torch.stack(terms).sum()
+
+
+def square_distance(a: Any, b: Any) -> Tensor:
+    """Squared Euclidean distance of two trees of one structure, a scalar tensor through which gradients flow."""
+    terms: list[Tensor] = []
+    map(lambda x, y: terms.append((x - y).square().sum()), a, b)
+    return torch.stack(terms).sum()
+
+
+def numel(value: Any) -> int:
+    """Number of tensor elements in a tree: what the papers count as parameters sent."""
+    return sum(t.numel() for _, t in leaves(value))
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of tensor data in a tree, a boolean counted as one bit."""
+    return sum(-(-t.numel() // 8) if t.dtype == torch.bool else t.numel() * t.element_size() for _, t in leaves(value))
+
+
+def skeleton(value: Any, path: str = "") -> Any:
+    """All of a tree that is not tensor data, as JSON: structure, plain values, and for tensors ``"t"``."""
+    if isinstance(value, Tensor):
+        return "t" if value.dtype != torch.bool else {"b": list(value.shape)}
+    items = _items(value, path)
+    if items is None:
+        return {"v": value}
+    children = {k: skeleton(v, _join(path, k)) for k, v in items}
+    if isinstance(value, (list, tuple)):
+        return {"l" if isinstance(value, list) else "u": list(children.values())}
+    return {"d": children} if isinstance(value, dict) else {"c": _name(type(value)), "d": children}
+
+
+def encode(value: Any) -> bytes:
+    """Bytes of a tree: a safetensors file whose metadata holds the skeleton as JSON.
+
+    Raises:
+        TreeError: if the value is not a tree.
+    """
+    seen: set[int] = set()
+    tensors: dict[str, Tensor] = {}
+    for path, leaf in leaves(value):
+        flat = leaf.detach().cpu().contiguous()
+        if flat.dtype == torch.bool:
+            flat = torch.from_numpy(np.packbits(flat.numpy().reshape(-1)))
+        store = flat.untyped_storage()
+        # safetensors refuses tensors that share storage, which is an accident of how they were made
+        if store.data_ptr() in seen or store.nbytes() != flat.numel() * flat.element_size():
+            flat = flat.clone()
+        seen.add(flat.untyped_storage().data_ptr())
+        tensors[path] = flat
+    text = json.dumps(skeleton(value), separators=(",", ":"))
+    return safetensors.torch.save(tensors, {"tree": text})
+
+
+def decode(data: bytes) -> Any:
+    """Inverse of :func:`encode`.
+
+    Raises:
+        TreeError: if the bytes are cut short, are of another format, or name a class that is not registered.
+    """
+    try:
+        size = int.from_bytes(data[:8], "little")
+        shape = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tree"])
+        tensors = safetensors.torch.load(data)
+    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+        raise TreeError(f"these {len(data)} bytes are not an encoded tree: {error}") from error
+    return _decode(shape, tensors, "")
+
+
+def _decode(shape: Any, tensors: dict[str, Tensor], path: str) -> Any:
+    if shape == "t":
+        return tensors[path]
+    if "v" in shape:
+        return shape["v"]
+    if "b" in shape:
+        count = int(np.prod(shape["b"], dtype=np.int64))
+        bits = np.unpackbits(tensors[path].numpy(), count=count)
+        return torch.from_numpy(bits.astype(np.bool_)).reshape(shape["b"])
+    for tag, kind in (("l", list), ("u", tuple)):
+        if tag in shape:
+            return kind(_decode(s, tensors, _join(path, str(i))) for i, s in enumerate(shape[tag]))
+    children = {k: _decode(s, tensors, _join(path, k)) for k, s in shape["d"].items()}
+    if "c" not in shape:
+        return children
+    if shape["c"] not in _CLASSES:
+        raise TreeError(f"the message holds a {shape['c']}, which is not a registered tree here; import its module first")
+    return _CLASSES[shape["c"]](**children)
+
+
+def signature(value: Any) -> str:
+    """Everything the encoded size depends on: skeleton, dtypes and shapes, but no tensor data."""
+    shapes = [(str(t.dtype), tuple(t.shape)) for _, t in leaves(value)]
+    return json.dumps([skeleton(value), shapes])
+
+
+_SIZES: dict[str, int] = {}
+
+
+def encoded_size(value: Any) -> int:
+    """``len(encode(value))``, measured once for each :func:`signature` and remembered."""
+    name = signature(value)
+    if name not in _SIZES:
+        _SIZES[name] = len(encode(value))
+    return _SIZES[name]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two trees are the same bit for bit (NaN equals NaN, -0.0 differs from 0.0)."""
+    return builtins.bool(encode(a) == encode(b))
