@@ -1,0 +1,248 @@
+"""Examples in memory, data sets with their official parts, and normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, DataError, did_you_mean
+
+Inputs: TypeAlias = Tensor | dict[str, Tensor]
+"""Inputs of n examples: a float32 tensor [n, ...], or named tensors (token ids, masks, ...) that each start with n."""
+
+Normalisation: TypeAlias = Literal["none", "scale", "standard"]
+
+# Values that are looked at together: the temporaries of a check stay small beside a data set of many hundred megabytes.
+_CHUNK = 2**20
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Inputs and labels of n examples (n may be 0: a client may go without validation data).
+
+    Attributes:
+        x: inputs, float32 [n, ...]; or a dictionary of tensors of any type, each [n, ...], for text.
+        y: labels, int64 [n].
+
+    Raises:
+        DataError: on construction, if the types or the lengths are not as above.
+    """
+
+    x: Inputs
+    y: Tensor
+
+    def __post_init__(self) -> None:
+        if self.y.dtype != torch.int64 or self.y.ndim != 1:
+            raise DataError(f"the labels must be int64 [n], not {_form(self.y)}.")
+        if isinstance(self.x, dict):
+            if not self.x:
+                raise DataError("the inputs are a dictionary without a tensor.")
+            parts = {f"input {name!r}": tensor for name, tensor in self.x.items()}
+        else:
+            parts = {"input": self.x}
+            if self.x.dtype != torch.float32:
+                raise DataError(f"the inputs must be float32 [n, ...], not {_form(self.x)}.")
+        for name, tensor in parts.items():
+            found = len(tensor) if tensor.ndim else 0
+            if tensor.ndim == 0 or found != len(self.y):
+                raise DataError(f"there are {len(self.y)} labels, but the {name} holds {found} examples.")
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def take(self, index: Tensor | np.ndarray) -> Examples:
+        """Copies of the examples at these positions, in this order.
+
+        Args:
+            index: positions, integers [m] in 0..n-1.
+
+        Returns:
+            m examples in contiguous tensors of their own.
+
+        Raises:
+            DataError: if a position lies outside 0..n-1.
+        """
+        where = torch.as_tensor(index, dtype=torch.int64, device=self.y.device)
+        if len(where) and (int(where.min()) < 0 or int(where.max()) >= len(self)):
+            raise DataError(f"positions {int(where.min())}..{int(where.max())} were asked of {len(self)} examples.")
+        if isinstance(self.x, dict):
+            return Examples({name: t.index_select(0, where) for name, t in self.x.items()}, self.y[where])
+        return Examples(self.x.index_select(0, where), self.y[where])
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """What one client holds.
+
+    Attributes:
+        train: examples to train on.
+        val: examples to choose settings and rounds by; may be empty.
+        test: examples to report on.
+        notes: what a reader of results should know about them, e.g. that there is a single class.
+    """
+
+    train: Examples
+    val: Examples
+    test: Examples
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A data set for classification, in memory.
+
+    Attributes:
+        name: name for messages and reports.
+        train: the official training part, or all examples where the authors define no test part.
+        test: the official test part, or None.
+        classes: names of the classes; label k means ``classes[k]``.
+        natural: client to whom each training example belongs by its origin (a writer, a hospital, ...), int64 [n], or
+            None. A negative number says that the example belongs to no client.
+        natural_test: the same for the test part, or None.
+
+    Raises:
+        DataError: on construction: an empty part, labels out of range, inputs that are not finite, lengths or shapes
+            that differ.
+    """
+
+    name: str
+    train: Examples
+    test: Examples | None
+    classes: tuple[str, ...]
+    natural: Tensor | None = None
+    natural_test: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.classes:
+            raise DataError(f"data set {self.name!r} names no classes.")
+        if len(set(self.classes)) != len(self.classes):
+            raise DataError(f"data set {self.name!r} names a class twice.")
+        self._check_part("training", self.train, self.natural)
+        if self.test is not None:
+            self._check_part("test", self.test, self.natural_test)
+            if (train := _shapes(self.train.x)) != (test := _shapes(self.test.x)):
+                raise DataError(f"data set {self.name!r}: training inputs are {train}, but test inputs are {test}.")
+        elif self.natural_test is not None:
+            raise DataError(f"data set {self.name!r} has client ids for a test part, but no test part.")
+
+    def _check_part(self, part: str, examples: Examples, natural: Tensor | None) -> None:
+        where = f"the {part} part of data set {self.name!r}"
+        if len(examples) == 0:
+            raise DataError(f"{where} is empty.")
+        low, high = (int(v) for v in examples.y.aminmax())
+        if low < 0 or high >= len(self.classes):
+            wrong = (examples.y < 0) | (examples.y >= len(self.classes))
+            first = int(wrong.nonzero()[0])
+            raise DataError(
+                f"{where} has labels outside 0..{len(self.classes) - 1}: the first is {int(examples.y[first])}, "
+                f"at example {first} (counted from 0)."
+            )
+        for name, tensor in examples.x.items() if isinstance(examples.x, dict) else [("x", examples.x)]:
+            if tensor.numel() == 0:
+                raise DataError(f"{where} has inputs without values: {_form(tensor)}.")
+            for start, rows in _chunks(tensor):
+                finite = torch.isfinite(rows)
+                if not bool(finite.all()):
+                    first = start + int((~finite).flatten(1).any(1).nonzero()[0]) if rows.ndim > 1 else start
+                    raise DataError(f"{where} has a NaN or an infinity in {name}, first near example {first}.")
+        if natural is not None and (natural.dtype != torch.int64 or natural.shape != (len(examples),)):
+            raise DataError(f"{where} needs client ids int64 [{len(examples)}], not {_form(natural)}.")
+
+
+def normalise(dataset: Dataset, how: Normalisation) -> Dataset:
+    """The data set with its inputs mapped to a common range by an affine map.
+
+    The map is found on the training part alone and applied to both parts, so that nothing of the test part leaks.
+    Axis 1 of the inputs holds the channels (of images [n, C, H, W]) or the features (of tables [n, d]). Values that do
+    not vary are only shifted: to 0.
+
+    Args:
+        dataset: a data set with one input tensor.
+        how: ``none`` changes nothing; ``scale`` takes the smallest training value to 0 and the largest to 1 (one map
+            for all channels of an image, which keeps its colours; a map for each feature of a table; test values may
+            lie outside); ``standard`` gives each channel or feature of the training part mean 0 and standard
+            deviation 1.
+
+    Returns:
+        A data set with new inputs (the old ones are left alone), or ``dataset`` itself for ``none``.
+
+    Raises:
+        ConfigError: on another ``how``, or if the inputs are a dictionary (token ids have no range).
+    """
+    if how not in get_args(Normalisation):
+        raise ConfigError(f"unknown normalisation {how!r}. " + did_you_mean(how, get_args(Normalisation)))
+    if how == "none":
+        return dataset
+    x = dataset.train.x
+    if isinstance(x, dict):
+        raise ConfigError(f"normalisation {how!r} needs one input tensor; {dataset.name!r} has named ones: use 'none'.")
+    shift, width = _range(x) if how == "scale" else _moments(x)
+    test = dataset.test
+    return replace(
+        dataset,
+        train=Examples(_affine(x, shift, width), dataset.train.y),
+        test=None if test is None or isinstance(test.x, dict) else Examples(_affine(test.x, shift, width), test.y),
+    )
+
+
+def _affine(x: Tensor, shift: Tensor, width: Tensor) -> Tensor:
+    return (x - shift).div_(width)
+
+
+def _range(x: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = _extremes(x)
+    if x.ndim > 2:
+        low, high = low.amin().expand_as(low), high.amax().expand_as(high)
+    width = (high - low).where(high > low, torch.ones_like(low))
+    return _along_channels(low, x), _along_channels(width, x)
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    low, high = _extremes(x)
+    count = x.numel() / len(low)
+    # Two passes in float64: the difference of the mean square and the squared mean loses all digits when the mean is
+    # large beside the deviation.
+    mean, square = torch.zeros_like(low, dtype=torch.float64), torch.zeros_like(low, dtype=torch.float64)
+    for _, rows in _chunks(x):
+        mean += _channels(rows.double()).sum(0) / count
+    for _, rows in _chunks(x):
+        square += (_channels(rows.double()) - mean).square_().sum(0) / count
+    # A channel is constant if its extremes agree; its computed deviation may differ from 0 by rounding.
+    deviation = square.sqrt().where(high > low, torch.ones_like(mean))
+    mean = mean.where(high > low, low.double())
+    return _along_channels(mean.float(), x), _along_channels(deviation.float(), x)
+
+
+def _extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+    lows, highs = zip(*(torch.aminmax(_channels(rows), dim=0) for _, rows in _chunks(x)), strict=True)
+    return torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+
+
+def _channels(x: Tensor) -> Tensor:
+    """[n, C, ...] as [values of a channel, C]; [n] as [n, 1]."""
+    return x.unsqueeze(1) if x.ndim == 1 else x.movedim(1, -1).reshape(-1, x.shape[1])
+
+
+def _along_channels(values: Tensor, x: Tensor) -> Tensor:
+    return values if x.ndim == 1 else values.reshape(1, -1, *[1] * (x.ndim - 2))
+
+
+def _chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
+    rows = max(1, _CHUNK // max(1, x[:1].numel()))
+    for start in range(0, len(x), rows):
+        yield start, x[start : start + rows]
+
+
+def _shapes(x: Inputs) -> dict[str, tuple[int, ...]] | tuple[int, ...]:
+    if isinstance(x, dict):
+        return {name: tuple(t.shape[1:]) for name, t in x.items()}
+    return tuple(x.shape[1:])
+
+
+def _form(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"

@@ -1,0 +1,198 @@
+"""The clients of a run: who they are, what they hold, which models they have."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .. import tree
+from ..errors import DataError, TaskError
+from ..key import Key
+from ..method import ClientInfo, Task
+from ..models.architecture import Architecture, build
+from .dataset import ClientData, Examples
+
+Array = np.ndarray[Any, Any] | Tensor
+Pair = tuple[Array, Array]
+
+
+@dataclass(frozen=True)
+class Federation:
+    """Clients, their data and their models.
+
+    Attributes:
+        clients: data of each client.
+        infos: description of each client, in the same order; ``infos[i].id == i``.
+        architectures: models by name.
+        classes: names of the classes.
+        seed: of everything random in a run on this federation: participants, order of examples, initial values.
+        name: for reports.
+        notes: what a reader of the class counts should know.
+    """
+
+    clients: Sequence[ClientData]
+    infos: Sequence[ClientInfo]
+    architectures: Mapping[str, Architecture]
+    classes: tuple[str, ...]
+    seed: int = 0
+    name: str = "federation"
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.clients or len(self.clients) != len(self.infos):
+            raise DataError(f"a federation needs one description a client; {len(self.clients)} clients, {len(self.infos)}")
+        for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
+            if info.id != i:
+                raise DataError(f"the client at place {i} has the identifier {info.id}; identifiers count from 0")
+            if not len(data.train):
+                raise DataError(f"client {i} has no training example")
+            if info.architecture not in self.architectures:
+                raise TaskError(f"client {i} holds model {info.architecture!r}; known: {sorted(self.architectures)}")
+
+    @property
+    def key(self) -> Key:
+        """Root of all randomness."""
+        return Key((self.seed,))
+
+    def task(self, rounds: int) -> Task:
+        """What is to be learnt in a run of that many rounds."""
+        return Task(self.architectures, self.infos, len(self.classes), rounds, self.key / "init")
+
+    def to(self, device: str) -> Federation:
+        """The same with data and initial parameters on a device."""
+        if device == "cpu":
+            return self
+        clients = [replace(c, **{s: _moved(getattr(c, s), device) for s in ("train", "val", "test")}) for c in self.clients]
+        for a in self.architectures.values():
+            a.module.to(device)
+            a.initial = tree.map(lambda t: t.to(device), a.initial)
+        return replace(self, clients=clients)
+
+    def fingerprint(self) -> list[str]:
+        """One digest a client of all its examples, so that a resumed run notices other data."""
+        return [_digest(c) for c in self.clients]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """One row a client: identifier, architecture, sizes and class counts of its splits."""
+        rows = []
+        for info, data in zip(self.infos, self.clients, strict=True):
+            splits = {s: getattr(data, s) for s in ("train", "val", "test")}
+            counts = {s: torch.bincount(e.y.reshape(-1), minlength=len(self.classes)).tolist() for s, e in splits.items()}
+            sizes = {s: len(e) for s, e in splits.items()}
+            rows.append({"id": info.id, "architecture": info.architecture, **sizes, "classes": counts})
+        return rows
+
+    @classmethod
+    def from_arrays(
+        cls,
+        clients: Sequence[Pair | Mapping[str, Pair]],
+        model: nn.Module | Callable[[], nn.Module] | Mapping[str, nn.Module | Callable[[], nn.Module]],
+        *,
+        head: str | None = None,
+        architecture: Sequence[str] | None = None,
+        rank: Sequence[int] | None = None,
+        classes: Sequence[str] | int | None = None,
+        val: float = 0.1,
+        test: float = 0.1,
+        seed: int = 0,
+        name: str = "federation",
+    ) -> Federation:
+        """A federation of one's own data and models.
+
+        Args:
+            clients: of each client either inputs and labels ``(x [n, ...], y [n])``, to be divided, or a dict of such
+                pairs under ``train`` and optionally ``val`` and ``test``.
+            model: a module (its parameters are where training starts), a factory of modules (drawn from the seed), or
+                several of them by name.
+            head: dotted name of the submodule that is the head; see :class:`Architecture`.
+            architecture: name of each client's model. By default client k holds the (k mod number)-th.
+            rank: of each client's low-rank parts.
+            classes: their names or their number. By default the largest label plus one.
+            val: share of the examples held back for validation, where the client brings no split of its own.
+            test: share held back for testing.
+            seed: of everything random.
+            name: for reports.
+
+        Raises:
+            DataError: if an array does not fit; the message names the client.
+            TaskError: if a model does not fit.
+        """
+        key = Key((seed,))
+        data = [_client_data(c, i, val, test, key / "split" / i) for i, c in enumerate(clients)]
+        if not data:
+            raise DataError("a federation needs at least one client")
+        top = max(int(e.y.max()) for d in data for e in (d.train, d.val, d.test) if len(e)) + 1
+        if classes is None:
+            classes = top
+        names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
+        if top > len(names):
+            raise DataError(f"there is a label {top - 1} but only {len(names)} classes; labels count from 0")
+        x = data[0].train.x
+        example = {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1]
+        models = model if isinstance(model, Mapping) else {"model": model}
+        made = {n: m if isinstance(m, nn.Module) else build(m, key / "init" / n) for n, m in models.items()}
+        known = {n: Architecture(n, m, example, head) for n, m in made.items()}
+        held = list(architecture) if architecture is not None else [list(known)[i % len(known)] for i in range(len(data))]
+        ranks = list(rank) if rank is not None else [None] * len(data)
+        if len(held) != len(data) or len(ranks) != len(data):
+            raise DataError(f"{len(data)} clients, but {len(held)} architectures and {len(ranks)} ranks")
+        infos = [
+            ClientInfo(i, len(d.train), a, r) for i, (d, a, r) in enumerate(zip(data, held, ranks, strict=True))
+        ]
+        return cls(data, infos, known, names, seed, name)
+
+
+def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test: float, key: Key) -> ClientData:
+    if isinstance(given, Mapping):
+        unknown = set(given) - {"train", "val", "test"}
+        if unknown or "train" not in given:
+            raise DataError(f"client {client}: splits must be 'train' and optionally 'val' and 'test', not {sorted(given)}")
+        parts = {s: _examples(p, client) for s, p in given.items()}
+        empty = _take(parts["train"], torch.arange(0))
+        return ClientData(parts["train"], parts.get("val", empty), parts.get("test", empty))
+    everything = _examples(given, client)
+    n = len(everything)
+    n_val, n_test = round(n * val), round(n * test)
+    if n - n_val - n_test < 1:
+        raise DataError(f"client {client} has {n} examples, too few for shares of {val} and {test} besides training")
+    order = torch.randperm(n, generator=key.generator())
+    return ClientData(
+        _take(everything, order[n_val + n_test :]), _take(everything, order[:n_val]), _take(everything, order[n_val:][:n_test])
+    )
+
+
+def _examples(pair: Pair, client: int) -> Examples:
+    try:
+        x, y = (torch.as_tensor(a) for a in pair)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"client {client}: expected a pair (x, y) of arrays: {error}") from error
+    if len(x) != len(y):
+        raise DataError(f"client {client}: {len(x)} inputs but {len(y)} labels")
+    if len(y) and int(y.min()) < 0:
+        raise DataError(f"client {client}: label {int(y.min())} is negative")
+    return Examples(x.to(torch.float32), y.to(torch.int64))
+
+
+def _take(examples: Examples, index: Tensor) -> Examples:
+    return examples.take(index)
+
+
+def _moved(examples: Examples, device: str) -> Examples:
+    x = examples.x
+    return Examples({n: t.to(device) for n, t in x.items()} if isinstance(x, dict) else x.to(device), examples.y.to(device))
+
+
+def _digest(data: ClientData) -> str:
+    state = hashlib.blake2b(digest_size=16)
+    for examples in (data.train, data.val, data.test):
+        parts = examples.x.values() if isinstance(examples.x, dict) else [examples.x]
+        for t in (*parts, examples.y):
+            state.update(repr((t.dtype, tuple(t.shape))).encode())
+            state.update(t.detach().cpu().contiguous().numpy().tobytes())
+    return state.hexdigest()

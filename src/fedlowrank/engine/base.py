@@ -1,0 +1,78 @@
+"""What an engine is: a way to map a method's ``local_update`` over the clients of a round."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from .. import tree
+from ..data.federation import Federation
+from ..errors import NonFiniteError
+from ..method import ClientInfo, ClientView, Method, Task, Trainer
+from ..train import FlopLedger, LocalData, LocalTrainer, Meter
+
+AnyMethod = Method[Any, Any, Any, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's work in a round: its state, what it received, and who it is."""
+
+    state: Any
+    down: Any
+    client: ClientInfo
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job came to.
+
+    Attributes:
+        state: the client's next state, to be committed once the server acknowledges the reply.
+        upload: its reply.
+        meter: what the work cost.
+        error: why there is no reply, if training met a NaN.
+    """
+
+    state: Any
+    upload: Any
+    meter: Meter
+    error: NonFiniteError | None = None
+
+
+@dataclass
+class Engine(ABC):
+    """Runs the clients of one round, in the order given."""
+
+    name: ClassVar[str]
+    ledger: FlopLedger = field(default_factory=FlopLedger, repr=False)
+
+    @abstractmethod
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]  # noqa: A002
+    ) -> Iterator[Outcome]:
+        """Execute the jobs of one round."""
+
+    def boundary(self, value: Any) -> Any:
+        """A value that crosses between server and client, or is stored, as the other side sees it."""
+        return tree.canonical(value)
+
+    def trainer(self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo) -> LocalTrainer:  # noqa: A002
+        """Execution of training for one client alone."""
+        data = LocalData(
+            client, federation.clients[client.id].train, method.passes(), client_key(federation, client.id, round)
+        )
+        return LocalTrainer(federation.architectures[client.architecture], data, round, self.ledger)
+
+
+def client_key(federation: Federation, client: int, round: int) -> Any:  # noqa: A002
+    """Randomness of one client in one round."""
+    return federation.key / "client" / client / round
+
+
+def client_view(federation: Federation, task: Task, round: int, client: ClientInfo, trainer: Trainer) -> ClientView:  # noqa: A002
+    """What a method may use at a client."""
+    key = client_key(federation, client.id, round)
+    return ClientView(client, task, task.model(client), round, key, trainer)

@@ -1,0 +1,218 @@
+"""The only loop over rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from .. import tree
+from ..channel import lost_replies, weigh
+from ..data.federation import Federation
+from ..errors import ConfigError, NonFiniteError
+from ..evaluate import accuracy
+from ..method import ClientInfo, Method, Reply, ServerView
+from ..record import RoundRecord
+from .base import Engine, Job, Outcome
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The protocol of a run, the same for all methods.
+
+    Attributes:
+        rounds: T, rounds of communication.
+        participation: C, share of the clients that take part in a round, in (0, 1].
+        seed: of everything random: partition, participants, order of examples, initial values.
+        engine: sequential; vectorised (clients of like shapes at once); or wire (every message through bytes).
+        device: cpu, or cuda where torch finds one.
+        evaluate_every: rounds between evaluations; the first and last round are always evaluated.
+        checkpoint_every: rounds between checkpoints; the last round is always saved.
+        on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on.
+        lost_replies: probability that a reply is lost on its way, to study its effect.
+        target: test accuracy whose cost is reported, in (0, 1]; by default the highest that all compared runs reached.
+        representations: test examples whose representations are kept at the end for pictures; 0 keeps none.
+    """
+
+    rounds: int = 50
+    participation: float = 1.0
+    seed: int = 0
+    engine: Literal["sequential", "vectorised", "wire"] = "sequential"
+    device: str = "cpu"
+    evaluate_every: int = 1
+    checkpoint_every: int = 1
+    on_nan: Literal["stop", "drop"] = "stop"
+    lost_replies: float = 0.0
+    target: float | None = None
+    representations: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
+        if not 0 < self.participation <= 1:
+            raise ConfigError(
+                f"run.participation is the share of clients in a round and must lie in (0, 1]; it is {self.participation}"
+            )
+        if not 0 <= self.lost_replies < 1:
+            raise ConfigError(f"run.lost_replies is a probability in [0, 1); it is {self.lost_replies}")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ConfigError(f"run.target is an accuracy in (0, 1], such as 0.9; it is {self.target}")
+
+
+class Run:
+    """A run and all it needs to go on: the round, the server's state and the clients' states.
+
+    Args:
+        method: what to run.
+        federation: on whom.
+        settings: the protocol.
+        engine: how the clients of a round are executed.
+
+    Attributes:
+        round: rounds completed.
+        server: state of the server.
+        clients: states of clients that have taken part.
+        unsaved: identifiers of clients whose state changed since it was last saved.
+
+    Raises:
+        TaskError: if the method does not fit the federation.
+    """
+
+    def __init__(
+        self, method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings, engine: Engine
+    ) -> None:
+        self.method = method
+        self.federation = federation.to(settings.device)
+        self.settings = settings
+        self.engine = engine
+        self.task = federation.task(settings.rounds)
+        self.round = 0
+        self.server: Any = engine.boundary(method.server_init(self.task))
+        self.clients: dict[int, Any] = {}
+        self.unsaved: set[int] = set()
+        # every client's state can be made: a method that does not fit says so now, not in round 7
+        for info in federation.infos:
+            method.client_init(self.task, info)
+
+    def restore(self, round: int, server: Any, clients: dict[int, Any]) -> None:  # noqa: A002
+        """Go on from a saved state."""
+        move = self.settings.device
+        self.round = round
+        self.server, self.clients = tree.map(lambda t: t.to(move), (server, clients_as_tree(clients)))
+        self.clients = {int(i): c for i, c in self.clients.items()}
+
+    def state_of(self, info: ClientInfo) -> Any:
+        """State of a client, a fresh one if it never took part."""
+        if info.id in self.clients:
+            return self.clients[info.id]
+        return self.engine.boundary(self.method.client_init(self.task, info))
+
+    def participants(self, round: int) -> list[ClientInfo]:  # noqa: A002
+        """Who trains in a round, by a draw that is the same for every method."""
+        infos = self.federation.infos
+        count = max(1, round_half_up(self.settings.participation * len(infos)))
+        generator = (self.federation.key / "participants" / round).generator()
+        sampled = sorted(torch.randperm(len(infos), generator=generator)[:count].tolist())
+        return [infos[i] for i in self.method.participants(sampled, [c.id for c in infos])]
+
+    def step(self) -> RoundRecord:
+        """One round. The run changes only if it succeeds as a whole."""
+        t, method, clock = self.round, self.method, Clock()
+        with clock("server"):
+            infos = self.participants(t)
+            jobs = [Job(self.state_of(i), method.download(self.server, i), i) for i in infos]
+            down = weigh(job.down for job in jobs)
+        with clock("train"):
+            outcomes = list(self.engine.run(method, self.federation, self.task, t, jobs))
+        lost = self._lost(t, infos, outcomes)
+        with clock("server"):
+            up = weigh(o.upload for o in outcomes)
+            arrived = [(i, o) for i, o in zip(infos, outcomes, strict=True) if str(i.id) not in lost]
+            replies = [Reply(i, o.upload) for i, o in arrived if o.upload is not None]
+            view = ServerView(self.task, t, self.federation.key / "server" / t)
+            server = self.engine.boundary(method.server_update(self.server, replies, view)) if replies else self.server
+        self.server = server
+        # a client commits when its reply has been acknowledged: dual methods break otherwise
+        self.clients |= {i.id: o.state for i, o in arrived}
+        self.unsaved |= {i.id for i, _ in arrived}
+        self.round = t + 1
+        meters = [o.meter for o in outcomes]
+        passes = dict.fromkeys(name for m in meters for name in m.losses)
+        record = RoundRecord(
+            round=self.round,
+            participants=[i.id for i in infos],
+            lost=lost,
+            bytes_down=down.bytes,
+            bytes_up=up.bytes,
+            parameters_down=down.parameters,
+            parameters_up=up.parameters,
+            steps=sum(m.steps for m in meters),
+            flops=sum(m.flops for m in meters),
+            loss={n: _mean([m.losses[n] for m in meters if n in m.losses]) for n in passes},
+        )
+        due = self.round % self.settings.evaluate_every == 0 or self.round in (1, self.settings.rounds)
+        return self._evaluated(record, clock, due)
+
+    def start(self) -> RoundRecord:
+        """The record of round 0: the models before any training."""
+        return self._evaluated(RoundRecord(round=0), Clock(), True)
+
+    def _lost(self, round: int, infos: list[ClientInfo], outcomes: list[Outcome]) -> dict[str, str]:  # noqa: A002
+        lost: dict[str, str] = {}
+        for info, outcome in zip(infos, outcomes, strict=True):
+            if outcome.error is not None:
+                if self.settings.on_nan == "stop":
+                    raise outcome.error
+                lost[str(info.id)] = str(outcome.error)
+        key = self.federation.key / "lost" / round
+        for client in lost_replies([i.id for i in infos], self.settings.lost_replies, key):
+            lost.setdefault(str(client), "the reply was lost")
+        return lost
+
+    def _evaluated(self, record: RoundRecord, clock: Clock, due: bool) -> RoundRecord:
+        found = None
+        if due:
+            with clock("evaluate"):
+                found = accuracy(
+                    self.method, self.federation, self.task, self.engine, self.server, self.state_of, max(self.round - 1, 0)
+                )
+        return dataclasses.replace(record, accuracy=found, seconds=clock.wall, cpu_seconds=clock.cpu)
+
+
+class Clock:
+    """Seconds by what they were spent on."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time until the end of the block to that name."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - wall
+        self.cpu[name] = self.cpu.get(name, 0.0) + time.process_time() - cpu
+
+
+def round_half_up(x: float) -> int:
+    """Nearest whole number; halves go up, so that 10 % of 25 clients are 3."""
+    return int(x + 0.5)
+
+
+def clients_as_tree(clients: dict[int, Any]) -> dict[str, Any]:
+    """States by identifier as a tree, whose keys are strings."""
+    return {str(i): c for i, c in clients.items()}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+__all__ = ["Clock", "NonFiniteError", "Run", "RunSettings"]

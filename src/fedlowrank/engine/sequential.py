@@ -1,0 +1,46 @@
+"""One client after another in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from .. import tree
+from ..data.federation import Federation
+from ..errors import NonFiniteError
+from ..method import Task
+from ..train import Meter
+from .base import AnyMethod, Engine, Job, Outcome, client_view
+
+
+@dataclass
+class Sequential(Engine):
+    """One client after another: private in-place updates inside a pass, pure at its boundary."""
+
+    name: ClassVar[str] = "sequential"
+
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]  # noqa: A002
+    ) -> Iterator[Outcome]:
+        """See the base class."""
+        for job in jobs:
+            trainer = self.trainer(method, federation, round, job.client)
+            view = client_view(federation, task, round, job.client, trainer)
+            try:
+                state, upload = method.local_update(self.boundary(job.state), self.boundary(job.down), view)
+            except NonFiniteError as error:
+                yield Outcome(None, None, Meter(), error)
+                continue
+            yield Outcome(self.boundary(state), self.boundary(upload), trainer.meter)
+
+
+@dataclass
+class Wire(Sequential):
+    """Sequential, with every value that crosses a boundary turned into bytes and back."""
+
+    name: ClassVar[str] = "wire"
+
+    def boundary(self, value: Any) -> Any:
+        """The value as it comes out of its bytes."""
+        return tree.decode(tree.encode(value))

@@ -1,0 +1,30 @@
+"""Losses that average over the real examples of a batch and never over its padding."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from .method import Batch
+
+
+def kl_divergence(teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
+    """KL(teacher ‖ student) = Σ_j p_j log(p_j / q_j), the mean over the examples of the batch.
+
+    Args:
+        teacher: scores (not probabilities) ``[b, classes]`` of p; detach them where p is only a target.
+        student: scores ``[b, classes]`` of q.
+        batch: tells padding from examples.
+    """
+    p, q = functional.log_softmax(teacher, -1), functional.log_softmax(student, -1)
+    return batch.mean((p.exp() * (p - q)).sum(-1))
+
+
+def soft_cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """-Σ_j t_j log softmax(scores)_j for each example, ``[b]``, given target probabilities ``[b, classes]``."""
+    return -(targets * functional.log_softmax(scores, -1)).sum(-1)
+
+
+def square_error(a: Tensor, b: Tensor, batch: Batch) -> Tensor:
+    """Mean over examples and features of (a - b)², both ``[b, d]``."""
+    return batch.mean((a - b).square().mean(-1))

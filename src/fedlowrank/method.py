@@ -1,0 +1,345 @@
+"""What a federated method is: pure functions of explicit state, and what they are given to work with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .errors import ConfigError, TaskError
+from .key import Key
+from .models.architecture import Architecture
+from .optimiser import SGD, Optimiser
+from .tree import Params
+
+S = TypeVar("S")  # server state
+C = TypeVar("C")  # state that a client keeps
+D = TypeVar("D")  # download: what the server sends to one client
+U = TypeVar("U")  # upload: what one client sends back
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples of one step.
+
+    Attributes:
+        x: inputs, a tensor ``[b, ...]`` or a dict of such tensors.
+        y: targets ``[b, ...]``.
+        mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
+    """
+
+    x: Any
+    y: Tensor
+    mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the examples, padding left out, of ``values [b]``. Every loss must average by this."""
+        if self.mask is None:
+            return values.mean()
+        return self.total(values) / self.mask.sum().clamp(min=1)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over the examples, padding left out, of ``values [b, ...]``."""
+        if self.mask is None:
+            return values.sum(0)
+        mask = self.mask.reshape(-1, *[1] * (values.ndim - 1))
+        # where, not a product: padding may hold infinities, and 0 * inf is NaN
+        return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(0)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One sweep over the local data of a client.
+
+    Attributes:
+        epochs: times every example is seen.
+        batch_size: examples a step; the last step of an epoch takes what is left.
+    """
+
+    epochs: int = 1
+    batch_size: int = 64
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What both sides know of a client.
+
+    Attributes:
+        id: identifier, its place in the federation.
+        examples: training examples, the usual weight of its reply.
+        architecture: name of its model.
+        rank: rank of its low-rank parts, or None where the method decides.
+    """
+
+    id: int
+    examples: int
+    architecture: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learnt: the models on offer, the clients, the number of classes and rounds.
+
+    Attributes:
+        architectures: by name, each with its initial parameters.
+        clients: all clients of the federation.
+        classes: number of classes.
+        rounds: rounds of the whole run, for methods whose settings depend on progress.
+        key: randomness of initial values, common to server and clients.
+    """
+
+    architectures: Mapping[str, Architecture]
+    clients: Sequence[ClientInfo]
+    classes: int
+    rounds: int
+    key: Key
+
+    def model(self, client: ClientInfo) -> Architecture:
+        """The architecture of a client."""
+        return self.architectures[client.architecture]
+
+    def common_model(self, method: str) -> Architecture:
+        """The one architecture of all clients.
+
+        Raises:
+            TaskError: if the clients hold different ones.
+        """
+        if len(self.architectures) > 1:
+            owners = {c.architecture: c.id for c in reversed(self.clients)}
+            held = ", ".join(f"client {i} holds {a}" for a, i in sorted(owners.items(), key=lambda item: item[1]))
+            raise TaskError(
+                f"{method} averages whole models, so all clients must hold the same architecture, but {held}. "
+                "Give model.names one name, or choose a method for heterogeneous models "
+                "(`fedlowrank list` says which)."
+            )
+        return next(iter(self.architectures.values()))
+
+    def common_width(self, method: str) -> int:
+        """The width of the representation, equal in all architectures.
+
+        Raises:
+            TaskError: if it differs; the message names clients and widths.
+        """
+        first = self.clients[0]
+        for client in self.clients:
+            if self.model(client).width != self.model(first).width:
+                raise TaskError(
+                    f"{method} needs representations of one width, but client {first.id} ({first.architecture}) has "
+                    f"{self.model(first).width} and client {client.id} ({client.architecture}) has "
+                    f"{self.model(client).width}. Choose another split point (model.split) or other models."
+                )
+        return self.model(first).width
+
+    def smallest_model(self, name: str | None = None) -> Architecture:
+        """The architecture of that name, or the one with the fewest parameters."""
+        if name is None:
+            return min(self.architectures.values(), key=lambda a: a.parameters)
+        if name not in self.architectures:
+            raise TaskError(f"there is no model {name!r} in this federation; it holds {sorted(self.architectures)}")
+        return self.architectures[name]
+
+
+class Trainer(Protocol):
+    """How an engine executes what a method asks of a client's data; see :class:`ClientView`."""
+
+    def train(
+        self,
+        loss: Callable[..., Tensor],
+        start: T,
+        name: str,
+        optimiser: Optimiser,
+        given: tuple[Any, ...],
+        precondition: Callable[..., Any] | None,
+        prox: Callable[..., Any] | None,
+    ) -> T:
+        """Execute a training pass."""
+        ...
+
+    def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
+        """Sum a statistic over the training data."""
+        ...
+
+    def steps(self, name: str) -> int:
+        """Number of steps in a pass."""
+        ...
+
+
+@dataclass(frozen=True)
+class ClientView:
+    """What a client may use besides its state: its model's code, its data through verbs, and its randomness.
+
+    Attributes:
+        info: what the server knows of it, too.
+        task: what is to be learnt.
+        model: the code of its model.
+        round: counted from 0.
+        key: randomness of this client in this round.
+        trainer: the engine's way to execute training; use the verbs below.
+    """
+
+    info: ClientInfo
+    task: Task
+    model: Architecture
+    round: int
+    key: Key
+    trainer: Trainer
+
+    def train(
+        self,
+        loss: Callable[..., Tensor],
+        start: T,
+        name: str,
+        optimiser: Optimiser,
+        *,
+        given: tuple[Any, ...] = (),
+        precondition: Callable[..., T] | None = None,
+        prox: Callable[..., T] | None = None,
+    ) -> T:
+        """Train a tree of parameters by one pass over the local training data.
+
+        An engine may execute this for many clients at once. It does so only where the functions are the same code with
+        the same captured values; what differs between clients belongs in ``given``.
+
+        Args:
+            loss: ``loss(params, batch, *given)``, a scalar; pure; averages by :meth:`Batch.mean`.
+            start: where to begin, a tree of floating-point tensors; left untouched.
+            name: which of the method's :meth:`Method.passes`.
+            optimiser: what to do with the gradient; its schedule is applied by the engine.
+            given: further trees for the functions; no gradient is taken for them.
+            precondition: ``precondition(grads, params, *given)``, the gradient to use instead, before clipping, weight
+                decay and momentum.
+            prox: ``prox(params, lr, *given)``, applied after every step with the round's learning rate.
+
+        Returns:
+            The trained tree, detached and contiguous.
+
+        Raises:
+            NonFiniteError: if a loss or a parameter becomes NaN or infinite.
+        """
+        return self.trainer.train(loss, start, name, optimiser, given, precondition, prox)
+
+    def total(self, statistic: Callable[..., T], params: Any, *, given: tuple[Any, ...] = ()) -> T:
+        """Sum ``statistic(params, batch, *given)``, a tree of tensors, over the local training data, without gradients.
+
+        The statistic must itself sum over the batch by :meth:`Batch.total`.
+        """
+        return self.trainer.total(statistic, params, given)
+
+    def steps(self, name: str) -> int:
+        """Number of optimiser steps that :meth:`train` takes in the pass of that name."""
+        return self.trainer.steps(name)
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """What a server may use besides its state.
+
+    Attributes:
+        task: what is to be learnt.
+        round: counted from 0.
+        key: randomness of the server in this round.
+    """
+
+    task: Task
+    round: int
+    key: Key
+
+
+@dataclass(frozen=True)
+class Reply(Generic[U]):
+    """What one client sent back."""
+
+    client: ClientInfo
+    upload: U
+
+
+Predictor = Callable[[Any], Tensor]
+"""From inputs ``[b, ...]`` to scores ``[b, classes]``."""
+
+
+@dataclass(frozen=True)
+class Method(ABC, Generic[S, C, D, U]):
+    """A federated method. Its fields are hyper-parameters; its functions are pure.
+
+    A method is final: it calls shared verbs and inherits from no other method.
+
+    Attributes:
+        epochs: E, passes of a client over its own data in a round.
+        batch_size: B, examples a local step.
+        optimiser: of local training.
+    """
+
+    epochs: int = 1
+    batch_size: int = 64
+    optimiser: Optimiser = SGD(lr=0.01)
+
+    title: ClassVar[str]
+    citation: ClassVar[str]
+    heterogeneous: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch_size < 1:
+            raise ConfigError(
+                f"{self.title}: epochs and batch_size must be >= 1; they are {self.epochs} and {self.batch_size}"
+            )
+
+    def passes(self) -> dict[str, Pass]:
+        """Named passes over the local data in one round."""
+        return {"local": Pass(self.epochs, self.batch_size)}
+
+    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
+        """Which clients train in a round, given those that the protocol sampled."""
+        del everyone
+        return sampled
+
+    @abstractmethod
+    def server_init(self, task: Task) -> S:
+        """State of the server before the first round; raises TaskError if the method does not fit the task."""
+
+    @abstractmethod
+    def client_init(self, task: Task, client: ClientInfo) -> C:
+        """State of a client before its first round."""
+
+    @abstractmethod
+    def download(self, server: S, client: ClientInfo) -> D:
+        """What is sent to this client. Selects; computes nothing costly."""
+
+    @abstractmethod
+    def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
+        """The client's box: its next state, and what it sends back."""
+
+    @abstractmethod
+    def server_update(self, server: S, replies: Sequence[Reply[U]], view: ServerView) -> S:
+        """The server's box, given the replies in the order of client ids."""
+
+    @abstractmethod
+    def personal(self, state: C, down: D, view: ClientView) -> Params:
+        """Parameters of the whole model this client would use now, for inference and export."""
+
+    def predictor(self, state: C, down: D, view: ClientView) -> Predictor | dict[str, Predictor]:
+        """How this client infers: a function of inputs, or several by name, the first being the headline.
+
+        Anything costly is done here once, not in the function, which is called for every chunk of examples.
+        """
+        params = self.personal(state, down, view)
+        return lambda x: view.model.apply(params, x)
+
+
+def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:
+    """Mean cross-entropy of ``scores [b, classes]`` with the labels of the batch."""
+    return batch.mean(functional.cross_entropy(scores, batch.y, reduction="none"))
+
+
+def by_examples(replies: Sequence[Reply[Any]]) -> list[float]:
+    """The weights n_k of FedAvg."""
+    return [float(r.client.examples) for r in replies]

@@ -1,0 +1,123 @@
+"""FD: communication-efficient on-device machine learning, federated distillation under non-IID private data.
+
+E. Jeong, S. Oh, H. Kim, J. Park, M. Bennis, S.-L. Kim. 2018. arXiv:1811.11479, Algorithm 1 (FD, without augmentation).
+
+    server, each round t:   send to client k, for every label j, the mean Ĝ_{k,j} of the other clients' F_{i,j}     download
+    client k:               θ_k ← SGD on CE + γ CE(·, Ĝ_{k,y}), E epochs
+                            F_{k,j} = mean softmax output over its examples of label j; keep θ_k; send F_k          local_update
+    server:                 remember F_k; leave one out: Ĝ_{k,j} = mean_{i≠k, i owns j} F_{i,j}                     server_update
+
+Outputs are probabilities: raw logits as targets diverge. A label that nobody else owns has no target and its term is left
+out. Departures: F is taken in one pass after training (the paper accumulates it during training); under partial participation
+the mean is over each client's latest reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..loss import soft_cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, cross_entropy
+from ..tree import Params, tree
+
+
+@tree
+class Outputs:
+    """Mean outputs of one client: for each label it owns ``labels [m]`` a row of ``mean [m, classes]``."""
+
+    labels: Tensor
+    mean: Tensor
+
+
+@tree
+class Targets:
+    """Soft target of each label ``mean [classes, classes]``, where ``known [classes]``."""
+
+    mean: Tensor
+    known: Tensor
+
+
+@tree
+class Server:
+    """Sum and number of the outputs for each label, and each client's share in them."""
+
+    total: Tensor
+    count: Tensor
+    latest: dict[str, Outputs]
+
+
+@dataclass(frozen=True)
+class FD(Method[Server, Params, Targets, Outputs]):
+    """Federated distillation of mean outputs per label.
+
+    Attributes:
+        gamma: γ ≥ 0, weight of the distillation term.
+    """
+
+    gamma: float = 1.0
+
+    title = "FD"
+    citation = "Jeong et al. 2018, arXiv:1811.11479"
+    heterogeneous = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gamma < 0:
+            raise ConfigError(f"FD: gamma must be >= 0; it is {self.gamma}")
+
+    def server_init(self, task: Task) -> Server:
+        """No output is known."""
+        like = next(iter(task.model(task.clients[0]).initial.values()))
+        return Server(like.new_zeros(task.classes, task.classes), like.new_zeros(task.classes), {})
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """θ_k starts at its architecture's initial weights."""
+        return task.model(client).initial
+
+    def download(self, server: Server, client: ClientInfo) -> Targets:
+        """Ĝ_k: the means without the client's own share."""
+        total, count = server.total, server.count
+        own = server.latest.get(str(client.id))
+        if own is not None:
+            total = total.index_add(0, own.labels, own.mean, alpha=-1)
+            count = count.index_add(0, own.labels, torch.ones_like(own.mean[:, 0]), alpha=-1)
+        known = count > 0
+        return Targets(torch.where(known[:, None], total / count.clamp(min=1)[:, None], 0.0), known)
+
+    def local_update(self, state: Params, down: Targets, view: ClientView) -> tuple[Params, Outputs]:
+        """SGD with distillation, then the mean output of each own label."""
+        model, gamma = view.model, self.gamma
+
+        def loss(theta: Params, batch: Batch, targets: Targets) -> Tensor:
+            scores = model.apply(theta, batch.x)
+            soft = soft_cross_entropy(scores, targets.mean[batch.y])
+            return cross_entropy(scores, batch) + gamma * batch.mean(soft * targets.known[batch.y])
+
+        def by_label(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
+            which = eye[batch.y]
+            outputs = model.apply(theta, batch.x).softmax(-1)
+            return batch.total(which[:, :, None] * outputs[:, None, :]), batch.total(which)
+
+        theta = view.train(loss, state, "local", self.optimiser, given=(down,))
+        total, count = view.total(by_label, theta, given=(torch.eye(view.task.classes).to(down.mean),))
+        labels = count.nonzero()[:, 0]
+        return theta, Outputs(labels, total[labels] / count[labels, None])
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Outputs]], view: ServerView) -> Server:
+        """Replace the share of every client that replied."""
+        latest = server.latest | {str(r.client.id): r.upload for r in replies}
+        total, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
+        for own in latest.values():
+            total.index_add_(0, own.labels, own.mean)
+            count.index_add_(0, own.labels, torch.ones_like(own.mean[:, 0]))
+        return Server(total, count, latest)
+
+    def personal(self, state: Params, down: Targets, view: ClientView) -> Params:
+        """θ_k."""
+        del down, view
+        return state

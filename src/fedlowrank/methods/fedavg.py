@@ -1,0 +1,70 @@
+"""FedAvg: communication-efficient learning of deep networks from decentralized data.
+
+B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. AISTATS 2017. arXiv:1602.05629, Algorithm 1.
+
+    server, each round t:   send θ^t to each client k of the sample S_t                 download
+    client k:               θ_k ← SGD on F_k from θ^t, E epochs; send θ_k               local_update
+    server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                 server_update
+
+The mean is over the sampled clients, as in the paper's fourth version; ``weights = "uniform"`` gives every client the same.
+Models that keep running statistics (BatchNorm) are refused by :class:`fedlowrank.models.architecture.Architecture`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..tree import Params, mean
+
+
+@dataclass(frozen=True)
+class FedAvg(Method[Params, None, Params, Params]):
+    """Federated averaging of whole models.
+
+    Attributes:
+        weights: of a reply: the client's number of training examples n_k, or uniform.
+    """
+
+    weights: Literal["examples", "uniform"] = "examples"
+
+    title = "FedAvg"
+    citation = "McMahan et al., AISTATS 2017, arXiv:1602.05629"
+
+    def server_init(self, task: Task) -> Params:
+        """θ^0, the common initial weights."""
+        return task.common_model(self.title).initial
+
+    def client_init(self, task: Task, client: ClientInfo) -> None:
+        """A client keeps nothing."""
+        del task, client
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """θ^t."""
+        del client
+        return server
+
+    def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
+        """SGD on F_k from θ^t."""
+        del state
+        model = view.model
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        return None, view.train(loss, down, "local", self.optimiser)
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """Mean of the replies."""
+        del server, view
+        weights = by_examples(replies) if self.weights == "examples" else [1.0] * len(replies)
+        return mean([r.upload for r in replies], weights)
+
+    def personal(self, state: None, down: Params, view: ClientView) -> Params:
+        """The global model."""
+        del state, view
+        return down

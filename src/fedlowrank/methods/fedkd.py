@@ -1,0 +1,142 @@
+"""FedKD: communication-efficient federated learning via knowledge distillation.
+
+C. Wu, F. Wu, L. Lyu, Y. Huang, X. Xie. Nature Communications 13, 2032 (2022). arXiv:2108.13323, Algorithm 1.
+
+    server, each round t:   send to each client k of S_t the compressed updates that bring its mentee to s^t    download
+    client k:               from its mentor T_k, E epochs of simultaneous SGD on
+                              T: CE_T + KL(s ‖ T) / (CE_T + CE_s) + MSE(H_T, W H_s) / (CE_T + CE_s)
+                              s: CE_s + KL(T ‖ s) / (CE_T + CE_s) + MSE(H_T, W H_s) / (CE_T + CE_s)
+                            keep T_k, W_k; send the update s_k - s^t, compressed                                local_update
+    server:                 Δ = Σ n_k Δ_k / Σ n_k, compressed;  s^{t+1} = s^t + Δ                               server_update
+
+Compression is the SVD of each weight's update at the smallest rank that keeps a share of its energy; that share rises
+linearly from ``energy_start`` to ``energy_end`` over the rounds (:func:`fedlowrank.low_rank.factored.compress`).
+
+Settled: denominators and teachers are detached (each loss moves only its own model; W moves with the mentee's); *updates*
+are decomposed, not weights; the update is that of a round (the paper sends the gradient of a batch). A client that missed
+rounds needs the updates of those rounds too: the server keeps them and sends all that are missing, or the model itself once
+that is smaller. The paper's loss on attention maps belongs to transformers and has no counterpart here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..loss import kl_divergence, square_error
+from ..low_rank.factored import Compressed, compress, decompress
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..tree import Params, add, mean, nbytes, sub, tree
+
+
+@tree
+class Server:
+    """The mentee s^t, the compressed update of every round, and the round each client's copy is at."""
+
+    mentee: Params
+    updates: list[Compressed]
+    at: dict[str, int]
+
+
+@tree
+class Download:
+    """Updates to apply in order, or the mentee itself."""
+
+    updates: list[Compressed]
+    mentee: Params | None
+
+
+@tree
+class Models:
+    """Mentor T, mentee s and the projection W ``[d_T, d_s]`` between their representations."""
+
+    mentor: Params
+    mentee: Params
+    projection: Tensor
+
+
+@dataclass(frozen=True)
+class FedKD(Method[Server, Models, Download, Compressed]):
+    """Adaptive mutual distillation with updates sent as low-rank factors.
+
+    Attributes:
+        energy_start: T_start, share of each update's energy that is sent in the first round.
+        energy_end: T_end, the same in the last round; 1 sends updates whole.
+        mentee: name of the shared architecture, or None for the smallest.
+    """
+
+    energy_start: float = 0.95
+    energy_end: float = 0.98
+    mentee: str | None = None
+
+    title = "FedKD"
+    citation = "Wu et al., Nature Communications 2022, arXiv:2108.13323"
+    heterogeneous = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.energy_start <= self.energy_end <= 1:
+            raise ConfigError(f"FedKD: need 0 < energy_start <= energy_end <= 1; got {self.energy_start}, {self.energy_end}")
+
+    def _energy(self, view: ServerView | ClientView) -> float:
+        return self.energy_start + (self.energy_end - self.energy_start) * view.round / max(view.task.rounds - 1, 1)
+
+    def server_init(self, task: Task) -> Server:
+        """s^0, known to all."""
+        return Server(task.smallest_model(self.mentee).initial, [], {})
+
+    def client_init(self, task: Task, client: ClientInfo) -> Models:
+        """T_k and s^0 at their initial weights, W as a linear layer's."""
+        mentor, mentee = task.model(client), task.smallest_model(self.mentee)
+        draw = torch.rand(mentor.width, mentee.width, generator=(task.key / "fedkd" / mentor.name).generator())
+        like = next(iter(mentor.initial.values()))
+        return Models(mentor.initial, mentee.initial, ((2 * draw - 1) / mentee.width**0.5).to(like))
+
+    def download(self, server: Server, client: ClientInfo) -> Download:
+        """The updates since the client's copy, or the mentee where that is smaller."""
+        missing = server.updates[server.at.get(str(client.id), 0) :]
+        if nbytes(missing) > nbytes(server.mentee):
+            return Download([], server.mentee)
+        return Download(missing, None)
+
+    def local_update(self, state: Models, down: Download, view: ClientView) -> tuple[Models, Compressed]:
+        """Simultaneous SGD; each gradient comes from its own loss because teachers and denominators are detached."""
+        big, small = view.model, view.task.smallest_model(self.mentee)
+
+        def loss(now: Models, batch: Batch) -> Tensor:
+            h_t, h_s = big.represent(now.mentor, batch.x), small.represent(now.mentee, batch.x)
+            t, s = big.head(now.mentor, h_t), small.head(now.mentee, h_s)
+            ce_t, ce_s = cross_entropy(t, batch), cross_entropy(s, batch)
+            projected = h_s @ now.projection.mT
+            mentor = kl_divergence(s.detach(), t, batch) + square_error(h_t, projected.detach(), batch)
+            mentee = kl_divergence(t.detach(), s, batch) + square_error(h_t.detach(), projected, batch)
+            return ce_t + ce_s + (mentor + mentee) / (ce_t + ce_s).detach()
+
+        start = self._mentee(state, down)
+        end = view.train(loss, Models(state.mentor, start, state.projection), "local", self.optimiser)
+        kept = Models(end.mentor, start, end.projection)
+        return kept, compress(sub(end.mentee, start), self._energy(view))
+
+    def _mentee(self, state: Models, down: Download) -> Params:
+        if down.mentee is not None:
+            return down.mentee
+        mentee = state.mentee
+        for update in down.updates:
+            mentee = add(mentee, decompress(update, mentee))
+        return mentee
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Compressed]], view: ServerView) -> Server:
+        """s^{t+1} is what clients can rebuild from the compressed mean update; those that replied hold s^t."""
+        whole = mean([decompress(r.upload, server.mentee) for r in replies], by_examples(replies))
+        update = compress(whole, self._energy(view))
+        at = server.at | {str(r.client.id): len(server.updates) for r in replies}
+        return Server(add(server.mentee, decompress(update, server.mentee)), [*server.updates, update], at)
+
+    def personal(self, state: Models, down: Download, view: ClientView) -> Params:
+        """The mentor T_k."""
+        del down, view
+        return state.mentor

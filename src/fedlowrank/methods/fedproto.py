@@ -1,0 +1,142 @@
+"""FedProto: federated prototype learning across heterogeneous clients.
+
+Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. AAAI 2022. arXiv:2105.00243, Algorithm 1.
+
+    server, each round t:   send the prototypes c̄_j of the classes seen so far          download
+    client k:               θ_k ← SGD on CE + λ ‖f_k(x) - c̄_y‖², E epochs
+                            c_{k,j} = mean of f_k(x) over its n_{k,j} examples of class j
+                            keep θ_k; send c_k and n_k                                  local_update
+    server:                 c̄_j = Σ_k n_{k,j} c_{k,j} / Σ_k n_{k,j}, over the owners    server_update
+
+A class without a prototype yet leaves its term out. Prototypes come from one pass after training. A class that no reply
+covers keeps its last prototype. Inference by the classifier (default, as tables of local models need), or by the nearest
+prototype over all classes (the paper's) or over the client's own. The distance is the mean over features of the squared
+differences, as in the authors' code; ``λ = 1`` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, cross_entropy
+from ..tree import Params, tree
+
+
+@tree
+class Prototypes:
+    """Global prototypes ``mean [classes, d]``, where ``known [classes]``."""
+
+    mean: Tensor
+    known: Tensor
+
+
+@tree
+class Local:
+    """Prototypes of one client: for each class it owns ``labels [m]`` a row of ``mean [m, d]`` and ``count [m]``."""
+
+    labels: Tensor
+    mean: Tensor
+    count: Tensor
+
+
+@tree
+class Client:
+    """A model, and which classes its owner has ``[classes]``."""
+
+    model: Params
+    own: Tensor
+
+
+@dataclass(frozen=True)
+class FedProto(Method[Prototypes, Client, Prototypes, Local]):
+    """Exchange of class prototypes instead of weights.
+
+    Attributes:
+        lam: λ ≥ 0, weight of the distance to the global prototype.
+        infer: by the classifier, by the nearest prototype of all classes, or of the client's own classes.
+        weights: of owners in a prototype: their examples of the class, or uniform.
+    """
+
+    lam: float = 1.0
+    infer: Literal["classifier", "nearest", "nearest_own"] = "classifier"
+    weights: Literal["examples", "uniform"] = "examples"
+
+    title = "FedProto"
+    citation = "Tan et al., AAAI 2022, arXiv:2105.00243"
+    heterogeneous = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lam < 0:
+            raise ConfigError(f"FedProto: lam must be >= 0; it is {self.lam}")
+
+    def server_init(self, task: Task) -> Prototypes:
+        """No prototype is known."""
+        like = next(iter(task.model(task.clients[0]).initial.values()))
+        mean = like.new_zeros(task.classes, task.common_width(self.title))
+        return Prototypes(mean, torch.zeros(task.classes, dtype=torch.bool, device=like.device))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Client:
+        """θ_k starts at its architecture's initial weights."""
+        initial = task.model(client).initial
+        device = next(iter(initial.values())).device
+        return Client(initial, torch.zeros(task.classes, dtype=torch.bool, device=device))
+
+    def download(self, server: Prototypes, client: ClientInfo) -> Prototypes:
+        """c̄."""
+        del client
+        return server
+
+    def local_update(self, state: Client, down: Prototypes, view: ClientView) -> tuple[Client, Local]:
+        """SGD towards the global prototypes, then the client's own."""
+        model, lam = view.model, self.lam
+
+        def loss(theta: Params, batch: Batch, protos: Prototypes) -> Tensor:
+            r = model.represent(theta, batch.x)
+            away = (r - protos.mean[batch.y]).square().mean(-1) * protos.known[batch.y]
+            return cross_entropy(model.head(theta, r), batch) + lam * batch.mean(away)
+
+        def by_class(theta: Params, batch: Batch, eye: Tensor) -> tuple[Tensor, Tensor]:
+            r, which = model.represent(theta, batch.x), eye[batch.y]
+            return batch.total(which[:, :, None] * r[:, None, :]), batch.total(which)
+
+        theta = view.train(loss, state.model, "local", self.optimiser, given=(down,))
+        total, count = view.total(by_class, theta, given=(torch.eye(view.task.classes).to(down.mean),))
+        labels = count.nonzero()[:, 0]
+        return Client(theta, count > 0), Local(labels, total[labels] / count[labels, None], count[labels])
+
+    def server_update(self, server: Prototypes, replies: Sequence[Reply[Local]], view: ServerView) -> Prototypes:
+        """Mean over the owners of each class."""
+        del view
+        total, weight = torch.zeros_like(server.mean), torch.zeros_like(server.mean[:, 0])
+        for up in (r.upload for r in replies):
+            w = up.count if self.weights == "examples" else torch.ones_like(up.count)
+            total.index_add_(0, up.labels, w[:, None] * up.mean)
+            weight.index_add_(0, up.labels, w)
+        seen = weight > 0
+        mean = torch.where(seen[:, None], total / torch.where(seen, weight, 1.0)[:, None], server.mean)
+        return Prototypes(mean, server.known | seen)
+
+    def personal(self, state: Client, down: Prototypes, view: ClientView) -> Params:
+        """θ_k."""
+        del down, view
+        return state.model
+
+    def predictor(self, state: Client, down: Prototypes, view: ClientView) -> Predictor:
+        """The classifier, or minus the distance to each usable prototype."""
+        model = view.model
+        if self.infer == "classifier":
+            return lambda x: model.apply(state.model, x)
+        usable = down.known & state.own if self.infer == "nearest_own" else down.known
+
+        def nearest(x: Any) -> Tensor:
+            gap = torch.cdist(model.represent(state.model, x), down.mean)
+            return torch.where(usable, -gap, -torch.inf)
+
+        return nearest

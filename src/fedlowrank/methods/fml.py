@@ -1,0 +1,95 @@
+"""FML: federated mutual learning.
+
+T. Shen, J. Zhang, X. Jia, F. Zhang, G. Huang, P. Zhou, K. Kuang, F. Wu, C. Wu. 2020. arXiv:2006.16765, Algorithm 1.
+
+    server, each round t:   send the meme model m^t to each client k of S_t             download
+    client k:               from its private model p_k and m ← m^t, E epochs of simultaneous SGD on
+                              p:  α CE(p) + (1 - α) KL(m ‖ p)
+                              m:  β CE(m) + (1 - β) KL(p ‖ m)
+                            keep p_k; send m_k                                          local_update
+    server:                 m^{t+1} = Σ_{k∈S_t} n_k m_k / Σ_{k∈S_t} n_k                 server_update
+
+Both losses are taken at the same old parameters and the teacher of each is detached: it is a target, not a variable. The
+divergence is the mean over examples of Σ_j p_j log(p_j / q_j), not divided by the number of classes again. In a
+heterogeneous federation the meme is the smallest architecture (CNN-5 in pFedLoRA's Table 2), or the one named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..loss import kl_divergence
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..tree import Params, mean, tree
+
+
+@tree
+class Pair:
+    """A private model and the shared one trained beside it."""
+
+    private: Params
+    meme: Params
+
+
+@dataclass(frozen=True)
+class FML(Method[Params, Params, Params, Params]):
+    """Mutual distillation between a private model and a small shared one.
+
+    Attributes:
+        alpha: α in [0, 1], share of the labels in the private model's loss.
+        beta: β in [0, 1], share of the labels in the meme's loss.
+        meme: name of the shared architecture, or None for the smallest.
+    """
+
+    alpha: float = 0.5
+    beta: float = 0.5
+    meme: str | None = None
+
+    title = "FML"
+    citation = "Shen et al. 2020, arXiv:2006.16765"
+    heterogeneous = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 <= self.alpha <= 1 and 0 <= self.beta <= 1):
+            raise ConfigError(f"FML: alpha and beta must lie in [0, 1]; they are {self.alpha} and {self.beta}")
+
+    def server_init(self, task: Task) -> Params:
+        """m^0."""
+        return task.smallest_model(self.meme).initial
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """p_k starts at its architecture's initial weights."""
+        return task.model(client).initial
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """m^t."""
+        del client
+        return server
+
+    def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
+        """Simultaneous SGD on both models; each gradient comes from its own loss because teachers are detached."""
+        alpha, beta, model, small = self.alpha, self.beta, view.model, view.task.smallest_model(self.meme)
+
+        def loss(both: Pair, batch: Batch) -> Tensor:
+            p, m = model.apply(both.private, batch.x), small.apply(both.meme, batch.x)
+            private = alpha * cross_entropy(p, batch) + (1 - alpha) * kl_divergence(m.detach(), p, batch)
+            meme = beta * cross_entropy(m, batch) + (1 - beta) * kl_divergence(p.detach(), m, batch)
+            return private + meme
+
+        end = view.train(loss, Pair(state, down), "local", self.optimiser)
+        return end.private, end.meme
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """Mean of the memes, weighted by n_k."""
+        del server, view
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
+        """The private model p_k."""
+        del down, view
+        return state

@@ -1,0 +1,81 @@
+"""LG-FedAvg: think locally, act globally, federated learning with local and global representations.
+
+P. P. Liang, T. Liu, L. Ziyin, N. B. Allen, R. P. Auerbach, D. Brent, R. Salakhutdinov, L.-P. Morency. 2020.
+arXiv:2001.01523, Algorithm 1 (supervised form, without the adversarial fairness term).
+
+    server, each round t:   send the global head h^t to each client k of S_t            download
+    client k:               (φ_k, h_k) ← SGD on F_k from (φ_k, h^t), jointly, E epochs;
+                            keep φ_k; send h_k                                          local_update
+    server:                 h^{t+1} = Σ_{k∈S_t} n_k h_k / Σ_{k∈S_t} n_k                 server_update
+
+A client infers with its own representation φ_k and the head as aggregated after the round, not with the head it sent.
+Departure: the paper starts from models pre-trained by FedAvg; here all start from the common initial weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import TaskError
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..tree import Params, mean
+
+
+@dataclass(frozen=True)
+class LGFedAvg(Method[Params, Params, Params, Params]):
+    """Private representations, shared head."""
+
+    title = "LG-FedAvg"
+    citation = "Liang et al. 2020, arXiv:2001.01523"
+    heterogeneous = True
+
+    def server_init(self, task: Task) -> Params:
+        """h^0, the head of the first client's architecture; all heads must have its shapes."""
+        first = task.model(task.clients[0])
+        head = first.head_of(first.initial)
+        for client in task.clients:
+            model = task.model(client)
+            other = model.head_of(model.initial)
+            if {n: p.shape for n, p in other.items()} != {n: p.shape for n, p in head.items()}:
+                raise TaskError(
+                    f"{self.title} shares the head, but the heads of client {task.clients[0].id} ({first.name}) and client "
+                    f"{client.id} ({model.name}) differ: {_shapes(head)} and {_shapes(other)}"
+                )
+        return head
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """φ_k of the architecture's initial weights."""
+        model = task.model(client)
+        return model.body_of(model.initial)
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """h^t."""
+        del client
+        return server
+
+    def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
+        """Joint SGD on φ_k and h."""
+        model = view.model
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        end = view.train(loss, state | down, "local", self.optimiser)
+        return model.body_of(end), model.head_of(end)
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """Mean of the heads, weighted by n_k."""
+        del server, view
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
+        """Own representation, fresh global head."""
+        del view
+        return state | down
+
+
+def _shapes(params: Params) -> str:
+    return ", ".join(f"{n} {tuple(p.shape)}" for n, p in params.items())

@@ -1,0 +1,118 @@
+"""pFedLoRA (FedLoRA): model-heterogeneous personalised federated learning with LoRA tuning.
+
+L. Yi, H. Yu, G. Wang, X. Liu, X. Li. arXiv:2310.13283, Algorithm 1. Client k's model is F_k = h_k ∘ f_k with parameters ω_k.
+
+    server, each round t:   send the adapter θ^{t-1} to each client k of the sample S                   download
+    client k, step 1:       freeze the adapter, train the model: for mini-batches (x, y), E epochs,
+                              R = f_k(x);  ŷ1 = A(R; θ^{t-1});  ŷ2 = h_k(R)                             (eq. 3, 4)
+                              ω_k ← ω_k - η_ω ∇[(1 - μ) CE(ŷ1, y) + μ CE(ŷ2, y)]                        (eq. 5, 6)
+    client k, step 2:       freeze the model, train the adapter: R̃ = f_k(x; ω_k^t),
+                              θ_k ← θ_k - η_θ ∇ CE(A(R̃; θ_k), y), from θ^{t-1}                          (eq. 7-9)
+                            keep ω_k^t; send θ_k^t                                                      local_update
+    server:                 θ^t = Σ_{k∈S} n_k θ_k^t / Σ_{k∈S} n_k                                       server_update (eq. 10)
+    inference:              ŷ2, the client's own model alone                                            personal
+
+The gradient of CE(ŷ1) reaches f_k through R. The adapter is Linear(R → width) → [ReLU] → Linear(width → classes): with ReLU
+on FC1's output it is the paper's *direct dimension reduction* (homogeneous models), without ReLU on FC2's output its *matrix
+decomposition* (heterogeneous models). Where the representation ends is the model's to say (``model.split``).
+
+Settled: the mean is over the sampled clients (the paper divides by the examples of all N, which loses scale under partial
+participation). ``start = "svd"`` begins at the rank-width decomposition of the head of the first client's initial model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..low_rank.adapter import Adapter, random_adapter, svd_adapter
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples, cross_entropy
+from ..optimiser import Optimiser
+from ..tree import Params, mean
+
+
+@dataclass(frozen=True)
+class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
+    """A small shared adapter carries knowledge between models of any architecture.
+
+    Attributes:
+        mu: μ in [0.5, 1), weight of the model's own loss; the paper tunes it over 0.5, 0.6, ..., 0.9.
+        width: hidden width d of the adapter; the paper tunes 20-80 (heterogeneous) and 100-500 (homogeneous).
+        relu: ReLU between the adapter's layers (direct dimension reduction) or not (matrix decomposition).
+        start: the adapter's first values: random, or svd of the head's weights.
+        adapter_optimiser: η_θ and the rest for step 2, or None for that of the model.
+    """
+
+    mu: float = 0.9
+    width: int = 40
+    relu: bool = False
+    start: Literal["random", "svd"] = "random"
+    adapter_optimiser: Optimiser | None = None
+
+    title = "pFedLoRA"
+    citation = "Yi et al. 2023, arXiv:2310.13283"
+    heterogeneous = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.5 <= self.mu <= 1:
+            raise ConfigError(f"pFedLoRA: mu must lie in [0.5, 1) (1 is the limit of local training); it is {self.mu}")
+        if self.width < 1:
+            raise ConfigError(f"pFedLoRA: width must be >= 1; it is {self.width}")
+
+    def passes(self) -> dict[str, Pass]:
+        """Step 1 and step 2."""
+        sweep = Pass(self.epochs, self.batch_size)
+        return {"model": sweep, "adapter": sweep}
+
+    def server_init(self, task: Task) -> Adapter:
+        """θ^0."""
+        inputs, first = task.common_width(self.title), task.model(task.clients[0])
+        key = task.key / "pfedlora"
+        made = random_adapter(inputs, self.width, task.classes, key)
+        if self.start == "svd":
+            made = svd_adapter(first, self.width, made)
+        like = next(iter(first.initial.values()))
+        return Adapter(*(t.to(like) for t in (made.a, made.a_bias, made.b, made.b_bias)))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """ω_k at its architecture's initial weights."""
+        return task.model(client).initial
+
+    def download(self, server: Adapter, client: ClientInfo) -> Adapter:
+        """θ^{t-1}."""
+        del client
+        return server
+
+    def local_update(self, state: Params, down: Adapter, view: ClientView) -> tuple[Params, Adapter]:
+        """Model and adapter in turn."""
+        model, mu, relu = view.model, self.mu, self.relu
+
+        def of_model(omega: Params, batch: Batch, theta: Adapter) -> Tensor:
+            r = model.represent(omega, batch.x)
+            first, second = theta.apply(r, relu), model.head(omega, r)
+            return (1 - mu) * cross_entropy(first, batch) + mu * cross_entropy(second, batch)
+
+        def of_adapter(theta: Adapter, batch: Batch, omega: Params) -> Tensor:
+            with torch.no_grad():
+                r = model.represent(omega, batch.x)
+            return cross_entropy(theta.apply(r, relu), batch)
+
+        omega = view.train(of_model, state, "model", self.optimiser, given=(down,))
+        optimiser = self.adapter_optimiser or self.optimiser
+        return omega, view.train(of_adapter, down, "adapter", optimiser, given=(omega,))
+
+    def server_update(self, server: Adapter, replies: Sequence[Reply[Adapter]], view: ServerView) -> Adapter:
+        """Mean of the adapters, weighted by n_k."""
+        del server, view
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Params, down: Adapter, view: ClientView) -> Params:
+        """ω_k alone; the adapter only carries knowledge."""
+        del down, view
+        return state

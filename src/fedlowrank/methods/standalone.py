@@ -1,0 +1,69 @@
+"""Standalone: every client trains its own model on its own data; nothing is sent.
+
+The lower bar of every comparison (``Local`` in FedSLR, Huang et al.; ``Standalone`` in pFedLoRA, Yi et al.).
+
+    client k, each round:   θ_k ← SGD on F_k from θ_k, E epochs             local_update
+
+Choice: the clients that the protocol samples train in a round, as in the papers' tables, so that all methods take equally
+many local steps; ``everyone = true`` trains all clients in every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, cross_entropy
+from ..tree import Params
+
+
+@dataclass(frozen=True)
+class Standalone(Method[None, Params, None, None]):
+    """Local training alone.
+
+    Attributes:
+        everyone: train all clients in every round, not just the sampled ones.
+    """
+
+    everyone: bool = False
+
+    title = "Standalone"
+    citation = "local training, the lower bar of every table"
+    heterogeneous = True
+
+    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
+        """The sampled clients, or all."""
+        return everyone if self.everyone else sampled
+
+    def server_init(self, task: Task) -> None:
+        """The server knows nothing."""
+        del task
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """θ_k starts at its architecture's initial weights."""
+        return task.model(client).initial
+
+    def download(self, server: None, client: ClientInfo) -> None:
+        """Nothing is sent."""
+        del server, client
+
+    def local_update(self, state: Params, down: None, view: ClientView) -> tuple[Params, None]:
+        """SGD on θ_k."""
+        del down
+        model = view.model
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        return view.train(loss, state, "local", self.optimiser), None
+
+    def server_update(self, server: None, replies: Sequence[Reply[None]], view: ServerView) -> None:
+        """Nothing to do."""
+        del server, replies, view
+
+    def personal(self, state: Params, down: None, view: ClientView) -> Params:
+        """θ_k."""
+        del down, view
+        return state

@@ -1,0 +1,147 @@
+"""A model's code apart from its parameters, with the point where its representation ends and its head begins."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ..errors import TaskError
+from ..key import Key
+from ..tree import Params
+
+_RUNNING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+
+
+class Architecture:
+    """The code of a model; parameters are given at every call, as a dict by name.
+
+    The model is ``head(represent(x))``: ``head`` is the submodule of that name and ``represent`` is everything before it.
+    Any module whose forward ends in a named submodule can be split so; a module without a head can still be trained by
+    methods that need none.
+
+    Args:
+        name: of the architecture.
+        module: its code; its present parameters become :attr:`initial`.
+        example: one input ``[1, ...]`` or a dict of such, to find the representation's width and to check the split.
+        head: dotted name of the submodule that is the head. None: the attribute ``head_name`` of the module if it has
+            one, else ``"head"`` if there is such a submodule, else no head.
+
+    Attributes:
+        name: of the architecture.
+        module: the code, in evaluation mode.
+        initial: the parameters it starts from.
+        parameters: their number.
+        random: whether training draws random numbers (dropout).
+
+    Raises:
+        TaskError: if the head does not exist, is not what the forward ends in, or the model keeps running statistics.
+    """
+
+    def __init__(self, name: str, module: nn.Module, example: Any, head: str | None = None) -> None:
+        self.name = name
+        self.module = module.eval()
+        modules = dict(module.named_modules())
+        stateful = [n for n, m in modules.items() if isinstance(m, _RUNNING) and m.track_running_stats]
+        if stateful:
+            raise TaskError(
+                f"model {name}: {stateful[0]} keeps running statistics, which have no owner in a federation (are they "
+                "averaged or local?). Use GroupNorm, or track_running_stats=False to normalise by the batch."
+            )
+        self.random = any(isinstance(m, _RANDOM) for m in modules.values())
+        self.initial: Params = {n: p.detach().clone().contiguous() for n, p in module.named_parameters()}
+        self.parameters = sum(p.numel() for p in self.initial.values())
+        if head is None:
+            declared = getattr(module, "head_name", None)
+            head = declared if declared is not None else "head" if "head" in modules else None
+        if head is not None and (head not in modules or head == ""):
+            raise TaskError(f"model {name}: there is no submodule {head!r} to be its head; it has {sorted(modules)[1:]}")
+        self.head_name = head
+        self._width = 0
+        if head is not None:
+            self._head = modules[head]
+            self._body = copy.deepcopy(module)
+            self._body.set_submodule(head, nn.Identity())
+            self._check_split(example)
+
+    def _check_split(self, example: Any) -> None:
+        with torch.inference_mode():
+            r = self.represent(self.initial, example)
+            same = r.ndim >= 2 and torch.allclose(
+                self.head(self.initial, r), self.apply(self.initial, example), rtol=1e-4, atol=1e-5
+            )
+        if not same:
+            raise TaskError(
+                f"model {self.name}: its forward does not end in {self.head_name!r}, "
+                "so it cannot be split into a representation and that head"
+            )
+        self._width = int(r.shape[-1])
+
+    @property
+    def width(self) -> int:
+        """Width of the representation, its last dimension."""
+        self._need_head()
+        return self._width
+
+    def _need_head(self) -> None:
+        if self.head_name is None:
+            raise TaskError(
+                f"model {self.name} names no head, so it has no representation. Give its module an attribute "
+                "head_name = 'name.of.the.last.submodule', or pass head=... with the model."
+            )
+
+    def apply(self, params: Params, x: Any) -> Tensor:
+        """Scores ``[b, classes]`` of inputs ``[b, ...]``; a dict of inputs is passed as keyword arguments."""
+        return _call(self.module, params, x)
+
+    def represent(self, params: Params, x: Any) -> Tensor:
+        """Representation ``[b, width]`` of inputs ``[b, ...]``; of ``params`` only those of the body are used."""
+        self._need_head()
+        return _call(self._body, self.body_of(params), x)
+
+    def head(self, params: Params, r: Tensor) -> Tensor:
+        """Scores ``[b, classes]`` of representations ``[b, width]``; of ``params`` only those of the head are used."""
+        cut = len(f"{self.head_name}.")
+        return _call(self._head, {n[cut:]: p for n, p in self.head_of(params).items()}, r)
+
+    def head_of(self, params: Params) -> Params:
+        """The parameters of the head."""
+        self._need_head()
+        return {n: p for n, p in params.items() if n.startswith(f"{self.head_name}.")}
+
+    def body_of(self, params: Params) -> Params:
+        """The parameters of everything before the head."""
+        self._need_head()
+        return {n: p for n, p in params.items() if not n.startswith(f"{self.head_name}.")}
+
+    def head_layers(self) -> list[nn.Linear]:
+        """The linear layers of the head in order, for adapters that begin as its decomposition."""
+        self._need_head()
+        return [m for m in self._head.modules() if isinstance(m, nn.Linear)]
+
+    def training(self, mode: bool) -> None:
+        """Switch layers that behave differently in training; only engines do so, around a pass."""
+        self.module.train(mode)
+        if self.head_name is not None:
+            self._body.train(mode)
+
+
+def _call(module: nn.Module, params: Params, x: Any) -> Tensor:
+    out: Any = functional_call(module, params, (), x) if isinstance(x, dict) else functional_call(module, params, (x,))
+    scores: Tensor = out if isinstance(out, Tensor) else out.logits
+    return scores
+
+
+def build(make: Callable[[], nn.Module], key: Key) -> nn.Module:
+    """Call a factory of modules with initial values drawn from a key.
+
+    The factory draws from torch's global generator, as every ``nn.Module`` does; it is set for the call and put back.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(key.seed())
+        return make()

@@ -1,0 +1,303 @@
+"""Runs that differ in nothing but their seed, taken together."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from fedlowrank.errors import ConfigError
+from fedlowrank.record import RunRecord
+
+from .summary import RunSummary, Score, highest_all_reached, part, run_target, scores, summarise
+from .units import plain
+
+CONFIDENCE = 0.95
+_PARTS = ("data", "partition", "split", "model", "run")
+_NOT_SETTINGS = ("seed", "target")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over seeds.
+
+    Attributes:
+        n: seeds that have the number.
+        mean: their mean.
+        std: standard deviation with n - 1 in the denominator; None for one seed.
+        ci: half-width of the 95 % confidence interval of the mean, from Student's t with n - 1 degrees of freedom; None
+            for one seed.
+    """
+
+    n: int
+    mean: float
+    std: float | None
+    ci: float | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """The accuracy that the costs "to target" are counted up to.
+
+    Attributes:
+        value: fraction, or None if there is none.
+        source: where it comes from, in words.
+    """
+
+    value: float | None
+    source: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """One method with one setting, over its seeds.
+
+    Attributes:
+        name: name of the experiment.
+        method: name of the method.
+        vary: the varied settings with their values, in order.
+        short: label without the varied settings; the same method has the same one throughout a sweep.
+        label: label with them, unique in the experiment.
+        target: what "to target" means here.
+        runs: one summary a seed, in the order given.
+        repeated: seeds given more than once; only the first run of each is in ``runs``.
+    """
+
+    name: str
+    method: str
+    vary: tuple[tuple[str, Any], ...]
+    short: str
+    label: str
+    target: Target
+    runs: tuple[RunSummary, ...]
+    repeated: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> RunRecord:
+        """The run of the first seed, for what all seeds share."""
+        return self.runs[0].run
+
+    @property
+    def headline(self) -> str | None:
+        """Name of the headline series."""
+        return next((one.headline for one in self.runs if one.headline is not None), None)
+
+    @property
+    def last(self) -> list[Score]:
+        """Headline test scores at the last evaluated round, one a seed that has one."""
+        return [one.main.last for one in self.runs if one.main is not None and one.main.last is not None]
+
+    @property
+    def accuracy(self) -> Spread | None:
+        """Headline test accuracy at the last evaluated round, over seeds."""
+        return spread(one.mean for one in self.last)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Headline test accuracy of a group over training, at the rounds that all its evaluated seeds share.
+
+    Attributes:
+        rounds: ``[n]`` rounds completed.
+        mean: ``[n]`` mean over seeds.
+        ci: ``[n]`` half-width of the 95 % interval over seeds, or None for one seed.
+        bytes: ``[n]`` bytes both ways since the start, mean over seeds.
+    """
+
+    rounds: NDArray[np.float64]
+    mean: NDArray[np.float64]
+    ci: NDArray[np.float64] | None
+    bytes: NDArray[np.float64]
+
+
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Mean, standard deviation and interval of a number over seeds; seeds without it are left out.
+
+    Returns:
+        The statistics, or None if no seed has the number.
+    """
+    x = np.array([v for v in values if v is not None and math.isfinite(v)], dtype=np.float64)
+    if len(x) == 0:
+        return None
+    if len(x) == 1:
+        return Spread(1, float(x[0]), None, None)
+    std = float(x.std(ddof=1))
+    return Spread(len(x), float(x.mean()), std, half_width(std, len(x)))
+
+
+def half_width(std: float, n: int) -> float:
+    """Half-width of the 95 % interval of a mean of ``n`` values from their standard deviation."""
+    return float(stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1)) * std / math.sqrt(n)
+
+
+def curve(group: Group) -> Curve | None:
+    """The group's accuracy over training, or None if none of its runs was evaluated."""
+    tracks = []
+    for one in group.runs:
+        if one.headline is None:
+            continue
+        spent = np.cumsum([record.bytes_up + record.bytes_down for record in one.run.rounds], dtype=np.float64)
+        until = {record.round: float(total) for record, total in zip(one.run.rounds, spent, strict=True)}
+        track = {got.round: (got.mean, until[got.round]) for got in scores(one.run, one.headline)}
+        if track:
+            tracks.append(track)
+    shared = sorted(set.intersection(*(set(track) for track in tracks))) if tracks else []
+    if not shared:
+        return None
+    values = np.array([[track[at] for at in shared] for track in tracks])
+    ci = None
+    if len(tracks) > 1:
+        ci = half_width(1.0, len(tracks)) * values[:, :, 0].std(axis=0, ddof=1)
+    return Curve(np.array(shared, dtype=np.float64), values[:, :, 0].mean(axis=0), ci, values[:, :, 1].mean(axis=0))
+
+
+def choose_target(runs: Sequence[RunRecord], target: float | None = None) -> Target:
+    """The target of a set of runs: as given, else the runs' own, else the highest that all reached.
+
+    Args:
+        runs: runs of one experiment.
+        target: accuracy in (0, 1], or None.
+
+    Raises:
+        ConfigError: if the target given is not in (0, 1].
+    """
+    if target is not None:
+        if not 0 < target <= 1:
+            raise ConfigError(f"the target accuracy is a fraction in (0, 1], not {target:g}")
+        return Target(target, "as asked for")
+    own = {run_target(run) for run in runs}
+    if len(own) == 1 and None not in own:
+        return Target(own.pop(), "the target in the configuration of the runs")
+    value = highest_all_reached(runs)
+    return Target(value, "the highest whole percent that all runs reached" if value is not None else "no target")
+
+
+def aggregate(runs: Sequence[RunRecord], target: float | None = None) -> list[Group]:
+    """Group runs by experiment, method and settings, so that only the seeds differ within a group.
+
+    Settings other than the varied ones count too: two runs of one method with different learning rates are two groups,
+    not two seeds.
+
+    Args:
+        runs: runs in the order in which their methods shall appear.
+        target: see :func:`choose_target`.
+
+    Returns:
+        The groups: experiments in order of first appearance, then methods and settings in order of first appearance.
+
+    Raises:
+        ConfigError: if the target given is not in (0, 1].
+    """
+    found: list[Group] = []
+    for name in dict.fromkeys(experiment(run) for run in runs):
+        members = [run for run in runs if experiment(run) == name]
+        aim = choose_target(members, target)
+        buckets: dict[str, list[RunRecord]] = {}
+        for run in members:
+            buckets.setdefault(json.dumps([method_name(run), settings(run), varied(run)], sort_keys=True), []).append(
+                run
+            )
+        found += _labelled([_group(name, bucket, aim) for bucket in buckets.values()])
+    return found
+
+
+def experiment(run: RunRecord) -> str:
+    """Name of the run's experiment."""
+    return plain(run.config.get("name") or run.folder.name)
+
+
+def method_name(run: RunRecord) -> str:
+    """Name of the run's method, as the reference numbers call it."""
+    return plain(part(run.config, "method").get("name") or "unnamed")
+
+
+def seed(run: RunRecord) -> str:
+    """The run's seed as text."""
+    return plain(part(run.config, "run").get("seed", "?"))
+
+
+def settings(run: RunRecord) -> dict[str, str]:
+    """Everything but the seed that could make two runs differ, as ``part.key`` to JSON text."""
+    found: dict[str, str] = {}
+    _flatten("method", part(part(run.config, "method"), "fields"), found)
+    for name in _PARTS:
+        _flatten(name, part(run.config, name), found)
+    return {key: value for key, value in found.items() if key.rpartition(".")[2] not in _NOT_SETTINGS}
+
+
+def varied(run: RunRecord) -> tuple[tuple[str, Any], ...]:
+    """The varied settings of a run; seeds are not settings."""
+    vary = part(run.config, "vary")
+    return tuple((plain(key), value) for key, value in vary.items() if key.rpartition(".")[2] not in _NOT_SETTINGS)
+
+
+def vary_text(vary: Sequence[tuple[str, Any]]) -> str:
+    """Varied settings in words, such as ``classes_per_client = 4``; empty for none."""
+    return ", ".join(f"{key.rpartition('.')[2]} = {value_text(value)}" for key, value in vary)
+
+
+def value_text(value: object) -> str:
+    """A setting's value as one line: text as it is, anything else as JSON."""
+    return plain(value if isinstance(value, str) else json.dumps(value))
+
+
+def _flatten(prefix: str, value: object, into: dict[str, str]) -> None:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _flatten(f"{prefix}.{key}", inner, into)
+    else:
+        into[prefix] = json.dumps(value, sort_keys=True)
+
+
+def _group(name: str, runs: Sequence[RunRecord], target: Target) -> Group:
+    by_seed: dict[str, RunRecord] = {}
+    repeated = []
+    for run in runs:
+        # A seed twice is the same run twice: counted as two it would narrow the interval over seeds for nothing.
+        if seed(run) in by_seed:
+            repeated.append(seed(run))
+        by_seed.setdefault(seed(run), run)
+    first = runs[0]
+    title = plain(part(first.config, "method").get("title") or method_name(first))
+    return Group(
+        name=name,
+        method=method_name(first),
+        vary=varied(first),
+        short=title,
+        label=title,
+        target=target,
+        runs=tuple(summarise(run, target.value) for run in by_seed.values()),
+        repeated=tuple(dict.fromkeys(repeated)),
+    )
+
+
+def _labelled(groups: Sequence[Group]) -> list[Group]:
+    """Make labels unique: by the method's name, then by the settings that differ, at last by a number."""
+    names = {group.short: {other.method for other in groups if other.short == group.short} for group in groups}
+    named = [
+        replace(group, short=f"{group.short} ({group.method})") if len(names[group.short]) > 1 else group
+        for group in groups
+    ]
+    differing: dict[str, set[str]] = {}
+    for group in named:
+        for other in named:
+            if other.short == group.short and other.vary == group.vary:
+                a, b = settings(group.first), settings(other.first)
+                keys = {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
+                differing.setdefault(group.short, set()).update(keys)
+    found: list[Group] = []
+    for group in named:
+        own = settings(group.first)
+        extra = [f"{k.rpartition('.')[2]} = {value_text(own.get(k))}" for k in sorted(differing[group.short])]
+        short = f"{group.short}, {', '.join(extra)}" if extra else group.short
+        label = f"{short} ({vary_text(group.vary)})" if group.vary else short
+        same = sum(other.label.partition(" [")[0] == label for other in found)
+        label = f"{label} [{same + 1}]" if same else label
+        found.append(replace(group, short=short, label=label))
+    return found

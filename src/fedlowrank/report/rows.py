@@ -1,0 +1,128 @@
+"""Exact values of one row of the comparison table, under the names that the CSV gives them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+
+from .groups import Group, experiment, seed, spread
+from .summary import RunSummary, Score, SeriesSummary, ToTarget, part
+from .units import plain
+
+Value = str | int | float | None
+Row = dict[str, Value]
+
+
+def row_of(group: Group) -> Row:
+    """The row of a group: means over its seeds, as fractions, bytes, counts and seconds.
+
+    Costs "to target" are given only if every evaluated seed reached it: a mean over those that did would favour a
+    method that often fails.
+    """
+    runs = group.runs
+    over_seeds = group.accuracy
+    evaluated = len(group.last)
+    reached = [one.to_target for one in runs if one.to_target is not None]
+    all_reached = reached if evaluated and len(reached) == evaluated else []
+    row: Row = {
+        "experiment": group.name,
+        "method": group.method,
+        "label": group.label,
+        "vary": json.dumps(dict(group.vary), sort_keys=True) if group.vary else None,
+        "seed_list": " ".join(seed(one.run) for one in runs),
+        "seeds": evaluated,
+        "series": group.headline,
+        "clients": _same([len(one.run.clients) for one in runs]),
+        "clients_without_test": _same([score.without for score in group.last]),
+        "clients_not_finite": _same([score.non_finite for score in group.last]),
+        "last_round": _same([score.round for score in group.last]),
+        "accuracy_last": None if over_seeds is None else over_seeds.mean,
+        "std_seeds": None if over_seeds is None else over_seeds.std,
+        "ci95_seeds": None if over_seeds is None else over_seeds.ci,
+        "std_clients": _mean(_scores(group, lambda score: score.std)),
+        "accuracy_last_weighted": _mean(_scores(group, lambda score: score.weighted)),
+        "worst_tenth": _mean(_scores(group, lambda score: score.worst)),
+        "best_by_validation": _mean(_series(runs, lambda one: None if one.best is None else one.best.mean)),
+        "best_round": _same(_series(runs, lambda one: None if one.best is None else one.best.round)),
+        "last_ten": _mean(_series(runs, lambda one: one.last_ten)),
+        "max_test_over_rounds": _mean(_series(runs, lambda one: one.max_test)),
+        "bytes_up": _mean([one.totals.bytes_up for one in runs]),
+        "bytes_down": _mean([one.totals.bytes_down for one in runs]),
+        "parameters_up": _mean([one.totals.parameters_up for one in runs]),
+        "parameters_down": _mean([one.totals.parameters_down for one in runs]),
+        "steps": _mean([one.totals.steps for one in runs]),
+        "flops": _mean([one.totals.flops for one in runs]),
+    }
+    for kind in ("train", "server", "evaluate"):
+        row[f"seconds_{kind}"] = _mean([one.totals.seconds.get(kind) for one in runs])
+    row |= {
+        "target": group.target.value,
+        "target_source": group.target.source,
+        "target_reached_seeds": len(reached),
+        "target_round": _mean([one.round for one in all_reached]),
+        "target_bytes": _cost(all_reached, lambda one: one.totals.bytes),
+        "target_parameters": _cost(all_reached, lambda one: one.totals.parameters),
+        "target_flops": _cost(all_reached, lambda one: one.totals.flops),
+        "target_steps": _cost(all_reached, lambda one: one.totals.steps),
+        "target_seconds": _cost(all_reached, lambda one: one.totals.working_seconds),
+    }
+    row |= _reference(group, None if over_seeds is None else over_seeds.mean)
+    row["status"] = _status(runs) or None
+    names = dict.fromkeys(name for one in runs for name in one.series if name != group.headline)
+    for name in names:
+        last = [one.series[name].last for one in runs if name in one.series]
+        row[f"series.{plain(name)}"] = _mean([None if score is None else score.mean for score in last])
+    return row
+
+
+def _reference(group: Group, ours: float | None) -> Row:
+    reference = part(group.first.config, "reference")
+    known = part(reference, "accuracy")
+    paper = known.get(group.method)
+    usable = isinstance(paper, (int, float)) and not isinstance(paper, bool) and math.isfinite(paper)
+    value = float(paper) if usable and paper is not None else None
+    return {
+        "reference": plain(reference.get("label") or "the paper") if known else None,
+        "reference_percent": value,
+        "reference_not_converged": group.method in known and paper is None,
+        "difference_points": None if value is None or ours is None else 100 * ours - value,
+    }
+
+
+def _status(runs: Sequence[RunSummary]) -> str:
+    said = [(seed(one.run), one.status) for one in runs if one.status]
+    if len(runs) == 1:
+        return "; ".join(status for _, status in said)
+    return "; ".join(f"seed {name}: {status}" for name, status in said)
+
+
+def _scores(group: Group, value: Callable[[Score], float | None]) -> list[float | None]:
+    return [value(score) for score in group.last]
+
+
+def _series(runs: Sequence[RunSummary], value: Callable[[SeriesSummary], float | None]) -> list[float | None]:
+    return [value(one.main) for one in runs if one.main is not None]
+
+
+def _cost(reached: Sequence[ToTarget], value: Callable[[ToTarget], float]) -> float | None:
+    return _mean([value(one) for one in reached])
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Mean of the values that are there; whole numbers stay whole where their mean is."""
+    kept = [value for value in values if value is not None]
+    if kept and all(isinstance(value, int) for value in kept):
+        total = sum(int(value) for value in kept)
+        return total // len(kept) if total % len(kept) == 0 else total / len(kept)
+    found = spread(kept)
+    return None if found is None else found.mean
+
+
+def _same(values: Sequence[float | None]) -> Value:
+    """The value if all are equal, else all of them as text."""
+    distinct = list(dict.fromkeys(values))
+    return distinct[0] if len(distinct) == 1 else " ".join(str(value) for value in values) or None
+
+
+__all__ = ["Row", "Value", "experiment", "row_of"]

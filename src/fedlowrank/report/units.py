@@ -1,0 +1,76 @@
+"""Numbers as a person reads them. The CSV never passes through here: it carries the exact values."""
+
+from __future__ import annotations
+
+import math
+
+NONE = "–"
+"""What stands where there is no number."""
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def si(value: float | None, unit: str = "", digits: int = 3) -> str:
+    """A quantity with a decimal prefix, such as ``12.3 MB``.
+
+    Args:
+        value: the quantity in its base unit.
+        unit: name of the base unit, or nothing for a count.
+        digits: significant digits.
+    """
+    if value is None or not math.isfinite(value):
+        return NONE
+    for size, prefix in _PREFIXES:
+        # The half unit in the last place keeps 999 999 from being shown as 1000 k.
+        if abs(value) >= size * (1 - 0.5 * 10.0**-digits):
+            return f"{_significant(value / size, digits)} {prefix}{unit}".rstrip()
+    return f"{_significant(value, digits)} {unit}".rstrip()
+
+
+def percent(value: float | None, digits: int = 2) -> str:
+    """A fraction as a percentage without the sign, such as ``93.12``."""
+    return NONE if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}"
+
+
+def percent_pair(value: float | None, plus_minus: float | None) -> str:
+    """A fraction and its spread as percentages, such as ``93.12 ± 4.10``."""
+    if plus_minus is None or not math.isfinite(plus_minus):
+        return percent(value)
+    return f"{percent(value)} ± {percent(plus_minus)}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration: seconds below two minutes, then minutes, then hours."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value < 120:
+        return f"{_significant(value, 3)} s"
+    if value < 7200:
+        return f"{value / 60:.1f} min"
+    return f"{value / 3600:.1f} h"
+
+
+def number(value: float | None) -> str:
+    """A number without a prefix: integers whole, other numbers with one decimal."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
+
+
+def plain(text: object, limit: int = 0) -> str:
+    """A name as one line without control characters.
+
+    Args:
+        text: anything; names come from users.
+        limit: longest text, in characters; a longer one is cut and ends in an ellipsis. 0 for no limit.
+    """
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
+    return line[: limit - 1].rstrip() + "…" if limit and len(line) > limit else line
+
+
+def _significant(value: float, digits: int) -> str:
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value) * (1 + 0.5 * 10.0**-digits))))
+    text = f"{value:.{min(decimals, 6)}f}"
+    return text.rstrip("0").rstrip(".") if float(value).is_integer() and "." in text else text

@@ -1,0 +1,165 @@
+"""Sentences of the report, computed from the numbers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedlowrank.record import RunRecord
+
+from .groups import Group, Spread, experiment, seed, settings, value_text, vary_text
+from .summary import part
+from .units import percent, plain
+
+SAME = 5e-5
+"""Accuracies closer than this print as equal and are called so."""
+
+
+def what_was_run(groups: Sequence[Group]) -> str:
+    """One paragraph on data, clients, partition, model, rounds and seeds of one experiment."""
+    run = groups[0].first
+    data, partition, split = (part(run.config, name) for name in ("data", "partition", "split"))
+    sizes = [sum(int(row.get(kind) or 0) for row in run.clients) for kind in ("train", "val", "test")]
+    architectures = Counter(plain(row.get("architecture", "unnamed")) for row in run.clients)
+    rounds = part(run.config, "run")
+    said = [f"Data: {_described(data, ('name', 'kind')) or 'not named'}."]
+    said.append(
+        f"{count(len(run.clients), 'client')} with {sizes[0]} training, {sizes[1]} validation and {sizes[2]} test "
+        f"examples in all."
+    )
+    if partition:
+        said.append(f"Partition: {_described(partition, ('kind', 'name'))}.")
+    if split:
+        said.append(f"Split: {_described(split, ('kind', 'name'))}.")
+    models = ", ".join(f"{name} × {n}" if n > 1 else name for name, n in architectures.items())
+    said.append(f"Models: {models or 'not named'}.")
+    share = rounds.get("participation")
+    taking = f", {percent(float(share), 0)} % of clients in each" if isinstance(share, (int, float)) else ""
+    said.append(f"{rounds.get('rounds', len(run.rounds))} rounds{taking}.")
+    seeds = list(dict.fromkeys(seed(one.run) for group in groups for one in group.runs))
+    said.append(f"{count(len(seeds), 'seed')}: {', '.join(seeds)}." if len(seeds) > 1 else f"One seed: {seeds[0]}.")
+    swept = dict.fromkeys(key for group in groups for key, _ in group.vary)
+    for key in swept:
+        values = dict.fromkeys(value_text(dict(group.vary).get(key)) for group in groups)
+        said.append(f"Varied: {key} over {', '.join(values)}; settings above are those of the first.")
+    return " ".join(said)
+
+
+def finding(groups: Sequence[Group]) -> str:
+    """Who leads, by how much, and whether the intervals over seeds overlap.
+
+    A difference without intervals is stated as such: one seed cannot say whether it would come again.
+    """
+    settings_of = list(dict.fromkeys(vary_text(group.vary) for group in groups))
+    if len(settings_of) == 1:
+        return _one_finding(groups)
+    said = []
+    for text in settings_of:
+        some = [group for group in groups if vary_text(group.vary) == text]
+        said.append(f"With {text or 'no variation'}: {_one_finding(some)}")
+    return " ".join(said)
+
+
+def _one_finding(groups: Sequence[Group]) -> str:
+    found = [(group, accuracy) for group in groups if (accuracy := group.accuracy) is not None]
+    if not found:
+        return "No run was evaluated, so there is nothing to compare."
+    ranked = sorted(found, key=lambda pair: -pair[1].mean)
+    (lead, best), rest = ranked[0], ranked[1:]
+    value = f"{percent(best.mean)} % mean test accuracy at the last evaluated round"
+    if not rest:
+        return f"{lead.short} reached {value}{_interval(best)}."
+    second, other = rest[0]
+    gap = best.mean - other.mean
+    if gap < SAME:
+        level = [group.short for group, accuracy in ranked if best.mean - accuracy.mean < SAME]
+        return f"{' and '.join(level)} are level with {value}."
+    said = f"{lead.short} leads with {value}, {percent(gap)} percentage points ahead of {second.short}. "
+    if best.ci is None or other.ci is None:
+        return said + "At least one of them ran with one seed, so whether the order would hold again is not known."
+    n = f"{best.n} seeds" if best.n == other.n else f"{best.n} and {other.n} seeds"
+    if gap <= best.ci + other.ci:
+        return said + f"Their 95 % intervals over {n} overlap: these runs alone do not establish the order."
+    level = [g.short for g, a in rest if a.ci is None or best.mean - a.mean <= best.ci + a.ci]
+    if level:
+        return said + f"Their 95 % intervals over {n} do not overlap; that of {', '.join(level)} does or is not known."
+    others = "that of any other method" if len(rest) > 1 else f"that of {second.short}"
+    return said + f"Its 95 % interval over {n} does not overlap {others}."
+
+
+def notes(groups: Sequence[Group]) -> list[str]:
+    """What a reader must know before trusting the comparison of one experiment."""
+    said = []
+    for group in groups:
+        said += [
+            f"{group.label}: seed {name} was given more than once; its first run counts." for name in group.repeated
+        ]
+        status = [f"seed {seed(one.run)} {one.status}" for one in group.runs if one.status]
+        if status:
+            said.append(f"{group.label}: {'; '.join(status)}. Its numbers are those of the rounds it has.")
+        bad = sum(score.non_finite for score in group.last)
+        if bad:
+            said.append(f"{group.label}: {count(bad, 'client accuracy', 'client accuracies')} not finite, left out.")
+        without = max((score.without for score in group.last), default=0)
+        if without:
+            said.append(f"{group.label}: {count(without, 'client')} without test examples left out of all means.")
+    series = dict.fromkeys(group.headline for group in groups if group.headline is not None)
+    if len(series) > 1:
+        named = "; ".join(
+            f"{name}: {', '.join(g.label for g in groups if g.headline == name)}" for name in series if name is not None
+        )
+        said.append(f"The methods are judged by different series of accuracy ({plain(named)}).")
+    counts = {len(group.last) for group in groups}
+    if len(counts) > 1:
+        said.append("The methods have different numbers of seeds.")
+    said += _differences(groups)
+    return said
+
+
+def mixed(runs: Sequence[RunRecord]) -> str:
+    """A warning if runs of several experiments stand on one page, else nothing."""
+    names = list(dict.fromkeys(experiment(run) for run in runs))
+    if len(names) < 2:
+        return ""
+    return (
+        f"These runs are of {len(names)} different experiments: {', '.join(names)}. Each has a section of its own; "
+        "numbers of different sections do not compare methods."
+    )
+
+
+def flat(value: Any) -> str:
+    """A setting for a person: text as it is, anything else as JSON."""
+    return plain(value if isinstance(value, str) else json.dumps(value, sort_keys=True))
+
+
+def _differences(groups: Sequence[Group]) -> list[str]:
+    """Settings, other than methods and what is varied, in which the runs of one experiment differ."""
+    varied = {key.rpartition(".")[2] for group in groups for key, _ in group.vary}
+    seen: dict[str, dict[str, None]] = {}
+    every = [settings(one.run) for group in groups for one in group.runs]
+    for key in dict.fromkeys(key for one in every for key in one):
+        if not key.startswith("method.") and key.rpartition(".")[2] not in varied:
+            seen[key] = dict.fromkeys(one.get(key, "none") for one in every)
+    said = [f"{plain(key)} ({plain(', '.join(values), 80)})" for key, values in seen.items() if len(values) > 1]
+    return [f"The runs differ in more than their methods: {'; '.join(said)}."] if said else []
+
+
+def _described(values: Mapping[str, Any], first: Sequence[str]) -> str:
+    """A part of the configuration in words: its name, then its settings in brackets."""
+    name = next((key for key in first if values.get(key)), None)
+    rest = [f"{plain(key)} {flat(value)}" for key, value in values.items() if key != name and value is not None]
+    inner = plain(", ".join(rest), 200)
+    if name is None:
+        return inner
+    return f"{flat(values[name])} ({inner})" if inner else flat(values[name])
+
+
+def _interval(value: Spread) -> str:
+    return "" if value.ci is None else f" (± {percent(value.ci)} points, 95 % interval over {value.n} seeds)"
+
+
+def count(n: int, noun: str, plural: str = "") -> str:
+    """A number with its noun."""
+    return f"{n} {noun if n == 1 else plural or noun + 's'}"

@@ -1,0 +1,299 @@
+"""The verb that engines supply: one pass of a client over its own data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from . import tree
+from .data.dataset import Examples
+from .errors import NonFiniteError, TaskError
+from .key import Key
+from .method import Batch, ClientInfo, Pass
+from .models.architecture import Architecture
+from .optimiser import Optimiser
+
+T = TypeVar("T")
+
+CHUNK = 256
+"""Examples at once where no gradient is taken: large enough to keep a core busy, small enough for its cache."""
+
+
+@dataclass
+class Meter:
+    """What one client's work of a round cost.
+
+    Attributes:
+        steps: optimiser steps.
+        flops: floating-point operations of training passes and statistics.
+        losses: of each pass, the mean over its steps.
+    """
+
+    steps: int = 0
+    flops: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of ``view.train``; see :meth:`fedlowrank.method.ClientView.train`."""
+
+    loss: Callable[..., Tensor]
+    start: Any
+    name: str
+    optimiser: Optimiser
+    given: tuple[Any, ...]
+    precondition: Callable[..., Any] | None
+    prox: Callable[..., Any] | None
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """Training examples of one client and the order in which each pass sees them.
+
+    Attributes:
+        info: whose.
+        examples: inputs and labels.
+        passes: of the method.
+        key: of this client and round; the order depends on the place of a pass among the passes and not on its name,
+            so that all methods see the same order.
+    """
+
+    info: ClientInfo
+    examples: Examples
+    passes: Mapping[str, Pass]
+    key: Key
+
+    def of(self, name: str) -> Pass:
+        """The pass of that name."""
+        if name not in self.passes:
+            raise TaskError(f"the method trains in a pass {name!r} but its passes() are {list(self.passes)}")
+        return self.passes[name]
+
+    def order(self, name: str) -> list[Tensor]:
+        """Indices of the examples of every step."""
+        sweep = self.of(name)
+        generator = (self.key / "order" / list(self.passes).index(name)).generator()
+        n = len(self.examples)
+        return [i for _ in range(sweep.epochs) for i in torch.randperm(n, generator=generator).split(sweep.batch_size)]
+
+    def steps(self, name: str) -> int:
+        """Steps of a pass."""
+        sweep = self.of(name)
+        return sweep.epochs * -(-len(self.examples) // sweep.batch_size)
+
+    def batches(self, name: str) -> Iterator[Batch]:
+        """The batches of a pass."""
+        for index in self.order(name):
+            yield gather(self.examples, index)
+
+    def chunks(self) -> Iterator[Batch]:
+        """All examples once, in their own order."""
+        n = len(self.examples)
+        for at in range(0, n, CHUNK):
+            yield gather(self.examples, torch.arange(at, min(at + CHUNK, n)))
+
+
+def gather(examples: Examples, index: Tensor) -> Batch:
+    """The batch of the examples at ``index [b]``, images in the layout in which convolutions are fastest."""
+    index = index.to(examples.y.device)
+    x = examples.x
+    if isinstance(x, dict):
+        return Batch({n: t.index_select(0, index) for n, t in x.items()}, examples.y.index_select(0, index))
+    return Batch(_channels_last(x.index_select(0, index)), examples.y.index_select(0, index))
+
+
+class FlopLedger:
+    """Floating-point operations of a step, counted by torch once for each kind of step and shape of batch."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+
+    def count(self, kind: Any, sizes: Mapping[int, int], run: Callable[[int], object]) -> int:
+        """Operations of a number of steps.
+
+        Args:
+            kind: everything but the batch size that the cost depends on.
+            sizes: number of steps for each batch size.
+            run: executes one step of that batch size; called under the counter when the size is new.
+        """
+        total = 0
+        for size, steps in sizes.items():
+            if (kind, size) not in self._known:
+                with FlopCounterMode(display=False) as counter:
+                    run(size)
+                self._known[kind, size] = counter.get_total_flops()
+            total += steps * self._known[kind, size]
+        return total
+
+
+def code_of(function: Callable[..., Any]) -> Any:
+    """Identity of a function's code, equal for the same method at different clients."""
+    inner = getattr(function, "__func__", function)
+    return getattr(inner, "__code__", inner)
+
+
+def shapes(value: Any) -> tuple[Any, ...]:
+    """Paths, shapes and dtypes of a tree's tensors."""
+    return tuple((path, tuple(t.shape), t.dtype) for path, t in tree.leaves(value))
+
+
+class LocalTrainer:
+    """Executes training passes for one client, one after another.
+
+    Args:
+        model: architecture of the client, for layers that behave differently in training.
+        data: of the client.
+        round: counted from 0.
+        ledger: shared by all clients of a run.
+    """
+
+    def __init__(self, model: Architecture, data: LocalData, round: int, ledger: FlopLedger) -> None:  # noqa: A002
+        self.model = model
+        self.data = data
+        self.round = round
+        self.ledger = ledger
+        self.meter = Meter()
+
+    def steps(self, name: str) -> int:
+        """See :meth:`fedlowrank.method.ClientView.steps`."""
+        return self.data.steps(name)
+
+    def train(
+        self,
+        loss: Callable[..., Tensor],
+        start: T,
+        name: str,
+        optimiser: Optimiser,
+        given: tuple[Any, ...],
+        precondition: Callable[..., Any] | None,
+        prox: Callable[..., Any] | None,
+    ) -> T:
+        """See :meth:`fedlowrank.method.ClientView.train`."""
+        request = Request(loss, start, name, optimiser, given, precondition, prox)
+        with in_training(self.model, self.data.key / name):
+            end, losses = descend(request, self.data.batches(name), self.round)
+        self.account(request, losses)
+        check_finite(self.data.info, self.round, name, losses, end)
+        result: T = tree.canonical(end)
+        return result
+
+    def account(self, request: Request, losses: Tensor) -> None:
+        """Enter a pass into the meter."""
+        index = self.data.order(request.name)
+        sizes: dict[int, int] = {}
+        for i in index:
+            sizes[len(i)] = sizes.get(len(i), 0) + 1
+        kind = (code_of(request.loss), self.model.name, shapes(request.start), shapes(request.given))
+
+        def step(size: int) -> object:
+            some = gather(self.data.examples, next(i for i in index if len(i) == size))
+            params, rebuilt = _private(request.start)
+            value = request.loss(rebuilt, some, *request.given)
+            return torch.autograd.grad(value, params, materialize_grads=True)
+
+        with in_training(self.model, self.data.key / "flops"):
+            self.meter.flops += self.ledger.count(kind, sizes, step)
+        self.meter.steps += len(losses)
+        self.meter.losses[request.name] = float(losses.mean())
+
+    def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
+        """See :meth:`fedlowrank.method.ClientView.total`."""
+        sums: list[T] = []
+        sizes: dict[int, int] = {}
+        params = _layout(params)
+        with torch.no_grad():
+            for batch in self.data.chunks():
+                part = statistic(params, batch, *given)
+                sizes[len(batch)] = sizes.get(len(batch), 0) + 1
+                sums = [part if not sums else tree.add(sums[0], part)]
+            kind = (code_of(statistic), self.model.name, shapes(params), shapes(given))
+            samples = {len(b): b for b in self.data.chunks()}
+            self.meter.flops += self.ledger.count(kind, sizes, lambda n: statistic(params, samples[n], *given))
+        return tree.canonical(sums[0])
+
+
+def descend(request: Request, batches: Iterator[Batch], round: int) -> tuple[Any, Tensor]:  # noqa: A002
+    """Take one step a batch.
+
+    Returns:
+        The trained tree, and the loss of every step ``[steps]``.
+    """
+    params, now = _private(request.start)
+    given = _layout(request.given)
+    rates = request.optimiser.rates([path for path, _ in tree.leaves(request.start)], round)
+    lr = request.optimiser.learning_rate(round)
+    memory: list[list[Tensor]] = []
+    losses: list[Tensor] = []
+    for count, batch in enumerate(batches):
+        value = request.loss(now, batch, *given)
+        grads = list(torch.autograd.grad(value, params, materialize_grads=True))
+        losses.append(value.detach())
+        with torch.no_grad():
+            if request.precondition is not None:
+                new = request.precondition(_refill(now, grads), now, *given)
+                grads = [g for _, g in tree.leaves(new)]
+            if request.optimiser.clip is not None:
+                clip(grads, request.optimiser.clip)
+            request.optimiser.step(params, grads, memory, rates, count)
+            if request.prox is not None:
+                for p, (_, q) in zip(params, tree.leaves(request.prox(now, lr, *given)), strict=True):
+                    p.copy_(q)
+    return now, torch.stack(losses)
+
+
+def clip(grads: list[Tensor], bound: float) -> None:
+    """Scale gradients in place so that the norm of all together is at most ``bound``."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    torch._foreach_mul_(grads, torch.clamp(bound / (norm + 1e-6), max=1.0))
+
+
+def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:  # noqa: A002
+    """Raise :class:`NonFiniteError` if a loss or a parameter is NaN or infinite."""
+    bad = (~torch.isfinite(losses)).nonzero()
+    if len(bad):
+        raise NonFiniteError(client.id, round, name, int(bad[0]))
+    if not all(bool(torch.isfinite(t).all()) for _, t in tree.leaves(end)):
+        raise NonFiniteError(client.id, round, name, None)
+
+
+@contextlib.contextmanager
+def in_training(model: Architecture, key: Key) -> Iterator[None]:
+    """Let a model's random layers (dropout) draw from ``key``; torch's own generator is put back afterwards."""
+    if not model.random:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(key.seed())
+        model.training(True)
+        try:
+            yield
+        finally:
+            model.training(False)
+
+
+def _channels_last(t: Tensor) -> Tensor:
+    return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
+
+
+def _layout(value: T) -> T:
+    """The memory layout in which convolutions are fastest; no value changes."""
+    return tree.map(_channels_last, value)
+
+
+def _private(start: T) -> tuple[list[Tensor], T]:
+    """Copies that may be changed in place, as a list and in their tree."""
+    params = [_channels_last(t.detach().clone()).requires_grad_() for _, t in tree.leaves(start)]
+    return params, _refill(start, params)
+
+
+def _refill(like: T, tensors: list[Tensor]) -> T:
+    """A tree of that structure with these tensors."""
+    new = iter(tensors)
+    return tree.map(lambda _: next(new), like)
