@@ -1,1 +1,42 @@
-"""fedlowrank."""
+"""Federated learning with low-rank parts: pFedLoRA and the methods it is measured against.
+
+    from fedlowrank import Federation, simulate
+    federation = Federation.from_arrays([(x0, y0), (x1, y1)], model)
+    result = simulate("pfedlora", federation, rounds=50)
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+from .data.federation import Federation
+from .engine.run import RunSettings
+from .errors import FedlowrankError
+from .key import Key
+from .method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, cross_entropy
+from .methods import METHODS
+from .optimiser import SGD, AdamW, Group, Schedule
+from .simulate import Result, simulate
+
+__all__ = [
+    "METHODS",
+    "SGD",
+    "AdamW",
+    "Batch",
+    "ClientInfo",
+    "ClientView",
+    "Federation",
+    "FedlowrankError",
+    "Group",
+    "Key",
+    "Method",
+    "Pass",
+    "Reply",
+    "Result",
+    "RunSettings",
+    "Schedule",
+    "ServerView",
+    "Task",
+    "cross_entropy",
+    "simulate",
+]

@@ -124,7 +124,7 @@ def class_count_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure
     else:
         # A class that a client lacks should look empty, not merely pale.
         shown = np.ma.masked_equal(counts.T, 0)
-        image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis_r")
+        image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap="viridis_r", vmin=0)
         figure.colorbar(image, ax=axes, label="examples")
         axes.set_title("Training examples of each class (white: none)", fontsize=10)
     axes.set_xlabel("client")

@@ -66,7 +66,9 @@ class HuggingFace:
         with _quiet():
             train, test = self._splits(library, self._open(library))
             parts = [train] if test is None else [train, test]
-            columns = [self._columns(library, part) for part in parts][0]
+            for part in parts:
+                self._check(part)
+            columns = self._columns(library, train)
             inputs = [self._inputs(library, part, columns) for part in parts]
             labels, classes = self._labels(library, parts)
             ids = [None if self.client is None else _values(part, self.client) for part in parts]
@@ -111,14 +113,15 @@ class HuggingFace:
                 raise DataError(f"{self.path!r} has no split {split!r}. {did_you_mean(split, found)}{hint}")
         return found[self.train_split], None if self.test_split is None else found[self.test_split]
 
-    def _columns(self, library: Any, part: Any) -> list[str]:
-        special = [self.label] if self.client is None else [self.label, self.client]
-        for column in (*special, *self.features):
-            if column not in part.features:
+    def _check(self, part: Any) -> None:
+        for column in (self.label, self.client, *self.features):
+            if column is not None and column not in part.features:
                 raise DataError(f"{self.path!r} has no column {column!r}. {did_you_mean(column, part.features)}")
+
+    def _columns(self, library: Any, part: Any) -> list[str]:
         if self.features:
             return list(self.features)
-        free = {name: kind for name, kind in part.features.items() if name not in special}
+        free = {name: kind for name, kind in part.features.items() if name not in (self.label, self.client)}
         images = [name for name, kind in free.items() if isinstance(kind, library.Image)]
         if len(images) > 1:
             raise DataError(f"{self.path!r} has several image columns: {', '.join(images)}. Name one as data.features.")

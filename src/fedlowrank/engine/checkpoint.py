@@ -18,6 +18,7 @@ from typing import Any
 from .. import tree
 from ..errors import CheckpointError
 from ..record import write_atomically, write_json
+from .run import State
 
 
 def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any]) -> None:  # noqa: A002
@@ -52,18 +53,15 @@ def tidy(folder: Path) -> None:
             path.unlink()
 
 
-def load(folder: Path) -> tuple[int, Any, dict[int, Any]]:
+def load(folder: Path) -> State:
     """Read a checkpoint.
-
-    Returns:
-        Rounds completed, state of the server, states of the clients that ever changed.
 
     Raises:
         CheckpointError: if there is none or a file of it is missing or damaged.
     """
     manifest = _manifest(folder)
     clients = {int(c): _read(folder / name) for c, name in manifest["clients"].items()}
-    return int(manifest["round"]), _read(folder / manifest["server"]), clients
+    return State(int(manifest["round"]), _read(folder / manifest["server"]), clients)
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from .. import tree
 from ..channel import lost_replies, weigh
 from ..data.federation import Federation
-from ..errors import ConfigError, NonFiniteError
+from ..errors import ConfigError
 from ..evaluate import accuracy
 from ..method import ClientInfo, Method, Reply, ServerView
 from ..record import RoundRecord
@@ -31,6 +31,7 @@ class RunSettings:
         seed: of everything random: partition, participants, order of examples, initial values.
         engine: sequential; vectorised (clients of like shapes at once); or wire (every message through bytes).
         device: cpu, or cuda where torch finds one.
+        threads: of torch in this process; a second one makes small models many times slower on a busy machine.
         evaluate_every: rounds between evaluations; the first and last round are always evaluated.
         checkpoint_every: rounds between checkpoints; the last round is always saved.
         on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on.
@@ -44,6 +45,7 @@ class RunSettings:
     seed: int = 0
     engine: Literal["sequential", "vectorised", "wire"] = "sequential"
     device: str = "cpu"
+    threads: int = 1
     evaluate_every: int = 1
     checkpoint_every: int = 1
     on_nan: Literal["stop", "drop"] = "stop"
@@ -52,7 +54,7 @@ class RunSettings:
     representations: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "evaluate_every", "checkpoint_every"):
+        for name in ("rounds", "threads", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
         if not 0 < self.participation <= 1:
@@ -65,8 +67,23 @@ class RunSettings:
             raise ConfigError(f"run.target is an accuracy in (0, 1], such as 0.9; it is {self.target}")
 
 
+@dataclass(frozen=True)
+class State:
+    """Where a run stands between two rounds.
+
+    Attributes:
+        round: rounds completed.
+        server: state of the server.
+        clients: states of clients that have taken part.
+    """
+
+    round: int
+    server: Any
+    clients: dict[int, Any]
+
+
 class Run:
-    """A run and all it needs to go on: the round, the server's state and the clients' states.
+    """A run and all it needs to go on.
 
     Args:
         method: what to run.
@@ -75,9 +92,7 @@ class Run:
         engine: how the clients of a round are executed.
 
     Attributes:
-        round: rounds completed.
-        server: state of the server.
-        clients: states of clients that have taken part.
+        state: where it stands; replaced as a whole, so that an interrupted round leaves the one before.
         unsaved: identifiers of clients whose state changed since it was last saved.
 
     Raises:
@@ -92,25 +107,29 @@ class Run:
         self.settings = settings
         self.engine = engine
         self.task = federation.task(settings.rounds)
-        self.round = 0
-        self.server: Any = engine.boundary(method.server_init(self.task))
-        self.clients: dict[int, Any] = {}
+        self.state = State(0, engine.boundary(method.server_init(self.task)), {})
         self.unsaved: set[int] = set()
         # every client's state can be made: a method that does not fit says so now, not in round 7
         for info in federation.infos:
             method.client_init(self.task, info)
 
-    def restore(self, round: int, server: Any, clients: dict[int, Any]) -> None:  # noqa: A002
+    @property
+    def round(self) -> int:
+        """Rounds completed."""
+        return self.state.round
+
+    def restore(self, state: State) -> None:
         """Go on from a saved state."""
-        move = self.settings.device
-        self.round = round
-        self.server, self.clients = tree.map(lambda t: t.to(move), (server, clients_as_tree(clients)))
-        self.clients = {int(i): c for i, c in self.clients.items()}
+
+        def move(value: Any) -> Any:
+            return tree.map(lambda t: t.to(self.settings.device), value)
+
+        self.state = State(state.round, move(state.server), {i: move(c) for i, c in state.clients.items()})
 
     def state_of(self, info: ClientInfo) -> Any:
         """State of a client, a fresh one if it never took part."""
-        if info.id in self.clients:
-            return self.clients[info.id]
+        if info.id in self.state.clients:
+            return self.state.clients[info.id]
         return self.engine.boundary(self.method.client_init(self.task, info))
 
     def participants(self, round: int) -> list[ClientInfo]:  # noqa: A002
@@ -126,7 +145,7 @@ class Run:
         t, method, clock = self.round, self.method, Clock()
         with clock("server"):
             infos = self.participants(t)
-            jobs = [Job(self.state_of(i), method.download(self.server, i), i) for i in infos]
+            jobs = [Job(self.state_of(i), method.download(self.state.server, i), i) for i in infos]
             down = weigh(job.down for job in jobs)
         with clock("train"):
             outcomes = list(self.engine.run(method, self.federation, self.task, t, jobs))
@@ -136,12 +155,12 @@ class Run:
             arrived = [(i, o) for i, o in zip(infos, outcomes, strict=True) if str(i.id) not in lost]
             replies = [Reply(i, o.upload) for i, o in arrived if o.upload is not None]
             view = ServerView(self.task, t, self.federation.key / "server" / t)
-            server = self.engine.boundary(method.server_update(self.server, replies, view)) if replies else self.server
-        self.server = server
-        # a client commits when its reply has been acknowledged: dual methods break otherwise
-        self.clients |= {i.id: o.state for i, o in arrived}
+            server = self.state.server
+            if replies:
+                server = self.engine.boundary(method.server_update(server, replies, view))
         self.unsaved |= {i.id for i, _ in arrived}
-        self.round = t + 1
+        # a client commits when its reply has been acknowledged: dual methods break otherwise
+        self.state = State(t + 1, server, self.state.clients | {i.id: o.state for i, o in arrived})
         meters = [o.meter for o in outcomes]
         passes = dict.fromkeys(name for m in meters for name in m.losses)
         record = RoundRecord(
@@ -178,9 +197,10 @@ class Run:
     def _evaluated(self, record: RoundRecord, clock: Clock, due: bool) -> RoundRecord:
         found = None
         if due:
+            t = self.round
             with clock("evaluate"):
                 found = accuracy(
-                    self.method, self.federation, self.task, self.engine, self.server, self.state_of, max(self.round - 1, 0)
+                    self.method, self.federation, self.task, self.engine, self.state.server, self.state_of, max(t - 1, 0)
                 )
         return dataclasses.replace(record, accuracy=found, seconds=clock.wall, cpu_seconds=clock.cpu)
 
@@ -206,13 +226,5 @@ def round_half_up(x: float) -> int:
     return int(x + 0.5)
 
 
-def clients_as_tree(clients: dict[int, Any]) -> dict[str, Any]:
-    """States by identifier as a tree, whose keys are strings."""
-    return {str(i): c for i, c in clients.items()}
-
-
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
-
-
-__all__ = ["Clock", "NonFiniteError", "Run", "RunSettings"]

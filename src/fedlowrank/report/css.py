@@ -6,11 +6,11 @@ from .style import DARK, LIGHT, css_variables
 
 _LIGHT = (
     "--ink:#1b1f24;--soft:#57606a;--paper:#fff;--panel:#f4f6f8;--rule:#d0d7de;--note:#fff5d6;--edge:#b58900;"
-    "--link:#0a58ca;" + css_variables(LIGHT)
+    "--link:#0a58ca;--l0:28%;--l1:43%;" + css_variables(LIGHT)
 )
 _DARK = (
     "--ink:#e6e8eb;--soft:#a4adb8;--paper:#14171c;--panel:#1d2229;--rule:#39414b;--note:#332b12;--edge:#d9a900;"
-    "--link:#7ab7ff;" + css_variables(DARK)
+    "--link:#7ab7ff;--l0:54%;--l1:72%;" + css_variables(DARK)
 )
 
 CSS = f"""
@@ -34,6 +34,7 @@ table{{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-num
 caption{{text-align:left;font-weight:600;padding:.2rem 0 .4rem}}
 th,td{{padding:.34rem .7rem;border-bottom:1px solid var(--rule);text-align:left;vertical-align:baseline}}
 td{{white-space:nowrap}}
+td.left{{white-space:normal;min-width:7rem}}
 thead th{{border-bottom:2px solid var(--soft);vertical-align:bottom;font-weight:600}}
 tbody th{{font-weight:500;min-width:9rem;max-width:16rem;overflow-wrap:anywhere}}
 tbody th,thead th:first-child{{position:sticky;left:0;background:var(--paper);z-index:1}}
@@ -43,7 +44,7 @@ tbody th,thead th:first-child{{position:sticky;left:0;background:var(--paper);z-
 margin:1rem 0;align-items:start}}
 .figures.small{{grid-template-columns:repeat(auto-fill,minmax(min(100%,16rem),1fr))}}
 figure{{margin:0;min-width:0}}
-figure svg{{display:block;width:100%;height:auto;overflow:visible;font-family:inherit}}
+figure svg{{display:block;width:100%;max-width:31rem;height:auto;overflow:visible;font-family:inherit}}
 figcaption{{font-size:.86rem;color:var(--soft);margin-top:.3rem}}
 figcaption b{{color:var(--ink);font-weight:600}}
 .footnotes{{font-size:.86rem;display:grid;grid-template-columns:max-content 1fr;gap:.15rem .9rem;max-width:62rem}}
@@ -55,12 +56,13 @@ pre{{background:var(--panel);padding:.6rem .8rem;border-radius:4px;font-size:.88
 white-space:pre-wrap}}
 @media (max-width:34rem){{body{{padding:.6rem .8rem 2rem;font-size:15px}}
 tbody th{{min-width:6.5rem;max-width:8.5rem}}th,td{{padding:.3rem .5rem}}
+.figures.small{{grid-template-columns:1fr 1fr;gap:1rem}}
 .footnotes{{grid-template-columns:1fr}}.footnotes dd{{margin-bottom:.35rem}}}}
 @media print{{@page{{size:A4;margin:14mm}}
-body{{max-width:none;padding:0;font-size:10pt}}
-.scroll{{overflow:visible}}table{{font-size:7.6pt}}th,td{{padding:.18rem .3rem}}
+html{{font-size:9.5pt}}body{{max-width:none;padding:0;font-size:1rem}}
+.scroll{{overflow:visible}}table{{font-size:7pt}}th,td{{padding:.18rem .32rem}}
 tbody th{{min-width:0;max-width:7rem}}tbody th,thead th:first-child{{position:static}}
-td{{white-space:normal}}
+details:not([open])::details-content{{content-visibility:visible;height:auto}}
 .figures{{grid-template-columns:1fr 1fr;gap:1rem}}.figures.small{{grid-template-columns:repeat(3,1fr)}}
 figure,tr,.note,.finding,details{{break-inside:avoid}}h2,h3,caption{{break-after:avoid}}thead{{display:table-header-group}}
 section.experiment+section.experiment{{break-before:page}}

@@ -19,7 +19,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from .groups import Curve, Group, Spread, curve, spread, value_text
 from .style import INK, WIDTH, Picture, Style, drawing, legend, new_figure
-from .units import percent, plain, si
+from .units import percent, plain, si, tick
 
 Styles = Mapping[str, Style]
 ACCURACY = "test accuracy / %"
@@ -33,12 +33,12 @@ def accuracy_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | N
     if not found:
         return None
     with drawing():
-        figure, axes = new_figure(_height(len(found)))
+        figure, axes = new_figure(3.1)
         handles = []
         for group, line in found:
             handles.append(_line(axes, line.rounds, line, styles[group.short]))
         axes.set(xlabel="round", ylabel=ACCURACY)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
         _around(axes, [float(value) for _, line in found for value in line.mean])
         legend(figure, handles, [group.short for group, _ in found])
     return Picture(
@@ -59,7 +59,7 @@ def accuracy_over_bytes(groups: Sequence[Group], styles: Styles) -> Picture | No
     ends = [float(line.bytes[-1]) for _, line in found if line.bytes[-1] > 0]
     log = max(ends) / min(ends) >= LOG_FROM
     with drawing():
-        figure, axes = new_figure(_height(len(found)))
+        figure, axes = new_figure(3.1)
         handles = []
         for group, line in found:
             style = styles[group.short]
@@ -97,7 +97,7 @@ def client_boxes(groups: Sequence[Group], styles: Styles) -> Picture | None:
         figure, axes = new_figure(0.9 + 0.36 * len(found))
         for y, (group, values) in enumerate(found):
             _box(axes, y, values, styles[group.short])
-        axes.set_yticks(range(len(found)), [plain(group.short, 26) for group, _ in found])
+        axes.set_yticks(range(len(found)), [plain(group.short, 28) for group, _ in found])
         axes.set(ylim=(len(found) - 0.5, -0.5), xlabel=ACCURACY)
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
@@ -128,11 +128,11 @@ def trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
     flops_all = [flops for _, _, flops, _ in found]
     log = max(flops_all) / min(flops_all) >= LOG_FROM
     with drawing():
-        figure, axes = new_figure(_height(len(found)))
+        figure, axes = new_figure(3.1)
         # Large markers first, so that none hides a smaller one.
-        for group, reached, at, size in sorted(found, key=lambda row: -row[3]):
+        for group, reached, at, sent in sorted(found, key=lambda row: -row[3]):
             style = styles[group.short]
-            side = math.sqrt(36 + 700 * size / largest)
+            side = math.sqrt(36 + 700 * sent / largest)
             axes.plot(
                 [at], [100 * reached.mean], marker=style.marker, markersize=side, linestyle="",
                 markerfacecolor=(*_rgb(style.colour), 0.35), markeredgecolor=style.colour, markeredgewidth=1.4,
@@ -142,6 +142,7 @@ def trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
         axes.set(xlabel=f"training computation per run{', logarithmic' if log else ''}", ylabel=ACCURACY)
         axes.margins(0.16)
         axes.set_ylim(*_within(axes.get_ylim()))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
         legend(figure, handles, [f"{plain(group.short, 30)} ({si(size, 'B')})" for group, _, _, size in found])
     said = "; ".join(
         f"{group.short} {percent(accuracy.mean)} %, {si(flops, 'FLOP')}, {si(size, 'B')}"
@@ -169,7 +170,7 @@ def sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     if numeric:
         places = {_vary_key(group): float(v) for (group, _), v in zip(found, raw, strict=True) if v is not None}
     with drawing():
-        figure, axes = new_figure(_height(len({group.short for group, _ in found})))
+        figure, axes = new_figure(3.1)
         handles, labels = [], []
         for short in dict.fromkeys(group.short for group, _ in found):
             rows = sorted((places[_vary_key(group)], accuracy) for group, accuracy in _of(found, short))
@@ -229,7 +230,7 @@ def _line(axes: Axes, x: Any, line: Curve, style: Style) -> Line2D:
     return _handle(style, marker=marker)
 
 
-def _handle(style: Style, marker: str | None = None, line: str | None = None) -> Line2D:
+def _handle(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
     return Line2D(
         [], [], color=style.colour, linestyle=style.line if line is None else line, markersize=6,
         marker=style.marker if marker is None else marker,
@@ -256,15 +257,12 @@ def _rgb(code: str) -> tuple[float, float, float]:
     return (int(code[1:3], 16) / 255, int(code[3:5], 16) / 255, int(code[5:7], 16) / 255)
 
 
-def _height(lines: int) -> float:
-    return 3.5 + 0.09 * lines
-
-
 def _around(axes: Axes, means: Sequence[float]) -> None:
     # From the means alone: the interval over two seeds can be many times as tall as everything there is to see.
     low, high = 100 * min(means), 100 * max(means)
     pad = max(1.0, 0.06 * (high - low))
     axes.set_ylim(*_within((low - pad, high + pad)))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
 
 
 def _within(limits: tuple[float, float]) -> tuple[float, float]:
@@ -274,14 +272,14 @@ def _within(limits: tuple[float, float]) -> tuple[float, float]:
 
 def _prefixed(axis: Axis, unit: str, log_over: Sequence[float] | None) -> None:
     """Ticks such as ``10 MB``; on a logarithmic axis two or three a decade where one decade is all there is."""
-    formatter: Callable[[float, Any], str] = lambda value, _: si(value, unit)  # noqa: E731
+    formatter: Callable[[float, Any], str] = lambda value, _: tick(value, unit)  # noqa: E731
     if log_over is not None:
         axis.axes.set_xscale("log")
         decades = math.log10(max(log_over) / min(log_over))
         axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 3.0), numticks=6))
         axis.set_minor_formatter(NullFormatter())
     else:
-        axis.set_major_locator(MaxNLocator(nbins=5))
+        axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(FuncFormatter(formatter))
 
 

@@ -61,7 +61,7 @@ def _experiment(groups: Sequence[Group], looks: dict[str, Style], name: str, tit
         head,
         f'<p class="sub">{escape(sub)}</p>',
         f"<p>{escape(words.what_was_run(groups))}</p>",
-        f'<p class="finding">{escape(words.finding(groups))}</p>',
+        *_finding(words.finding(groups)),
         _note(words.notes(groups)),
         "<h3>Comparison</h3>",
         to_html(table),
@@ -76,6 +76,11 @@ def _experiment(groups: Sequence[Group], looks: dict[str, Style], name: str, tit
         "</section>",
     ]
     return "\n".join(text for text in parts if text)
+
+
+def _finding(said: Sequence[str]) -> list[str]:
+    rest = "".join(f"<li>{escape(one)}</li>" for one in said[1:])
+    return [f'<p class="finding">{escape(said[0])}</p>', f"<ul>{rest}</ul>" if rest else ""]
 
 
 def _figures(groups: Sequence[Group], looks: dict[str, Style], name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +14,7 @@ from sklearn.manifold import TSNE
 from fedlowrank.record import RunRecord
 
 from .groups import Group, seed
-from .style import INK, LIGHT, MARKERS, WIDTH, Picture, colour, drawing, legend, new_figure
+from .style import INK, LIGHT, MARKERS, WIDTH, Picture, colour, drawing, hue, legend, new_figure
 from .units import plain
 
 POINTS = 2000
@@ -121,15 +120,8 @@ def class_counts(run: RunRecord) -> Picture | None:
 
 
 def class_colours(count: int) -> list[str]:
-    """A colour for each class: the palette while it lasts, else evenly spaced hues legible on light and dark."""
-    if count <= len(LIGHT):
-        return [colour(i) for i in range(count)]
-    found = []
-    for i in range(count):
-        # Neighbouring hues differ in lightness too.
-        rgb = colorsys.hls_to_rgb(i / count, (0.42, 0.58)[i % 2], 0.75)
-        found.append("#" + "".join(f"{round(255 * c):02x}" for c in rgb))
-    return found
+    """A colour for each class: the palette while it lasts, else evenly spaced hues."""
+    return [colour(i) if count <= len(LIGHT) else hue(i, count) for i in range(count)]
 
 
 Stored = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
@@ -189,10 +181,8 @@ def _key(run: RunRecord, count: int, clients: Sequence[int]) -> Picture:
     marked = clients[: len(MARKERS)]
     handles += [Line2D([], [], linestyle="", marker=MARKERS[i], markersize=6, color=INK) for i in range(len(marked))]
     labels += [f"client {one}" for one in marked]
-    longest = max(map(len, labels))
-    columns = max(1, min(4, int(WIDTH * 72 / (longest * 6.4 + 44))))
     with drawing():
-        figure, axes = new_figure(0.25 + 0.21 * -(-len(labels) // columns))
+        figure, axes = new_figure(0.2)
         axes.set_axis_off()
         legend(figure, handles, labels)
     more = [f"{count} classes, the first {LISTED} named" if count > LISTED else ""]

@@ -7,6 +7,7 @@ light colour as fallback, so one drawing serves both modes and print.
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 import xml.etree.ElementTree as ET
@@ -25,7 +26,7 @@ from .units import plain
 # Both lists were searched for the largest least distance in Oklab between any two colours, as seen normally and with
 # protanopia, deuteranopia and tritanopia, at a contrast of at least 3:1 with the background.
 LIGHT = ("#0071a2", "#da7805", "#3a9f93", "#c73cef", "#8c6106", "#1c0085", "#540213", "#4d4d4c")
-DARK = ("#1f749d", "#d17a0c", "#42b89b", "#f79bfb", "#bdd11c", "#9b3df9", "#c3244e", "#e7e6e4")
+DARK = ("#2789a0", "#e4a004", "#64cead", "#c194fc", "#a3fa44", "#cd19fd", "#e14344", "#f8efe6")
 
 INK = "#010203"
 """Placeholder of the text colour."""
@@ -36,7 +37,7 @@ PAPER = "#fdfcfb"
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.5), (6, 1.8, 1.2, 1.8))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h")
 
-WIDTH = 6.2
+WIDTH = 5.3
 """Width of a figure, in inches of 72 units each: small enough that text stays legible on a phone."""
 
 _SVG = "{http://www.w3.org/2000/svg}"
@@ -47,7 +48,7 @@ _SETTINGS = {
     "font.family": "DejaVu Sans",
     "font.size": 10.5,
     "axes.labelsize": 10.5,
-    "legend.fontsize": 10,
+    "legend.fontsize": 9.5,
     "xtick.labelsize": 9.5,
     "ytick.labelsize": 9.5,
     "axes.edgecolor": INK,
@@ -115,6 +116,11 @@ def colour(index: int) -> str:
     return f"#0a00{index % len(LIGHT):02x}"
 
 
+def hue(index: int, count: int) -> str:
+    """Placeholder of one of many evenly spaced hues; neighbours differ in lightness too."""
+    return f"#0b{round(256 * index / count) % 256:02x}{index % 2:02x}"
+
+
 def styles(labels: Sequence[str]) -> dict[str, Style]:
     """A style for each label, by its place; distinct for 32 labels and, by its marker, for 96."""
     n = len(LIGHT)
@@ -147,14 +153,17 @@ def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> 
     texts = [("\u200b" + text if text.startswith("_") else text) for text in (plain(label, 44) for label in labels)]
     if not texts:
         return
-    room = figure.get_figwidth() * 72 / (max(map(len, texts)) * 6.4 + 44)
+    room = figure.get_figwidth() * 72 / (max(map(len, texts)) * 5.4 + 38)
+    columns = max(1, min(4, int(room)))
+    # The axes keep their height however many methods there are.
+    figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(texts) / columns))
     figure.legend(
         list(handles),
         texts,
         loc="outside lower center",
-        ncols=max(1, min(4, int(room))),
-        handlelength=2.8,
-        columnspacing=1.4,
+        ncols=columns,
+        handlelength=2.5,
+        columnspacing=1.2,
         labelspacing=0.35,
     )
 
@@ -234,6 +243,12 @@ def _tidy(element: ET.Element, name: str, used: set[str]) -> None:
 def _restyle(style: str) -> str:
     style = style.replace(INK, "currentColor").replace(PAPER, "var(--paper,#fff)")
     style = re.sub(r"#0a00([0-9a-f]{2})", lambda m: f"var(--s{int(m[1], 16)},{LIGHT[int(m[1], 16)]})", style)
+    # The lightness is the page's to choose, like the palette.
+    style = re.sub(
+        r"#0b([0-9a-f]{2})0([01])",
+        lambda m: f"hsl({round(int(m[1], 16) * 360 / 256)} 70% var(--l{m[2]},{(28, 43)[int(m[2])]}%))",
+        style,
+    )
     style = re.sub(r"font: (?:[a-z]+ )*([\d.]+)px[^;]*", r"font-size:\1px", style)
     return _shorten(re.sub(r"\s*([:;])\s*", r"\1", style))
 

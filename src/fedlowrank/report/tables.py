@@ -118,8 +118,7 @@ def compare(groups: Sequence[Group]) -> Comparison:
     notes.append(
         ("max test", "max test over rounds (as some libraries report) chooses on test examples; it is in the CSV only")
     )
-    for label in dict.fromkeys(str(row["reference"]) for row in rows if row["reference"]):
-        notes.append(("paper", label))
+    notes += [("paper", label) for label in dict.fromkeys(str(row["reference"]) for row in rows if row["reference"])]
     return Comparison(tuple(groups), rows, columns, targets, tuple(notes))
 
 
@@ -168,7 +167,9 @@ def to_html(table: Comparison) -> str:
         body = []
         for row in table.rows:
             cells = "".join(f'<td class="{column.align}">{escape(column.text(row))}</td>' for column in columns)
-            body.append(f'<tr><th scope="row">{escape(table.label(row))}</th>{cells}</tr>')
+            body.append(
+                f'<tr><th scope="row">{escape(table.label(row)).replace(" = ", "\u00a0=\u00a0")}</th>{cells}</tr>'
+            )
         parts.append(
             f'<div class="scroll" role="region" tabindex="0" aria-label="{caption}"><table><caption>{caption}</caption>'
             f'<thead><tr><th scope="col">method</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
@@ -183,10 +184,10 @@ def render_terminal(table: Comparison) -> RenderableType:
         columns = table.block(block)
         if not columns:
             continue
-        one = RichTable(title=Text(table.caption(block)), title_justify="left", pad_edge=False)
+        one = RichTable(title=Text(table.caption(block)), title_justify="left")
         one.add_column("method", overflow="fold")
         for column in columns:
-            one.add_column(Text(column.heading), justify=column.align)
+            one.add_column(Text(column.heading.replace(" / ", "\n/ ")), justify=column.align)
         for row in table.rows:
             # Text, not markup: a name in brackets must stay a name.
             one.add_row(Text(table.label(row)), *(Text(column.text(row)) for column in columns))
@@ -300,7 +301,7 @@ def _exact(value: object) -> str:
 
 def _heading(column: Column) -> str:
     unit = f' <span class="unit">/ {escape(column.unit)}</span>' if column.unit else ""
-    return escape(column.title) + unit
+    return escape(column.title).replace(" 10", "\u00a010") + unit
 
 
 def _pipes(cells: Sequence[str]) -> str:

@@ -24,7 +24,16 @@ def si(value: float | None, unit: str = "", digits: int = 3) -> str:
         # The half unit in the last place keeps 999 999 from being shown as 1000 k.
         if abs(value) >= size * (1 - 0.5 * 10.0**-digits):
             return f"{_significant(value / size, digits)} {prefix}{unit}".rstrip()
-    return f"{_significant(value, digits)} {unit}".rstrip()
+    whole = f"{value:.0f}" if float(value).is_integer() else _significant(value, digits)
+    return f"{whole} {unit}".rstrip()
+
+
+def tick(value: float, unit: str) -> str:
+    """A round quantity with a decimal prefix and no more digits than it needs, for an axis."""
+    for size, prefix in _PREFIXES:
+        if abs(value) >= size:
+            return f"{value / size:g} {prefix}{unit}"
+    return f"{value:g} {unit}"
 
 
 def percent(value: float | None, digits: int = 2) -> str:
@@ -72,5 +81,4 @@ def _significant(value: float, digits: int) -> str:
     if value == 0:
         return "0"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value) * (1 + 0.5 * 10.0**-digits))))
-    text = f"{value:.{min(decimals, 6)}f}"
-    return text.rstrip("0").rstrip(".") if float(value).is_integer() and "." in text else text
+    return f"{value:.{min(decimals, 6)}f}"

@@ -47,26 +47,46 @@ def what_was_run(groups: Sequence[Group]) -> str:
     return " ".join(said)
 
 
-def finding(groups: Sequence[Group]) -> str:
+def finding(groups: Sequence[Group]) -> list[str]:
     """Who leads, by how much, and whether the intervals over seeds overlap.
 
     A difference without intervals is stated as such: one seed cannot say whether it would come again.
+
+    Returns:
+        The finding; of a sweep, who leads how often and then one sentence for each value.
     """
-    settings_of = list(dict.fromkeys(vary_text(group.vary) for group in groups))
-    if len(settings_of) == 1:
-        return _one_finding(groups)
-    said = []
-    for text in settings_of:
-        some = [group for group in groups if vary_text(group.vary) == text]
-        said.append(f"With {text or 'no variation'}: {_one_finding(some)}")
-    return " ".join(said)
+    variants = list(dict.fromkeys(vary_text(group.vary) for group in groups))
+    parts = [[group for group in groups if vary_text(group.vary) == text] for text in variants]
+    if len(variants) == 1:
+        return [_one_finding(groups)]
+    each = [f"{text or 'Without variation'}: {_one_finding(some)}" for text, some in zip(variants, parts, strict=True)]
+    leads = [(_ranked(some)[0][0].short, _clear(some)) for some in parts if _ranked(some)]
+    if len(dict.fromkeys(group.short for group in groups)) < 2 or not leads:
+        return each
+    wins = Counter(name for name, _ in leads)
+    said = "; ".join(f"{name} leads at {n} of {len(leads)} settings" for name, n in wins.most_common())
+    clear = sum(clear for _, clear in leads)
+    return [f"{said}. The lead is outside the 95 % intervals over seeds at {clear} of {len(leads)}.", *each]
+
+
+def _ranked(groups: Sequence[Group]) -> list[tuple[Group, Spread]]:
+    found = [(group, accuracy) for group in groups if (accuracy := group.accuracy) is not None]
+    return sorted(found, key=lambda pair: -pair[1].mean)
+
+
+def _apart(high: Spread, low: Spread) -> bool:
+    return high.ci is not None and low.ci is not None and high.mean - low.mean > high.ci + low.ci
+
+
+def _clear(groups: Sequence[Group]) -> bool:
+    ranked = _ranked(groups)
+    return len(ranked) > 1 and all(_apart(ranked[0][1], other) for _, other in ranked[1:])
 
 
 def _one_finding(groups: Sequence[Group]) -> str:
-    found = [(group, accuracy) for group in groups if (accuracy := group.accuracy) is not None]
-    if not found:
+    ranked = _ranked(groups)
+    if not ranked:
         return "No run was evaluated, so there is nothing to compare."
-    ranked = sorted(found, key=lambda pair: -pair[1].mean)
     (lead, best), rest = ranked[0], ranked[1:]
     value = f"{percent(best.mean)} % mean test accuracy at the last evaluated round"
     if not rest:
@@ -80,9 +100,9 @@ def _one_finding(groups: Sequence[Group]) -> str:
     if best.ci is None or other.ci is None:
         return said + "At least one of them ran with one seed, so whether the order would hold again is not known."
     n = f"{best.n} seeds" if best.n == other.n else f"{best.n} and {other.n} seeds"
-    if gap <= best.ci + other.ci:
+    if not _apart(best, other):
         return said + f"Their 95 % intervals over {n} overlap: these runs alone do not establish the order."
-    level = [g.short for g, a in rest if a.ci is None or best.mean - a.mean <= best.ci + a.ci]
+    level = [group.short for group, accuracy in rest if not _apart(best, accuracy)]
     if level:
         return said + f"Their 95 % intervals over {n} do not overlap; that of {', '.join(level)} does or is not known."
     others = "that of any other method" if len(rest) > 1 else f"that of {second.short}"

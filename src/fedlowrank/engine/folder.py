@@ -1,0 +1,193 @@
+"""A run's folder: created once, appended to after every round, resumed after a stop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..errors import CheckpointError
+from ..record import FORMAT, RoundRecord, write_atomically, write_json
+from . import checkpoint
+from .run import Run
+
+FREE_TO_CHANGE = ("versions", "title", "paper", "reference", "format")
+"""Parts of the configuration that do not change what a run computes."""
+
+
+class RunFolder:
+    """Writes one run.
+
+    Args:
+        path: of the folder.
+        config: what goes into ``run.json``.
+        clients: what goes into ``clients.json``.
+    """
+
+    def __init__(self, path: Path, config: Mapping[str, Any], clients: list[dict[str, Any]]) -> None:
+        self.path = path
+        # as it will be read back: tuples become lists, keys become strings
+        self.config = json.loads(json.dumps({"format": FORMAT, **config, "versions": versions()}))
+        self.clients = clients
+
+    def create(self, force: bool) -> None:
+        """Make the folder.
+
+        Args:
+            force: move an existing one aside, to a name that ends in ``.old-1``, ``.old-2``, ...
+
+        Raises:
+            CheckpointError: if it exists and ``force`` is not set, or cannot be made.
+        """
+        if self.path.exists():
+            if not force:
+                raise CheckpointError(
+                    f"{self.path} exists already. Resume it (`fedlowrank resume {self.path}`), choose another folder, "
+                    "or pass --force to move it aside."
+                )
+            number = next(i for i in range(1, 10**6) if not self.path.with_name(f"{self.path.name}.old-{i}").exists())
+            self.path.rename(self.path.with_name(f"{self.path.name}.old-{number}"))
+        with _as_error(f"cannot make {self.path}"):
+            self.path.mkdir(parents=True)
+        write_json(self.path / "clients.json", self.clients)
+        write_atomically(self.path / "metrics.jsonl", b"")
+        self.status("running", 0)
+        # last, for a folder counts as a run once it holds this file
+        write_json(self.path / "run.json", self.config)
+
+    def status(self, state: str, rounds: int, message: str = "") -> None:
+        """Say how the run stands."""
+        write_json(self.path / "status.json", {"state": state, "rounds": rounds, "message": message})
+
+    def append(self, record: RoundRecord) -> None:
+        """Add the record of a round."""
+        with _as_error(f"cannot write {self.path / 'metrics.jsonl'}"), (self.path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+
+    def rewrite(self, records: list[RoundRecord]) -> None:
+        """Replace all records."""
+        text = "".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records)
+        write_atomically(self.path / "metrics.jsonl", text.encode())
+
+    def save(self, run: Run) -> None:
+        """Write a checkpoint of the run as it stands."""
+        with _as_error(f"cannot write {self.path / 'metrics.jsonl'}"), (self.path / "metrics.jsonl").open("rb+") as file:
+            os.fsync(file.fileno())
+        changed = {i: run.state.clients[i] for i in sorted(run.unsaved)}
+        checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed)
+        run.unsaved.clear()
+
+    def restore(self, run: Run) -> list[RoundRecord]:
+        """Put a run where its last checkpoint was.
+
+        Returns:
+            The records of the rounds until then.
+
+        Raises:
+            CheckpointError: if the configuration or the data changed; the message names the field.
+        """
+        try:
+            stored = json.loads((self.path / "run.json").read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path} is not a run folder that can be resumed: {error}") from error
+        changes = differences(stored, self.config)
+        if changes:
+            raise CheckpointError(
+                f"{self.path} cannot be resumed with another configuration: " + "; ".join(changes)
+                + ". Start a new run, or set these back."
+            )
+        run.restore(checkpoint.load(self.path / "checkpoint"))
+        lines = (self.path / "metrics.jsonl").read_text().splitlines()[: run.round + 1]
+        records = [RoundRecord(**json.loads(line)) for line in lines]
+        if [r.round for r in records] != list(range(run.round + 1)):
+            raise CheckpointError(f"{self.path / 'metrics.jsonl'} lacks rounds that the checkpoint holds")
+        # rounds after the checkpoint will be done again
+        self.rewrite(records)
+        checkpoint.tidy(self.path / "checkpoint")
+        self.status("running", run.round)
+        return records
+
+    def save_representations(self, found: dict[str, Tensor]) -> None:
+        """Keep test representations for pictures."""
+        if found:
+            write_atomically(self.path / "representations.safetensors", safetensors.torch.save(found))
+
+
+def differences(stored: Any, now: Any, path: str = "") -> list[str]:
+    """Dotted fields in which two configurations differ, each with both values."""
+    if isinstance(stored, dict) and isinstance(now, dict):
+        found: list[str] = []
+        for key in sorted({*stored, *now}, key=str):
+            if path == "" and key in FREE_TO_CHANGE:
+                continue
+            here = f"{path}.{key}" if path else str(key)
+            if key not in stored or key not in now:
+                found.append(f"{here} is only in the {'stored' if key in stored else 'new'} configuration")
+            else:
+                found += differences(stored[key], now[key], here)
+        return found
+    if stored == now:
+        return []
+    if path == "fingerprint" and isinstance(stored, list) and isinstance(now, list):
+        changed = [i for i, (a, b) in enumerate(zip(stored, now, strict=False)) if a != b]
+        return [f"data: the examples of client {changed[0] if changed else min(len(stored), len(now))} are others"]
+    return [f"{path} was {stored!r} and is {now!r}"]
+
+
+def versions() -> dict[str, str]:
+    """Software that a run depends on."""
+    from .. import __version__
+
+    return {
+        "fedlowrank": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def representations(run: Run, limit: int) -> dict[str, Tensor]:
+    """Representations of about ``limit`` test examples, evenly from all clients, by each client's own model.
+
+    Returns:
+        ``x [n, d]``, ``label [n]`` and ``client [n]``; empty if the models have no head to split from.
+    """
+    federation, method = run.federation, run.method
+    if limit < 1 or any(a.head_name is None for a in federation.architectures.values()):
+        return {}
+    from .base import client_view
+
+    share = max(1, limit // len(federation.clients))
+    x, label, client = [], [], []
+    for info, data in zip(federation.infos, federation.clients, strict=True):
+        if not len(data.test):
+            continue
+        trainer = run.engine.trainer(method, federation, max(run.round - 1, 0), info)
+        view = client_view(federation, run.task, max(run.round - 1, 0), info, trainer)
+        params = method.personal(run.state_of(info), tree.canonical(method.download(run.state.server, info)), view)
+        some = data.test.take(torch.arange(min(share, len(data.test))))
+        with torch.inference_mode():
+            x.append(view.model.represent(params, some.x).cpu().flatten(1).clone())
+        label.append(some.y.cpu())
+        client.append(torch.full_like(label[-1], info.id))
+    if len({t.shape[1] for t in x}) != 1:
+        return {}
+    return {"x": torch.cat(x).contiguous(), "label": torch.cat(label), "client": torch.cat(client)}
+
+
+@contextlib.contextmanager
+def _as_error(what: str) -> Any:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error.strerror or error}") from error

@@ -1,0 +1,338 @@
+"""Clients of like shapes at once, over a leading client axis.
+
+Every client's ``local_update`` runs by itself, in a thread of its own but never two at a time, up to its call of
+``view.train``. There it waits until all others have come to such a call or to their end (a *rendezvous*). Then equal requests
+are stacked and executed together, and each client goes on with its own result. Control flow in a method is therefore free.
+
+Requests are equal if their functions have the same code *and the same captured values*, so a loss that captures what differs
+between clients is executed client by client: slower, never wrong. Uneven data is padded and masked; a client with fewer
+steps stops while the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import FunctionType, MethodType
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..data.federation import Federation
+from ..errors import NonFiniteError, TaskError
+from ..method import Batch, Task
+from ..train import LocalTrainer, Meter, Request, check_finite, gather, shapes
+from .base import AnyMethod, Engine, Job, Outcome, client_view
+
+T = TypeVar("T")
+LOG = logging.getLogger("fedlowrank")
+
+
+class _CancelledError(Exception):
+    """Tells a waiting client that the round has failed elsewhere."""
+
+
+class _Client(threading.Thread):
+    """A client's ``local_update``, suspended at every ``view.train``.
+
+    Args:
+        work: runs the client's box, given this thread as its trainer.
+        local: execution for this client alone.
+    """
+
+    def __init__(self, work: Callable[[_Client], tuple[Any, Any]], local: LocalTrainer) -> None:
+        super().__init__(daemon=True)
+        self.work = work
+        self.local = local
+        self.answers: SimpleQueue[Any] = SimpleQueue()
+        self.asks: SimpleQueue[Any] = SimpleQueue()
+        self.request: Request | None = None
+        self.result: tuple[Any, Any] | None = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Work until done; the engine hears of every stop through ``asks``."""
+        try:
+            self.answers.get()
+            self.result = self.work(self)
+        except BaseException as error:  # noqa: BLE001 - handed over to the engine's thread, which raises it
+            self.error = error
+        self.request = None
+        self.asks.put(None)
+
+    def advance(self, answer: Any) -> None:
+        """Let the client go on with an answer, and wait for its next request or its end."""
+        self.answers.put(answer)
+        self.asks.get()
+
+    def train(
+        self,
+        loss: Callable[..., Tensor],
+        start: T,
+        name: str,
+        optimiser: Any,
+        given: tuple[Any, ...],
+        precondition: Callable[..., Any] | None,
+        prox: Callable[..., Any] | None,
+    ) -> T:
+        """Ask, and wait for the answer."""
+        self.request = Request(loss, start, name, optimiser, given, precondition, prox)
+        self.asks.put(None)
+        answer = self.answers.get()
+        if isinstance(answer, BaseException):
+            raise answer
+        result: T = answer
+        return result
+
+    def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
+        """Statistics are summed client by client."""
+        return self.local.total(statistic, params, given)
+
+    def steps(self, name: str) -> int:
+        """Steps of a pass."""
+        return self.local.steps(name)
+
+
+@dataclass
+class Vectorised(Engine):
+    """Clients of like shapes at once; equal to the sequential engine up to rounding."""
+
+    name: ClassVar[str] = "vectorised"
+
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]  # noqa: A002
+    ) -> Iterator[Outcome]:
+        """See the base class."""
+        clients = [self._client(method, federation, task, round, job) for job in jobs]
+        try:
+            for client in clients:
+                client.start()
+                client.advance(None)
+            while waiting := [c for c in clients if c.request is not None]:
+                answers = self._execute(method, waiting, round)
+                for client, answer in zip(waiting, answers, strict=True):
+                    client.advance(answer)
+        finally:
+            for client in clients:
+                if client.request is not None:
+                    client.answers.put(_CancelledError())
+        for client in clients:
+            if isinstance(client.error, NonFiniteError):
+                yield Outcome(None, None, Meter(), client.error)
+            elif client.error is not None:
+                raise client.error
+            elif client.result is not None:
+                state, upload = client.result
+                yield Outcome(self.boundary(state), self.boundary(upload), client.local.meter)
+
+    def _client(self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job) -> _Client:  # noqa: A002
+        def work(client: _Client) -> tuple[Any, Any]:
+            view = client_view(federation, task, round, job.client, client)
+            result: tuple[Any, Any] = method.local_update(self.boundary(job.state), self.boundary(job.down), view)
+            return result
+
+        return _Client(work, self.trainer(method, federation, round, job.client))
+
+    def _execute(self, method: AnyMethod, clients: list[_Client], round: int) -> list[Any]:  # noqa: A002
+        groups: dict[Any, list[int]] = {}
+        for i, client in enumerate(clients):
+            groups.setdefault(_kind(client), []).append(i)
+        answers: list[Any] = [None] * len(clients)
+        for members in groups.values():
+            group = [clients[i] for i in members]
+            if len(group) == 1 or group[0].local.model.random:
+                found = [_alone(c) for c in group]
+            else:
+                found = _together(method.title, group, round)
+            for i, answer in zip(members, found, strict=True):
+                answers[i] = answer
+        return answers
+
+
+def _alone(client: _Client) -> Any:
+    """The answer to one client's request, exactly as the sequential engine gives it."""
+    r = client.request
+    if r is None:
+        raise AssertionError("a client without a request cannot be answered")
+    try:
+        return client.local.train(r.loss, r.start, r.name, r.optimiser, r.given, r.precondition, r.prox)
+    except NonFiniteError as error:
+        return error
+
+
+def _together(title: str, clients: list[_Client], round: int) -> list[Any]:  # noqa: A002
+    """The answers to equal requests, executed at once."""
+    order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
+    ends, losses = _descend(title, [clients[i] for i in order], round)
+    answers: list[Any] = [None] * len(clients)
+    for place, i in enumerate(order):
+        client, request = clients[i], _request(clients[i])
+        end = tree.map(lambda t, place=place: t[place].clone(), ends)
+        client.local.account(request, losses[place])
+        try:
+            check_finite(client.local.data.info, round, request.name, losses[place], end)
+            answers[i] = tree.canonical(end)
+        except NonFiniteError as error:
+            answers[i] = error
+    return answers
+
+
+def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[Tensor]]:  # noqa: A002
+    """Take the steps of all clients, those with the most steps first.
+
+    Returns:
+        The trained trees with a leading client axis, and the losses of each client.
+    """
+    requests = [_request(c) for c in clients]
+    first = requests[0]
+    base = _stack([r.start for r in requests])
+    given = _stack([r.given for r in requests])
+    rates = first.optimiser.rates([path for path, _ in tree.leaves(first.start)], round)
+    lr = first.optimiser.learning_rate(round)
+    orders = [c.local.data.order(first.name) for c in clients]
+    loss = _vmap(first.loss, first.start, first.given)
+    memory: list[list[Tensor]] = []
+    losses: list[list[Tensor]] = [[] for _ in clients]
+    active = len(clients)
+    work = _leaves(base, active)
+    for count in range(len(orders[0])):
+        while len(orders[active - 1]) <= count:
+            active -= 1
+            work = _leaves(base, active)
+            memory = [[m[:active] for m in ms] for ms in memory]
+        held = [g[:active] for g in given]
+        batch = _pad([gather(c.local.data.examples, o[count]) for c, o in zip(clients[:active], orders, strict=False)])
+        try:
+            values = loss(work, held, batch.x, batch.y, batch.mask)
+        except RuntimeError as error:
+            raise TaskError(
+                f"{title}: the pass {first.name!r} cannot be vectorised ({error}). Use engine = 'sequential'."
+            ) from error
+        grads = list(torch.autograd.grad(values.sum(), work, materialize_grads=True))
+        for each, value in zip(losses, values.detach().unbind(), strict=False):
+            each.append(value)
+        with torch.no_grad():
+            if first.precondition is not None:
+                grads = _mapped(first.precondition, first, grads, work, held)
+            if first.optimiser.clip is not None:
+                _clip(grads, first.optimiser.clip)
+            first.optimiser.step(work, grads, memory, rates, count)
+            if first.prox is not None:
+                prox = first.prox
+                new = _mapped(lambda p, _, *g: prox(p, lr, *g), first, work, work, held)
+                for p, q in zip(work, new, strict=True):
+                    p.copy_(q)
+    ends = iter(base)
+    return tree.map(lambda _: next(ends), first.start), [torch.stack(each) for each in losses]
+
+
+def _vmap(loss: Callable[..., Tensor], start: Any, given: tuple[Any, ...]) -> Callable[..., Tensor]:
+    def one(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
+        return loss(_refill(start, p), Batch(x, y, mask), *_refill(given, g))
+
+    def all_(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
+        out: Tensor = torch.vmap(one, in_dims=(0, 0, 0, 0, None if mask is None else 0))(p, g, x, y, mask)
+        return out
+
+    return all_
+
+
+def _mapped(
+    f: Callable[..., Any], like: Request, a: list[Tensor], b: list[Tensor], given: list[Tensor]
+) -> list[Tensor]:
+    """``f(a, b, *given)`` client by client, of trees like the start."""
+
+    def one(x: list[Tensor], y: list[Tensor], g: list[Tensor]) -> list[Tensor]:
+        out = f(_refill(like.start, x), _refill(like.start, y), *_refill(like.given, g))
+        return [t for _, t in tree.leaves(out)]
+
+    result: list[Tensor] = torch.vmap(one)(a, b, given)
+    return result
+
+
+def _clip(grads: list[Tensor], bound: float) -> None:
+    """Scale each client's gradient in place so that its norm is at most ``bound``."""
+    square = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
+    scale = torch.clamp(bound / (square.sqrt() + 1e-6), max=1.0)
+    for g in grads:
+        g.mul_(scale.reshape(-1, *[1] * (g.ndim - 1)))
+
+
+def _stack(trees: list[Any]) -> list[Tensor]:
+    """The tensors of equal trees, stacked over a leading client axis."""
+    return [torch.stack(ts).detach() for ts in zip(*([t for _, t in tree.leaves(v)] for v in trees), strict=True)]
+
+
+def _leaves(base: list[Tensor], active: int) -> list[Tensor]:
+    """The first clients' parameters as leaves that share memory with ``base``."""
+    return [b[:active].detach().requires_grad_() for b in base]
+
+
+def _refill(like: T, tensors: list[Tensor]) -> T:
+    new = iter(tensors)
+    return tree.map(lambda _: next(new), like)
+
+
+def _pad(batches: list[Batch]) -> Batch:
+    """Batches stacked over a leading client axis, short ones filled up with masked zeros."""
+    sizes = [len(b) for b in batches]
+    longest = max(sizes)
+
+    def stack(tensors: list[Tensor]) -> Tensor:
+        if min(sizes) == longest:
+            return torch.stack(tensors)
+        out = tensors[0].new_zeros((len(tensors), longest, *tensors[0].shape[1:]))
+        for row, t in zip(out, tensors, strict=True):
+            row[: len(t)] = t
+        return out
+
+    x = [b.x for b in batches]
+    joined = {n: stack([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else stack(x)
+    mask = None
+    if min(sizes) != longest:
+        mask = torch.arange(longest)[None, :] < torch.tensor(sizes)[:, None]
+        mask = mask.to(batches[0].y.device)
+    return Batch(joined, stack([b.y for b in batches]), mask)
+
+
+def _request(client: _Client) -> Request:
+    if client.request is None:
+        raise AssertionError("the client is not waiting")
+    return client.request
+
+
+def _kind(client: _Client) -> Any:
+    """What requests must have in common to be executed at once."""
+    r = _request(client)
+    x = client.local.data.examples.x
+    inputs = tuple((n, t.shape[1:]) for n, t in x.items()) if isinstance(x, dict) else x.shape[1:]
+    return (
+        *(identity(f) for f in (r.loss, r.precondition, r.prox)),
+        r.name,
+        repr(r.optimiser),
+        client.local.model.name,
+        shapes(r.start),
+        shapes(r.given),
+        repr(tree.skeleton(r.given)),
+        inputs,
+    )
+
+
+def identity(value: Any) -> Any:
+    """What a function computes, as a value to compare: its code and what it captured.
+
+    Numbers and strings count by value, everything else by being the very same object.
+    """
+    if isinstance(value, MethodType):
+        return (identity(value.__func__), id(value.__self__))
+    if isinstance(value, FunctionType):
+        cells = tuple(identity(c.cell_contents) for c in value.__closure__ or ())
+        return (id(value.__code__), cells, tuple(identity(d) for d in value.__defaults__ or ()))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return (type(value).__name__, value)
+    return id(value)

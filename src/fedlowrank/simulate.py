@@ -1,0 +1,222 @@
+"""Run a method on a federation from Python."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .data.federation import Federation
+from .engine import ENGINES
+from .engine.base import client_view
+from .engine.folder import RunFolder, representations
+from .engine.run import Run, RunSettings
+from .errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
+from .method import Method
+from .methods import METHODS
+from .progress import bar
+from .record import RoundRecord
+from .tree import Params
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run.
+
+    Attributes:
+        run: its last state.
+        rounds: one record a round, the first before any training.
+    """
+
+    run: Run
+    rounds: list[RoundRecord]
+
+    def accuracy(self, split: str = "test", series: str | None = None) -> list[float | None]:
+        """Accuracy of every client after the last round, None for a client without examples in that split.
+
+        Args:
+            split: ``"test"`` or ``"val"``.
+            series: of a method that has several; by default its headline.
+        """
+        found = self.rounds[-1].accuracy or {}
+        return found[series or next(iter(found))][split]
+
+    def mean_accuracy(self, split: str = "test", series: str | None = None) -> float:
+        """Mean over the clients of :meth:`accuracy`."""
+        known = [a for a in self.accuracy(split, series) if a is not None]
+        return sum(known) / len(known)
+
+    def personal(self, client: int) -> Params:
+        """Parameters of the model that a client would use now; load them with ``module.load_state_dict``."""
+        run = self.run
+        info = run.federation.infos[client]
+        trainer = run.engine.trainer(run.method, run.federation, run.round - 1, info)
+        view = client_view(run.federation, run.task, run.round - 1, info, trainer)
+        return run.method.personal(run.state_of(info), run.method.download(run.state.server, info), view)
+
+
+def simulate(
+    method: Method[Any, Any, Any, Any] | str,
+    federation: Federation,
+    *,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = False,
+    on_round: Callable[[RoundRecord], None] | None = None,
+    config: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Result:
+    """Run a method on a federation.
+
+    Args:
+        method: a method, or the name of one with its default settings.
+        federation: the clients; its seed is the run's.
+        folder: where to leave the run's record and checkpoints; None leaves nothing.
+        resume: go on from the last checkpoint in ``folder``.
+        force: move an existing folder aside.
+        progress: show a progress bar.
+        on_round: called with the record of every round, the one before training included.
+        config: further entries of ``run.json`` (how data and models came about).
+        **settings: fields of :class:`fedlowrank.engine.run.RunSettings`: ``rounds=50, participation=0.1, ...``.
+
+    Returns:
+        The last state and the records of all rounds.
+
+    Raises:
+        FedlowrankError: if something does not fit or the training diverges; a run folder stays resumable.
+
+    Example:
+        >>> import torch
+        >>> from fedlowrank import Federation, simulate
+        >>> clients = [(torch.randn(40, 8), torch.randint(0, 2, (40,))) for _ in range(3)]
+        >>> federation = Federation.from_arrays(clients, torch.nn.Linear(8, 2))
+        >>> result = simulate("fedavg", federation, rounds=2)
+        >>> len(result.accuracy())
+        3
+    """
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ConfigError(f"there is no method {method!r}. {did_you_mean(method, METHODS)}")
+        method = METHODS[method]()
+    chosen = _settings(settings, federation)
+    with threads(chosen.threads):
+        run = Run(method, federation, chosen, ENGINES[chosen.engine]())
+        if folder is None:
+            if resume:
+                raise CheckpointError("to resume a run, name its folder")
+            return _rounds(run, None, [], progress, on_round)
+        described = {**describe(method, federation, chosen), **(config or {})}
+        target = RunFolder(Path(folder), described, federation.describe())
+        if resume:
+            records = target.restore(run)
+        else:
+            target.create(force)
+            records = []
+        return _rounds(run, target, records, progress, on_round)
+
+
+def describe(method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings) -> dict[str, Any]:
+    """Everything that a run's result depends on, as JSON for ``run.json``."""
+    names = {type_: name for name, type_ in METHODS.items()}
+    cls = type(method)
+    return {
+        "name": federation.name,
+        "method": {
+            "name": names.get(cls, f"{cls.__module__}:{cls.__qualname__}"),
+            "title": method.title,
+            "citation": method.citation,
+            "fields": dataclasses.asdict(method),
+        },
+        "run": dataclasses.asdict(settings),
+        "models": {n: {"parameters": a.parameters, "head": a.head_name} for n, a in federation.architectures.items()},
+        "classes": list(federation.classes),
+        "notes": list(federation.notes),
+        "fingerprint": federation.fingerprint(),
+        "vary": {},
+        "reference": None,
+    }
+
+
+def _settings(given: dict[str, Any], federation: Federation) -> RunSettings:
+    known = [f.name for f in dataclasses.fields(RunSettings)]
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"there is no run setting {name!r}. {did_you_mean(name, known)}")
+    chosen = RunSettings(**{"seed": federation.seed, **given})
+    if chosen.seed != federation.seed:
+        raise ConfigError(f"the federation was made with seed {federation.seed}, so the run cannot have seed {chosen.seed}")
+    return chosen
+
+
+def _rounds(
+    run: Run,
+    folder: RunFolder | None,
+    records: list[RoundRecord],
+    progress: bool,
+    on_round: Callable[[RoundRecord], None] | None,
+) -> Result:
+    settings = run.settings
+    with contextlib.ExitStack() as stack:
+        show = stack.enter_context(bar(run.method.title, settings.rounds, run.round)) if progress else None
+        stack.enter_context(_ending(run, folder, records))
+
+        def done(record: RoundRecord) -> None:
+            records.append(record)
+            if folder is not None:
+                folder.append(record)
+                if record.round % settings.checkpoint_every == 0 or record.round == settings.rounds:
+                    folder.save(run)
+            for listener in (show, on_round):
+                if listener is not None:
+                    listener(record)
+
+        if not records:
+            done(run.start())
+        while run.round < settings.rounds:
+            done(run.step())
+        if folder is not None:
+            folder.save_representations(representations(run, settings.representations))
+    return Result(run, records)
+
+
+@contextlib.contextmanager
+def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> Iterator[None]:
+    """However the rounds end, leave a folder that says so and can be resumed."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if folder is not None:
+            # unless it came between a round and its record, nothing of the finished rounds need be lost
+            if records and records[-1].round == run.round:
+                folder.rewrite(records)
+                folder.save(run)
+            folder.status("stopped", run.round, "interrupted")
+        raise
+    except FedlowrankError as error:
+        if folder is not None:
+            # the disk may be what is at fault; the error itself matters more than the note of it
+            with contextlib.suppress(CheckpointError):
+                folder.status("stopped", run.round, str(error))
+        raise
+    if folder is not None:
+        folder.status("finished", run.round)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch threads of this process, put back afterwards; more than one makes small models slower."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+

@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import torch
+
+from fedlowrank.data.dataset import Dataset, Examples, normalise
+from fedlowrank.errors import ConfigError, DataError
+
+
+def examples(x, y) -> Examples:
+    return Examples(torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(y, dtype=torch.int64))
+
+
+def table(train, test=None, natural=None, natural_test=None) -> Dataset:
+    parts = [None if p is None else examples(p, [0] * len(p)) for p in (train, test)]
+    return Dataset("toy", parts[0], parts[1], ("a", "b"), natural, natural_test)
+
+
+def test_take_copies_in_the_order_asked_for():
+    whole = examples([[0.0], [1.0], [2.0]], [0, 1, 0])
+    part = whole.take(np.array([2, 0]))
+    assert part.x.tolist() == [[2.0], [0.0]]
+    assert part.y.tolist() == [0, 0]
+    part.x.zero_()
+    assert whole.x.tolist() == [[0.0], [1.0], [2.0]]
+    assert len(whole.take(torch.tensor([], dtype=torch.int64))) == 0
+
+
+def test_take_refuses_positions_that_are_not_there():
+    whole = examples([[0.0], [1.0]], [0, 1])
+    for wrong in ([2], [-1]):
+        with pytest.raises(DataError, match="2 examples"):
+            whole.take(np.array(wrong))
+
+
+def test_named_inputs_are_taken_together():
+    whole = Examples({"ids": torch.arange(6).reshape(3, 2), "mask": torch.ones(3, 2)}, torch.tensor([0, 1, 1]))
+    part = whole.take(torch.tensor([1]))
+    assert part.x["ids"].tolist() == [[2, 3]]
+    assert part.x["mask"].shape == (1, 2)
+    with pytest.raises(DataError, match="'ids' holds 3"):
+        Examples({"ids": torch.zeros(3, 2)}, torch.tensor([0]))
+    with pytest.raises(ConfigError, match="none"):
+        normalise(Dataset("text", whole, None, ("a", "b")), "standard")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "message"),
+    [
+        (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64), "2 labels.*3 examples"),
+        (torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64), "float32"),
+        (torch.zeros(2, 2), torch.zeros(2), "int64"),
+        (torch.zeros(2, 2), torch.zeros(2, 1, dtype=torch.int64), "int64"),
+        ({}, torch.zeros(2, dtype=torch.int64), "without a tensor"),
+    ],
+)
+def test_examples_refuse_what_does_not_fit(x, y, message):
+    with pytest.raises(DataError, match=message):
+        Examples(x, y)
+
+
+def test_dataset_refuses_bad_parts():
+    good = examples([[0.0]], [0])
+    with pytest.raises(DataError, match="is empty"):
+        Dataset("toy", good, examples(torch.zeros(0, 1), []), ("a",))
+    with pytest.raises(DataError, match=r"outside 0\.\.0: the first is 1, at example 2"):
+        Dataset("toy", examples([[0.0]] * 3, [0, 0, 1]), None, ("a",))
+    with pytest.raises(DataError, match="outside"):
+        Dataset("toy", examples([[0.0]], [-1]), None, ("a",))
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(DataError, match=r"NaN.*example 1"):
+            Dataset("toy", examples([[0.0], [bad]], [0, 0]), None, ("a",))
+    with pytest.raises(DataError, match=r"\(1,\).*\(2,\)"):
+        Dataset("toy", good, examples([[0.0, 1.0]], [0]), ("a",))
+    with pytest.raises(DataError, match="twice"):
+        Dataset("toy", good, None, ("a", "a"))
+    with pytest.raises(DataError, match="client ids"):
+        table([[0.0]] * 2, natural=torch.tensor([1]))
+    with pytest.raises(DataError, match="no test part"):
+        table([[0.0]] * 2, natural_test=torch.tensor([1, 2]))
+
+
+def test_standard_uses_the_training_part_alone():
+    generator = torch.Generator().manual_seed(0)
+    train = torch.randn(50, 3, 4, 4, generator=generator) * torch.tensor([1.0, 5, 0.01])[:, None, None] + 100
+    test = torch.full((2, 3, 4, 4), 100.0)
+    out = normalise(table(train, test), "standard")
+    mean, std = train.double().mean((0, 2, 3)), train.double().std((0, 2, 3), unbiased=False)
+    assert torch.allclose(out.train.x.double().mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-3)
+    assert torch.allclose(out.train.x.double().std((0, 2, 3), unbiased=False), torch.ones_like(std), atol=1e-3)
+    assert torch.allclose(out.test.x[0, :, 0, 0].double(), (100 - mean) / std, rtol=1e-2, atol=1e-3)
+
+
+def test_standard_of_a_large_set_equals_that_of_one_piece():
+    # More values than are looked at in one piece.
+    x = torch.rand(300_000, 7, generator=torch.Generator().manual_seed(1)) * 3
+    out = normalise(table(x), "standard").train.x
+    expected = (x - x.double().mean(0).float()) / x.double().std(0, unbiased=False).float()
+    assert torch.allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["standard", "scale"])
+def test_constant_features_become_zero(how):
+    out = normalise(table([[0.1, 1.0], [0.1, 2.0], [0.1, 3.0]], [[0.1, 5.0]]), how)
+    assert out.train.x[:, 0].tolist() == [0, 0, 0]
+    assert out.test.x[0, 0] == 0
+    assert torch.isfinite(out.test.x).all()
+
+
+def test_scale_maps_tables_by_feature_and_images_as_a_whole():
+    out = normalise(table([[1.0, -4.0], [3.0, 4.0]], [[5.0, 0.0]]), "scale")
+    assert out.train.x.tolist() == [[0, 0], [1, 1]]
+    assert out.test.x.tolist() == [[2, 0.5]]
+    image = torch.tensor([0.0, 50, 100, 200]).reshape(1, 2, 1, 2)
+    assert normalise(table(image), "scale").train.x.flatten().tolist() == [0, 0.25, 0.5, 1]
+
+
+def test_normalise_leaves_the_old_set_alone_and_names_unknown_ways():
+    data = table([[1.0], [3.0]])
+    assert normalise(data, "none") is data
+    normalise(data, "standard")
+    assert data.train.x.tolist() == [[1], [3]]
+    with pytest.raises(ConfigError, match="'standard'"):
+        normalise(data, "standart")

@@ -1,0 +1,240 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedlowrank.data.counting import largest_remainder
+from fedlowrank.data.partition import PARTITIONS, Dirichlet, EqualDirichlet, Iid, Natural, Pathological
+from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.key import Key
+
+KEY = Key((0, "test"))
+LABELS = np.random.default_rng(0).integers(0, 10, 2000)
+
+quick = settings(max_examples=40, deadline=None)
+seeds = st.integers(0, 2**20)
+
+
+def balanced(classes: int, per_class: int) -> np.ndarray:
+    return np.random.default_rng(classes).permutation(np.repeat(np.arange(classes), per_class))
+
+
+def assert_disjoint(parts, n, cover):
+    joined = np.concatenate(parts)
+    assert len(np.unique(joined)) == len(joined)
+    assert joined.min() >= 0
+    assert joined.max() < n
+    if cover:
+        assert len(joined) == n
+    for part in parts:
+        assert (np.diff(part) > 0).all()
+
+
+def same(a, b):
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+ALL = {
+    "iid": Iid(7),
+    "dirichlet": Dirichlet(7, 0.5),
+    "equal_dirichlet": EqualDirichlet(7, 0.5),
+    "pathological": Pathological(7, 3),
+    "natural": Natural(7),
+}
+
+
+def test_every_partition_is_tried_here():
+    assert set(ALL) == set(PARTITIONS)
+    assert all(type(ALL[name]) is kind for name, kind in PARTITIONS.items())
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_equal_keys_give_equal_clients_and_others_do_not(name):
+    natural = LABELS * 3 + np.arange(len(LABELS)) % 3
+    first, again, other = (ALL[name].split(LABELS, 10, key, natural) for key in (KEY, Key((0, "test")), Key((1,))))
+    assert len(first) == 7
+    assert same(first, again)
+    assert not same(first, other)
+    assert_disjoint(first, len(LABELS), cover=name in ("iid", "dirichlet", "pathological"))
+
+
+@quick
+@given(st.integers(1, 30), st.integers(30, 200), seeds)
+def test_iid_covers_with_sizes_that_differ_by_one(clients, n, seed):
+    parts = Iid(clients).split(np.zeros(n, dtype=np.int64), 1, Key((seed,)))
+    assert_disjoint(parts, n, cover=True)
+    sizes = [len(p) for p in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@quick
+@given(st.integers(1, 8), st.floats(0.2, 50), st.integers(1, 10), seeds)
+def test_dirichlet_covers_and_respects_the_smallest_size(clients, alpha, min_size, seed):
+    parts = Dirichlet(clients, alpha, min_size, max_redraws=2000).split(LABELS, 10, Key((seed,)))
+    assert_disjoint(parts, len(LABELS), cover=True)
+    assert min(len(p) for p in parts) >= min_size
+
+
+@quick
+@given(st.integers(1, 30), st.floats(0.001, 100), st.integers(2, 12), seeds)
+def test_equal_dirichlet_gives_every_client_the_same_number(clients, alpha, classes, seed):
+    labels = np.random.default_rng(seed).integers(0, classes, 301)
+    parts = EqualDirichlet(clients, alpha).split(labels, classes, Key((seed,)))
+    assert [len(p) for p in parts] == [301 // clients] * clients
+    assert_disjoint(parts, 301, cover=301 % clients == 0)
+
+
+@quick
+@given(st.data(), st.integers(1, 12), st.integers(1, 25), seeds)
+def test_pathological_gives_k_classes_and_spreads_owners_evenly(data, classes, clients, seed):
+    k = data.draw(st.integers(1, classes))
+    labels = balanced(classes, 100)
+    parts = Pathological(clients, k).split(labels, classes, Key((seed,)))
+    assert_disjoint(parts, len(labels), cover=False)
+    counts = np.array([np.bincount(labels[p], minlength=classes) for p in parts])
+    assert (np.count_nonzero(counts, axis=1) == k).all()
+    owners = np.count_nonzero(counts, axis=0)
+    assert owners.max() - owners.min() <= 1
+    for c in range(classes):
+        mine = counts[counts[:, c] > 0, c]
+        # All examples of a class that has an owner, none of one that has not.
+        assert mine.sum() == (100 if len(mine) else 0)
+        if len(mine) > 1:
+            # Weights between 0.4 and 0.6; a whole number is less than 1 away from its exact share.
+            assert (mine.max() - 1) / (mine.min() + 1) < 0.6 / 0.4
+
+
+def test_pathological_weights_fill_their_range():
+    labels = balanced(2, 10_000)
+    shares = []
+    for seed in range(200):
+        parts = Pathological(2, 2).split(labels, 2, Key((seed,)))
+        shares += [np.mean(labels[parts[0]] == c) * len(parts[0]) / 10_000 for c in range(2)]
+    # Of two owners with weights a, b from U(.4, .6), one has a / (a + b), between .4 and .6.
+    assert 0.4 <= min(shares) < 0.43
+    assert 0.57 < max(shares) <= 0.6
+    assert abs(np.mean(shares) - 0.5) < 0.01
+
+
+def test_pathological_shuffles_which_classes_go_together():
+    pairs = set()
+    for seed in range(30):
+        parts = Pathological(2, 2).split(balanced(4, 20), 4, Key((seed,)))
+        pairs.add(tuple(np.unique(balanced(4, 20)[parts[0]])))
+    assert len(pairs) == 6
+
+
+def test_pathological_with_few_examples_still_gives_everyone_some():
+    for seed in range(50):
+        parts = Pathological(6, 3).split(balanced(3, 6), 3, Key((seed,)))
+        assert [len(p) for p in parts] == [3] * 6
+    with pytest.raises(DataError, match="class 0 has 6 examples for 7 clients"):
+        Pathological(7, 3).split(balanced(3, 6), 3, KEY)
+
+
+def test_pathological_skips_classes_without_examples():
+    labels = np.array([0, 0, 2, 2, 0, 2])
+    parts = Pathological(2, 2).split(labels, 3, KEY)
+    assert_disjoint(parts, 6, cover=True)
+    with pytest.raises(DataError, match="only 2 classes"):
+        Pathological(2, 3).split(labels, 3, KEY)
+
+
+def test_natural_follows_the_ids():
+    natural = np.array([5, -1, 5, 9, 2, 9, 9])
+    parts = Natural().split(np.zeros(7, dtype=np.int64), 1, KEY, natural)
+    assert [p.tolist() for p in parts] == [[4], [0, 2], [3, 5, 6]]
+    assert [p.tolist() for p in Natural(min_examples=2).split(np.zeros(7, dtype=np.int64), 1, KEY, natural)] == [
+        [0, 2],
+        [3, 5, 6],
+    ]
+    chosen = {len(Natural(1).split(np.zeros(7, dtype=np.int64), 1, Key((s,)), natural)[0]) for s in range(30)}
+    assert chosen == {1, 2, 3}
+    with pytest.raises(DataError, match=r"3 natural clients .* 4 are asked"):
+        Natural(4).split(np.zeros(7, dtype=np.int64), 1, KEY, natural)
+    with pytest.raises(DataError, match="no natural clients"):
+        Natural().split(np.zeros(7, dtype=np.int64), 1, KEY)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 5.0])
+def test_dirichlet_shares_have_the_moments_of_the_distribution(alpha):
+    # A client's share of a class is Beta(alpha, (K - 1) alpha): mean 1/K, variance (1/K)(1 - 1/K) / (K alpha + 1).
+    clients, classes, per_class = 5, 20, 500
+    labels = balanced(classes, per_class)
+    shares = np.array(
+        [
+            [
+                np.bincount(labels[p], minlength=classes) / per_class
+                for p in Dirichlet(clients, alpha, 1).split(labels, classes, Key((s,)))
+            ]
+            for s in range(100)
+        ]
+    )
+    mean, variance = 1 / clients, (1 / clients) * (1 - 1 / clients) / (clients * alpha + 1)
+    draws = 100 * classes
+    assert np.allclose(shares.mean((0, 2)), mean, atol=5 * (variance / draws) ** 0.5)
+    assert np.allclose(shares.var((0, 2)), variance, rtol=0.2)
+
+
+@pytest.mark.parametrize("alpha", [0.5, 5.0])
+def test_equal_dirichlet_mixtures_have_the_moments_of_the_distribution(alpha):
+    # The first of two clients takes its draws from a full store: it sees the distribution that the scheme defines, if
+    # no class runs out; so the client is small.
+    labels = np.repeat(np.arange(3), [30_000, 20_000, 10_000])
+    size, draws = 600, 400
+    shares = np.array(
+        [
+            np.bincount(labels[EqualDirichlet(100, alpha).split(labels, 3, Key((s,)))[0]], minlength=3)
+            for s in range(draws)
+        ]
+    )
+    prior = np.array([3, 2, 1]) / 6
+    spread = prior * (1 - prior) / (alpha + 1)
+    variance = spread + (prior * (1 - prior) - spread) / size
+    assert np.allclose((shares / size).mean(0), prior, atol=5 * (variance.max() / draws) ** 0.5)
+    assert np.allclose((shares / size).var(0), variance, rtol=0.25)
+
+
+def test_alpha_orders_the_skew():
+    def classes_held(alpha):
+        parts = EqualDirichlet(20, alpha).split(LABELS, 10, KEY)
+        return np.mean([len(np.unique(LABELS[p])) for p in parts])
+
+    assert classes_held(0.05) < classes_held(1) < classes_held(100)
+
+
+def test_errors_say_what_to_change():
+    with pytest.raises(DataError, match=r"none of 5 draws .* in the best one .* Raise partition\.alpha"):
+        Dirichlet(50, 0.001, 30, max_redraws=5).split(LABELS, 10, KEY)
+    with pytest.raises(DataError, match="2000 examples cannot give 100 clients 50 each"):
+        Dirichlet(100, 0.5, 50).split(LABELS, 10, KEY)
+    for kind in (Iid, EqualDirichlet, Dirichlet, Pathological):
+        with pytest.raises(DataError, match="5000 clients cannot share 2000 examples"):
+            kind(5000).split(LABELS, 10, KEY)
+        with pytest.raises(ConfigError, match="clients"):
+            kind(0)
+    for alpha in (0, -1, float("nan"), float("inf")):
+        for kind in (Dirichlet, EqualDirichlet):
+            with pytest.raises(ConfigError, match="alpha"):
+                kind(2, alpha)
+    with pytest.raises(ConfigError, match="classes_per_client"):
+        Pathological(2, 0)
+    with pytest.raises(ConfigError, match="min_examples"):
+        Natural(min_examples=0)
+    with pytest.raises(DataError, match="integer"):
+        Iid(2).split(np.zeros(5), 1, KEY)
+    with pytest.raises(DataError, match=r"0\.\.1"):
+        Iid(2).split(np.array([0, 2]), 2, KEY)
+
+
+@quick
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=20), st.integers(0, 1000))
+def test_largest_remainder_adds_up_and_stays_near(weights, total):
+    counts = largest_remainder(weights, total)
+    assert counts.sum() == total
+    assert (np.abs(counts - np.array(weights) / sum(weights) * total) < 1 + 1e-6).all()
+
+
+def test_largest_remainder_by_hand():
+    assert largest_remainder([0.8, 0.1, 0.1], 10).tolist() == [8, 1, 1]
+    assert largest_remainder([5, 3, 1], 4).tolist() == [2, 1, 1]
