@@ -11,10 +11,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Discriminator
+from pydantic import Discriminator, Tag
 from torch import Tensor
 
 from .errors import ConfigError
@@ -242,7 +242,13 @@ class AdamW(_Optimiser):
         torch._foreach_addcdiv_(params, first, root, sizes)
 
 
-Optimiser = Annotated[SGD | AdamW, Discriminator("kind")]
+def _kind(value: Any) -> str:
+    kind = value.get("kind", "sgd") if isinstance(value, Mapping) else getattr(value, "kind", "")
+    return str(kind)
+
+
+Optimiser = Annotated[Annotated[SGD, Tag("sgd")] | Annotated[AdamW, Tag("adamw")], Discriminator(_kind)]
+"""One of the above; in a configuration file ``kind`` says which, ``sgd`` if it is left out."""
 
 
 def _add_scaled(to: list[Tensor], what: list[Tensor], scales: list[float]) -> None:

@@ -156,11 +156,13 @@ def _named_classes(arrays: Mapping[str, np.ndarray], found: tuple[str, ...], whe
 
 def _read(file: Path) -> dict[str, np.ndarray]:
     try:
-        content = np.load(file, allow_pickle=False)
-        if isinstance(content, np.ndarray):
-            raise DataError(f"{str(file)!r} holds a single array; save inputs and labels together with numpy.savez.")
-        with content:
-            return {name: content[name] for name in content.files}
+        # Opened here: numpy leaves a file that it cannot make sense of open.
+        with file.open("rb") as stream:
+            content = np.load(stream, allow_pickle=False)
+            if isinstance(content, np.ndarray):
+                raise DataError(f"{str(file)!r} holds a single array; save inputs and labels together: numpy.savez.")
+            with content:
+                return {name: content[name] for name in content.files}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"{str(file)!r} cannot be read as an .npz file of plain arrays: {error}") from error
 

@@ -70,18 +70,19 @@ def class_count_table(clients: Sequence[ClientData], class_names: Sequence[str],
         head += class_names
         rows = [[*row, *(str(n) if n else "." for n in counts[i])] for i, row in enumerate(rows)]
         total += map(str, counts.sum(axis=0))
-        tail = ["" for _ in range(len(rows) + 2)]
+        show = 0
     else:
         head.append("classes")
         rows = [[*row, str(np.count_nonzero(counts[i]))] for i, row in enumerate(rows)]
         total.append(str(np.count_nonzero(counts.sum(axis=0))))
-        tail = ["  largest", *(_largest(row, class_names, top) for row in (*counts, counts.sum(axis=0)))]
+        show = top
     table = [head, *rows, total]
     widths = [max(len(row[j]) for row in table) for j in range(len(head))]
-    lines = [
-        ("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) + end).rstrip()
-        for row, end in zip(table, tail, strict=True)
-    ]
+    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in table]
+    if show:
+        room = width - len(lines[0]) - 2
+        ends = ["largest", *(_largest(row, class_names, show, room) for row in (*counts, counts.sum(axis=0)))]
+        lines = [f"{line}  {end}".rstrip() for line, end in zip(lines, ends, strict=True)]
     lines.insert(-1, "-" * max(len(line) for line in lines))
     return "\n".join([*lines, *_notes(clients, counts, class_names, width)])
 
@@ -139,9 +140,13 @@ def class_count_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure
     return figure
 
 
-def _largest(row: np.ndarray, names: Sequence[str], top: int) -> str:
+def _largest(row: np.ndarray, names: Sequence[str], top: int, room: int) -> str:
+    """The largest classes, at most ``top``, and as many as fit into ``room`` characters, but at least one."""
     order = np.argsort(-row, kind="stable")[:top]
-    return "  " + ", ".join(f"{names[c]} {row[c]}" for c in order if row[c])
+    shown = [f"{names[c]} {row[c]}" for c in order if row[c]]
+    while len(shown) > 1 and len(", ".join(shown)) > room:
+        shown.pop()
+    return ", ".join(shown)
 
 
 def _notes(clients: Sequence[ClientData], counts: np.ndarray, names: Sequence[str], width: int) -> list[str]:

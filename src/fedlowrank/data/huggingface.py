@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,15 +60,14 @@ class HuggingFace:
             DataError: if ``datasets`` is missing, nothing can be read from the path, or splits or columns do not fit.
         """
         library = _library()
-        with _quiet():
-            train, test = self._splits(library, self._open(library))
-            parts = [train] if test is None else [train, test]
-            for part in parts:
-                self._check(part)
-            columns = self._columns(library, train)
-            inputs = [self._inputs(library, part, columns) for part in parts]
-            labels, classes = self._labels(library, parts)
-            ids = [None if self.client is None else _values(part, self.client) for part in parts]
+        train, test = self._splits(library, self._open(library))
+        parts = [train] if test is None else [train, test]
+        for part in parts:
+            self._check(part)
+        columns = self._columns(library, train)
+        inputs = [self._inputs(library, part, columns) for part in parts]
+        labels, classes = self._labels(library, parts)
+        ids = [None if self.client is None else _values(part, self.client) for part in parts]
         natural = [*encode_clients(ids, f"the column {self.client!r}"), None]
         examples = [Examples(x, y) for x, y in zip(inputs, labels, strict=True)]
         return Dataset(
@@ -140,7 +136,10 @@ class HuggingFace:
         if len(values) > 1 and any(v.ndim != 1 for v in values):
             raise DataError(f"{where}: several columns must hold single numbers; name one column of lists alone.")
         x = np.stack(values, axis=1) if len(values) > 1 or values[0].ndim == 1 else values[0]
-        # Three axes and more are pixels; a table may well have a feature that is stored in a byte.
+        # Three axes and more are pixels; a table may well have a feature that is stored in a byte. The library hands
+        # out all whole numbers as int64, so the type on disk decides.
+        if x.ndim > 2 and x.size and _stored_type(part.features[columns[0]]) == "uint8":
+            x = x.astype(np.uint8)
         return to_inputs(x, where, bytes_are_pixels=x.ndim > 2)
 
     def _labels(self, library: Any, parts: list[Any]) -> tuple[list[Tensor], tuple[str, ...]]:
@@ -164,24 +163,19 @@ def _values(part: Any, column: str) -> np.ndarray:
     return array
 
 
+def _stored_type(kind: Any) -> str:
+    while hasattr(kind, "feature"):
+        kind = kind.feature
+    return str(getattr(kind, "dtype", ""))
+
+
 def _is_number(library: Any, kind: Any) -> bool:
     return isinstance(kind, library.Value) and kind.dtype.startswith(("int", "uint", "float", "double", "bool"))
 
 
 def _library() -> Any:
     try:
-        with _quiet():
-            import datasets
+        import datasets
     except ImportError as error:
         raise DataError("this source needs datasets: pip install 'fedlowrank[huggingface]'") from error
     return datasets
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings that the library raises about its own dependencies."""
-    with warnings.catch_warnings():
-        for module in ("datasets", "fsspec", "huggingface_hub", "pyarrow", "dill", "multiprocess"):
-            for kind in (DeprecationWarning, FutureWarning):
-                warnings.filterwarnings("ignore", category=kind, module=rf"{module}(\..*)?$")
-        yield

@@ -145,9 +145,10 @@ def stack_images(
 
 def _open(image_module: Any, file: Path) -> Image:
     try:
-        image: Image = image_module.open(file)
-        # Decoding here closes the file: a large folder would otherwise run out of open files.
-        image.load()
+        # Decoded while the file is open: a large folder would otherwise run out of open files.
+        with file.open("rb") as stream:
+            image: Image = image_module.open(stream)
+            image.load()
     except (OSError, SyntaxError, ValueError, EOFError, image_module.DecompressionBombError) as error:
         raise DataError(f"image {str(file)!r} cannot be decoded: {error}") from error
     return image

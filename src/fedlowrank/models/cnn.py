@@ -1,26 +1,25 @@
-"""The five CNNs of pFedLoRA (Yi et al., arXiv:2310.13283, Table 3), for any input shape and number of classes."""
+"""The CNNs of pFedLoRA (Yi et al., arXiv:2310.13283, Table 3) and their kin, for any input shape and number of classes."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
 
-FAMILY: dict[str, tuple[int, int, int, int]] = {
-    "cnn1": (16, 32, 2000, 500),
-    "cnn2": (16, 16, 2000, 500),
-    "cnn3": (16, 32, 1000, 500),
-    "cnn4": (16, 32, 800, 500),
-    "cnn5": (16, 32, 500, 500),
+FAMILY: dict[str, tuple[tuple[int, int], tuple[int, ...]]] = {
+    "cnn1": ((16, 32), (2000, 500)),
+    "cnn2": ((16, 16), (2000, 500)),
+    "cnn3": ((16, 32), (1000, 500)),
+    "cnn4": ((16, 32), (800, 500)),
+    "cnn5": ((16, 32), (500, 500)),
+    "cnn": ((16, 32), (500,)),
 }
-"""Filters of the two convolutions and widths of the two hidden layers."""
+"""Filters of the two convolutions and widths of the hidden layers. The last is not in the paper."""
 
 
 class CNN(nn.Module):
-    """conv → ReLU → max-pool → conv → ReLU → max-pool → FC1 → ReLU → FC2 → ReLU → FC3.
+    """conv → ReLU → max-pool → conv → ReLU → max-pool → FC1 → ReLU → FC2 → ReLU → FC3 (any number of hidden layers).
 
     Kernels are 5×5 without padding, as in the paper. Images too small for two of those (below 16 pixels, such as 8×8
     digits) keep the form with 3×3 kernels padded by one.
@@ -29,9 +28,9 @@ class CNN(nn.Module):
         shape: of one image, channels × height × width.
         classes: number of classes.
         filters: of the two convolutions.
-        hidden: widths of FC1 and FC2.
-        split: the layer whose output, after ReLU, is the representation: ``fc2`` (500 in all five models of the family)
-            or ``fc1``.
+        hidden: widths of FC1, FC2, ...
+        split: the layer whose output, after ReLU, is the representation: ``fc1``, ``fc2`` (500 wide in all five models of
+            the family), ...; None for the last hidden layer.
     """
 
     head_name = "head"
@@ -41,8 +40,8 @@ class CNN(nn.Module):
         shape: tuple[int, int, int],
         classes: int,
         filters: tuple[int, int],
-        hidden: tuple[int, int],
-        split: Literal["fc1", "fc2"] = "fc2",
+        hidden: tuple[int, ...],
+        split: str | None = None,
     ) -> None:
         super().__init__()
         channels, height, width = shape
@@ -60,12 +59,13 @@ class CNN(nn.Module):
         )
         with torch.no_grad():
             flat = self.features(torch.zeros(1, *shape)).shape[1]
-        fc1 = [nn.Linear(flat, hidden[0]), nn.ReLU()]
-        fc2 = [nn.Linear(hidden[0], hidden[1]), nn.ReLU()]
-        fc3 = [nn.Linear(hidden[1], classes)]
-        below, above = (fc1, [*fc2, *fc3]) if split == "fc1" else ([*fc1, *fc2], fc3)
-        self.hidden = nn.Sequential(*below)
-        self.head = nn.Sequential(*above)
+        layers = [f"fc{i + 1}" for i in range(len(hidden))]
+        if not hidden or (split is not None and split not in layers):
+            raise ConfigError(f"model.split: the representation can end at {', '.join(layers)}, not at {split!r}")
+        below = len(hidden) if split is None else layers.index(split) + 1
+        blocks = [[nn.Linear(i, o), nn.ReLU()] for i, o in zip((flat, *hidden), hidden, strict=False)]
+        self.hidden = nn.Sequential(*(m for block in blocks[:below] for m in block))
+        self.head = nn.Sequential(*(m for block in blocks[below:] for m in block), nn.Linear(hidden[-1], classes))
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores ``[b, classes]`` of images ``[b, channels, height, width]``."""

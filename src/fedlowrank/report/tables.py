@@ -167,9 +167,8 @@ def to_html(table: Comparison) -> str:
         body = []
         for row in table.rows:
             cells = "".join(f'<td class="{column.align}">{escape(column.text(row))}</td>' for column in columns)
-            body.append(
-                f'<tr><th scope="row">{escape(table.label(row)).replace(" = ", "\u00a0=\u00a0")}</th>{cells}</tr>'
-            )
+            label = escape(table.label(row)).replace(" = ", "\u00a0=\u00a0")
+            body.append(f'<tr><th scope="row">{label}</th>{cells}</tr>')
         parts.append(
             f'<div class="scroll" role="region" tabindex="0" aria-label="{caption}"><table><caption>{caption}</caption>'
             f'<thead><tr><th scope="col">method</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'

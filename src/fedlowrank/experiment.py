@@ -1,0 +1,184 @@
+"""An experiment: what a TOML file says, made into a federation and methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import build
+from .data.dataset import Dataset, normalise
+from .data.divide import divide
+from .data.federation import Federation
+from .data.partition import PARTITIONS
+from .data.sources import SOURCES
+from .data.split import SPLITS
+from .engine.run import RunSettings
+from .errors import ConfigError, did_you_mean
+from .key import Key
+from .method import ClientInfo, Method
+from .methods import METHODS
+from .models.architecture import Architecture
+from .models.architecture import build as make
+from .models.zoo import ModelSettings
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A paper's numbers, shown beside ours.
+
+    Attributes:
+        label: where they stand, such as ``pFedLoRA, Table 2, CIFAR-10, N=10``.
+        accuracy: in percent, by method; ``"-"`` where the paper marks a failure to converge.
+    """
+
+    label: str
+    accuracy: Mapping[str, float | str]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked experiment.
+
+    Attributes:
+        tables: the merged tables it was made from.
+        run: its protocol.
+        model: its models.
+    """
+
+    tables: dict[str, Any]
+    run: RunSettings
+    model: ModelSettings
+
+    @property
+    def name(self) -> str:
+        """Its name, for folders and reports."""
+        return str(self.tables.get("name", "experiment"))
+
+    @property
+    def compared(self) -> list[str]:
+        """Methods that ``compare`` runs unless told otherwise."""
+        return list(self.tables.get("compare", [])) or [self.single]
+
+    @property
+    def single(self) -> str:
+        """The method that ``run`` runs unless told otherwise."""
+        return str(self.tables.get("method", "pfedlora"))
+
+    def method(self, name: str) -> Method[Any, Any, Any, Any]:
+        """A method with the settings of ``[defaults]``, overlaid by those of ``[methods.NAME]``.
+
+        Raises:
+            ConfigError: if there is no such method or a setting is wrong.
+        """
+        own = dict(_table(self.tables, "methods").get(name, {}))
+        return build(method_class(name), {**_table(self.tables, "defaults"), **own}, f"methods.{name}")
+
+    def federation(self) -> Federation:
+        """The clients, from the seed of the run.
+
+        Raises:
+            DataError: if the data cannot be read or shared out so.
+            TaskError: if a model does not fit.
+        """
+        source, settings = _tagged(self.tables, "data", "source", "digits")
+        how = settings.pop("normalise", "scale")
+        dataset = _dataset(source, json.dumps(settings, sort_keys=True), how)
+        parts = []
+        for section, known, default in (("partition", PARTITIONS, "iid"), ("split", SPLITS, "local")):
+            kind, fields = _tagged(self.tables, section, "kind", default)
+            parts.append(build(_known(kind, known, section), fields, section))
+        key = Key((self.run.seed,))
+        data = divide(dataset, parts[0], parts[1], key)
+        x = data[0].train.x
+        if isinstance(x, dict):
+            raise ConfigError("data: the built-in models take one tensor; use Federation.from_arrays for dicts of inputs")
+        factories = self.model.factories(tuple(x.shape[1:]), len(dataset.classes))
+        models = {
+            n: Architecture(n, make(f, key / "init" / n), x[:1], self.model.head) for n, f in factories.items()
+        }
+        names = self.model.names
+        infos = [ClientInfo(i, len(d.train), names[i % len(names)]) for i, d in enumerate(data)]
+        held = {i.architecture for i in infos}
+        notes = tuple(n for d in data for n in d.notes)
+        return Federation(
+            data, infos, {n: m for n, m in models.items() if n in held}, dataset.classes, self.run.seed, self.name, notes
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Entries of ``run.json`` besides what :func:`fedlowrank.simulate.describe` knows."""
+        t = self.tables
+        reference = build(Reference, t["reference"], "reference") if "reference" in t else None
+        shown = None
+        if reference is not None:
+            accuracy = {m: None if isinstance(v, str) else v for m, v in reference.accuracy.items()}
+            shown = {"label": reference.label, "accuracy": accuracy}
+        return {
+            "title": str(t.get("title", self.name)),
+            "paper": str(t.get("paper", "")),
+            **{s: _table(t, s) for s in ("data", "partition", "split")},
+            "model": dataclasses.asdict(self.model),
+            "reference": shown,
+            "experiment": t,
+        }
+
+
+def load(tables: dict[str, Any]) -> Experiment:
+    """Check the tables of an experiment (see :func:`fedlowrank.config.read`).
+
+    Raises:
+        ConfigError: if a section, a name or a field is wrong. Everything is checked before data is read.
+    """
+    experiment = Experiment(
+        tables, build(RunSettings, _table(tables, "run"), "run"), build(ModelSettings, _table(tables, "model"), "model")
+    )
+    for name in {*experiment.compared, experiment.single, *_table(tables, "methods")}:
+        experiment.method(name)
+    for section, tag, known in (("data", "source", SOURCES), ("partition", "kind", PARTITIONS), ("split", "kind", SPLITS)):
+        value = _table(tables, section).get(tag)
+        if value is not None:
+            _known(str(value), known, section)
+    experiment.describe()
+    return experiment
+
+
+def method_class(name: str) -> type[Method[Any, Any, Any, Any]]:
+    """The method of that name.
+
+    Raises:
+        ConfigError: if there is none; the message names the nearest.
+    """
+    if name not in METHODS:
+        raise ConfigError(f"there is no method {name!r}. {did_you_mean(name, METHODS)}")
+    return METHODS[name]
+
+
+def _table(tables: Mapping[str, Any], section: str) -> dict[str, Any]:
+    found = tables.get(section, {})
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"[{section}] must be a table of fields, not {found!r}")
+    return dict(found)
+
+
+def _tagged(tables: Mapping[str, Any], section: str, tag: str, default: str) -> tuple[str, dict[str, Any]]:
+    fields = _table(tables, section)
+    return str(fields.pop(tag, default)), fields
+
+
+def _known(name: str, known: Mapping[str, type[Any]], section: str) -> type[Any]:
+    if name not in known:
+        raise ConfigError(f"{section}: there is no {name!r}. {did_you_mean(name, known)}")
+    return known[name]
+
+
+@functools.lru_cache(maxsize=1)
+def _dataset(source: str, settings: str, how: Any) -> Dataset:
+    """A data set, kept for the next run of a comparison."""
+    fields = json.loads(settings)
+    if isinstance(fields.get("path"), str):
+        fields["path"] = os.path.expandvars(os.path.expanduser(fields["path"]))  # noqa: PTH111 - a hub name is no path
+    return normalise(build(_known(source, SOURCES, "data"), fields, "data").load(), how)

@@ -1,0 +1,86 @@
+"""Models by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..errors import ConfigError, did_you_mean
+from .cnn import CNN, FAMILY
+from .mlp import MLP
+
+Shape = tuple[int, ...]
+
+MODELS: dict[str, str] = {
+    "cnn1": "CNN-1 of pFedLoRA: 2 convolutions (16, 32), FC 2000, FC 500",
+    "cnn2": "CNN-2 of pFedLoRA: 2 convolutions (16, 16), FC 2000, FC 500",
+    "cnn3": "CNN-3 of pFedLoRA: 2 convolutions (16, 32), FC 1000, FC 500",
+    "cnn4": "CNN-4 of pFedLoRA: 2 convolutions (16, 32), FC 800, FC 500",
+    "cnn5": "CNN-5 of pFedLoRA: 2 convolutions (16, 32), FC 500, FC 500",
+    "cnn": "2 convolutions (16, 32), FC 500: 419,558 parameters at 3×32×32",
+    "mlp": "multi-layer perceptron, hidden widths by model.hidden",
+}
+"""Every built-in model by name, with a line about it."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which models the clients hold.
+
+    Attributes:
+        names: client k holds the (k mod number)-th of these; a built-in model, or ``package.module:factory`` of one's own,
+            called with the shape of an example and the number of classes.
+        split: of the CNNs: the representation is the output of ``fc1`` or of ``fc2`` (the default: of the last hidden
+            layer).
+        hidden: of the MLP: widths of its hidden layers.
+        head: of one's own models: dotted name of the submodule that is the head, where the model does not declare it.
+    """
+
+    names: tuple[str, ...] = ("cnn1",)
+    split: str | None = None
+    hidden: tuple[int, ...] = (200,)
+    head: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise ConfigError("model.names must name at least one model")
+
+    def factories(self, shape: Shape, classes: int) -> dict[str, Callable[[], nn.Module]]:
+        """A factory of each named model.
+
+        Args:
+            shape: of one example, without the leading batch dimension.
+            classes: number of classes.
+
+        Raises:
+            ConfigError: if a name is unknown.
+        """
+        return {name: self._factory(name, shape, classes) for name in self.names}
+
+    def _factory(self, name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
+        if ":" in name:
+            return _own(name, shape, classes)
+        if name == "mlp":
+            inputs = 1
+            for n in shape:
+                inputs *= n
+            return lambda: MLP(inputs, self.hidden, classes)
+        if name not in MODELS:
+            raise ConfigError(f"model.names: there is no model {name!r}. {did_you_mean(name, MODELS)}")
+        if len(shape) != 3:
+            raise ConfigError(f"model {name} takes images, channels × height × width, but an example has shape {shape}")
+        channels, height, width = shape
+        filters, hidden = FAMILY[name]
+        return lambda: CNN((channels, height, width), classes, filters, hidden, self.split)
+
+
+def _own(name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
+    module, _, attribute = name.partition(":")
+    try:
+        factory: Callable[[Shape, int], nn.Module] = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"model.names: {name!r} cannot be imported: {error}") from error
+    return lambda: factory(shape, classes)

@@ -1,0 +1,189 @@
+import builtins
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedlowrank.data.huggingface import HuggingFace
+from fedlowrank.errors import ConfigError, DataError
+
+datasets = pytest.importorskip("datasets")
+
+CATS = datasets.ClassLabel(names=["cat", "dog", "cow"])
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(path, **settings):
+        return HuggingFace(str(path), cache=str(tmp_path / "cache"), **settings).load()
+
+    return load
+
+
+def pictures(n, size=(5, 4)):
+    pixels = np.random.default_rng(0).integers(0, 256, (n, *size, 3), dtype=np.uint8)
+    kinds = datasets.Features({"image": datasets.Image(), "label": CATS, "writer": datasets.Value("string")})
+    rows = {
+        "image": [Image.fromarray(p) for p in pixels],
+        "label": [i % 3 for i in range(n)],
+        "writer": ["bo", "al"] * (n // 2),
+    }
+    return datasets.Dataset.from_dict(rows, features=kinds), pixels
+
+
+def test_images_saved_to_disk(tmp_path, load):
+    train, pixels = pictures(6)
+    test, _ = pictures(2)
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "saved")
+    data = load(tmp_path / "saved", client="writer")
+    assert data.name == "saved"
+    assert data.classes == ("cat", "dog", "cow")
+    assert torch.equal(data.train.x, torch.from_numpy(pixels.transpose(0, 3, 1, 2) / np.float32(255)))
+    assert data.train.y.tolist() == [0, 1, 2, 0, 1, 2]
+    assert data.natural.tolist() == [1, 0] * 3
+    assert data.natural_test.tolist() == [1, 0]
+    assert data.test.x.shape == (2, 3, 5, 4)
+    small = load(tmp_path / "saved", size=3, channels=1)
+    assert small.train.x.shape == (6, 1, 3, 3)
+    assert small.natural is None
+
+
+def test_a_set_without_splits_is_the_training_part(tmp_path, load):
+    pictures(4)[0].save_to_disk(tmp_path / "one")
+    data = load(tmp_path / "one")
+    assert (len(data.train), data.test) == (4, None)
+
+
+TABLE = {
+    "length": [1.5, 2.0, 3.0, 4.0],
+    "count": [1, 2, 3, 250],
+    "kind": ["no", "yes", "yes", "no"],
+    "who": [3, 3, 9, -1],
+    "words": ["a", "b", "c", "d"],
+}
+
+
+@pytest.mark.parametrize("end", ["parquet", "csv", "jsonl"])
+def test_tables_in_a_folder_with_a_file_for_each_split(tmp_path, load, end):
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    for split, n in (("train", 4), ("test", 2)):
+        table = datasets.Dataset.from_dict({name: values[:n] for name, values in TABLE.items()})
+        write = {"parquet": table.to_parquet, "csv": table.to_csv, "jsonl": table.to_json}[end]
+        write(str(folder / f"{split}.{end}"))
+    data = load(folder, label="kind", client="who")
+    assert data.train.x.tolist() == [[1.5, 1], [2, 2], [3, 3], [4, 250]]
+    assert data.test.x.tolist() == [[1.5, 1], [2, 2]]
+    assert data.classes == ("no", "yes")
+    assert data.train.y.tolist() == [0, 1, 1, 0]
+    assert data.natural.tolist() == [3, 3, 9, -1]
+    only = load(folder, label="kind", features=("count",), test_split=None)
+    assert only.train.x.tolist() == [[1], [2], [3], [250]]
+    assert only.test is None
+
+
+@pytest.mark.parametrize("end", [".csv", ".tsv", ".json"])
+def test_a_single_file(tmp_path, load, end):
+    file = tmp_path / f"table{end}"
+    if end == ".json":
+        file.write_text("".join(json.dumps({"a": i, "label": i % 2}) + "\n" for i in range(3)))
+    else:
+        comma = "," if end == ".csv" else "\t"
+        file.write_text(f"a{comma}label\n" + "".join(f"{i}{comma}{i % 2}\n" for i in range(3)))
+    data = load(file)
+    assert data.train.x.tolist() == [[0], [1], [2]]
+    assert data.train.y.tolist() == [0, 1, 0]
+    assert data.classes == ("0", "1")
+
+
+def test_columns_of_arrays(tmp_path, load):
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 2, 3, 3), dtype=np.uint8)
+    kinds = {"pixels": datasets.Array3D((2, 3, 3), "uint8"), "row": datasets.Sequence(datasets.Value("float32"))}
+    rows = {"pixels": list(pixels), "row": [[1.0, 2.0]] * 4, "label": [0, 1, 2, 0]}
+    features = datasets.Features({**kinds, "label": CATS})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "arrays")
+    data = load(tmp_path / "arrays", features=("pixels",))
+    assert torch.equal(data.train.x, torch.from_numpy(pixels / np.float32(255)))
+    assert load(tmp_path / "arrays", features=("row",)).train.x.tolist() == [[1, 2]] * 4
+    with pytest.raises(DataError, match="several columns must hold single numbers"):
+        load(tmp_path / "arrays", features=("pixels", "row"))
+    with pytest.raises(DataError, match="no column of images or of numbers"):
+        load(tmp_path / "arrays")
+
+
+def test_what_does_not_fit_is_named(tmp_path, load):
+    train, _ = pictures(4)
+    datasets.DatasetDict({"train": train, "validation": train}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"no split 'test'.*test_split to None"):
+        load(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"no split 'validaton'\. Did you mean 'validation'"):
+        load(tmp_path / "saved", test_split="validaton")
+    with pytest.raises(DataError, match=r"no column 'lable'\. Did you mean 'label'"):
+        load(tmp_path / "saved", label="lable", test_split=None)
+    with pytest.raises(DataError, match="no column 'user'"):
+        load(tmp_path / "saved", client="user", test_split=None)
+    with pytest.raises(DataError, match="must be numbers"):
+        load(tmp_path / "saved", features=("writer",), test_split=None)
+    with pytest.raises(DataError, match="does not exist"):
+        load(tmp_path / "missing")
+    (tmp_path / "table.xls").write_text("x")
+    with pytest.raises(DataError, match=r"ends in none of \.parquet"):
+        load(tmp_path / "table.xls")
+    (tmp_path / "broken.parquet").write_text("x")
+    with pytest.raises(DataError, match="datasets cannot read"):
+        load(tmp_path / "broken.parquet")
+    with pytest.raises(ConfigError, match="channels"):
+        HuggingFace("x", channels=4)
+
+
+def test_missing_values_and_labels_are_refused(tmp_path, load):
+    def saved(name, rows, **features):
+        datasets.Dataset.from_dict(rows, features=datasets.Features(features)).save_to_disk(tmp_path / name)
+        return tmp_path / name
+
+    number, text = datasets.Value("float32"), datasets.Value("string")
+    with pytest.raises(DataError, match="NaN"):
+        load(saved("nan", {"a": [1.0, None], "label": [0, 1]}, a=number, label=CATS))
+    with pytest.raises(DataError, match="missing values"):
+        load(saved("none", {"a": [1.0, 2.0], "label": ["x", None]}, a=number, label=text))
+    with pytest.raises(DataError, match="there is a -1"):
+        load(saved("unlabelled", {"a": [1.0, 2.0], "label": [-1, 1]}, a=number, label=CATS))
+    ragged = {"a": [[1.0], [1.0, 2.0]], "label": [0, 1]}
+    path = saved("ragged", ragged, a=datasets.Sequence(number), label=CATS)
+    with pytest.raises(DataError, match="different lengths"):
+        load(path, features=("a",))
+
+
+def test_images_of_different_sizes_need_a_size(tmp_path, load):
+    kinds = datasets.Features({"image": datasets.Image(), "label": CATS})
+    rows = {"image": [Image.new("L", (3, 3)), Image.new("L", (4, 3))], "label": [0, 1]}
+    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk(tmp_path / "sizes")
+    with pytest.raises(DataError, match=r"image 1 .* is 3x4, but the first one is 3x3"):
+        load(tmp_path / "sizes")
+    assert load(tmp_path / "sizes", size=8).train.x.shape == (2, 3, 8, 8)
+
+
+def test_a_name_on_the_hub_without_a_network_is_an_error_for_people(load):
+    with pytest.raises(DataError, match="datasets cannot read 'no-such-owner/no-such-set'"):
+        load("no-such-owner/no-such-set")
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name == "datasets":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DataError, match=r"pip install 'fedlowrank\[huggingface\]'"):
+        HuggingFace("x").load()

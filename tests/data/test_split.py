@@ -1,0 +1,206 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedlowrank.data.dataset import Dataset, Examples
+from fedlowrank.data.describe import class_counts
+from fedlowrank.data.divide import divide
+from fedlowrank.data.partition import Dirichlet, Iid, Natural, Pathological
+from fedlowrank.data.split import SPLITS, Local, Matched, OwnTest, WholeTest
+from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.key import Key
+
+KEY = Key((3,))
+
+
+def numbered(n_train=400, n_test=200, classes=4, natural=None, natural_test=None, named=False) -> Dataset:
+    """Each example is its own number: training examples from 0, test examples from 10,000."""
+
+    def part(start, n):
+        numbers = torch.arange(start, start + n)
+        y = numbers % classes
+        return Examples({"ids": numbers[:, None]} if named else numbers[:, None].float(), y)
+
+    names = tuple("abcdefghij"[:classes])
+    test = part(10_000, n_test) if n_test else None
+    return Dataset("numbers", part(0, n_train), test, names, natural, natural_test)
+
+
+def ids(examples) -> list[int]:
+    x = examples.x["ids"] if isinstance(examples.x, dict) else examples.x
+    return x[:, 0].long().tolist()
+
+
+def everything(client) -> list[int]:
+    return ids(client.train) + ids(client.val) + ids(client.test)
+
+
+class Given:
+    """A partition by hand."""
+
+    def __init__(self, *parts):
+        self.parts = [np.array(part, dtype=np.int64) for part in parts]
+
+    def split(self, labels, classes, key, natural=None):
+        return self.parts
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(3, 60), st.integers(0, 1000))
+def test_local_gives_each_part_its_share_and_at_least_one(n, seed):
+    (client,) = divide(numbered(n, 0), Iid(1), Local(), Key((seed,)))
+    assert sorted(everything(client)) == list(range(n))
+    assert abs(len(client.train) - 0.8 * n) < 2
+    for part in (client.val, client.test):
+        assert len(part) >= 1
+        assert abs(len(part) - 0.1 * n) < 1
+    for part in (client.train, client.val, client.test):
+        assert (part.y == torch.tensor(ids(part)) % 4).all()
+        assert part.x.is_contiguous()
+
+
+def test_local_by_hand():
+    def sizes(n, **shares):
+        (c,) = divide(numbered(n, 0), Iid(1), Local(**shares), KEY)
+        return len(c.train), len(c.val), len(c.test)
+
+    assert sizes(100) == (80, 10, 10)
+    assert sizes(3) == (1, 1, 1)
+    assert sizes(5) == (3, 1, 1)
+    assert sizes(10, train=0.5, val=0.0, test=0.5) == (5, 0, 5)
+    assert sizes(2, train=0.9, val=0.0, test=0.1) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_pool_all_shares_out_the_official_test_part_too(named):
+    alone = divide(numbered(named=named), Iid(4), Local(), KEY)
+    both = divide(numbered(named=named), Iid(4), Local(pool="all"), KEY)
+    assert sorted(i for c in alone for i in everything(c)) == list(range(400))
+    assert sorted(i for c in both for i in everything(c)) == [*range(400), *range(10_000, 10_200)]
+    for c in both:
+        for part in (c.train, c.val, c.test):
+            assert (part.y == torch.tensor(ids(part)) % 4).all()
+
+
+def test_equal_keys_give_equal_clients_and_others_do_not():
+    for name, kind in SPLITS.items():
+        natural = torch.arange(400) % 4, torch.arange(200) % 4
+        first, again, other = (
+            divide(numbered(400, 200, 4, *natural), Natural(), kind(), k) for k in (KEY, Key((3,)), Key((4,)))
+        )
+        assert [everything(c) for c in first] == [everything(c) for c in again], name
+        assert [everything(c) for c in first] != [everything(c) for c in other], name
+
+
+def test_matched_has_the_mixture_of_the_client():
+    own = [*range(0, 120, 4), *range(1, 40, 4)]  # 30 of class a, 10 of class b
+    (client,) = divide(numbered(), Given(own), Matched(val=0.25, test_per_client=40), KEY)
+    assert len(client.train) == 30
+    assert len(client.val) == 10
+    assert sorted(ids(client.train) + ids(client.val)) == sorted(own)
+    assert torch.bincount(client.test.y, minlength=4).tolist() == [30, 10, 0, 0]
+    assert len(set(ids(client.test))) == 40
+    assert min(ids(client.test)) >= 10_000
+    assert client.notes == ()
+
+
+def test_matched_rounds_by_the_largest_remainder():
+    own = [0, 4, 8, 1, 5, 2, 6]  # 3 a, 2 b, 2 c: of 10 test examples 4.29, 2.86, 2.86
+    (client,) = divide(numbered(), Given(own), Matched(test_per_client=10), KEY)
+    assert torch.bincount(client.test.y, minlength=4).tolist() == [4, 3, 3, 0]
+
+
+def test_matched_says_when_the_test_part_runs_out():
+    (client,) = divide(numbered(400, 8), Given([0, 4, 1]), Matched(test_per_client=9), KEY)
+    assert torch.bincount(client.test.y).tolist() == [2, 2]
+    assert len(client.notes) == 2
+    assert "client 0: 2 test examples of class 'a' instead of 6" in client.notes[0]
+    with pytest.raises(DataError, match="client 1 gets no test example"):
+        divide(numbered(400, 1), Given([0, 4], [1, 5]), Matched(), KEY)
+
+
+def test_matched_clients_may_share_test_examples():
+    clients = divide(numbered(400, 40), Pathological(8, 4), Matched(test_per_client=20), KEY)
+    assert all(len(set(ids(c.test))) == 20 for c in clients)
+    assert sum(len(c.test) for c in clients) > 40
+
+
+def test_whole_test_is_shared_and_complete():
+    data = numbered()
+    clients = divide(data, Iid(4), WholeTest(), KEY)
+    for c in clients:
+        assert ids(c.test) == list(range(10_000, 10_200))
+        assert c.test.x.data_ptr() == data.test.x.data_ptr()
+        assert (len(c.train), len(c.val)) == (90, 10)
+    assert sorted(i for c in clients for i in ids(c.train) + ids(c.val)) == list(range(400))
+
+
+def test_own_test_follows_the_natural_client():
+    natural = torch.arange(400) % 5
+    data = numbered(natural=natural, natural_test=torch.arange(200) % 5)
+    for i, c in enumerate(divide(data, Natural(), OwnTest(), KEY)):
+        assert {n % 5 for n in everything(c)} == {i}
+        assert len(c.test) == 40
+    with pytest.raises(DataError, match="client 0 mixes"):
+        divide(data, Iid(2), OwnTest(), KEY)
+    with pytest.raises(DataError, match="both"):
+        divide(numbered(natural=natural), Natural(), OwnTest(), KEY)
+    with pytest.raises(DataError, match=r"client 0 \(natural client 0\) has no example"):
+        divide(numbered(natural=natural, natural_test=torch.ones(200, dtype=torch.int64)), Natural(), OwnTest(), KEY)
+
+
+def test_natural_clients_with_the_parts_together():
+    data = numbered(natural=torch.arange(400) % 5, natural_test=torch.arange(200) % 5)
+    for i, c in enumerate(divide(data, Natural(), Local(pool="all"), KEY)):
+        assert {n % 5 for n in everything(c)} == {i}
+        assert len(everything(c)) == 120
+    with pytest.raises(DataError, match="no natural clients"):
+        divide(numbered(natural=torch.arange(400) % 5), Natural(), Local(pool="all"), KEY)
+
+
+def test_clients_with_too_little_are_named():
+    with pytest.raises(DataError, match="client 1 has 2 examples, too few for one in each of 3 parts"):
+        divide(numbered(), Given(range(10), [11, 12]), Local(), KEY)
+    with pytest.raises(DataError, match="client 1 has no examples"):
+        divide(numbered(), Given(range(10), []), Local(), KEY)
+    for split in (Matched(), WholeTest()):
+        with pytest.raises(DataError, match="client 0 has 1 examples, too few for training and validation"):
+            divide(numbered(), Given([0]), split, KEY)
+    (client,) = divide(numbered(), Given([0]), WholeTest(val=0.0), KEY)
+    assert (len(client.train), len(client.val)) == (1, 0)
+
+
+def test_a_single_class_is_noted():
+    first, second = divide(numbered(), Given(range(0, 40, 4), range(1, 41)), Local(), KEY)
+    assert first.notes == ("client 0: a single class, 'a'",)
+    assert second.notes == ()
+
+
+def test_splits_that_need_a_test_part_say_so():
+    for split in (Matched(), WholeTest(), OwnTest()):
+        with pytest.raises(DataError, match=r"'numbers' has no official test part.*'local'"):
+            divide(numbered(n_test=0), Iid(2), split, KEY)
+
+
+def test_settings_are_checked():
+    for wrong in ({"train": 0.9}, {"train": 0.0, "val": 0.9}, {"train": 1.1, "val": -0.2}, {"train": 0.9, "test": 0.0}):
+        with pytest.raises(ConfigError, match="train, val, test"):
+            Local(**wrong)
+    with pytest.raises(ConfigError, match="pool"):
+        Local(pool="test")
+    for kind in (Matched, WholeTest, OwnTest):
+        for val in (-0.1, 1.0, float("nan")):
+            with pytest.raises(ConfigError, match=r"split\.val"):
+                kind(val=val)
+    with pytest.raises(ConfigError, match="test_per_client"):
+        Matched(test_per_client=0)
+
+
+def test_the_training_counts_add_up():
+    clients = divide(numbered(), Dirichlet(5, 0.5), Local(), KEY)
+    counts = class_counts(clients, 4)
+    assert counts.sum() == sum(len(c.train) for c in clients)
+    for row, client in zip(counts, clients, strict=True):
+        assert row.tolist() == [sum(n % 4 == c for n in ids(client.train)) for c in range(4)]

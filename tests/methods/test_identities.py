@@ -1,0 +1,309 @@
+"""Identities between methods, limits in which a method is another, and conservation laws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from golden import reference
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedlowrank import tree
+from fedlowrank.data.federation import Federation
+from fedlowrank.engine.sequential import Wire
+from fedlowrank.low_rank.factored import Factored
+from fedlowrank.method import Reply, ServerView
+from fedlowrank.methods import METHODS
+from fedlowrank.methods.fd import FD
+from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.methods.fedkd import FedKD
+from fedlowrank.methods.fedprox import FedProx
+from fedlowrank.methods.fedproto import FedProto
+from fedlowrank.methods.fml import FML
+from fedlowrank.methods.lg_fedavg import LGFedAvg
+from fedlowrank.methods.pfedlora import PFedLoRA
+from fedlowrank.methods.standalone import Standalone
+from fedlowrank.models.mlp import MLP
+from fedlowrank.optimiser import SGD, AdamW
+
+from .setting import CLASSES, INPUTS, SIZES, WIDTH, Net, alike, arrays, layers, plan, run_of, start_of, train_data, unlike
+
+F32 = {"dtype": torch.float32}
+LOCAL = {"optimiser": SGD(lr=0.2), "batch_size": 8, "epochs": 2}
+SAMPLE = {"participation": 0.75}
+NAMES = sorted(METHODS)
+
+
+def federation_for(name: str, **kwargs: Any) -> Federation:
+    return unlike(**kwargs) if METHODS[name].heterogeneous else alike(**kwargs)
+
+
+def assert_bits(a: Any, b: Any) -> None:
+    assert tree.equal(a, b)
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimiser", [SGD(lr=0.2), SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)])
+def test_fedprox_without_pull_is_fedavg_bit_for_bit(optimiser) -> None:
+    settings = {"optimiser": optimiser, "batch_size": 8, "epochs": 2}
+    a = run_of(FedProx(mu=0.0, **settings), alike(**F32), **SAMPLE)
+    b = run_of(FedAvg(**settings), alike(**F32), **SAMPLE)
+    assert_bits(a.state.server, b.state.server)
+    # and the pull is felt as soon as it is there
+    c = run_of(FedProx(mu=0.01, **settings), alike(**F32), **SAMPLE)
+    assert not tree.equal(a.state.server, c.state.server)
+
+
+def test_fml_with_labels_alone_is_standalone_beside_fedavg() -> None:
+    run = run_of(FML(alpha=1.0, beta=1.0, meme="small", **LOCAL), unlike(**F32, deep_width=7), **SAMPLE)
+    alone = run_of(Standalone(**LOCAL), unlike(**F32, deep_width=7), **SAMPLE)
+    # the same clients with the small model everywhere: what FedAvg makes of the memes
+    everywhere = Federation.from_arrays(arrays(), {"small": lambda: Net(WIDTH, **F32)}, classes=CLASSES)
+    averaged = run_of(FedAvg(**LOCAL), everywhere, **SAMPLE)
+    assert_bits(run.federation.architectures["small"].initial, everywhere.architectures["small"].initial)
+    for k, state in alone.state.clients.items():
+        assert_bits(run.state.clients[k], state)
+    assert_bits(run.state.server, averaged.state.server)
+
+
+def test_fedkd_at_full_energy_is_the_uncompressed_method() -> None:
+    federation = unlike(deep_width=7)
+    method = FedKD(energy_start=1.0, energy_end=1.0, mentee="small", **LOCAL)
+    run = run_of(method, federation, **SAMPLE)
+    assert not any(isinstance(c, Factored) for u in run.state.server.updates for c in u.values())
+    projections = [method.client_init(run.task, i).projection.numpy().copy() for i in federation.infos]
+    start = layers(federation.architectures["small"].initial)
+    history, _, _, sent = reference.fedkd(
+        start, start_of(federation), projections, train_data(federation), plan(run), 0.2, (1.0, 1.0)
+    )
+    for found, wanted in zip(layers(run.state.server.mentee), history[-1], strict=True):
+        np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=1e-10)
+        np.testing.assert_allclose(found[1], wanted[1], rtol=0, atol=1e-10)
+    whole = federation.architectures["small"].parameters
+    assert sent == [3 * whole] * 3
+
+
+@pytest.mark.parametrize("optimiser", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9), AdamW(lr=0.01)])
+def test_pfedlora_at_mu_one_trains_the_model_as_standalone_bit_for_bit(optimiser) -> None:
+    settings = {"optimiser": optimiser, "batch_size": 8, "epochs": 2}
+    a = run_of(PFedLoRA(mu=1.0, width=5, **settings), unlike(**F32), **SAMPLE)
+    b = run_of(Standalone(**settings), unlike(**F32), **SAMPLE)
+    assert sorted(a.state.clients) == sorted(b.state.clients)
+    for k, state in b.state.clients.items():
+        assert_bits(a.state.clients[k], state)
+
+
+@pytest.mark.parametrize("gamma_or_lam", ["fd", "fedproto"])
+def test_distillation_of_weight_zero_trains_as_standalone(gamma_or_lam: str) -> None:
+    method = FD(gamma=0.0, **LOCAL) if gamma_or_lam == "fd" else FedProto(lam=0.0, **LOCAL)
+    a, b = run_of(method, unlike(), **SAMPLE), run_of(Standalone(**LOCAL), unlike(), **SAMPLE)
+    for k, state in b.state.clients.items():
+        own = a.state.clients[k]
+        tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), getattr(own, "model", own), state)
+
+
+# -- one client is plain SGD -------------------------------------------------------------------------------------------
+
+
+def bare_loop(initial: nn.Module, x: Tensor, y: Tensor, rounds: list[list[np.ndarray]], **settings: Any) -> nn.Module:
+    """Training as everyone writes it; the optimiser is new in every round because it keeps nothing between rounds."""
+    for steps in rounds:
+        optimiser = torch.optim.SGD(initial.parameters(), **settings)
+        for i in steps:
+            optimiser.zero_grad()
+            functional.cross_entropy(initial(x[i]), y[i]).backward()
+            optimiser.step()
+    return initial
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("make", [FedAvg, lambda **k: FedProx(mu=0.0, **k), LGFedAvg, Standalone])
+def test_one_client_with_all_data_is_plain_sgd(make, momentum: float) -> None:
+    parts = arrays()
+    x = np.concatenate([p["train"][0] for p in parts])
+    y = np.concatenate([p["train"][1] for p in parts])
+    federation = alike(clients=[{"train": (x, y)}])
+    method = make(optimiser=SGD(lr=0.1, momentum=momentum), batch_size=16, epochs=2)
+    run = run_of(method, federation)
+    model = Net(WIDTH)
+    model.load_state_dict(federation.architectures["small"].initial)
+    rounds = [clients[0][0] for clients in plan(run)]
+    assert [len(r) for r in rounds] == [2 * -(-sum(SIZES) // 16)] * 3
+    trained = bare_loop(model, torch.as_tensor(x), torch.as_tensor(y), rounds, lr=0.1, momentum=momentum)
+    view = run.engine.trainer(method, federation, 0, federation.infos[0])
+    found = method.personal(run.state_of(federation.infos[0]), method.download(run.state.server, federation.infos[0]), view)
+    for name, p in trained.named_parameters():
+        torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-12)
+
+
+# -- nothing moves without a learning rate -----------------------------------------------------------------------------
+
+
+def models_in(state: Any) -> Any:
+    """What training could have changed in a client's state."""
+    return getattr(state, "model", state)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_learning_rate_of_zero_changes_no_parameter(name: str) -> None:
+    federation = federation_for(name, **F32)
+    run = run_of(METHODS[name](optimiser=SGD(lr=0.0), batch_size=8), federation, steps=0)
+    before = [models_in(run.state_of(i)) for i in federation.infos]
+    server = run.state.server
+    for _ in range(3):
+        run.step()
+    for info, was in zip(federation.infos, before, strict=True):
+        assert_bits(models_in(run.state_of(info)), was)
+    if name in ("fd", "fedproto"):
+        return  # their servers learn what the untrained models say
+    # the weights of a mean sum to one up to rounding, so an average of equal values may differ in the last bit
+    kept = server.mentee if name == "fedkd" else server
+    now = run.state.server.mentee if name == "fedkd" else run.state.server
+    if kept is not None:
+        tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-6), now, kept)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_changes_every_parameter_of_the_personal_model(name: str) -> None:
+    federation = federation_for(name, **F32)
+    run = run_of(METHODS[name](**LOCAL), federation)
+    for info in federation.infos:
+        down = run.method.download(run.state.server, info)
+        personal = run.method.personal(run.state_of(info), down, run.engine.trainer(run.method, federation, 0, info))
+        initial = federation.architectures[info.architecture].initial
+        assert list(personal) == list(initial) or set(personal) == set(initial)
+        assert not any(torch.equal(personal[n], initial[n]) for n in initial)
+
+
+# -- labels that nobody else owns --------------------------------------------------------------------------------------
+
+
+def test_a_client_whose_labels_nobody_else_owns_trains_alone_under_fd() -> None:
+    owned = ((0, 1), (0, 1), (2, 3), (0, 1))
+    federation = alike(clients=arrays(owned=owned))
+    run, alone = run_of(FD(**LOCAL), federation), run_of(Standalone(**LOCAL), alike(clients=arrays(owned=owned)))
+    tree.map(
+        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), run.state.clients[2], alone.state.clients[2]
+    )
+    targets = run.method.download(run.state.server, federation.infos[2])
+    assert targets.known.tolist() == [True, True, False, False]
+    # the others do hear of labels 2 and 3, and of one another
+    assert run.method.download(run.state.server, federation.infos[0]).known.all()
+    assert not torch.equal(run.state.clients[0]["head.weight"], alone.state.clients[0]["head.weight"])
+
+
+def test_a_label_of_one_owner_has_that_owners_prototype_under_fedproto() -> None:
+    federation = alike()
+    run = run_of(FedProto(**LOCAL), federation)
+    data, model = federation.clients[2].train, run.state.clients[2].model
+    r = federation.architectures["small"].represent(model, data.x[data.y == 3])
+    torch.testing.assert_close(run.state.server.mean[3], r.mean(0), rtol=0, atol=1e-12)
+    # it holds its prototype when its owner is absent
+    lone = FedProto(**LOCAL)
+    replies = [Reply(federation.infos[0], lone_upload(lone, run, 0))]
+    after = lone.server_update(run.state.server, replies, ServerView(run.task, 3, federation.key))
+    assert_bits(after.mean[3], run.state.server.mean[3])
+    assert after.known.all()
+
+
+def lone_upload(method: Any, run: Any, client: int) -> Any:
+    """What one client would send next."""
+    from fedlowrank.engine.base import client_view
+
+    info = run.federation.infos[client]
+    trainer = run.engine.trainer(method, run.federation, run.round, info)
+    view = client_view(run.federation, run.task, run.round, info, trainer)
+    return method.local_update(run.state_of(info), method.download(run.state.server, info), view)[1]
+
+
+# -- conservation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fml", "lg_fedavg", "pfedlora"])
+def test_the_mean_of_equal_replies_is_that_reply(name: str) -> None:
+    federation = federation_for(name)
+    run = run_of(METHODS[name](**LOCAL), federation, steps=1)
+    upload = lone_upload(run.method, run, 1)
+    view = ServerView(run.task, 1, federation.key)
+    after = run.method.server_update(run.state.server, [Reply(i, upload) for i in federation.infos], view)
+    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-14), after, upload)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fml", "lg_fedavg", "pfedlora"])
+def test_the_weight_of_a_reply_is_its_number_of_examples(name: str) -> None:
+    federation = federation_for(name)
+    run = run_of(METHODS[name](**LOCAL), federation, steps=1)
+    view = ServerView(run.task, 1, federation.key)
+    uploads = [lone_upload(run.method, run, k) for k in (0, 2)]
+    after = run.method.server_update(run.state.server, [Reply(federation.infos[k], u) for k, u in zip((0, 2), uploads, strict=True)], view)
+
+    def mixed(found: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        torch.testing.assert_close(found, (SIZES[0] * a + SIZES[2] * b) / (SIZES[0] + SIZES[2]), rtol=0, atol=1e-14)
+        return found
+
+    tree.map(mixed, after, *uploads)
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"standalone"}))
+def test_the_order_of_replies_does_not_matter_to_the_server(name: str) -> None:
+    federation = federation_for(name)
+    run = run_of(METHODS[name](**LOCAL), federation, steps=1)
+    replies = [Reply(i, lone_upload(run.method, run, i.id)) for i in federation.infos]
+    view = ServerView(run.task, 1, federation.key)
+    straight = run.method.server_update(run.state.server, replies, view)
+    turned = run.method.server_update(run.state.server, [replies[i] for i in (2, 0, 3, 1)], view)
+    if name == "fedkd":
+        straight, turned = straight.mentee, turned.mentee
+    if name == "fd":
+        straight, turned = (straight.total, straight.count), (turned.total, turned.count)
+    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12) if a.is_floating_point() else None, straight, turned)
+
+
+# -- engines and functions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_messages_through_bytes_change_no_bit(name: str) -> None:
+    federation = federation_for(name, **F32)
+    a = run_of(METHODS[name](**LOCAL), federation, **SAMPLE)
+    b = run_of(METHODS[name](**LOCAL), federation_for(name, **F32), engine=Wire, **SAMPLE)
+    assert_bits(a.state.server, b.state.server)
+    for k in a.state.clients:
+        assert_bits(a.state.clients[k], b.state.clients[k])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_changes_none_of_its_arguments(name: str) -> None:
+    federation = federation_for(name, **F32)
+    run = run_of(METHODS[name](**LOCAL), federation, steps=1)
+    for _ in range(2):
+        before = run.state
+        copies = tree.encode((before.server, {str(k): s for k, s in before.clients.items()}))
+        initial = {n: tree.encode(a.initial) for n, a in federation.architectures.items()}
+        run.step()
+        assert tree.encode((before.server, {str(k): s for k, s in before.clients.items()})) == copies
+        assert {n: tree.encode(a.initial) for n, a in federation.architectures.items()} == initial
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_of_one_seed_are_equal_and_of_two_seeds_differ(name: str) -> None:
+    a, b, c = (run_of(METHODS[name](**LOCAL), federation_for(name, **F32, seed=s), **SAMPLE) for s in (5, 5, 6))
+    assert_bits(a.state.server, b.state.server)
+    assert {k: tree.encode(s) for k, s in a.state.clients.items()} == {k: tree.encode(s) for k, s in b.state.clients.items()}
+    assert {k: tree.encode(s) for k, s in a.state.clients.items()} != {k: tree.encode(s) for k, s in c.state.clients.items()} or (
+        not tree.equal(a.state.server, c.state.server)
+    )
+
+
+def test_a_federation_of_float32_models_matches_the_reference_to_single_precision() -> None:
+    federation = Federation.from_arrays(arrays(), {"mlp": lambda: MLP(INPUTS, (WIDTH,), CLASSES)}, classes=CLASSES)
+    run = run_of(FedAvg(**LOCAL), federation, **SAMPLE)
+    wanted = reference.fedavg(start_of(federation)[0], train_data(federation), plan(run), 0.2)
+    for found, layer in zip(layers(run.state.server), wanted, strict=True):
+        np.testing.assert_allclose(found[0], layer[0], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(found[1], layer[1], rtol=0, atol=2e-5)
