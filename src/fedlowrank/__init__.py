@@ -1,8 +1,8 @@
 """Federated learning with low-rank parts: pFedLoRA and the methods it is measured against.
 
-    from fedlowrank import Federation, simulate
-    federation = Federation.from_arrays([(x0, y0), (x1, y1)], model)
-    result = simulate("pfedlora", federation, rounds=50)
+from fedlowrank import Federation, simulate
+federation = Federation.from_arrays([(x0, y0), (x1, y1)], model)
+result = simulate("pfedlora", federation, rounds=50)
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Traffic:
 
     Attributes:
         bytes: of the encoded messages.
-        parameters: tensor elements in them, as the papers count.
+        parameters: floating-point elements in them, as the papers count.
     """
 
     bytes: int = 0

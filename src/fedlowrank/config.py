@@ -116,7 +116,7 @@ def build(cls: type[T], values: Any, path: str) -> T:
     for each in _nested(cls):
         # pydantic would pass over unknown keys in silence
         if "__pydantic_config__" not in vars(each):
-            each.__pydantic_config__ = pydantic.ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+            each.__pydantic_config__ = pydantic.ConfigDict(extra="forbid")
     try:
         return pydantic.TypeAdapter(cls).validate_python(dict(values))
     except pydantic.ValidationError as error:
@@ -172,7 +172,7 @@ def fields_of(cls: type[Any]) -> list[Field]:
     out = []
     for f in dataclasses.fields(cls):
         if f.default is not dataclasses.MISSING:
-            default = f"{dataclasses.asdict(f.default)}" if dataclasses.is_dataclass(f.default) else repr(f.default)
+            default = repr(f.default)
         elif f.default_factory is not dataclasses.MISSING:
             default = repr(f.default_factory())
         else:

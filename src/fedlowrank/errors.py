@@ -36,7 +36,7 @@ class NonFiniteError(FedlowrankError):
         step: first step whose loss is not finite, counted from 0, or None if only the parameters show it.
     """
 
-    def __init__(self, client: int, round: int, name: str, step: int | None) -> None:  # noqa: A002
+    def __init__(self, client: int, round: int, name: str, step: int | None) -> None:
         where = "the parameters after the pass are" if step is None else f"the loss of step {step} is"
         super().__init__(
             f"client {client}, round {round}, pass {name!r}: {where} not finite. "

@@ -27,7 +27,7 @@ def accuracy(
     engine: Engine,
     server: Any,
     state_of: Callable[[ClientInfo], Any],
-    round: int,  # noqa: A002
+    round: int,
 ) -> Accuracy:
     """Accuracy of every client, those that never took part included.
 
@@ -62,7 +62,7 @@ def predictors_of(
     server: Any,
     state: Any,
     info: ClientInfo,
-    round: int,  # noqa: A002
+    round: int,
 ) -> Mapping[str, Callable[[Any], Tensor]]:
     """How one client infers, by name of the series."""
     trainer = engine.trainer(method, federation, round, info)

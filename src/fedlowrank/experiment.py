@@ -96,17 +96,23 @@ class Experiment:
         data = divide(dataset, parts[0], parts[1], key)
         x = data[0].train.x
         if isinstance(x, dict):
-            raise ConfigError("data: the built-in models take one tensor; use Federation.from_arrays for dicts of inputs")
+            raise ConfigError(
+                "data: the built-in models take one tensor; use Federation.from_arrays for dicts of inputs"
+            )
         factories = self.model.factories(tuple(x.shape[1:]), len(dataset.classes))
-        models = {
-            n: Architecture(n, make(f, key / "init" / n), x[:1], self.model.head) for n, f in factories.items()
-        }
+        models = {n: Architecture(n, make(f, key / "init" / n), x[:1], self.model.head) for n, f in factories.items()}
         names = self.model.names
         infos = [ClientInfo(i, len(d.train), names[i % len(names)]) for i, d in enumerate(data)]
         held = {i.architecture for i in infos}
         notes = tuple(n for d in data for n in d.notes)
         return Federation(
-            data, infos, {n: m for n, m in models.items() if n in held}, dataset.classes, self.run.seed, self.name, notes
+            data,
+            infos,
+            {n: m for n, m in models.items() if n in held},
+            dataset.classes,
+            self.run.seed,
+            self.name,
+            notes,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -138,7 +144,11 @@ def load(tables: dict[str, Any]) -> Experiment:
     )
     for name in {*experiment.compared, experiment.single, *_table(tables, "methods")}:
         experiment.method(name)
-    for section, tag, known in (("data", "source", SOURCES), ("partition", "kind", PARTITIONS), ("split", "kind", SPLITS)):
+    for section, tag, known in (
+        ("data", "source", SOURCES),
+        ("partition", "kind", PARTITIONS),
+        ("split", "kind", SPLITS),
+    ):
         value = _table(tables, section).get(tag)
         if value is not None:
             _known(str(value), known, section)

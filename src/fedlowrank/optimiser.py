@@ -42,13 +42,19 @@ class Schedule:
     warmup: int = 0
 
     def __post_init__(self) -> None:
-        if self.factor <= 0 or self.every < 1 or self.rounds < 1 or not 0 <= self.floor <= 1 or self.warmup < 0:
+        if (
+            not 0 < self.factor < math.inf
+            or self.every < 1
+            or self.rounds < 1
+            or not 0 <= self.floor <= 1
+            or self.warmup < 0
+        ):
             raise ConfigError(
                 "schedule: factor must be > 0, every and rounds >= 1, floor within [0, 1] and warmup >= 0; "
                 f"they are {self.factor}, {self.every}, {self.rounds}, {self.floor} and {self.warmup}"
             )
 
-    def scale(self, round: int) -> float:  # noqa: A002
+    def scale(self, round: int) -> float:
         """Factor on the learning rate in a round, counted from 0."""
         if round < self.warmup:
             return (round + 1) / (self.warmup + 1)
@@ -92,7 +98,7 @@ class _Optimiser(ABC):
     schedule: Schedule
     groups: Mapping[str, Group]
 
-    def rates(self, paths: Sequence[str], round: int) -> Rates:  # noqa: A002
+    def rates(self, paths: Sequence[str], round: int) -> Rates:
         """Learning rate and weight decay of each parameter in a round.
 
         Args:
@@ -113,7 +119,7 @@ class _Optimiser(ABC):
             [self.weight_decay if g.weight_decay is None else g.weight_decay for _, g in chosen],
         )
 
-    def learning_rate(self, round: int) -> float:  # noqa: A002
+    def learning_rate(self, round: int) -> float:
         """Learning rate of parameters outside every group, in a round counted from 0."""
         return self.lr * self.schedule.scale(round)
 
@@ -129,19 +135,26 @@ class _Optimiser(ABC):
         return best
 
     def _check(self) -> None:
-        bad = [n for n, v in (("lr", self.lr), ("weight_decay", self.weight_decay)) if not 0 <= v < math.inf]
-        if self.clip is not None and self.clip <= 0:
+        rates = {"lr": self.lr, "weight_decay": self.weight_decay}
+        for name, group in self.groups.items():
+            rates |= {f"groups.{name}.lr": group.lr or 0.0, f"groups.{name}.weight_decay": group.weight_decay or 0.0}
+        bad = [n for n, v in rates.items() if not 0 <= v < math.inf]
+        if self.clip is not None and not self.clip > 0:
             bad.append("clip")
         if bad:
-            raise ConfigError(f"optimiser: {', '.join(bad)} must not be negative, and clip must be > 0; got {self}")
+            raise ConfigError(
+                f"optimiser: {', '.join(bad)} out of range; rates must be finite and not negative, clip > 0; got {self}"
+            )
 
     @abstractmethod
-    def step(self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int) -> None:
+    def step(
+        self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
+    ) -> None:
         """Move ``params`` in place.
 
         Args:
             params: the parameters.
-            grads: their gradients; may be overwritten.
+            grads: their gradients, left as they are (autograd may hand out one tensor for two parameters).
             memory: lists of tensors kept from step to step; empty at the first one.
             rates: of each parameter.
             count: steps taken before in this pass.
@@ -179,19 +192,20 @@ class SGD(_Optimiser):
         if self.nesterov and self.momentum == 0:
             raise ConfigError("optimiser.nesterov needs a momentum > 0")
 
-    def step(self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int) -> None:
+    def step(
+        self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
+    ) -> None:
         """See the base class; ``memory`` holds the momentum."""
-        _add_scaled(grads, params, rates.weight_decay)
+        if any(rates.weight_decay):
+            grads = list(torch._foreach_add(grads, torch._foreach_mul(params, rates.weight_decay)))
         if self.momentum:
             if count == 0:
                 memory.append([g.clone() for g in grads])
             else:
                 torch._foreach_mul_(memory[0], self.momentum)
                 torch._foreach_add_(memory[0], grads)
-            if self.nesterov:
-                torch._foreach_add_(grads, memory[0], alpha=self.momentum)
-            else:
-                grads = memory[0]
+            ahead = torch._foreach_add(grads, memory[0], alpha=self.momentum) if self.nesterov else memory[0]
+            grads = list(ahead)
         _add_scaled(params, grads, [-lr for lr in rates.lr])
 
 
@@ -226,7 +240,9 @@ class AdamW(_Optimiser):
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0):
             raise ConfigError(f"optimiser: beta1 and beta2 must lie in [0, 1) and eps be > 0; got {self}")
 
-    def step(self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int) -> None:
+    def step(
+        self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
+    ) -> None:
         """See the base class; ``memory`` holds the two running means."""
         if count == 0:
             memory.extend([[torch.zeros_like(p) for p in params] for _ in range(2)])

@@ -1,11 +1,11 @@
 """What a run leaves behind: one folder, readable by a person and by the report.
 
-    RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the experiment has any
-    RUN/clients.json      one row a client: architecture, examples in train/val/test, class counts
-    RUN/metrics.jsonl     one :class:`RoundRecord` a line; round 0 is the state before any training
-    RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
-    RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
-    RUN/checkpoint/       see :mod:`fedlowrank.engine.checkpoint`
+RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the experiment has any
+RUN/clients.json      one row a client: architecture, examples in train/val/test, class counts
+RUN/metrics.jsonl     one :class:`RoundRecord` a line; round 0 is the state before any training
+RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
+RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
+RUN/checkpoint/       see :mod:`fedlowrank.engine.checkpoint`
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class RoundRecord:
         lost: participants whose reply did not arrive or was dropped, with the reason.
         bytes_down: bytes of the encoded messages from the server to the participants.
         bytes_up: bytes of the encoded messages back, lost ones included (they were sent).
-        parameters_down: tensor elements in the messages to the participants.
-        parameters_up: tensor elements in the messages back.
+        parameters_down: floating-point elements in the messages to the participants.
+        parameters_up: floating-point elements in the messages back.
         steps: optimiser steps of all participants.
         flops: floating-point operations of training, forward and backward, of all participants.
         seconds: wall-clock seconds of ``train``, ``server`` and ``evaluate``.

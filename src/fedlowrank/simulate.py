@@ -150,7 +150,7 @@ def _settings(given: dict[str, Any], federation: Federation) -> RunSettings:
             raise ConfigError(f"there is no run setting {name!r}. {did_you_mean(name, known)}")
     chosen = RunSettings(**{"seed": federation.seed, **given})
     if chosen.seed != federation.seed:
-        raise ConfigError(f"the federation was made with seed {federation.seed}, so the run cannot have seed {chosen.seed}")
+        raise ConfigError(f"the federation has seed {federation.seed}, so the run cannot have seed {chosen.seed}")
     return chosen
 
 
@@ -217,6 +217,3 @@ def threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-

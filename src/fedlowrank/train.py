@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -81,7 +81,11 @@ class LocalData:
         sweep = self.of(name)
         generator = (self.key / "order" / list(self.passes).index(name)).generator()
         n = len(self.examples)
-        return [i for _ in range(sweep.epochs) for i in torch.randperm(n, generator=generator).split(sweep.batch_size)]
+        return [
+            i
+            for _ in range(sweep.epochs)
+            for i in torch.split(torch.randperm(n, generator=generator), sweep.batch_size)
+        ]
 
     def steps(self, name: str) -> int:
         """Steps of a pass."""
@@ -148,14 +152,23 @@ class LocalTrainer:
     """Executes training passes for one client, one after another.
 
     Args:
-        model: architecture of the client, for layers that behave differently in training.
+        model: architecture of the client.
+        models: all architectures of the task, for layers that behave differently in training (dropout).
         data: of the client.
         round: counted from 0.
         ledger: shared by all clients of a run.
     """
 
-    def __init__(self, model: Architecture, data: LocalData, round: int, ledger: FlopLedger) -> None:  # noqa: A002
+    def __init__(
+        self,
+        model: Architecture,
+        models: Iterable[Architecture],
+        data: LocalData,
+        round: int,
+        ledger: FlopLedger,
+    ) -> None:
         self.model = model
+        self.random = [m for m in models if m.random]
         self.data = data
         self.round = round
         self.ledger = ledger
@@ -177,7 +190,7 @@ class LocalTrainer:
     ) -> T:
         """See :meth:`fedlowrank.method.ClientView.train`."""
         request = Request(loss, start, name, optimiser, given, precondition, prox)
-        with in_training(self.model, self.data.key / name):
+        with in_training(self.random, self.data.key / name):
             end, losses = descend(request, self.data.batches(name), self.round)
         self.account(request, losses)
         check_finite(self.data.info, self.round, name, losses, end)
@@ -198,7 +211,7 @@ class LocalTrainer:
             value = request.loss(rebuilt, some, *request.given)
             return torch.autograd.grad(value, params, materialize_grads=True)
 
-        with in_training(self.model, self.data.key / "flops"):
+        with in_training(self.random, self.data.key / "flops"):
             self.meter.flops += self.ledger.count(kind, sizes, step)
         self.meter.steps += len(losses)
         self.meter.losses[request.name] = float(losses.mean())
@@ -219,7 +232,7 @@ class LocalTrainer:
         return tree.canonical(sums[0])
 
 
-def descend(request: Request, batches: Iterator[Batch], round: int) -> tuple[Any, Tensor]:  # noqa: A002
+def descend(request: Request, batches: Iterator[Batch], round: int) -> tuple[Any, Tensor]:
     """Take one step a batch.
 
     Returns:
@@ -237,24 +250,23 @@ def descend(request: Request, batches: Iterator[Batch], round: int) -> tuple[Any
         losses.append(value.detach())
         with torch.no_grad():
             if request.precondition is not None:
-                new = request.precondition(_refill(now, grads), now, *given)
-                grads = [g for _, g in tree.leaves(new)]
+                grads = tensors_like(now, request.precondition(refill(now, grads), now, *given))
             if request.optimiser.clip is not None:
-                clip(grads, request.optimiser.clip)
+                grads = clip(grads, request.optimiser.clip)
             request.optimiser.step(params, grads, memory, rates, count)
             if request.prox is not None:
-                for p, (_, q) in zip(params, tree.leaves(request.prox(now, lr, *given)), strict=True):
+                for p, q in zip(params, tensors_like(now, request.prox(now, lr, *given)), strict=True):
                     p.copy_(q)
     return now, torch.stack(losses)
 
 
-def clip(grads: list[Tensor], bound: float) -> None:
-    """Scale gradients in place so that the norm of all together is at most ``bound``."""
+def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
+    """Gradients scaled so that the norm of all together is at most ``bound``."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    torch._foreach_mul_(grads, torch.clamp(bound / (norm + 1e-6), max=1.0))
+    return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
 
 
-def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:  # noqa: A002
+def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:
     """Raise :class:`NonFiniteError` if a loss or a parameter is NaN or infinite."""
     bad = (~torch.isfinite(losses)).nonzero()
     if len(bad):
@@ -264,18 +276,20 @@ def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end:
 
 
 @contextlib.contextmanager
-def in_training(model: Architecture, key: Key) -> Iterator[None]:
-    """Let a model's random layers (dropout) draw from ``key``; torch's own generator is put back afterwards."""
-    if not model.random:
+def in_training(models: list[Architecture], key: Key) -> Iterator[None]:
+    """Let the random layers (dropout) of models draw from ``key``; torch's own generator is put back afterwards."""
+    if not models:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(key.seed())
-        model.training(True)
+        torch.default_generator.manual_seed(key.seed())
+        for model in models:
+            model.training(True)
         try:
             yield
         finally:
-            model.training(False)
+            for model in models:
+                model.training(False)
 
 
 def _channels_last(t: Tensor) -> Tensor:
@@ -290,10 +304,17 @@ def _layout(value: T) -> T:
 def _private(start: T) -> tuple[list[Tensor], T]:
     """Copies that may be changed in place, as a list and in their tree."""
     params = [_channels_last(t.detach().clone()).requires_grad_() for _, t in tree.leaves(start)]
-    return params, _refill(start, params)
+    return params, refill(start, params)
 
 
-def _refill(like: T, tensors: list[Tensor]) -> T:
+def refill(like: T, tensors: list[Tensor]) -> T:
     """A tree of that structure with these tensors."""
     new = iter(tensors)
     return tree.map(lambda _: next(new), like)
+
+
+def tensors_like(like: Any, value: Any) -> list[Tensor]:
+    """The tensors of a tree in the order of another, matched by path."""
+    out: list[Tensor] = []
+    tree.map(lambda _, t: out.append(t), like, value)
+    return out

@@ -1,8 +1,8 @@
 """Trees of tensors: the one data type that is stored, sent and averaged.
 
 A *tree* is a tensor, ``None``, a bool, int, float or str, a dict with string keys, a list, a tuple, or an instance of a
-class made by :func:`tree`. Every tree encodes to bytes without pickle: the tensors as safetensors, all the rest as JSON in
-the safetensors header. Boolean tensors travel as bits.
+class made by :func:`tree`. Every tree encodes to bytes without pickle: the tensors as safetensors, all the rest as JSON
+in the safetensors header. Boolean tensors travel as bits.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
@@ -50,16 +51,16 @@ def _name(cls: type[Any]) -> str:
 
 def _items(value: Any, path: str) -> list[tuple[str, Any]] | None:
     """Children of a node by name, or None if the value is a leaf."""
-    if value is None or isinstance(value, (Tensor, *_PLAIN)):
+    if value is None or isinstance(value, Tensor) or type(value) in _PLAIN:
         return None
-    if isinstance(value, dict):
+    if type(value) is dict:
         for key in value:
             if not isinstance(key, str):
                 raise TreeError(f"the key {key!r} at {path or 'the top'} of a tree is not a string")
         return list(value.items())
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return [(str(i), child) for i, child in enumerate(value)]
-    if type(value) in _CLASSES.values():
+    if _CLASSES.get(_name(type(value))) is type(value):
         return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
     hint = "; decorate its class with @fedlowrank.tree.tree" if dataclasses.is_dataclass(value) else ""
     raise TreeError(f"a {type(value).__name__} at {path or 'the top'} cannot be part of a tree{hint}")
@@ -114,7 +115,8 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
     items = _items(first, path)
     if items is None:
         for other in rest:
-            if isinstance(other, (Tensor, dict)) or other != first:
+            # repr tells 1 from True and takes NaN for equal to itself
+            if repr(other) != repr(first):
                 raise TreeError(f"trees differ at {path or 'the top'}: {first!r} and {other!r}")
         return first
     columns: list[dict[str, Any]] = []
@@ -192,8 +194,8 @@ def square_distance(a: Any, b: Any) -> Tensor:
 
 
 def numel(value: Any) -> int:
-    """Number of tensor elements in a tree: what the papers count as parameters sent."""
-    return sum(t.numel() for _, t in leaves(value))
+    """Number of floating-point elements in a tree: what the papers count as parameters sent (labels, masks left out)."""
+    return sum(t.numel() for _, t in leaves(value) if t.is_floating_point())
 
 
 def nbytes(value: Any) -> int:
@@ -233,7 +235,10 @@ def encode(value: Any) -> bytes:
         seen.add(flat.untyped_storage().data_ptr())
         tensors[path] = flat
     text = json.dumps(skeleton(value), separators=(",", ":"))
-    return safetensors.torch.save(tensors, {"tree": text})
+    try:
+        return safetensors.torch.save(tensors, {"tree": text})
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise TreeError(f"a tensor or a name in the tree has no safetensors form: {error!r}") from error
 
 
 def decode(data: bytes) -> Any:
@@ -245,10 +250,9 @@ def decode(data: bytes) -> Any:
     try:
         size = int.from_bytes(data[:8], "little")
         shape = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tree"])
-        tensors = safetensors.torch.load(data)
-    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
-        raise TreeError(f"these {len(data)} bytes are not an encoded tree: {error}") from error
-    return _decode(shape, tensors, "")
+        return _decode(shape, safetensors.torch.load(data), "")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
+        raise TreeError(f"these {len(data)} bytes are not an encoded tree: {error!r}") from error
 
 
 def _decode(shape: Any, tensors: dict[str, Tensor], path: str) -> Any:
@@ -257,8 +261,10 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str) -> Any:
     if "v" in shape:
         return shape["v"]
     if "b" in shape:
-        count = int(np.prod(shape["b"], dtype=np.int64))
-        bits = np.unpackbits(tensors[path].numpy(), count=count)
+        count, packed = math.prod(shape["b"]), tensors[path]
+        if len(packed) != -(-count // 8):
+            raise TreeError(f"the message holds {len(packed)} bytes for {count} bits at {path}")
+        bits = np.unpackbits(packed.numpy(), count=count)
         return torch.from_numpy(bits.astype(np.bool_)).reshape(shape["b"])
     for tag, kind in (("l", list), ("u", tuple)):
         if tag in shape:
@@ -267,7 +273,7 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str) -> Any:
     if "c" not in shape:
         return children
     if shape["c"] not in _CLASSES:
-        raise TreeError(f"the message holds a {shape['c']}, which is not a registered tree here; import its module first")
+        raise TreeError(f"the message holds a {shape['c']}, which is no registered tree here; import its module first")
     return _CLASSES[shape["c"]](**children)
 
 

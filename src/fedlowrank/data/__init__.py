@@ -1,0 +1,1 @@
+"""Data sets, their partition among clients, and federations."""

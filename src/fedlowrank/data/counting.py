@@ -27,8 +27,7 @@ def largest_remainder(weights: npt.ArrayLike, total: int) -> Index:
     """
     w = np.asarray(weights, dtype=np.float64)
     exact = w / w.sum() * total
-    # Shares such as 0.1 * 10 must not fall to 0 by a rounding error.
-    down: Index = np.floor(exact + 1e-9).astype(np.int64)
+    down: Index = np.floor(exact).astype(np.int64)
     up = np.argsort(-(exact - down), kind="stable")[: total - int(down.sum())]
     down[up] += 1
     return down

@@ -46,7 +46,9 @@ class Federation:
 
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
-            raise DataError(f"a federation needs one description a client; {len(self.clients)} clients, {len(self.infos)}")
+            raise DataError(
+                f"a federation needs one description a client; {len(self.clients)} clients, {len(self.infos)}"
+            )
         for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
             if info.id != i:
                 raise DataError(f"the client at place {i} has the identifier {info.id}; identifiers count from 0")
@@ -68,7 +70,9 @@ class Federation:
         """The same with data and initial parameters on a device."""
         if device == "cpu":
             return self
-        clients = [replace(c, **{s: _moved(getattr(c, s), device) for s in ("train", "val", "test")}) for c in self.clients]
+        clients = [
+            replace(c, **{s: _moved(getattr(c, s), device) for s in ("train", "val", "test")}) for c in self.clients
+        ]
         for a in self.architectures.values():
             a.module.to(device)
             a.initial = tree.map(lambda t: t.to(device), a.initial)
@@ -83,7 +87,9 @@ class Federation:
         rows = []
         for info, data in zip(self.infos, self.clients, strict=True):
             splits = {s: getattr(data, s) for s in ("train", "val", "test")}
-            counts = {s: torch.bincount(e.y.reshape(-1), minlength=len(self.classes)).tolist() for s, e in splits.items()}
+            counts = {
+                s: torch.bincount(e.y.reshape(-1), minlength=len(self.classes)).tolist() for s, e in splits.items()
+            }
             sizes = {s: len(e) for s, e in splits.items()}
             rows.append({"id": info.id, "architecture": info.architecture, **sizes, "classes": counts})
         return rows
@@ -138,13 +144,13 @@ class Federation:
         models = model if isinstance(model, Mapping) else {"model": model}
         made = {n: m if isinstance(m, nn.Module) else build(m, key / "init" / n) for n, m in models.items()}
         known = {n: Architecture(n, m, example, head) for n, m in made.items()}
-        held = list(architecture) if architecture is not None else [list(known)[i % len(known)] for i in range(len(data))]
+        held = (
+            list(architecture) if architecture is not None else [list(known)[i % len(known)] for i in range(len(data))]
+        )
         ranks = list(rank) if rank is not None else [None] * len(data)
         if len(held) != len(data) or len(ranks) != len(data):
             raise DataError(f"{len(data)} clients, but {len(held)} architectures and {len(ranks)} ranks")
-        infos = [
-            ClientInfo(i, len(d.train), a, r) for i, (d, a, r) in enumerate(zip(data, held, ranks, strict=True))
-        ]
+        infos = [ClientInfo(i, len(d.train), a, r) for i, (d, a, r) in enumerate(zip(data, held, ranks, strict=True))]
         return cls(data, infos, known, names, seed, name)
 
 
@@ -152,7 +158,9 @@ def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test
     if isinstance(given, Mapping):
         unknown = set(given) - {"train", "val", "test"}
         if unknown or "train" not in given:
-            raise DataError(f"client {client}: splits must be 'train' and optionally 'val' and 'test', not {sorted(given)}")
+            raise DataError(
+                f"client {client}: splits must be 'train' and optionally 'val' and 'test', not {sorted(given)}"
+            )
         parts = {s: _examples(p, client) for s, p in given.items()}
         empty = _take(parts["train"], torch.arange(0))
         return ClientData(parts["train"], parts.get("val", empty), parts.get("test", empty))
@@ -163,7 +171,9 @@ def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test
         raise DataError(f"client {client} has {n} examples, too few for shares of {val} and {test} besides training")
     order = torch.randperm(n, generator=key.generator())
     return ClientData(
-        _take(everything, order[n_val + n_test :]), _take(everything, order[:n_val]), _take(everything, order[n_val:][:n_test])
+        _take(everything, order[n_val + n_test :]),
+        _take(everything, order[:n_val]),
+        _take(everything, order[n_val:][:n_test]),
     )
 
 
@@ -185,7 +195,9 @@ def _take(examples: Examples, index: Tensor) -> Examples:
 
 def _moved(examples: Examples, device: str) -> Examples:
     x = examples.x
-    return Examples({n: t.to(device) for n, t in x.items()} if isinstance(x, dict) else x.to(device), examples.y.to(device))
+    return Examples(
+        {n: t.to(device) for n, t in x.items()} if isinstance(x, dict) else x.to(device), examples.y.to(device)
+    )
 
 
 def _digest(data: ClientData) -> str:

@@ -71,7 +71,7 @@ class HuggingFace:
         natural = [*encode_clients(ids, f"the column {self.client!r}"), None]
         examples = [Examples(x, y) for x, y in zip(inputs, labels, strict=True)]
         return Dataset(
-            Path(self.path).name,
+            Path(self.path).name or self.path,
             examples[0],
             None if test is None else examples[1],
             classes,

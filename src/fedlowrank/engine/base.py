@@ -51,7 +51,7 @@ class Engine(ABC):
 
     @abstractmethod
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]  # noqa: A002
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
     ) -> Iterator[Outcome]:
         """Execute the jobs of one round."""
 
@@ -59,20 +59,21 @@ class Engine(ABC):
         """A value that crosses between server and client, or is stored, as the other side sees it."""
         return tree.canonical(value)
 
-    def trainer(self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo) -> LocalTrainer:  # noqa: A002
+    def trainer(self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo) -> LocalTrainer:
         """Execution of training for one client alone."""
         data = LocalData(
             client, federation.clients[client.id].train, method.passes(), client_key(federation, client.id, round)
         )
-        return LocalTrainer(federation.architectures[client.architecture], data, round, self.ledger)
+        models = federation.architectures
+        return LocalTrainer(models[client.architecture], models.values(), data, round, self.ledger)
 
 
-def client_key(federation: Federation, client: int, round: int) -> Any:  # noqa: A002
+def client_key(federation: Federation, client: int, round: int) -> Any:
     """Randomness of one client in one round."""
     return federation.key / "client" / client / round
 
 
-def client_view(federation: Federation, task: Task, round: int, client: ClientInfo, trainer: Trainer) -> ClientView:  # noqa: A002
+def client_view(federation: Federation, task: Task, round: int, client: ClientInfo, trainer: Trainer) -> ClientView:
     """What a method may use at a client."""
     key = client_key(federation, client.id, round)
     return ClientView(client, task, task.model(client), round, key, trainer)

@@ -4,8 +4,8 @@
     checkpoint/server-000012.tree   state of the server after round 12
     checkpoint/client-3-000010.tree state of client 3, which last changed in round 10
 
-Only states that changed since the last checkpoint are written. The manifest is replaced last, by a rename; files that it
-does not name are left-overs of a killed process and are removed.
+Only states that changed since the last checkpoint are written. The manifest is replaced last, by a rename; files that
+it does not name are left-overs of a killed process and are removed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..record import write_atomically, write_json
 from .run import State
 
 
-def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any]) -> None:  # noqa: A002
+def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any]) -> None:
     """Write a checkpoint.
 
     Args:

@@ -81,7 +81,10 @@ class RunFolder:
 
     def save(self, run: Run) -> None:
         """Write a checkpoint of the run as it stands."""
-        with _as_error(f"cannot write {self.path / 'metrics.jsonl'}"), (self.path / "metrics.jsonl").open("rb+") as file:
+        with (
+            _as_error(f"cannot write {self.path / 'metrics.jsonl'}"),
+            (self.path / "metrics.jsonl").open("rb+") as file,
+        ):
             os.fsync(file.fileno())
         changed = {i: run.state.clients[i] for i in sorted(run.unsaved)}
         checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed)
@@ -103,7 +106,8 @@ class RunFolder:
         changes = differences(stored, self.config)
         if changes:
             raise CheckpointError(
-                f"{self.path} cannot be resumed with another configuration: " + "; ".join(changes)
+                f"{self.path} cannot be resumed with another configuration: "
+                + "; ".join(changes)
                 + ". Start a new run, or set these back."
             )
         run.restore(checkpoint.load(self.path / "checkpoint"))

@@ -59,7 +59,7 @@ class RunSettings:
                 raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
         if not 0 < self.participation <= 1:
             raise ConfigError(
-                f"run.participation is the share of clients in a round and must lie in (0, 1]; it is {self.participation}"
+                f"run.participation is the share of clients in a round, in (0, 1]; it is {self.participation}"
             )
         if not 0 <= self.lost_replies < 1:
             raise ConfigError(f"run.lost_replies is a probability in [0, 1); it is {self.lost_replies}")
@@ -132,7 +132,7 @@ class Run:
             return self.state.clients[info.id]
         return self.engine.boundary(self.method.client_init(self.task, info))
 
-    def participants(self, round: int) -> list[ClientInfo]:  # noqa: A002
+    def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""
         infos = self.federation.infos
         count = max(1, round_half_up(self.settings.participation * len(infos)))
@@ -182,7 +182,7 @@ class Run:
         """The record of round 0: the models before any training."""
         return self._evaluated(RoundRecord(round=0), Clock(), True)
 
-    def _lost(self, round: int, infos: list[ClientInfo], outcomes: list[Outcome]) -> dict[str, str]:  # noqa: A002
+    def _lost(self, round: int, infos: list[ClientInfo], outcomes: list[Outcome]) -> dict[str, str]:
         lost: dict[str, str] = {}
         for info, outcome in zip(infos, outcomes, strict=True):
             if outcome.error is not None:
@@ -200,7 +200,13 @@ class Run:
             t = self.round
             with clock("evaluate"):
                 found = accuracy(
-                    self.method, self.federation, self.task, self.engine, self.state.server, self.state_of, max(t - 1, 0)
+                    self.method,
+                    self.federation,
+                    self.task,
+                    self.engine,
+                    self.state.server,
+                    self.state_of,
+                    max(t - 1, 0),
                 )
         return dataclasses.replace(record, accuracy=found, seconds=clock.wall, cpu_seconds=clock.cpu)
 

@@ -21,7 +21,7 @@ class Sequential(Engine):
     name: ClassVar[str] = "sequential"
 
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]  # noqa: A002
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
     ) -> Iterator[Outcome]:
         """See the base class."""
         for job in jobs:

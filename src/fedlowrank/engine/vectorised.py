@@ -1,17 +1,17 @@
 """Clients of like shapes at once, over a leading client axis.
 
 Every client's ``local_update`` runs by itself, in a thread of its own but never two at a time, up to its call of
-``view.train``. There it waits until all others have come to such a call or to their end (a *rendezvous*). Then equal requests
-are stacked and executed together, and each client goes on with its own result. Control flow in a method is therefore free.
+``view.train``. There it waits until all others have come to such a call or to their end (a *rendezvous*). Then equal
+requests are stacked and executed together, and each client goes on with its own result. Control flow in a method is
+therefore free.
 
-Requests are equal if their functions have the same code *and the same captured values*, so a loss that captures what differs
-between clients is executed client by client: slower, never wrong. Uneven data is padded and masked; a client with fewer
-steps stops while the others go on.
+Requests are equal if their functions have the same code *and the same captured values*, so a loss that captures what
+differs between clients is executed client by client: slower, never wrong. So are models with dropout, whose random
+numbers would differ. Uneven data is padded and masked; a client with fewer steps stops while the others go on.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,10 @@ from .. import tree
 from ..data.federation import Federation
 from ..errors import NonFiniteError, TaskError
 from ..method import Batch, Task
-from ..train import LocalTrainer, Meter, Request, check_finite, gather, shapes
+from ..train import LocalTrainer, Meter, Request, check_finite, gather, refill, shapes, tensors_like
 from .base import AnyMethod, Engine, Job, Outcome, client_view
 
 T = TypeVar("T")
-LOG = logging.getLogger("fedlowrank")
 
 
 class _CancelledError(Exception):
@@ -105,7 +104,7 @@ class Vectorised(Engine):
     name: ClassVar[str] = "vectorised"
 
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]  # noqa: A002
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
     ) -> Iterator[Outcome]:
         """See the base class."""
         clients = [self._client(method, federation, task, round, job) for job in jobs]
@@ -130,7 +129,7 @@ class Vectorised(Engine):
                 state, upload = client.result
                 yield Outcome(self.boundary(state), self.boundary(upload), client.local.meter)
 
-    def _client(self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job) -> _Client:  # noqa: A002
+    def _client(self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job) -> _Client:
         def work(client: _Client) -> tuple[Any, Any]:
             view = client_view(federation, task, round, job.client, client)
             result: tuple[Any, Any] = method.local_update(self.boundary(job.state), self.boundary(job.down), view)
@@ -138,14 +137,14 @@ class Vectorised(Engine):
 
         return _Client(work, self.trainer(method, federation, round, job.client))
 
-    def _execute(self, method: AnyMethod, clients: list[_Client], round: int) -> list[Any]:  # noqa: A002
+    def _execute(self, method: AnyMethod, clients: list[_Client], round: int) -> list[Any]:
         groups: dict[Any, list[int]] = {}
         for i, client in enumerate(clients):
             groups.setdefault(_kind(client), []).append(i)
         answers: list[Any] = [None] * len(clients)
         for members in groups.values():
             group = [clients[i] for i in members]
-            if len(group) == 1 or group[0].local.model.random:
+            if len(group) == 1 or group[0].local.random:
                 found = [_alone(c) for c in group]
             else:
                 found = _together(method.title, group, round)
@@ -165,7 +164,7 @@ def _alone(client: _Client) -> Any:
         return error
 
 
-def _together(title: str, clients: list[_Client], round: int) -> list[Any]:  # noqa: A002
+def _together(title: str, clients: list[_Client], round: int) -> list[Any]:
     """The answers to equal requests, executed at once."""
     order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
     ends, losses = _descend(title, [clients[i] for i in order], round)
@@ -182,7 +181,7 @@ def _together(title: str, clients: list[_Client], round: int) -> list[Any]:  # n
     return answers
 
 
-def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[Tensor]]:  # noqa: A002
+def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[Tensor]]:
     """Take the steps of all clients, those with the most steps first.
 
     Returns:
@@ -220,20 +219,18 @@ def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[
             if first.precondition is not None:
                 grads = _mapped(first.precondition, first, grads, work, held)
             if first.optimiser.clip is not None:
-                _clip(grads, first.optimiser.clip)
+                grads = _clip(grads, first.optimiser.clip)
             first.optimiser.step(work, grads, memory, rates, count)
             if first.prox is not None:
-                prox = first.prox
-                new = _mapped(lambda p, _, *g: prox(p, lr, *g), first, work, work, held)
+                new = _mapped(lambda p, _, *g, prox=first.prox: prox(p, lr, *g), first, work, work, held)
                 for p, q in zip(work, new, strict=True):
                     p.copy_(q)
-    ends = iter(base)
-    return tree.map(lambda _: next(ends), first.start), [torch.stack(each) for each in losses]
+    return refill(first.start, base), [torch.stack(each) for each in losses]
 
 
 def _vmap(loss: Callable[..., Tensor], start: Any, given: tuple[Any, ...]) -> Callable[..., Tensor]:
     def one(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
-        return loss(_refill(start, p), Batch(x, y, mask), *_refill(given, g))
+        return loss(refill(start, p), Batch(x, y, mask), *refill(given, g))
 
     def all_(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
         out: Tensor = torch.vmap(one, in_dims=(0, 0, 0, 0, None if mask is None else 0))(p, g, x, y, mask)
@@ -248,19 +245,18 @@ def _mapped(
     """``f(a, b, *given)`` client by client, of trees like the start."""
 
     def one(x: list[Tensor], y: list[Tensor], g: list[Tensor]) -> list[Tensor]:
-        out = f(_refill(like.start, x), _refill(like.start, y), *_refill(like.given, g))
-        return [t for _, t in tree.leaves(out)]
+        out = f(refill(like.start, x), refill(like.start, y), *refill(like.given, g))
+        return tensors_like(like.start, out)
 
     result: list[Tensor] = torch.vmap(one)(a, b, given)
     return result
 
 
-def _clip(grads: list[Tensor], bound: float) -> None:
-    """Scale each client's gradient in place so that its norm is at most ``bound``."""
+def _clip(grads: list[Tensor], bound: float) -> list[Tensor]:
+    """Gradients scaled so that the norm of each client's is at most ``bound``."""
     square = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
     scale = torch.clamp(bound / (square.sqrt() + 1e-6), max=1.0)
-    for g in grads:
-        g.mul_(scale.reshape(-1, *[1] * (g.ndim - 1)))
+    return [g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in grads]
 
 
 def _stack(trees: list[Any]) -> list[Tensor]:
@@ -271,11 +267,6 @@ def _stack(trees: list[Any]) -> list[Tensor]:
 def _leaves(base: list[Tensor], active: int) -> list[Tensor]:
     """The first clients' parameters as leaves that share memory with ``base``."""
     return [b[:active].detach().requires_grad_() for b in base]
-
-
-def _refill(like: T, tensors: list[Tensor]) -> T:
-    new = iter(tensors)
-    return tree.map(lambda _: next(new), like)
 
 
 def _pad(batches: list[Batch]) -> Batch:

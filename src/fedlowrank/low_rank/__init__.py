@@ -1,0 +1,1 @@
+"""Low-rank parts: factored matrices and adapters."""

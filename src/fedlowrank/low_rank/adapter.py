@@ -40,20 +40,18 @@ def random_adapter(inputs: int, width: int, classes: int, key: Key) -> Adapter:
     generator = key.generator()
 
     def draw(fan_in: int, *shape: int) -> Tensor:
-        return (2 * torch.rand(*shape, generator=generator) - 1) / fan_in**0.5
+        return torch.empty(*shape).uniform_(-1, 1, generator=generator).div_(fan_in**0.5)
 
-    return Adapter(
-        draw(inputs, width, inputs), draw(inputs, width), draw(width, classes, width), draw(width, classes)
-    )
+    return Adapter(draw(inputs, width, inputs), draw(inputs, width), draw(width, classes, width), draw(width, classes))
 
 
 def svd_adapter(model: Architecture, width: int, filler: Adapter) -> Adapter:
     """An adapter that begins as the rank-``width`` decomposition of a model's head.
 
-    For a head of one linear layer, W ≈ U Σ Vᵀ gives a = √Σ Vᵀ and b = U √Σ. For a head of two, W3 ∘ ReLU ∘ W2, the first
-    is decomposed, W2 ≈ U Σ Vᵀ, and b = W3 U √Σ, so that without the ReLU the adapter is the best such head. Where the
-    weight has less rank than the adapter has width, rows of ``a`` are left at random with zero columns of ``b``: they change
-    no output but can learn.
+    For a head of one linear layer, W ≈ U Σ Vᵀ gives a = √Σ Vᵀ and b = U √Σ. For a head of two, W3 ∘ ReLU ∘ W2, the
+    first is decomposed, W2 ≈ U Σ Vᵀ, and b = W3 U √Σ, so that without the ReLU the adapter is the best such head. Where
+    the weight has less rank than the adapter has width, rows of ``a`` are left at random with zero columns of ``b``: they
+    change no output but can learn.
 
     Args:
         model: its initial parameters are used.

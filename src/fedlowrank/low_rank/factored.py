@@ -90,5 +90,6 @@ def compress(update: Params, energy: float) -> Compressed:
 def decompress(compressed: Compressed, like: Params) -> Params:
     """Tensors of the shapes of ``like`` from :func:`compress`."""
     return {
-        n: (c.dense() if isinstance(c, Factored) else c).reshape(like[n].shape).contiguous() for n, c in compressed.items()
+        n: (c.dense() if isinstance(c, Factored) else c).reshape(like[n].shape).contiguous()
+        for n, c in compressed.items()
     }

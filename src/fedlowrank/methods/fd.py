@@ -14,6 +14,7 @@ the mean is over each client's latest reply.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ class FD(Method[Server, Params, Targets, Outputs]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.gamma < 0:
+        if not 0 <= self.gamma < math.inf:
             raise ConfigError(f"FD: gamma must be >= 0; it is {self.gamma}")
 
     def server_init(self, task: Task) -> Server:

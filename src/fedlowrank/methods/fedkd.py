@@ -80,7 +80,9 @@ class FedKD(Method[Server, Models, Download, Compressed]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.energy_start <= self.energy_end <= 1:
-            raise ConfigError(f"FedKD: need 0 < energy_start <= energy_end <= 1; got {self.energy_start}, {self.energy_end}")
+            raise ConfigError(
+                f"FedKD: need 0 < energy_start <= energy_end <= 1; got {self.energy_start}, {self.energy_end}"
+            )
 
     def _energy(self, view: ServerView | ClientView) -> float:
         return self.energy_start + (self.energy_end - self.energy_start) * view.round / max(view.task.rounds - 1, 1)

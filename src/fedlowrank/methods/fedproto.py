@@ -9,13 +9,14 @@ Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. AAAI 2022. arXiv:21
     server:                 c̄_j = Σ_k n_{k,j} c_{k,j} / Σ_k n_{k,j}, over the owners    server_update
 
 A class without a prototype yet leaves its term out. Prototypes come from one pass after training. A class that no reply
-covers keeps its last prototype. Inference by the classifier (default, as tables of local models need), or by the nearest
+covers keeps its last prototype, and before there is any usable one the classifier infers. Inference by the classifier (default, as tables of local models need), or by the nearest
 prototype over all classes (the paper's) or over the client's own. The distance is the mean over features of the squared
 differences, as in the authors' code; ``λ = 1`` there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -73,7 +74,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lam < 0:
+        if not 0 <= self.lam < math.inf:
             raise ConfigError(f"FedProto: lam must be >= 0; it is {self.lam}")
 
     def server_init(self, task: Task) -> Prototypes:
@@ -109,14 +110,16 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         theta = view.train(loss, state.model, "local", self.optimiser, given=(down,))
         total, count = view.total(by_class, theta, given=(torch.eye(view.task.classes).to(down.mean),))
         labels = count.nonzero()[:, 0]
-        return Client(theta, count > 0), Local(labels, total[labels] / count[labels, None], count[labels])
+        return Client(theta, count > 0), Local(
+            labels, total[labels] / count[labels, None], count[labels].to(torch.int64)
+        )
 
     def server_update(self, server: Prototypes, replies: Sequence[Reply[Local]], view: ServerView) -> Prototypes:
         """Mean over the owners of each class."""
         del view
         total, weight = torch.zeros_like(server.mean), torch.zeros_like(server.mean[:, 0])
         for up in (r.upload for r in replies):
-            w = up.count if self.weights == "examples" else torch.ones_like(up.count)
+            w = (up.count if self.weights == "examples" else torch.ones_like(up.count)).to(total)
             total.index_add_(0, up.labels, w[:, None] * up.mean)
             weight.index_add_(0, up.labels, w)
         seen = weight > 0
@@ -131,9 +134,9 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
     def predictor(self, state: Client, down: Prototypes, view: ClientView) -> Predictor:
         """The classifier, or minus the distance to each usable prototype."""
         model = view.model
-        if self.infer == "classifier":
-            return lambda x: model.apply(state.model, x)
         usable = down.known & state.own if self.infer == "nearest_own" else down.known
+        if self.infer == "classifier" or not bool(usable.any()):
+            return lambda x: model.apply(state.model, x)
 
         def nearest(x: Any) -> Tensor:
             gap = torch.cdist(model.represent(state.model, x), down.mean)

@@ -13,6 +13,7 @@ with probability n_k/n and averages uniformly; here the sample is uniform and th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class FedProx(Method[Params, None, Params, Params]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mu < 0:
+        if not 0 <= self.mu < math.inf:
             raise ConfigError(f"FedProx: mu must be >= 0; it is {self.mu}")
 
     def server_init(self, task: Task) -> Params:

@@ -1,0 +1,1 @@
+"""Models, and the split of any model into representation and head."""

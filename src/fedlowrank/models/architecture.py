@@ -60,7 +60,9 @@ class Architecture:
             declared = getattr(module, "head_name", None)
             head = declared if declared is not None else "head" if "head" in modules else None
         if head is not None and (head not in modules or head == ""):
-            raise TaskError(f"model {name}: there is no submodule {head!r} to be its head; it has {sorted(modules)[1:]}")
+            raise TaskError(
+                f"model {name}: there is no submodule {head!r} to be its head; it has {sorted(modules)[1:]}"
+            )
         self.head_name = head
         self._width = 0
         if head is not None:
@@ -70,16 +72,19 @@ class Architecture:
             self._check_split(example)
 
     def _check_split(self, example: Any) -> None:
+        wrong = TaskError(
+            f"model {self.name}: its forward does not end in {self.head_name!r}, "
+            "so it cannot be split into a representation and that head"
+        )
         with torch.inference_mode():
-            r = self.represent(self.initial, example)
-            same = r.ndim >= 2 and torch.allclose(
-                self.head(self.initial, r), self.apply(self.initial, example), rtol=1e-4, atol=1e-5
-            )
-        if not same:
-            raise TaskError(
-                f"model {self.name}: its forward does not end in {self.head_name!r}, "
-                "so it cannot be split into a representation and that head"
-            )
+            whole = self.apply(self.initial, example)
+            try:
+                r = self.represent(self.initial, example)
+                parts = self.head(self.initial, r)
+            except RuntimeError as error:
+                raise wrong from error
+        if r.ndim < 2 or parts.shape != whole.shape or not torch.allclose(parts, whole, rtol=1e-4, atol=1e-5):
+            raise wrong
         self._width = int(r.shape[-1])
 
     @property
@@ -143,5 +148,5 @@ def build(make: Callable[[], nn.Module], key: Key) -> nn.Module:
     The factory draws from torch's global generator, as every ``nn.Module`` does; it is set for the call and put back.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(key.seed())
+        torch.default_generator.manual_seed(key.seed())
         return make()

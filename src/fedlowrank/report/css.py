@@ -64,7 +64,7 @@ html{{font-size:9.5pt}}body{{max-width:none;padding:0;font-size:1rem}}
 tbody th{{min-width:0;max-width:7rem}}tbody th,thead th:first-child{{position:static}}
 details:not([open])::details-content{{content-visibility:visible;height:auto}}
 .figures{{grid-template-columns:1fr 1fr;gap:1rem}}.figures.small{{grid-template-columns:repeat(3,1fr)}}
-figure,tr,.note,.finding,details{{break-inside:avoid}}h2,h3,caption{{break-after:avoid}}thead{{display:table-header-group}}
+figure,tr,.scroll,.note,.finding,details{{break-inside:avoid}}h2,h3,caption{{break-after:avoid}}thead{{display:table-header-group}}
 section.experiment+section.experiment{{break-before:page}}
 pre{{border:1px solid var(--rule)}}}}
 """

@@ -16,6 +16,7 @@ from matplotlib.cbook import boxplot_stats
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 from .groups import Curve, Group, Spread, curve, spread, value_text
 from .style import INK, WIDTH, Picture, Style, drawing, legend, new_figure
@@ -172,18 +173,25 @@ def sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     with drawing():
         figure, axes = new_figure(3.1)
         handles, labels = [], []
-        for short in dict.fromkeys(group.short for group, _ in found):
-            rows = sorted((places[_vary_key(group)], accuracy) for group, accuracy in _of(found, short))
+        shorts = list(dict.fromkeys(group.short for group, _ in found))
+        for i, short in enumerate(shorts):
+            rows = sorted(((places[_vary_key(g)], a) for g, a in found if g.short == short), key=lambda row: row[0])
             y = np.array([accuracy.mean for _, accuracy in rows])
             ci = np.array([accuracy.ci or 0.0 for _, accuracy in rows])
             style, x = styles[short], [at for at, _ in rows]
+            # Side by side by a few points on paper, so that bars at one value do not hide each other.
+            aside = ScaledTranslation((i - (len(shorts) - 1) / 2) * 4 / 72, 0, figure.dpi_scale_trans)
             axes.errorbar(x, 100 * y, yerr=100 * ci if ci.any() else None, color=style.colour, linestyle=style.line,
-                          marker=style.marker, markersize=5, capsize=3, elinewidth=1)  # fmt: skip
+                          marker=style.marker, markersize=5, capsize=2, elinewidth=1,
+                          transform=axes.transData + aside)  # fmt: skip
             handles.append(_handle(style))
             labels.append(short)
         _sweep_axis(axes, places, numeric)
         axes.set(xlabel=", ".join(name.rpartition(".")[2] for name in names), ylabel=ACCURACY)
-        _around(axes, [accuracy.mean for _, accuracy in found])
+        means = [accuracy.mean for _, accuracy in found]
+        room = max(means) - min(means) + 0.02
+        bars = [(accuracy.mean, min(accuracy.ci or 0.0, room)) for _, accuracy in found]
+        _around(axes, [mean + sign * bar for mean, bar in bars for sign in (-1, 1)])
         legend(figure, handles, labels)
     said = "; ".join(f"{group.label} {percent(accuracy.mean)} %" for group, accuracy in found)
     return Picture(
@@ -195,19 +203,20 @@ def sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     )
 
 
-def _of(found: Sequence[tuple[Group, Spread]], short: str) -> list[tuple[Group, Spread]]:
-    return [(group, accuracy) for group, accuracy in found if group.short == short]
-
-
 def _vary_key(group: Group) -> tuple[str, ...]:
     return tuple(f"{key}={value_text(value)}" for key, value in group.vary)
 
 
 def _sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric: bool) -> None:
+    # Limits by hand: lines set aside from their values have none that matplotlib would look at.
+    x = sorted(set(places.values()))
     if numeric:
-        x = sorted(set(places.values()))
+        pad = 0.07 * (x[-1] - x[0])
+        axes.set_xlim(x[0] - pad, x[-1] + pad)
         if x[0] > 0 and x[-1] / x[0] >= LOG_FROM:
+            factor = (x[-1] / x[0]) ** 0.07
             axes.set_xscale("log")
+            axes.set_xlim(x[0] / factor, x[-1] * factor)
         # A tick at every value, unless they would collide.
         if len(x) <= 12:
             axes.xaxis.set_major_locator(FixedLocator(x))
@@ -215,6 +224,7 @@ def _sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric: bo
             axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     else:
         texts = [plain(", ".join(part.rpartition(".")[2] for part in key), 24) for key in places]
+        axes.set_xlim(-0.4, len(x) - 0.6)
         wide = sum(map(len, texts)) > 50
         axes.set_xticks(list(places.values()), texts, rotation=30 if wide else 0, ha="right" if wide else "center")
 

@@ -85,7 +85,7 @@ def _reference(group: Group, ours: float | None) -> Row:
     return {
         "reference": plain(reference.get("label") or "the paper") if known else None,
         "reference_percent": value,
-        "reference_not_converged": group.method in known and paper is None,
+        "reference_not_converged": int(group.method in known and paper is None),
         "difference_points": None if value is None or ours is None else 100 * ours - value,
     }
 

@@ -145,6 +145,11 @@ class RunSummary:
         return None if self.headline is None else self.series[self.headline]
 
     @property
+    def _last_evaluation(self) -> int:
+        found = [one.round for one in self.run.rounds if "test" in (one.accuracy or {}).get(self.headline or "", {})]
+        return max(found, default=0)
+
+    @property
     def status(self) -> str:
         """Empty for a finished run that was evaluated, else what is wrong with it."""
         said = []
@@ -154,6 +159,8 @@ class RunSummary:
             said.append(f"{state} at round {rounds}")
         if self.main is None or self.main.last is None:
             said.append("no evaluation")
+        elif self.main.last.round < self._last_evaluation:
+            said.append(f"no finite accuracy after round {self.main.last.round}")
         return ", ".join(said)
 
 

@@ -202,7 +202,7 @@ def _columns(rows: Sequence[Row]) -> Iterable[Column]:
         note="mean ± standard deviation over clients of test accuracy, each client counting once, at the last "
         "evaluated round; over several seeds, the means of both",
     )  # fmt: skip
-    if any((row["seeds"] or 0) != 1 for row in rows):
+    if any((_float(row, "seeds") or 0) > 1 for row in rows):
         yield Column("n", "", lambda r: str(r["seeds"]), note="seeds that were evaluated")
         yield Column(
             "over seeds", "%", lambda r: percent_pair(_float(r, "accuracy_last"), _float(r, "ci95_seeds")),
@@ -218,7 +218,7 @@ def _columns(rows: Sequence[Row]) -> Iterable[Column]:
             "best by validation", "best_by_validation",
             "test accuracy at the round of the highest mean validation accuracy, the earliest on ties",
         )  # fmt: skip
-    yield _percent("last 10", "last_ten", "mean over the last ten evaluations")
+    yield _percent("last 10", "last_ten", "mean over the last ten evaluations, the one before training left out")
     others = dict.fromkeys(key for row in rows for key in row if key.startswith("series."))
     for key in others:
         name = key.removeprefix("series.")

@@ -1,0 +1,135 @@
+"""Run folders written by hand, file by file, as an engine would leave them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from fedlowrank.record import RunRecord
+
+MakeRun = Callable[..., RunRecord]
+Values = Sequence[Sequence[float | None]]
+
+
+def rounds_of(
+    test: Sequence[Sequence[float | None]], val: Sequence[Sequence[float | None]] | None = None
+) -> list[dict]:
+    """One JSON row a round, evaluated in each, with costs that are easy to add up."""
+    rows = []
+    for i, values in enumerate(test):
+        splits = {"val": list(val[i] if val is not None else values), "test": list(values)}
+        trained = i > 0
+        rows.append(
+            {
+                "round": i,
+                "participants": list(range(len(values))) if trained else [],
+                "lost": {},
+                "bytes_down": 1000 * trained,
+                "bytes_up": 500 * trained,
+                "parameters_down": 250 * trained,
+                "parameters_up": 125 * trained,
+                "steps": 20 * trained,
+                "flops": 3_000_000 * trained,
+                "seconds": {"train": 0.5 * trained, "server": 0.25 * trained, "evaluate": 0.125},
+                "cpu_seconds": {"train": 1.0 * trained},
+                "loss": {"local": 1.0 / (i + 1)} if trained else {},
+                "accuracy": {"personal": splits},
+            }
+        )
+    return rows
+
+
+def maker(parent: Path) -> MakeRun:
+    """A function that makes run folders: ``make(method, seed, rounds=..., **changes to run.json)``."""
+    made = 0
+
+    def make(
+        method: str = "pfedlora",
+        seed: int = 0,
+        *,
+        rounds: list[dict] | None = None,
+        title: str | None = None,
+        clients: list[dict] | None = None,
+        status: dict | None = None,
+        points: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+        fields: dict | None = None,
+        run: dict | None = None,
+        **changes: Any,
+    ) -> RunRecord:
+        nonlocal made
+        made += 1
+        folder = parent / f"run{made}"
+        folder.mkdir()
+        rows = rounds if rounds is not None else curve(method, seed)
+        count = max((len(v) for r in rows for s in (r["accuracy"] or {}).values() for v in s.values()), default=2)
+        people = clients if clients is not None else members(count)
+        config = {
+            "format": 1,
+            "name": "digits-demo",
+            "title": "Digits over ten clients",
+            "paper": "",
+            "method": {
+                "name": method,
+                "title": title if title is not None else method,
+                "citation": f"The authors of {method}",
+                "fields": fields if fields is not None else {"mu": 0.9},
+            },
+            "data": {"name": "digits"},
+            "partition": {"kind": "pathological", "clients": count, "classes_per_client": 2},
+            "split": {"train": 0.8, "val": 0.1, "test": 0.1},
+            "model": {"architectures": ["cnn1", "cnn2"]},
+            "run": {"rounds": len(rows) - 1, "participation": 1.0, "seed": seed, "target": None, **(run or {})},
+            "reference": None,
+            "vary": {},
+            "classes": [str(i) for i in range(10)],
+            "versions": {"python": "3.12.0", "torch": "2.6.0"},
+        }
+        config.update(changes)
+        done = {"state": "finished", "rounds": len(rows) - 1, "message": ""}
+        (folder / "run.json").write_text(json.dumps(config))
+        (folder / "clients.json").write_text(json.dumps(people))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "status.json").write_text(json.dumps(status if status is not None else done))
+        if points is not None:
+            x, label, client = points
+            arrays = {"x": x.astype(np.float32), "label": label.astype(np.int64), "client": client.astype(np.int64)}
+            safetensors.numpy.save_file(arrays, folder / "representations.safetensors")
+        return RunRecord.load(folder)
+
+    return make
+
+
+def members(count: int) -> list[dict]:
+    """Rows of ``clients.json``: two classes each, and test examples that differ in number."""
+    rows = []
+    for i in range(count):
+        train = [0] * 10
+        train[(2 * i) % 10], train[(2 * i + 1) % 10] = 60, 40 + i
+        sizes = {"train": sum(train), "val": 15, "test": 10 + 5 * i}
+        rows.append({"id": i, "architecture": f"cnn{i % 2 + 1}", **sizes, "classes": {"train": train}})
+    return rows
+
+
+def curve(method: str, seed: int, count: int = 10, rounds: int = 20) -> list[dict]:
+    """A made-up run that learns; the same method and seed give the same one."""
+    random = np.random.default_rng([seed, *method.encode()])
+    top, speed = 0.7 + 0.25 * random.random(), 3 + 10 * random.random()
+    ease = random.normal(0, 0.04, count)
+    test = []
+    for i in range(rounds + 1):
+        x = 0.1 + (top - 0.1) * (1 - np.exp(-i / speed)) + ease + random.normal(0, 0.01, count)
+        test.append([float(v) for v in np.clip(x, 0, 1)])
+    return rounds_of(test)
+
+
+def cloud(n: int, clients: int = 4, classes: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Representations in clumps, one a class."""
+    random = np.random.default_rng(n)
+    label = np.arange(n) % classes
+    x = 6 * np.eye(classes, 8)[label] + random.normal(size=(n, 8))
+    return x, label, np.arange(n) * clients // n

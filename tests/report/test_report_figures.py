@@ -1,0 +1,177 @@
+"""Figures: what is drawn, not how it looks."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib.lines import Line2D
+from report_runs import cloud, rounds_of
+
+from fedlowrank.report import figures, pictures
+from fedlowrank.report.groups import aggregate, curve
+from fedlowrank.report.style import DASHES, LIGHT, drawing, legend, new_figure, styles, to_svg
+
+
+def both(runs):
+    groups = aggregate(runs)
+    return groups, styles([group.short for group in groups])
+
+
+def lines(picture):
+    return [line for line in picture.figure.axes[0].lines if len(line.get_xdata()) > 1]
+
+
+@pytest.fixture
+def eight(make_run):
+    return both([make_run(f"method {i}", s) for i in range(8) for s in (0, 1)])
+
+
+def test_one_curve_and_one_band_a_method(eight):
+    picture = figures.accuracy_over_rounds(*eight)
+    axes = picture.figure.axes[0]
+    assert len(lines(picture)) == len(axes.collections) == 8
+    assert len(picture.figure.legends[0].get_texts()) == 8
+    got = curve(eight[0][0])
+    np.testing.assert_allclose(lines(picture)[0].get_ydata(), 100 * got.mean)
+    for group in eight[0]:
+        assert group.label in picture.alt
+
+
+def test_no_band_for_one_seed(make_run):
+    picture = figures.accuracy_over_rounds(*both([make_run("a")]))
+    assert not picture.figure.axes[0].collections
+
+
+def test_curve_is_over_shared_rounds(make_run):
+    short = make_run("a", 0, rounds=rounds_of([[0.1], [0.3]]), run={"rounds": 2})
+    long = make_run("a", 1, rounds=rounds_of([[0.2], [0.5], [0.9]]))
+    got = curve(aggregate([short, long])[0])
+    assert got.rounds.tolist() == [0, 1]
+    assert got.mean.tolist() == pytest.approx([0.15, 0.4])
+    assert got.bytes.tolist() == [0, 1500]
+
+
+def test_bytes_axis_is_logarithmic_only_where_methods_differ(make_run):
+    a = make_run("a", rounds=rounds_of([[0.1], [0.5], [0.6]]))
+    rows = rounds_of([[0.1], [0.5], [0.6]])
+    for row in rows:
+        row["bytes_up"] *= 100
+    silent = rounds_of([[0.1], [0.4], [0.45]])
+    for row in silent:
+        row["bytes_up"] = row["bytes_down"] = 0
+    near = figures.accuracy_over_bytes(*both([a, make_run("b")]))
+    far = figures.accuracy_over_bytes(*both([a, make_run("c", rounds=rows), make_run("d", rounds=silent)]))
+    assert near.figure.axes[0].get_xscale() == "linear"
+    assert far.figure.axes[0].get_xscale() == "log"
+    level = far.figure.axes[0].lines[-1]
+    assert list(level.get_ydata()) == pytest.approx([45, 45])
+    assert figures.accuracy_over_bytes(*both([make_run("d", rounds=silent)])) is None
+
+
+def test_boxes_mark_the_mean_with_a_plus(eight):
+    picture = figures.client_boxes(*eight)
+    axes = picture.figure.axes[0]
+    marks = [line for line in axes.lines if line.get_marker() == "+"]
+    assert len(marks) == len(axes.patches) == 8
+    pooled = [v for one in eight[0][0].last for v in one.values]
+    assert marks[0].get_xdata()[0] == pytest.approx(100 * np.mean(pooled))
+
+
+def test_trade_off_has_a_marker_a_method(eight):
+    picture = figures.trade_off(*eight)
+    assert len(picture.figure.axes[0].lines) == 8
+
+
+def test_sweep_has_a_line_a_method(make_run):
+    runs = [make_run(m, s, vary={"method.k": k}) for m in "abc" for k in (2, 4, 8) for s in (0, 1)]
+    groups, looks = both(runs)
+    picture = figures.sweep(groups, looks)
+    axes = picture.figure.axes[0]
+    assert len(axes.containers) == 3
+    assert list(axes.containers[0].lines[0].get_xdata()) == [2, 4, 8]
+    assert axes.get_xlim()[0] < 2
+    assert axes.get_xlim()[1] > 8
+    far = figures.sweep(*both([make_run("a", 0, vary={"method.k": k}) for k in (0.01, 0.1, 1)])).figure.axes[0]
+    assert far.get_xscale() == "log"
+    assert far.get_xlim()[0] < 0.01
+    words = [make_run("a", 0, vary={"model.norm": v}) for v in ("batch", "group")]
+    ticks = figures.sweep(*both(words)).figure.axes[0].get_xticklabels()
+    assert [tick.get_text() for tick in ticks] == ["norm=batch", "norm=group"]
+    assert figures.sweep(*both([make_run("a")])) is None
+
+
+def test_nothing_to_draw(make_run):
+    groups, looks = both([make_run("a", rounds=[{"round": 0, "accuracy": None}])])
+    for draw in (figures.accuracy_over_rounds, figures.accuracy_over_bytes, figures.client_boxes, figures.trade_off):
+        assert draw(groups, looks) is None
+    assert pictures.representations(groups) == []
+
+
+def test_styles_are_distinct():
+    looks = styles([str(i) for i in range(32)])
+    assert len({(look.colour, look.dash) for look in looks.values()}) == len(LIGHT) * len(DASHES) == 32
+
+
+def test_representations(make_run):
+    groups, _ = both([make_run("a", points=cloud(60)), make_run("b"), make_run("c", points=cloud(80))])
+    *panels, key = pictures.representations(groups)
+    assert [panel.title for panel in panels] == ["Representations: a", "Representations: c"]
+    drawn = panels[0].figure.axes[0].collections
+    assert len(drawn) == 4  # one a client
+    assert sum(len(one.get_offsets()) for one in drawn) == 60
+    assert len(key.figure.legends[0].get_texts()) == 5 + 4
+
+
+def test_embedding_is_the_same_each_time_and_copes():
+    x, _, _ = cloud(50)
+    np.testing.assert_array_equal(pictures.embed(x), pictures.embed(x))
+    assert pictures.embed(x[:, :1]).shape == (50, 2)
+    assert pictures.embed(x[:3]) is None
+    assert pictures.embed(np.ones((20, 4))) is None
+
+
+def test_points_are_limited_and_evenly_taken(make_run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(pictures, "embed", lambda x: seen.append(x) or x[:, :2])
+    pictures.representations(aggregate([make_run("a", points=cloud(5000))]))
+    assert len(seen[0]) == pictures.POINTS
+
+
+def test_class_counts(make_run):
+    run = make_run("a")
+    offsets = pictures.class_counts(run).figure.axes[0].collections[0].get_offsets()
+    assert len(offsets) == 20  # two classes at each of ten clients
+    assert pictures.class_counts(make_run("a", clients=[{"id": 0, "test": 3}])) is None
+    many = [{"id": i, "classes": {"train": [1] * 40}} for i in range(200)]
+    assert "The first 75 of 200 clients" in pictures.class_counts(make_run("a", clients=many)).caption
+
+
+def test_svg_ids_are_its_own_and_references_hold(eight):
+    picture = figures.client_boxes(*eight)
+    first, second = to_svg(picture.figure, "one"), to_svg(picture.figure, "two")
+    for name, text in (("one", first), ("two", second)):
+        root = ET.fromstring(text)
+        ids = [e.attrib["id"] for e in root.iter() if "id" in e.attrib]
+        assert len(ids) == len(set(ids))
+        assert all(one.startswith(f"{name}-") for one in ids)
+        assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) == set(ids)
+    assert to_svg(picture.figure, "one") == first
+
+
+def test_svg_follows_the_page(eight):
+    text = to_svg(figures.accuracy_over_rounds(*eight).figure, "x")
+    assert "currentColor" in text
+    assert "var(--s0,#0071a2)" in text
+    assert not re.search(r"#0a00|#0b|#010203|<style|<metadata|<\?xml", text)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.text(min_size=1, max_size=30))
+def test_any_name_makes_sound_svg(name):
+    with drawing():
+        figure, _ = new_figure(1.0)
+        legend(figure, [Line2D([], [])], [name])
+    ET.fromstring(to_svg(figure, "n"))

@@ -1,0 +1,187 @@
+"""The page as a browser, a reader and a second run of the command get it."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+from report_runs import cloud, rounds_of
+
+from fedlowrank.errors import CheckpointError, ConfigError
+from fedlowrank.report import write_report
+from fedlowrank.report.groups import aggregate
+from fedlowrank.report.words import finding
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+class Balance(HTMLParser):
+    """Collects tags and fails where one is not closed in turn."""
+
+    def __init__(self):
+        super().__init__(convert_charrefs=True)
+        self.open, self.ids, self.loads, self.tags, self.text = [], [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        for key, value in attrs:
+            if key == "id":
+                self.ids.append(value)
+            if key in ("src", "href", "xlink:href", "data", "srcset", "action"):
+                self.loads.append(value)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open, f"</{tag}> without a start"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def parse(text):
+    parser = Balance()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+@pytest.fixture
+def written(make_run, tmp_path):
+    def write(runs, **options):
+        write_report(runs, tmp_path / "report.html", **options)
+        return (tmp_path / "report.html").read_text()
+
+    return write
+
+
+def level(mean, spread, seeds, make_run, name):
+    return [make_run(name, s, rounds=rounds_of([[0.1], [mean + spread * (s - 1)]])) for s in range(seeds)]
+
+
+def test_page_is_whole_and_needs_nothing_else(make_run, written, tmp_path):
+    runs = [make_run(m, s, points=cloud(40) if s == 0 else None) for m in "abc" for s in (0, 1)]
+    text = written(runs, command="fedlowrank run digits-demo")
+    page = parse(text)
+    assert len(page.ids) == len(set(page.ids))
+    assert all(one.startswith("#") for one in page.loads)
+    assert not re.search(r"url\((?!#)|@import|<script|<link|<iframe|<object", text)
+    assert page.tags.count("svg") == page.tags.count("figure") == page.tags.count("figcaption") == 9
+    assert text.count('role="img" aria-label="') == 9
+    assert "fedlowrank run digits-demo" in text
+    assert "prefers-color-scheme" in text
+    assert "@media print" in text
+    assert (tmp_path / "report.md").read_text().startswith("**Accuracy**")
+    assert (tmp_path / "report.csv").read_text().startswith("experiment,method,")
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_same_runs_same_bytes(make_run, tmp_path):
+    runs = [make_run(m, points=cloud(40)) for m in "ab"]
+    for name in ("x", "y"):
+        write_report(runs, tmp_path / f"{name}.html", target=0.5, command="c")
+    for suffix in (".html", ".md", ".csv"):
+        assert (tmp_path / f"x{suffix}").read_bytes() == (tmp_path / f"y{suffix}").read_bytes()
+
+
+HOSTILE = "</title><script>alert('x')</script><img src=http://e.example/ onerror=\"a\">$x_2$"
+
+
+def test_hostile_names_are_only_text(make_run, written):
+    rows = rounds_of([[0.1, 0.2], [0.5, 0.6]])
+    for row in rows:
+        row["accuracy"] = {HOSTILE: row["accuracy"]["personal"], HOSTILE + "2": row["accuracy"]["personal"]}
+    clients = [
+        {"id": i, "architecture": HOSTILE, "test": 5, "classes": {"train": [3, 4]}} for i in range(2)
+    ]  # fmt: skip
+    runs = [
+        make_run(
+            HOSTILE + m, title=HOSTILE + m, rounds=rows, clients=clients, points=cloud(20, clients=2, classes=2),
+            fields={HOSTILE: HOSTILE}, name=HOSTILE, paper=HOSTILE, data={"name": HOSTILE, HOSTILE: [HOSTILE]},
+            vary={HOSTILE: HOSTILE + m}, classes=[HOSTILE, HOSTILE], versions={HOSTILE: HOSTILE},
+            reference={"label": HOSTILE, "accuracy": {HOSTILE + m: 3.0}},
+            status={"state": HOSTILE, "rounds": HOSTILE},
+        )
+        for m in "ab"
+    ]  # fmt: skip
+    page = parse(written(runs, command=HOSTILE))
+    assert "script" not in page.tags
+    assert "img" not in page.tags
+    assert all(one.startswith("#") for one in page.loads)
+    assert any("alert('x')" in text for text in page.text)
+
+
+def test_mixed_experiments_have_sections_and_a_note(make_run, written):
+    text = written([make_run("a", name="one"), make_run("a", name="two"), make_run("b", name="one")])
+    assert "2 different experiments: one, two" in text
+    assert text.count('<section class="experiment">') == 2
+    parse(text)
+
+
+def test_different_federations_under_one_name_are_noted(make_run, written):
+    text = written([make_run("a"), make_run("b", partition={"kind": "dirichlet", "alpha": 0.1})])
+    assert "The runs differ in more than their methods" in text
+    assert "partition.kind" in text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"round": 0, "accuracy": None}],
+        rounds_of([[0.5]]),
+        rounds_of([[0.5], [float("nan")]]),
+        rounds_of([[None, 0.4], [None, None], [None, 0.6]]),
+        [{"round": 1, "loss": {"local": float("nan")}, "accuracy": {"global": {"test": [1.0]}}}],
+        [{"round": 1, "accuracy": {"global": {"val": [1.0]}}}],
+        [{"round": 1, "accuracy": {}}],
+    ],
+)
+def test_odd_runs_make_a_page(make_run, written, rows):
+    parse(written([make_run("a", rounds=rows)]))
+    parse(written([make_run("a", rounds=rows), make_run("b")]))
+
+
+def test_bare_configuration(make_run, written):
+    bare = dict.fromkeys(("title", "method", "data", "partition", "split", "model", "versions", "classes"))
+    run = make_run("a", rounds=rounds_of([[0.5], [0.6]]), clients=[], name="bare")
+    run.config.update(bare)
+    parse(written([run]))
+
+
+def test_sweep_page(make_run, written):
+    runs = [make_run(m, s, vary={"method.k": k}) for m in "ab" for k in (1, 2) for s in (0, 1)]
+    text = written(runs)
+    assert "Accuracy against k" in text
+    assert "With k = 2" in text
+    assert re.search(r"leads at \d of 2 settings", text)
+    parse(text)
+
+
+def test_finding_is_honest(make_run):
+    near = aggregate(level(0.80, 0.02, 3, make_run, "a") + level(0.79, 0.02, 3, make_run, "b"))
+    far = aggregate(level(0.80, 0.002, 3, make_run, "a") + level(0.60, 0.002, 3, make_run, "b"))
+    single = aggregate(level(0.80, 0.0, 1, make_run, "a") + level(0.60, 0.0, 1, make_run, "b"))
+    same = aggregate(level(0.80, 0.0, 1, make_run, "a") + level(0.80, 0.0, 1, make_run, "b"))
+    assert "overlap: these runs alone do not establish" in finding(near)[0]
+    assert "20.00 percentage points ahead of b" in finding(far)[0]
+    assert "does not overlap" in finding(far)[0]
+    assert "one seed" in finding(single)[0]
+    assert "are level" in finding(same)[0]
+    assert "overlap" not in finding(aggregate(level(0.8, 0.01, 3, make_run, "a")))[0]
+
+
+def test_refusals(make_run, tmp_path):
+    with pytest.raises(ConfigError, match="at least one run"):
+        write_report([], tmp_path / "r.html")
+    with pytest.raises(ConfigError, match="target"):
+        write_report([make_run("a")], tmp_path / "r.html", target=90)
+    with pytest.raises(CheckpointError, match="cannot write"):
+        write_report([make_run("a")], tmp_path / "missing" / "r.html")
+    assert not (tmp_path / "r.html").exists()
