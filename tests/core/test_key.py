@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 
 import numpy as np
@@ -9,13 +10,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from methods.setting import alike, run_of, unlike
 
+from fedlowrank import tree
 from fedlowrank.data.federation import Federation
 from fedlowrank.key import Key
 from fedlowrank.methods import METHODS
 from fedlowrank.models.architecture import build
 from fedlowrank.optimiser import SGD
+from methods.setting import alike, run_of, unlike
 
 NAMES = st.one_of(st.integers(-5, 5), st.sampled_from(["", "0", "1", "-1", "a", "b", '"', "[", ",", "1, 2"]))
 PATHS = st.lists(NAMES, min_size=1, max_size=4).map(tuple)
@@ -55,8 +57,6 @@ def test_draws_do_not_depend_on_what_was_drawn_before() -> None:
 def test_seeds_are_the_same_in_every_process_and_version() -> None:
     # runs are to be repeatable from their configuration alone, so the derivation of seeds may not change;
     # blake2b of the JSON of the path, 8 bytes, little end first, without the last bit
-    import hashlib
-
     digest = hashlib.blake2b(b'[0, "client", 3]', digest_size=8).digest()
     assert (Key((0,)) / "client" / 3).seed() == int.from_bytes(digest, "little") >> 1
 
@@ -71,12 +71,7 @@ def test_a_whole_run_moves_no_global_generator_and_heeds_none(name: str) -> None
     def made() -> list[list[float]]:
         federation = unlike() if METHODS[name].heterogeneous else alike()
         run = run_of(METHODS[name](optimiser=SGD(lr=0.1), batch_size=8), federation, rounds=2, participation=0.5)
-        return [t.flatten().tolist() for s in run.state.clients.values() if s is not None for t in leaves(s)]
-
-    def leaves(state: object) -> list[torch.Tensor]:
-        from fedlowrank import tree
-
-        return [t for _, t in tree.leaves(state)]
+        return [t.flatten().tolist() for s in run.state.clients.values() if s is not None for _, t in tree.leaves(s)]
 
     torch.manual_seed(1)
     random.seed(1)

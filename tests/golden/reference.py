@@ -59,7 +59,8 @@ def descended(net: Layers, grads: Layers, lr: float) -> Layers:
 def weighted_mean(nets: list[Layers], weights: list[int]) -> Layers:
     n = float(sum(weights))
     return [
-        tuple(sum(w * net[i][j] for w, net in zip(weights, nets, strict=True)) / n for j in (0, 1)) for i in range(len(nets[0]))
+        tuple(sum(w * net[i][j] for w, net in zip(weights, nets, strict=True)) / n for j in (0, 1))
+        for i in range(len(nets[0]))
     ]
 
 

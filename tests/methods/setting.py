@@ -29,7 +29,9 @@ class Net(nn.Module):
 
     head_name = "head"
 
-    def __init__(self, *hidden: int, inputs: int = INPUTS, classes: int = CLASSES, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self, *hidden: int, inputs: int = INPUTS, classes: int = CLASSES, dtype: torch.dtype = torch.float64
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for a, b in zip((inputs, *hidden), hidden, strict=False):
@@ -60,7 +62,11 @@ def arrays(seed: int = 0, sizes: Sequence[int] = SIZES, owned: Sequence[Sequence
 def alike(dtype: torch.dtype = torch.float64, seed: int = 0, **kwargs: Any) -> Federation:
     """All clients hold one architecture."""
     return Federation.from_arrays(
-        kwargs.pop("clients", None) or arrays(), {"small": lambda: Net(WIDTH, dtype=dtype)}, classes=CLASSES, seed=seed, **kwargs
+        kwargs.pop("clients", None) or arrays(),
+        {"small": lambda: Net(WIDTH, dtype=dtype)},
+        classes=CLASSES,
+        seed=seed,
+        **kwargs,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from golden import reference
 from torch import Tensor
 
 from fedlowrank.engine.base import Engine
@@ -18,13 +17,14 @@ from fedlowrank.low_rank.factored import Factored
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedkd import FedKD
-from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.fedproto import FedProto
+from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.fml import FML
 from fedlowrank.methods.lg_fedavg import LGFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.optimiser import SGD
+from golden import reference
 
 from .setting import CLASSES, SIZES, alike, layers, plan, run_of, start_of, train_data, unlike
 
@@ -169,15 +169,23 @@ def test_pfedlora(relu: bool, mu: float, make, engine: type[Engine]) -> None:
     server, nets = reference.pfedlora(
         adapter, start_of(federation), train_data(federation), plan(run), LR, 0.2, mu, relu
     )
-    same([run.state.server.a, run.state.server.a_bias, run.state.server.b, run.state.server.b_bias], [t for layer in server for t in layer])
+    same(
+        [run.state.server.a, run.state.server.a_bias, run.state.server.b, run.state.server.b_bias],
+        [t for layer in server for t in layer],
+    )
     same([layers(s) for s in states(run)], nets)
 
 
-def test_pfedlora_trains_the_adapter_with_the_optimiser_of_the_model_unless_told_otherwise(engine: type[Engine]) -> None:
+def test_pfedlora_trains_the_adapter_with_the_optimiser_of_the_model_unless_told_otherwise(
+    engine: type[Engine],
+) -> None:
     federation = unlike()
     method = PFedLoRA(mu=0.7, width=5, **LOCAL)
     run = run_of(method, federation, engine=engine, **SAMPLE)
     start = method.server_init(run.task)
     adapter = layers({"a": start.a, "a_bias": start.a_bias, "b": start.b, "b_bias": start.b_bias})
     server, _ = reference.pfedlora(adapter, start_of(federation), train_data(federation), plan(run), LR, LR, 0.7, False)
-    same([run.state.server.a, run.state.server.a_bias, run.state.server.b, run.state.server.b_bias], [t for layer in server for t in layer])
+    same(
+        [run.state.server.a, run.state.server.a_bias, run.state.server.b, run.state.server.b_bias],
+        [t for layer in server for t in layer],
+    )

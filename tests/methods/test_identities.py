@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from golden import reference
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import tree
 from fedlowrank.data.federation import Federation
+from fedlowrank.engine.base import client_view
 from fedlowrank.engine.sequential import Wire
 from fedlowrank.low_rank.factored import Factored
 from fedlowrank.method import Reply, ServerView
@@ -20,16 +20,31 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedkd import FedKD
-from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.fedproto import FedProto
+from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.fml import FML
 from fedlowrank.methods.lg_fedavg import LGFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.mlp import MLP
 from fedlowrank.optimiser import SGD, AdamW
+from golden import reference
 
-from .setting import CLASSES, INPUTS, SIZES, WIDTH, Net, alike, arrays, layers, plan, run_of, start_of, train_data, unlike
+from .setting import (
+    CLASSES,
+    INPUTS,
+    SIZES,
+    WIDTH,
+    Net,
+    alike,
+    arrays,
+    layers,
+    plan,
+    run_of,
+    start_of,
+    train_data,
+    unlike,
+)
 
 F32 = {"dtype": torch.float32}
 LOCAL = {"optimiser": SGD(lr=0.2), "batch_size": 8, "epochs": 2}
@@ -48,7 +63,9 @@ def assert_bits(a: Any, b: Any) -> None:
 # -- limits ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimiser", [SGD(lr=0.2), SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)])
+@pytest.mark.parametrize(
+    "optimiser", [SGD(lr=0.2), SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
+)
 def test_fedprox_without_pull_is_fedavg_bit_for_bit(optimiser) -> None:
     settings = {"optimiser": optimiser, "batch_size": 8, "epochs": 2}
     a = run_of(FedProx(mu=0.0, **settings), alike(**F32), **SAMPLE)
@@ -136,7 +153,9 @@ def test_one_client_with_all_data_is_plain_sgd(make, momentum: float) -> None:
     assert [len(r) for r in rounds] == [2 * -(-sum(SIZES) // 16)] * 3
     trained = bare_loop(model, torch.as_tensor(x), torch.as_tensor(y), rounds, lr=0.1, momentum=momentum)
     view = run.engine.trainer(method, federation, 0, federation.infos[0])
-    found = method.personal(run.state_of(federation.infos[0]), method.download(run.state.server, federation.infos[0]), view)
+    found = method.personal(
+        run.state_of(federation.infos[0]), method.download(run.state.server, federation.infos[0]), view
+    )
     for name, p in trained.named_parameters():
         torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-12)
 
@@ -213,8 +232,6 @@ def test_a_label_of_one_owner_has_that_owners_prototype_under_fedproto() -> None
 
 def lone_upload(method: Any, run: Any, client: int) -> Any:
     """What one client would send next."""
-    from fedlowrank.engine.base import client_view
-
     info = run.federation.infos[client]
     trainer = run.engine.trainer(method, run.federation, run.round, info)
     view = client_view(run.federation, run.task, run.round, info, trainer)
@@ -240,7 +257,9 @@ def test_the_weight_of_a_reply_is_its_number_of_examples(name: str) -> None:
     run = run_of(METHODS[name](**LOCAL), federation, steps=1)
     view = ServerView(run.task, 1, federation.key)
     uploads = [lone_upload(run.method, run, k) for k in (0, 2)]
-    after = run.method.server_update(run.state.server, [Reply(federation.infos[k], u) for k, u in zip((0, 2), uploads, strict=True)], view)
+    after = run.method.server_update(
+        run.state.server, [Reply(federation.infos[k], u) for k, u in zip((0, 2), uploads, strict=True)], view
+    )
 
     def mixed(found: Tensor, a: Tensor, b: Tensor) -> Tensor:
         torch.testing.assert_close(found, (SIZES[0] * a + SIZES[2] * b) / (SIZES[0] + SIZES[2]), rtol=0, atol=1e-14)
@@ -261,7 +280,11 @@ def test_the_order_of_replies_does_not_matter_to_the_server(name: str) -> None:
         straight, turned = straight.mentee, turned.mentee
     if name == "fd":
         straight, turned = (straight.total, straight.count), (turned.total, turned.count)
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12) if a.is_floating_point() else None, straight, turned)
+    tree.map(
+        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12) if a.is_floating_point() else None,
+        straight,
+        turned,
+    )
 
 
 # -- engines and functions ---------------------------------------------------------------------------------------------
@@ -294,10 +317,12 @@ def test_a_method_changes_none_of_its_arguments(name: str) -> None:
 def test_runs_of_one_seed_are_equal_and_of_two_seeds_differ(name: str) -> None:
     a, b, c = (run_of(METHODS[name](**LOCAL), federation_for(name, **F32, seed=s), **SAMPLE) for s in (5, 5, 6))
     assert_bits(a.state.server, b.state.server)
-    assert {k: tree.encode(s) for k, s in a.state.clients.items()} == {k: tree.encode(s) for k, s in b.state.clients.items()}
-    assert {k: tree.encode(s) for k, s in a.state.clients.items()} != {k: tree.encode(s) for k, s in c.state.clients.items()} or (
-        not tree.equal(a.state.server, c.state.server)
-    )
+    assert {k: tree.encode(s) for k, s in a.state.clients.items()} == {
+        k: tree.encode(s) for k, s in b.state.clients.items()
+    }
+    assert {k: tree.encode(s) for k, s in a.state.clients.items()} != {
+        k: tree.encode(s) for k, s in c.state.clients.items()
+    } or (not tree.equal(a.state.server, c.state.server))
 
 
 def test_a_federation_of_float32_models_matches_the_reference_to_single_precision() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from golden import reference
 from torch import Tensor, nn
 
 from fedlowrank import tree
@@ -32,8 +32,23 @@ from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.cnn import CNN
 from fedlowrank.optimiser import SGD
+from golden import reference
 
-from .setting import CLASSES, OWNED, SIZES, WIDTH, Net, alike, arrays, layers, plan, run_of, start_of, train_data, unlike
+from .setting import (
+    CLASSES,
+    OWNED,
+    SIZES,
+    WIDTH,
+    Net,
+    alike,
+    arrays,
+    layers,
+    plan,
+    run_of,
+    start_of,
+    train_data,
+    unlike,
+)
 
 LOCAL = {"optimiser": SGD(lr=0.2), "batch_size": 8, "epochs": 2}
 ONE_STEP = {"optimiser": SGD(lr=0.2), "batch_size": max(SIZES), "epochs": 1}
@@ -115,9 +130,7 @@ def test_fedkd_sends_factors_or_the_weight_whichever_is_smaller() -> None:
     assert sent[0] < 3 * SMALL
     # down: every update a participant has missed, as the server compressed it
     rounds, at, wanted = plan(run), dict.fromkeys(range(len(SIZES)), 0), []
-    updates = [
-        reference.sent_update(reference.plus(b, a, -1.0), 1.0)[0] for a, b in zip(history, history[1:], strict=False)
-    ]
+    updates = [reference.sent_update(reference.plus(b, a, -1.0), 1.0)[0] for a, b in itertools.pairwise(history)]
     numbers = []
     for t, update in enumerate(updates):
         energy = energies[0] + (energies[1] - energies[0]) * t / 2
@@ -139,7 +152,10 @@ def test_bytes_are_those_of_the_encoded_messages(name: str) -> None:
     federation = (unlike if METHODS[name].heterogeneous else alike)()
     run = run_of(METHODS[name](**LOCAL), federation, steps=1)
     downs = [run.method.download(run.state.server, i) for i in federation.infos]
-    ups = [run.method.local_update(run.state_of(i), d, view_of(run, i.id))[1] for i, d in zip(federation.infos, downs, strict=True)]
+    ups = [
+        run.method.local_update(run.state_of(i), d, view_of(run, i.id))[1]
+        for i, d in zip(federation.infos, downs, strict=True)
+    ]
     record = run.step()
     assert record.bytes_down == sum(len(tree.encode(d)) for d in downs if d is not None)
     assert record.bytes_up == sum(len(tree.encode(u)) for u in ups if u is not None)
@@ -157,7 +173,9 @@ def test_divergences_are_means_over_examples_and_not_over_classes() -> None:
     assert float(found) == pytest.approx(float((p * np.log(p / q)).sum() / 5), abs=1e-14)
     found = soft_cross_entropy(torch.tensor(s), torch.tensor(p))
     np.testing.assert_allclose(found.numpy(), -(p * np.log(q)).sum(1), atol=1e-14)
-    assert float(square_error(torch.tensor(t), torch.tensor(s), batch)) == pytest.approx(float(((t - s) ** 2).mean()), abs=1e-14)
+    assert float(square_error(torch.tensor(t), torch.tensor(s), batch)) == pytest.approx(
+        float(((t - s) ** 2).mean()), abs=1e-14
+    )
 
 
 def test_padding_counts_in_no_mean() -> None:
@@ -208,7 +226,9 @@ def test_updates_and_not_weights_are_decomposed() -> None:
     assert torch.linalg.matrix_rank(before["body.0.weight"]) == WIDTH
     update = {n: torch.zeros_like(p) for n, p in before.items()}
     update["body.0.weight"] = matrix(1, WIDTH, 12)
-    after = method.server_update(run.state.server, [Reply(federation.infos[0], update)], ServerView(run.task, 0, federation.key))
+    after = method.server_update(
+        run.state.server, [Reply(federation.infos[0], update)], ServerView(run.task, 0, federation.key)
+    )
     assert after.updates[0]["body.0.weight"].rank == 1
     # a rank-one update arrives whole and leaves the weights' own rank alone
     torch.testing.assert_close(after.mentee["body.0.weight"] - before["body.0.weight"], update["body.0.weight"])
@@ -571,7 +591,9 @@ def test_the_reference_has_the_gradients_of_its_losses() -> None:
                 moved = [list(pair) for pair in net]
                 moved[layer][part] = moved[layer][part] + step * towards
                 values.append(reference.cross_entropy(reference.forward([tuple(p) for p in moved], x)[1], y))
-            assert (values[0] - values[1]) / 2e-5 == pytest.approx(float((grads[layer][part] * towards).sum()), abs=1e-7)
+            assert (values[0] - values[1]) / 2e-5 == pytest.approx(
+                float((grads[layer][part] * towards).sum()), abs=1e-7
+            )
 
 
 def test_data_of_the_setting_is_as_the_tests_assume() -> None:

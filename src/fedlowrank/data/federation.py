@@ -71,7 +71,8 @@ class Federation:
         if device == "cpu":
             return self
         clients = [
-            replace(c, **{s: _moved(getattr(c, s), device) for s in ("train", "val", "test")}) for c in self.clients
+            replace(c, train=_moved(c.train, device), val=_moved(c.val, device), test=_moved(c.test, device))
+            for c in self.clients
         ]
         for a in self.architectures.values():
             a.module.to(device)

@@ -26,7 +26,7 @@ class Factored:
 
     @property
     def rank(self) -> int:
-        """r."""
+        """Number of singular values."""
         return len(self.s)
 
     def dense(self) -> Tensor:

@@ -8,8 +8,8 @@ from ..method import Method
 from .fd import FD
 from .fedavg import FedAvg
 from .fedkd import FedKD
-from .fedprox import FedProx
 from .fedproto import FedProto
+from .fedprox import FedProx
 from .fml import FML
 from .lg_fedavg import LGFedAvg
 from .pfedlora import PFedLoRA

@@ -111,6 +111,7 @@ class FD(Method[Server, Params, Targets, Outputs]):
 
     def server_update(self, server: Server, replies: Sequence[Reply[Outputs]], view: ServerView) -> Server:
         """Replace the share of every client that replied."""
+        del view
         latest = server.latest | {str(r.client.id): r.upload for r in replies}
         total, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
         for own in latest.values():

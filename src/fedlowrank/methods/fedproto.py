@@ -9,9 +9,9 @@ Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. AAAI 2022. arXiv:21
     server:                 c̄_j = Σ_k n_{k,j} c_{k,j} / Σ_k n_{k,j}, over the owners    server_update
 
 A class without a prototype yet leaves its term out. Prototypes come from one pass after training. A class that no reply
-covers keeps its last prototype, and before there is any usable one the classifier infers. Inference by the classifier (default, as tables of local models need), or by the nearest
-prototype over all classes (the paper's) or over the client's own. The distance is the mean over features of the squared
-differences, as in the authors' code; ``λ = 1`` there.
+covers keeps its last prototype. Inference is by the classifier (default, as tables of local models need), or by the
+nearest prototype over all classes (the paper's) or over the client's own; before there is any usable prototype, the
+classifier infers. The distance is the mean over features of the squared differences, as in the authors' code, where λ = 1.
 """
 
 from __future__ import annotations

@@ -1,0 +1,270 @@
+"""The battery that every method passes, for one's own methods too."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import tree
+from .data.federation import Federation
+from .engine import Sequential, Vectorised, Wire
+from .engine.base import Engine, Job
+from .engine.checkpoint import load, save
+from .engine.run import Run, RunSettings
+from .errors import TaskError
+from .method import Method, Reply, ServerView
+from .optimiser import SGD
+
+AnyMethod = Method[Any, Any, Any, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Outcome of one check."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+class _Net(nn.Module):
+    """A small network whose body differs between clients and whose representation and head do not."""
+
+    head_name = "head"
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 5), nn.ReLU())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.body(x))
+        return scores
+
+
+def federation(mixed: bool, seed: int = 0, clients: int = 5) -> Federation:
+    """A small federation with clients of uneven size.
+
+    Args:
+        mixed: two architectures, or one.
+        seed: of everything.
+        clients: their number.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rule = torch.randn(6, 3, generator=generator)
+    data = []
+    for i in range(clients):
+        x = torch.randn(24 + 7 * i, 6, generator=generator)
+        data.append((x, ((x @ rule).argmax(-1) + i % 2) % 3))
+    models = {"small": lambda: _Net(4), "wide": lambda: _Net(7)} if mixed else {"small": lambda: _Net(4)}
+    return Federation.from_arrays(data, models, classes=3, seed=seed)
+
+
+def check_method(method: AnyMethod) -> list[Finding]:
+    """Test a method against the contract of :mod:`fedlowrank.method`.
+
+    Args:
+        method: with settings under which it trains (learning rate not 0).
+
+    Returns:
+        One finding a check; a check that raises fails, with the error as its detail.
+    """
+    found = []
+    for name, test in CHECKS.items():
+        try:
+            detail = test(method)
+        except Exception as error:  # noqa: BLE001 - a third party's method may raise anything; the finding reports it
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            detail = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+        found.append(Finding(name, detail is None, detail or ""))
+    return found
+
+
+def go(method: AnyMethod, engine: Engine, rounds: int = 3, **settings: Any) -> Run:
+    """A few rounds on a small federation."""
+    run = Run(method, federation(method.heterogeneous), RunSettings(rounds=6, participation=0.8, **settings), engine)
+    for _ in range(rounds):
+        run.step()
+    return run
+
+
+def _states(run: Run) -> Any:
+    return run.state.server, {str(i): c for i, c in sorted(run.state.clients.items())}
+
+
+def _first_difference(a: Any, b: Any, rtol: float, atol: float) -> str | None:
+    theirs = dict(tree.leaves(b))
+    mine = dict(tree.leaves(a))
+    if mine.keys() != theirs.keys():
+        return f"the states differ in structure at {sorted(mine.keys() ^ theirs.keys())[0]}"
+    for path, x in mine.items():
+        y = theirs[path]
+        if x.shape != y.shape or not torch.allclose(x.double(), y.double(), rtol=rtol, atol=atol, equal_nan=True):
+            gap = (x.double() - y.double()).abs().max() if x.shape == y.shape else math.nan
+            return f"{path} differs by {float(gap):.2g}"
+    return None
+
+
+def _same(a: Any, b: Any) -> str | None:
+    return None if tree.equal(a, b) else _first_difference(a, b, 0, 0) or "some bits differ"
+
+
+def _wire(method: AnyMethod) -> str | None:
+    return _same(_states(go(method, Sequential())), _states(go(method, Wire())))
+
+
+def _vectorised(method: AnyMethod) -> str | None:
+    return _first_difference(_states(go(method, Sequential())), _states(go(method, Vectorised())), 1e-3, 1e-4)
+
+
+def _resume(method: AnyMethod) -> str | None:
+    whole = go(method, Sequential(), 4)
+    half = go(method, Sequential(), 2)
+    again = Run(method, half.federation, half.settings, Sequential())
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder), half.round, half.state.server, half.state.clients)
+        again.restore(load(Path(folder)))
+    for _ in range(2):
+        again.step()
+    return _same(_states(whole), _states(again))
+
+
+def _pure(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 2)
+    before = tree.encode((_states(run), [a.initial for a in run.federation.architectures.values()]))
+    random = torch.get_rng_state()
+    run.step()
+    after = tree.encode((_states(run), None))
+    del after
+    fresh = go(method, Sequential(), 2)
+    if before != tree.encode((_states(fresh), [a.initial for a in fresh.federation.architectures.values()])):
+        return "two equal runs end in different states"
+    if not torch.equal(random, torch.get_rng_state()):
+        return "a round draws from torch's global generator; use view.key"
+    frozen = run.state
+    held = tree.encode(_states(run))
+    infos = run.participants(run.round)
+    jobs = [Job(run.state_of(i), method.download(frozen.server, i), i) for i in infos]
+    outcomes = list(Sequential().run(method, run.federation, run.task, run.round, jobs))
+    replies = [Reply(i, o.upload) for i, o in zip(infos, outcomes, strict=True) if o.upload is not None]
+    if replies:
+        method.server_update(frozen.server, replies, ServerView(run.task, run.round, run.federation.key))
+    run.start()
+    return None if held == tree.encode(_states(run)) else "a function of the method changes its input in place"
+
+
+def _order(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 2)
+    infos = run.participants(run.round)
+    jobs = [Job(run.state_of(i), method.download(run.state.server, i), i) for i in infos]
+    outcomes = Sequential().run(method, run.federation, run.task, run.round, jobs)
+    replies = [Reply(i, o.upload) for i, o in zip(infos, outcomes, strict=True) if o.upload is not None]
+    if not replies:
+        return None
+    view = ServerView(run.task, run.round, run.federation.key)
+    one, other = (method.server_update(run.state.server, r, view) for r in (replies, replies[::-1]))
+    return _first_difference(one, other, 1e-4, 1e-5)
+
+
+def _still(method: AnyMethod) -> str | None:
+    changed = {
+        f.name: dataclasses.replace(value, lr=0.0, weight_decay=0.0, groups={})
+        for f in dataclasses.fields(method)
+        if hasattr(value := getattr(method, f.name), "learning_rate")
+    }
+    still = dataclasses.replace(method, **changed)
+    run = Run(still, federation(method.heterogeneous), RunSettings(rounds=6), Sequential())
+    first = {i.id: _personal(run, i) for i in run.federation.infos}
+    run.step()
+    for info in run.federation.infos:
+        gap = _first_difference(_personal(run, info), first[info.id], 1e-5, 1e-6)
+        if gap is not None:
+            return f"with a learning rate of 0 the model of client {info.id} changes: {gap}"
+    return None
+
+
+def _personal(run: Run, info: Any) -> Any:
+    from .engine.base import client_view
+
+    trainer = run.engine.trainer(run.method, run.federation, 0, info)
+    view = client_view(run.federation, run.task, 0, info, trainer)
+    return run.method.personal(run.state_of(info), run.method.download(run.state.server, info), view)
+
+
+def _learns(method: AnyMethod) -> str | None:
+    faster = method
+    if isinstance(method.optimiser, SGD):
+        faster = dataclasses.replace(method, optimiser=dataclasses.replace(method.optimiser, lr=0.1), batch_size=8)
+    run = Run(faster, federation(method.heterogeneous), RunSettings(rounds=6), Sequential())
+    before = next(iter((run.start().accuracy or {}).values()))["val"]
+    for _ in range(6):
+        record = run.step()
+    after = next(iter((record.accuracy or {}).values()))["val"]
+    means = [sum(a for a in each if a is not None) / len(each) for each in (before, after)]
+    return None if means[1] >= means[0] else f"accuracy falls from {means[0]:.2f} to {means[1]:.2f} in 6 rounds"
+
+
+def _unseen(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 1)
+    seen = set(run.state.clients)
+    unseen = [i for i in run.federation.infos if i.id not in seen]
+    if not unseen and run.state.clients:
+        return "every client took part; nothing was tested"
+    accuracy = run.start().accuracy or {}
+    values = [series["test"][i.id] for series in accuracy.values() for i in unseen]
+    return None if all(v is not None and 0 <= v <= 1 for v in values) else "a client that never took part cannot infer"
+
+
+def _lost(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 0, lost_replies=0.4)
+    for _ in range(4):
+        before = dict(run.state.clients)
+        record = run.step()
+        for client in map(int, record.lost):
+            if not tree.equal(before.get(client), run.state.clients.get(client)):
+                return f"client {client} changed its state although its reply was lost"
+    return None
+
+
+def _measured(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 2)
+    for info in run.federation.infos:
+        down = method.download(run.state.server, info)
+        if tree.encoded_size(down) != len(tree.encode(down)):
+            return "the size of a download depends on more than its structure"
+    return None
+
+
+def _refuses(method: AnyMethod) -> str | None:
+    if method.heterogeneous:
+        return None
+    try:
+        Run(method, federation(True), RunSettings(rounds=1), Sequential())
+    except TaskError:
+        return None
+    return "a federation of unequal models is accepted; use task.common_model, or set heterogeneous = True"
+
+
+CHECKS: dict[str, Callable[[AnyMethod], str | None]] = {
+    "every message survives its bytes (wire = sequential, bit for bit)": _wire,
+    "a resumed run ends as an unbroken one (bit for bit)": _resume,
+    "clients at once = one by one (to 1e-3)": _vectorised,
+    "functions are pure and draw from named keys": _pure,
+    "the order of replies does not matter": _order,
+    "a learning rate of 0 changes no model": _still,
+    "it learns": _learns,
+    "a client that never took part can infer": _unseen,
+    "a lost reply leaves its client as it was": _lost,
+    "messages are measured": _measured,
+    "unequal models are refused where they must be": _refuses,
+}
+"""Every check: None if it passes, else what is wrong."""

@@ -1,0 +1,113 @@
+"""The command line: ``fedlowrank list | run | compare | resume | report | check | data``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from . import __version__, commands
+from .errors import FedlowrankError
+
+OVERRIDES = (
+    "section.field=value, laid over the file: run.rounds=20, defaults.optimiser.lr=0.05, methods.pfedlora.mu=0.7"
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their options."""
+    top = argparse.ArgumentParser(
+        prog="fedlowrank", description="Federated learning with low-rank parts: run, compare, report."
+    )
+    top.add_argument("--version", action="version", version=f"fedlowrank {__version__}")
+    # a global option is accepted after the command too, where people type it
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    fields = {"formatter_class": argparse.RawDescriptionHelpFormatter, "parents": [common]}
+    sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    p = sub.add_parser("list", help="methods, models, data; or the fields of one method", parents=[common])
+    p.add_argument("method", nargs="?", help="show this method's paper and fields")
+    p.set_defaults(run=lambda a: commands.list_(a.method))
+
+    p = sub.add_parser("run", help="run one method", epilog=commands.field_help(), **fields)  # type: ignore[arg-type]
+    p.add_argument("file", type=Path, help="experiment file (TOML)")
+    p.add_argument("overrides", nargs="*", help=OVERRIDES)
+    p.add_argument("--method", help="instead of the file's")
+    p.add_argument("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
+    p.add_argument("--force", action="store_true", help="move an existing run folder aside")
+    p.set_defaults(run=lambda a: commands.run(a.file, a.overrides, a.method, a.out, a.force))
+
+    p = sub.add_parser(
+        "compare", help="run several methods, seeds and settings, and report", epilog=commands.field_help(), **fields  # type: ignore[arg-type]
+    )  # fmt: skip
+    p.add_argument("file", type=Path, help="experiment file (TOML)")
+    p.add_argument("overrides", nargs="*", help=OVERRIDES)
+    p.add_argument("--methods", help="comma-separated (default: the file's compare = [...])")
+    p.add_argument("--seeds", default=None, help="comma-separated (default: the file's seeds = [...], else run.seed)")
+    p.add_argument("--vary", help="section.field=v1,v2,...: run everything for each value (default: the file's vary)")
+    p.add_argument("-o", "--out", type=Path, help="folder of the runs and of report.html (default: runs/NAME)")
+    p.add_argument("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
+    p.add_argument("--force", action="store_true", help="move existing run folders aside instead of going on with them")
+    p.set_defaults(
+        run=lambda a: commands.compare(a.file, a.overrides, a.methods, a.seeds, a.vary, a.out, a.target, a.force)
+    )
+
+    p = sub.add_parser("resume", help="go on with a stopped run from its last checkpoint", parents=[common])
+    p.add_argument("folder", type=Path, help="run folder")
+    p.add_argument("overrides", nargs="*", help="only for settings that do not change the result; others are refused")
+    p.set_defaults(run=lambda a: commands.resume(a.folder, a.overrides))
+
+    p = sub.add_parser("report", help="tables and pictures of finished runs", parents=[common])
+    p.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of run folders")
+    p.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
+    p.add_argument("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
+    p.add_argument("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
+    p.set_defaults(run=lambda a: commands.report(a.folders, a.out, a.target, a.tensorboard))
+
+    p = sub.add_parser("check", help="test a method of one's own against the contract", parents=[common])
+    p.add_argument("method", help="a built-in name, or package.module:Class")
+    p.set_defaults(run=lambda a: commands.check(a.method))
+
+    p = sub.add_parser("data", help="show how an experiment shares out its data", parents=[common])
+    p.add_argument("file", type=Path, help="experiment file (TOML)")
+    p.add_argument("overrides", nargs="*", help=OVERRIDES)
+    p.add_argument("-o", "--out", type=Path, help="also draw it (.svg, .png or .pdf)")
+    p.set_defaults(run=lambda a: commands.data(a.file, a.overrides, a.out))
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Returns:
+        0 if all went well, 1 after an error of the user's, 130 after Ctrl-C.
+    """
+    args = parser().parse_args(argv)
+    # a polite kill ends as Ctrl-C does: the last finished round is kept
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        done: int = args.run(args)
+    except FedlowrankError as error:
+        if args.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"interrupted. {commands.hint()}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+    return done
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

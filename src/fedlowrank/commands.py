@@ -1,0 +1,287 @@
+"""What the commands of the command line do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import importlib
+import inspect
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from . import config, experiment
+from .check import check_method
+from .data.describe import class_count_figure, class_count_table, class_counts
+from .data.federation import Federation
+from .data.partition import PARTITIONS
+from .data.sources import SOURCES
+from .data.split import SPLITS
+from .engine.run import RunSettings
+from .errors import CheckpointError, ConfigError, TaskError
+from .experiment import Experiment
+from .methods import METHODS
+from .models.zoo import MODELS, ModelSettings
+from .optimiser import SGD, AdamW, Schedule
+from .record import RunRecord
+from .report import comparison, export_tensorboard, render_terminal, write_report
+from .simulate import simulate
+
+OUT = Console()
+_CURRENT: list[Path] = []
+
+
+def hint() -> str:
+    """What to do after an interrupt."""
+    return f"Go on with: fedlowrank resume {_CURRENT[-1]}" if _CURRENT else "Nothing was running."
+
+
+def list_(method: str | None) -> int:
+    """Show what there is."""
+    if method is not None:
+        cls = experiment.method_class(method)
+        OUT.print(inspect.getdoc(sys.modules[cls.__module__]) or "", markup=False, highlight=False)
+        OUT.print(_fields(f"methods.{method}", cls))
+        return 0
+    table = Table("method", "", "models", "source", title="Methods")
+    for name, cls in METHODS.items():
+        line = (inspect.getdoc(cls) or "").splitlines()[0]
+        table.add_row(name, line, "any" if cls.heterogeneous else "equal", cls.citation)
+    OUT.print(table)
+    for title, known in (
+        ("Models (model.names)", MODELS),
+        ("Data (data.source)", _lines(SOURCES)),
+        ("Partitions (partition.kind)", _lines(PARTITIONS)),
+        ("Splits (split.kind)", _lines(SPLITS)),
+    ):
+        table = Table("name", "", title=title)
+        for name, line in known.items():
+            table.add_row(name, line)
+        OUT.print(table)
+    OUT.print("`fedlowrank list METHOD` shows a method's paper, algorithm and fields.")
+    return 0
+
+
+def _lines(known: dict[str, type[Any]]) -> dict[str, str]:
+    return {n: (inspect.getdoc(c) or "").splitlines()[0] for n, c in known.items()}
+
+
+def _fields(title: str, cls: type[Any]) -> Table:
+    table = Table("field", "default", "meaning", title=f"[{title}]", title_justify="left")
+    for f in config.fields_of(cls):
+        table.add_row(f"{f.name}: {f.type}", f.default, f.meaning)
+    return table
+
+
+@functools.cache
+def field_help() -> str:
+    """The fields of every section, for ``--help``."""
+    lines = ["Fields of an experiment file, with their defaults:"]
+    sections: list[tuple[str, type[Any]]] = [("run", RunSettings), ("model", ModelSettings)]
+    sections += [(f"data, source = {n}", c) for n, c in SOURCES.items()]
+    sections += [(f"partition, kind = {n}", c) for n, c in PARTITIONS.items()]
+    sections += [(f"split, kind = {n}", c) for n, c in SPLITS.items()]
+    sections += [("defaults.optimiser, kind = sgd", SGD), ("defaults.optimiser, kind = adamw", AdamW)]
+    sections += [("defaults.optimiser.schedule", Schedule)]
+    sections += [(f"methods.{n}", c) for n, c in METHODS.items()]
+    for title, cls in sections:
+        lines.append(f"\n[{title}]")
+        lines += [f"  {f.name} = {f.default}\n      {f.meaning}" for f in config.fields_of(cls)]
+    return "\n".join(lines)
+
+
+def run(file: Path, overrides: Sequence[str], method: str | None, out: Path | None, force: bool) -> int:
+    """Run one method of an experiment."""
+    made = experiment.load(config.read(file, overrides))
+    name = method or made.single
+    folder = out or Path("runs") / made.name / f"{name}-s{made.run.seed}"
+    made.method(name)
+    _refuse_existing(folder, force)
+    federation = made.federation()
+    _show_data(federation)
+    _one(made, name, federation, folder, force=force)
+    OUT.print(render_terminal(comparison([RunRecord.load(folder)])))
+    OUT.print(f"run folder: {folder}")
+    return 0
+
+
+def compare(
+    file: Path,
+    overrides: Sequence[str],
+    methods: str | None,
+    seeds: str | None,
+    vary: str | None,
+    out: Path | None,
+    target: float | None,
+    force: bool,
+) -> int:
+    """Run every combination of method, seed and varied value; finished runs of the same configuration are kept."""
+    tables = config.read(file, overrides)
+    base = experiment.load(tables)
+    names = [m.strip() for m in methods.split(",")] if methods else base.compared
+    numbers = _seeds(seeds or ",".join(map(str, tables.get("seeds", [base.run.seed]))))
+    vary = vary or tables.get("vary")
+    out = out or Path("runs") / base.name
+    plan = []
+    for varied in _varied(vary):
+        for seed in numbers:
+            changed = copy.deepcopy(tables)
+            for text in (*varied.values(), f"run.seed={seed}"):
+                config.merge(changed, config.override(text))
+            made = experiment.load(changed)
+            for name in names:
+                made.method(name)
+                label = "".join(f"-{text.rpartition('.')[2]}" for text in varied.values())
+                plan.append((made, name, seed, varied, out / f"{name}{label}-s{seed}"))
+    records, refused, federation, last = [], [], None, None
+    for made, name, seed, varied, folder in plan:
+        if federation is None or last is not made:
+            federation, last = made.federation(), made
+            if (made, name) == plan[0][:2]:
+                _show_data(federation)
+        values = {k: config.literal(text.partition("=")[2]) for k, text in varied.items()}
+        try:
+            _one(made, name, federation, folder, force=force, go_on=not force, extra={"vary": values})
+        except TaskError as error:
+            refused.append(f"{METHODS[name].title}, seed {seed}: {error}")
+            continue
+        records.append(RunRecord.load(folder))
+    if records:
+        page = out / "report.html"
+        write_report(records, page, target=target, command=shlex.join(["fedlowrank", *sys.argv[1:]]))
+        OUT.print(render_terminal(comparison(records, target)))
+        OUT.print(f"report: {page}")
+    for line in refused:
+        OUT.print(f"not run: {line}", style="yellow", markup=False)
+    return 0 if records else 1
+
+
+def resume(folder: Path, overrides: Sequence[str]) -> int:
+    """Go on with a stopped run."""
+    try:
+        stored = json.loads((folder / "run.json").read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is not a run folder: it holds no run.json") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'run.json'} is damaged: {error}") from error
+    if "experiment" not in stored:
+        raise CheckpointError(f"{folder} was made from Python; resume it with simulate(..., folder=..., resume=True)")
+    tables = stored["experiment"]
+    for text in overrides:
+        config.merge(tables, config.override(text))
+    made = experiment.load(tables)
+    _one(made, stored["method"]["name"], made.federation(), folder, go_on=True, extra={"vary": stored["vary"]})
+    OUT.print(render_terminal(comparison([RunRecord.load(folder)])))
+    return 0
+
+
+def report(folders: Sequence[Path], out: Path, target: float | None, tensorboard: Path | None) -> int:
+    """Write the report of run folders."""
+    found: list[Path] = []
+    for folder in folders:
+        inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
+        found += [folder] if (folder / "run.json").exists() or not inner else inner
+    records = [RunRecord.load(f) for f in found]
+    write_report(records, out, target=target, command=shlex.join(["fedlowrank", *sys.argv[1:]]))
+    for record in records if tensorboard else ():
+        export_tensorboard(record, Path(str(tensorboard)) / record.folder.name)
+    OUT.print(render_terminal(comparison(records, target)))
+    OUT.print(f"report: {out}")
+    return 0
+
+
+def check(name: str) -> int:
+    """Test a method against the contract."""
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        sys.path.insert(0, str(Path.cwd()))
+        try:
+            cls = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{name!r} cannot be imported: {error}") from error
+    else:
+        cls = experiment.method_class(name)
+    try:
+        method = cls()
+    except TypeError as error:
+        raise ConfigError(f"{name} cannot be made without arguments, give every field a default: {error}") from error
+    findings = check_method(method)
+    table = Table("check", "", "detail", title=f"{method.title}: the contract")
+    for finding in findings:
+        table.add_row(finding.name, "[green]ok[/]" if finding.ok else "[red]FAILED[/]", finding.detail)
+    OUT.print(table)
+    return 0 if all(f.ok for f in findings) else 1
+
+
+def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
+    """Show how an experiment shares out its data."""
+    federation = experiment.load(config.read(file, overrides)).federation()
+    _show_data(federation)
+    if out is not None:
+        figure = class_count_figure(class_counts(federation.clients, len(federation.classes)), federation.classes)
+        try:
+            figure.savefig(out)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot draw {out}: {error}") from error
+        OUT.print(f"picture: {out}")
+    return 0
+
+
+def _show_data(federation: Federation) -> None:
+    OUT.print(class_count_table(federation.clients, federation.classes), markup=False, highlight=False)
+
+
+def _refuse_existing(folder: Path, force: bool) -> None:
+    if folder.exists() and not force:
+        raise CheckpointError(
+            f"{folder} exists already. Go on with it by `fedlowrank resume {folder}`, choose another folder with -o, "
+            "or pass --force to move it aside."
+        )
+
+
+def _one(
+    made: Experiment,
+    name: str,
+    federation: Federation,
+    folder: Path,
+    *,
+    force: bool = False,
+    go_on: bool = False,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    _CURRENT.append(folder)
+    simulate(
+        made.method(name),
+        federation,
+        folder=folder,
+        resume=go_on and (folder / "checkpoint" / "manifest.json").exists(),
+        force=force or (go_on and not (folder / "checkpoint" / "manifest.json").exists()),
+        progress=True,
+        config={**made.describe(), **(extra or {})},
+        **dataclasses.asdict(made.run),
+    )
+    _CURRENT.pop()
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        return [int(s) for s in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--seeds takes whole numbers separated by commas, such as 0,1,2; not {text!r}") from error
+
+
+def _varied(text: str | None) -> list[dict[str, str]]:
+    """One entry a value: the field's name and the override that sets it."""
+    if text is None:
+        return [{}]
+    field, sign, values = text.partition("=")
+    if not sign or not values:
+        raise ConfigError(f"--vary takes section.field=v1,v2,..., such as run.participation=0.1,0.5,1.0; not {text!r}")
+    return [{field.strip(): f"{field.strip()}={v.strip()}"} for v in values.split(",")]
