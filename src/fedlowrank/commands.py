@@ -235,7 +235,8 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
 
 
 def _show_data(federation: Federation) -> None:
-    OUT.print(class_count_table(federation.clients, federation.classes), markup=False, highlight=False)
+    # plain print: the table is laid out already, and wrapping would tear its lines
+    print(class_count_table(federation.clients, federation.classes, width=OUT.width), flush=True)
 
 
 def _refuse_existing(folder: Path, force: bool) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedlowrank.data.federation import Federation
 from fedlowrank.errors import ConfigError, TaskError
 from fedlowrank.key import Key
 from fedlowrank.models.architecture import Architecture, build
@@ -249,3 +250,47 @@ def test_inputs_by_name_are_keyword_arguments() -> None:
     arch = Architecture("two", module, {n: t[:1] for n, t in x.items()})
     torch.testing.assert_close(arch.apply(arch.initial, x), module(**x))
     torch.testing.assert_close(arch.represent(arch.initial, x), module.body(x["a"] - x["b"]))
+
+
+def test_a_head_that_shares_a_weight_with_the_body_is_refused_or_follows_it() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.head.weight = self.body.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.relu(self.body(x)))
+
+    x = torch.randn(4, 6)
+    try:
+        a = Architecture("tied", Tied(), x[:1])
+    except TaskError:
+        return
+    # a weight that has one name must have one value wherever it is used, not that of the first round in the head
+    other = {n: p + 0.5 for n, p in a.initial.items()}
+    torch.testing.assert_close(a.head(other, a.represent(other, x)), a.apply(other, x))
+
+
+def test_moving_a_federation_leaves_the_original_where_it_was() -> None:
+    federation = Federation.from_arrays([(torch.randn(10, 6), torch.arange(10) % 2)], lambda: MLP(6, (5,), 2))
+    moved = federation.to("meta")
+    assert {t.device.type for t in moved.architectures["model"].initial.values()} == {"meta"}
+    assert {t.device.type for t in federation.architectures["model"].initial.values()} == {"cpu"}
+    assert {p.device.type for p in federation.architectures["model"].module.parameters()} == {"cpu"}
+
+
+def test_a_moved_model_takes_its_buffers_along_on_both_sides_of_the_split() -> None:
+    class Shifted(MLP):
+        def __init__(self) -> None:
+            super().__init__(6, (5,), 2)
+            self.register_buffer("shift", torch.ones(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.shift)
+
+    federation = Federation.from_arrays([(torch.randn(10, 6), torch.arange(10) % 2)], Shifted)
+    moved = federation.to("meta").architectures["model"]
+    x = torch.zeros(3, 6, device="meta")
+    assert moved.apply(moved.initial, x).device.type == "meta"
+    assert moved.represent(moved.initial, x).device.type == "meta"

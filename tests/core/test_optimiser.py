@@ -186,6 +186,11 @@ def test_settings_of_one_kind_out_of_range_are_refused(make: Any) -> None:
         make()
 
 
+def test_a_schedule_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        Schedule("cosin", rounds=10)
+
+
 def test_a_learning_rate_of_zero_is_allowed_and_moves_nothing() -> None:
     for optimiser in (SGD(lr=0.0, momentum=0.9), AdamW(lr=0.0)):
         assert_close(ours(optimiser, Rates([0.0] * 4, [0.1] * 4), 3), start(), atol=0)

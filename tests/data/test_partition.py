@@ -68,7 +68,7 @@ def test_iid_covers_with_sizes_that_differ_by_one(clients, n, seed):
 
 
 @quick
-@given(st.integers(1, 6), st.floats(0.3, 2), st.integers(1, 80), seeds)
+@given(st.integers(1, 5), st.floats(0.3, 2), st.integers(1, 180), seeds)
 def test_dirichlet_covers_and_respects_the_smallest_size(clients, alpha, min_size, seed):
     parts = Dirichlet(clients, alpha, min_size, max_redraws=2000).split(LABELS, 10, Key((seed,)))
     assert_disjoint(parts, len(LABELS), cover=True)

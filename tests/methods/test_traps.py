@@ -556,6 +556,23 @@ def test_a_setting_that_is_not_a_number_is_refused(method, setting: str) -> None
         method(**{setting: float("nan")})
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FedAvg(weights="example"),
+        lambda: FedProto(infer="neares"),
+        lambda: FedProto(weights="example"),
+        lambda: PFedLoRA(start="SVD"),
+        lambda: RunSettings(on_nan="stopp"),
+    ],
+    ids=["FedAvg weights", "FedProto infer", "FedProto weights", "pFedLoRA start", "on_nan"],
+)
+def test_a_choice_that_does_not_exist_is_refused(make) -> None:
+    # it would otherwise be taken for the other one, without a word
+    with pytest.raises(ConfigError):
+        make()
+
+
 class Wet(Net):
     """A model with dropout between its representation's layers."""
 

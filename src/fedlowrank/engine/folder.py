@@ -21,8 +21,8 @@ from ..record import FORMAT, RoundRecord, write_atomically, write_json
 from . import checkpoint
 from .run import Run
 
-FREE_TO_CHANGE = ("versions", "title", "paper", "reference", "format")
-"""Parts of the configuration that do not change what a run computes."""
+FREE_TO_CHANGE = ("versions", "title", "paper", "reference", "experiment", "notes")
+"""Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
 
 
 class RunFolder:

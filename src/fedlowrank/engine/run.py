@@ -63,6 +63,8 @@ class RunSettings:
             )
         if not 0 <= self.lost_replies < 1:
             raise ConfigError(f"run.lost_replies is a probability in [0, 1); it is {self.lost_replies}")
+        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
+            raise ConfigError(f"run.device is {self.device!r}, but torch finds no such device here; use 'cpu' or 'cuda'")
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"run.target is an accuracy in (0, 1], such as 0.9; it is {self.target}")
 

@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# one OpenMP thread a process: a second one makes small models many times slower on a busy machine
+export OMP_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+
+.PHONY: install demo test lint types unit bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fedlowrank needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/fedlowrank compare experiments/demo/heterogeneous.toml -o runs/demo/heterogeneous --force
+	$(BIN)/fedlowrank compare experiments/demo/homogeneous.toml -o runs/demo/homogeneous --force
+	$(BIN)/fedlowrank report runs/demo/heterogeneous runs/demo/homogeneous -o runs/demo/report.html
+	@echo
+	@echo "Open runs/demo/report.html in a browser."
+
+test: lint types unit
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+unit: install
+	$(BIN)/python -m pytest -n 2
+
+bench: install
+	$(BIN)/python benchmarks/round_cost.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,611 @@
+"""Runs that are killed, interrupted or starved of disk end, once resumed, as if nothing had happened."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlowrank import Federation, simulate, tree
+from fedlowrank.cli import main
+from fedlowrank.data.federation import Federation as FederationType
+from fedlowrank.engine import checkpoint
+from fedlowrank.errors import CheckpointError, FedlowrankError
+from fedlowrank.methods import METHODS
+from fedlowrank.methods.pfedlora import PFedLoRA
+from fedlowrank.optimiser import SGD
+from fedlowrank.record import RoundRecord, RunRecord
+
+torch.set_num_threads(1)
+
+EXPERIMENT = """
+name = "small"
+method = "pfedlora"
+[data]
+source = "digits"
+[partition]
+kind = "pathological"
+clients = 6
+classes_per_client = 3
+[model]
+names = ["mlp"]
+hidden = [12]
+[run]
+rounds = 10
+participation = 0.5
+representations = 30
+[methods.pfedlora]
+width = 6
+[defaults]
+batch_size = 32
+optimiser = { kind = "sgd", lr = 0.1, momentum = 0.5 }
+"""
+ROUNDS = 10
+
+
+@pytest.fixture(autouse=True)
+def _signals() -> Iterator[None]:
+    # the command line installs a handler of its own
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def write_experiment(folder: Path, text: str = EXPERIMENT) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "small.toml"
+    path.write_text(text)
+    return path
+
+
+def start(*arguments: object, log: Path) -> int:
+    """Run a command in a process of its own, forked so that it need not import everything anew; its process id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        process = os.fork()
+    if process:
+        return process
+    code = 99
+    try:
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = main([str(a) for a in arguments])
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def end_of(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def wait_for(folder: Path, rounds: int, process: int | None = None, seconds: float = 60) -> bool:
+    """Wait until the record of that round is written; False if the process ended before."""
+    limit = time.monotonic() + seconds
+    while lines(folder) <= rounds or not (folder / "run.json").exists():
+        if process is not None:
+            found, _ = os.waitpid(process, os.WNOHANG)
+            if found:
+                return False
+        assert time.monotonic() < limit, f"no round {rounds} in {folder}"
+        time.sleep(0.002)
+    return True
+
+
+def rounds_of(folder: Path) -> list[dict[str, Any]]:
+    return [r.untimed() for r in RunRecord.load(folder).rounds]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted((folder / "checkpoint").iterdir())}
+
+
+def assert_same_end(folder: Path, whole: Path, names: bool = True) -> None:
+    """Metrics and states equal bit for bit; the file names too where checkpoints fell on the same rounds."""
+    assert rounds_of(folder) == rounds_of(whole)
+    if names:
+        assert files_of(folder) == files_of(whole)
+    one, other = checkpoint.load(folder / "checkpoint"), checkpoint.load(whole / "checkpoint")
+    assert one.round == other.round
+    assert tree.encode(one.server) == tree.encode(other.server)
+    assert one.clients.keys() == other.clients.keys()
+    for client, state in one.clients.items():
+        assert tree.encode(state) == tree.encode(other.clients[client])
+    kept = "representations.safetensors"
+    assert (folder / kept).read_bytes() == (whole / kept).read_bytes()
+    assert RunRecord.load(folder).status["state"] == "finished"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The folder of a run of the small experiment that nothing disturbed, by ``checkpoint_every``."""
+    made: dict[int, Path] = {}
+
+    def of(every: int) -> Path:
+        if every not in made:
+            folder = tmp_path_factory.mktemp(f"whole-{every}")
+            file = write_experiment(folder)
+            arguments = ["run", str(file), f"run.checkpoint_every={every}", "-o", str(folder / "run")]
+            assert end_of(start(*arguments, log=folder / "log")) == 0, (folder / "log").read_text()
+            made[every] = folder / "run"
+        return made[every]
+
+    return of
+
+
+@pytest.mark.parametrize(("every", "seed"), [(1, 0), (1, 1), (1, 2), (1, 3), (3, 4), (3, 5), (3, 6)])
+def test_a_killed_run_resumes_to_the_same_bits(
+    tmp_path: Path, unbroken: Callable[[int], Path], every: int, seed: int
+) -> None:
+    whole = unbroken(every)
+    file, folder, log = write_experiment(tmp_path), tmp_path / "run", tmp_path / "log"
+    chance = random.Random(seed)
+    process = start("run", file, f"run.checkpoint_every={every}", "-o", folder, log=log)
+    at = chance.randrange(0, 5)
+    for _ in range(3):
+        # the moment falls anywhere in the rounds after that one: training, appending, writing of the checkpoint
+        if not wait_for(folder, at, process):
+            process = 0
+            break
+        time.sleep(chance.random() * 0.03)
+        os.kill(process, signal.SIGKILL)
+        end_of(process)
+        at = min(ROUNDS, at + chance.randrange(1, 4))
+        process = start("resume", folder, log=log)
+    if process:
+        assert end_of(process) == 0, log.read_text()
+    assert_same_end(folder, whole)
+
+
+def test_a_killed_process_of_the_installed_command(tmp_path: Path, unbroken: Callable[[int], Path]) -> None:
+    whole, folder = unbroken(1), tmp_path / "run"
+    command = [sys.executable, "-m", "fedlowrank.cli"]
+    with subprocess.Popen(
+        [*command, "run", str(write_experiment(tmp_path)), "run.checkpoint_every=1", "-o", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        wait_for(folder, 3)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    assert lines(folder) < ROUNDS + 1
+    assert main(["resume", str(folder)]) == 0
+    assert_same_end(folder, whole)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(
+    tmp_path: Path, unbroken: Callable[[int], Path]
+) -> None:
+    whole = unbroken(1)
+    shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoint")
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert_same_end(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("every", [1, 100])
+def test_a_signal_stops_cleanly(
+    tmp_path: Path, unbroken: Callable[[int], Path], number: signal.Signals, every: int
+) -> None:
+    whole = unbroken(every)
+    file, folder, log = write_experiment(tmp_path), tmp_path / "run", tmp_path / "log"
+    process = start("run", file, f"run.checkpoint_every={every}", "-o", folder, log=log)
+    assert wait_for(folder, 3, process)
+    os.kill(process, number)
+    assert end_of(process) == 130, log.read_text()
+    said = log.read_text()
+    assert "interrupted" in said
+    assert f"fedlowrank resume {folder}" in "".join(said.splitlines()[-1:])
+    assert "Traceback" not in said
+    stopped = RunRecord.load(folder)
+    assert stopped.status["state"] == "stopped"
+    # what was finished is kept, whatever the distance between checkpoints
+    assert 3 <= checkpoint.load(folder / "checkpoint").round <= len(stopped.rounds)
+    assert not list(folder.rglob("*.part"))
+    assert main(["resume", str(folder)]) == 0
+    assert_same_end(folder, whole, names=False)
+
+
+# A federation so small that hundreds of runs take a second.
+
+
+
+
+def whole_run(folder: Path, **settings: Any) -> Path:
+    simulate(METHODS["lg_fedavg"](), tiny(), folder=folder, **settings)
+    return folder
+
+
+class Split(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.relu(self.body(x)))
+        return out
+
+
+def tiny(shift: float = 0.0, seed: int = 0) -> FederationType:
+    generator = torch.Generator().manual_seed(3)
+    data = []
+    for i in range(3):
+        x = torch.randn(10, 4, generator=generator)
+        data.append((x + (shift if i == 1 else 0.0), (x[:, 0] > 0).long()))
+    return Federation.from_arrays(data, Split, classes=2, seed=seed)
+
+
+TINY = {"rounds": 3, "participation": 0.6, "checkpoint_every": 2, "representations": 6}
+
+
+class CrashError(BaseException):
+    """The process is gone: no handler for errors may catch this."""
+
+
+class Disk:
+    """Counts what is done to files, and from the k-th time on does nothing but raise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, make: Callable[[], BaseException], at: int | None) -> None:
+        self.calls, self.at, self.make = 0, at, make
+        for owner, name in ((Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rename"), (os, "fsync")):
+            monkeypatch.setattr(owner, name, self.counted(getattr(owner, name)))
+        opened = Path.open
+
+        def opening(path: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+            if mode[0] != "r":
+                self.count()
+            file = opened(path, mode, *rest, **more)
+            if mode[0] != "r":
+                write = file.write
+
+                def half(data: Any) -> Any:
+                    try:
+                        self.count()
+                    except BaseException:
+                        # a write may stop anywhere
+                        write(data[: len(data) // 2])
+                        file.flush()
+                        raise
+                    return write(data)
+
+                return Wrapped(file, half)
+            return file
+
+        monkeypatch.setattr(Path, "open", opening)
+
+    def count(self) -> None:
+        self.calls += 1
+        if self.at is not None and self.calls >= self.at:
+            raise self.make()
+
+    def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            self.count()
+            return function(*arguments, **more)
+
+        return call
+
+
+class Wrapped:
+    """A file whose writes go elsewhere."""
+
+    def __init__(self, file: Any, write: Callable[[Any], Any]) -> None:
+        self.file, self.write = file, write
+
+    def __enter__(self) -> Wrapped:
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def crash() -> BaseException:
+    return CrashError()
+
+
+def full() -> BaseException:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def go_on(folder: Path) -> None:
+    """What a person would do: resume what can be resumed, else start again."""
+    resumable = (folder / "run.json").exists() and (folder / "checkpoint" / "manifest.json").exists()
+    simulate("lg_fedavg", tiny(), folder=folder, resume=resumable, force=not resumable, **TINY)
+
+
+def operations(tmp_path: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        disk = Disk(patch, crash, None)
+        simulate("lg_fedavg", tiny(), folder=tmp_path / "counted", **TINY)
+        return disk.calls
+
+
+@pytest.mark.parametrize("make", [crash, full], ids=["crash", "full disk"])
+def test_a_stop_at_any_operation_on_files_can_be_resumed(
+    tmp_path: Path, make: Callable[[], BaseException]
+) -> None:
+    whole = whole_run(tmp_path / "whole", **TINY)
+    count = operations(tmp_path)
+    assert count > 40
+    seen = set()
+    for at in range(1, count + 1):
+        folder = tmp_path / f"run-{at}"
+        expected = CrashError if make is crash else CheckpointError
+        with pytest.MonkeyPatch.context() as patch:
+            Disk(patch, make, at)
+            with pytest.raises(expected) as caught:
+                simulate("lg_fedavg", tiny(), folder=folder, **TINY)
+        if make is full:
+            assert "No space left" in str(caught.value), f"operation {at}: {caught.value}"
+        manifest = folder / "checkpoint" / "manifest.json"
+        if manifest.exists():
+            # whatever happened, the last checkpoint is whole
+            seen.add(checkpoint.load(folder / "checkpoint").round)
+        go_on(folder)
+        assert_same_end(folder, whole)
+        assert not list((folder / "checkpoint").glob("*.part"))
+    assert seen == {0, 2, 3}
+
+
+def test_a_resumed_run_may_be_stopped_again_anywhere(tmp_path: Path) -> None:
+    whole = whole_run(tmp_path / "whole", **TINY)
+    count = operations(tmp_path)
+    chance = random.Random(0)
+    for number in range(25):
+        folder = tmp_path / f"run-{number}"
+        for _ in range(3):
+            with pytest.MonkeyPatch.context() as patch:
+                Disk(patch, crash, chance.randrange(1, count + 1))
+                with contextlib.suppress(CrashError):
+                    go_on(folder)
+        go_on(folder)
+        assert_same_end(folder, whole)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    before = files_of(folder)
+    state = checkpoint.load(folder / "checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        Disk(patch, full, 4)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoint.save(folder / "checkpoint", 4, state.server, state.clients)
+    named = json.loads((folder / "checkpoint" / "manifest.json").read_text())
+    after = files_of(folder)
+    assert {n: after[n] for n in before} == before
+    assert named["round"] == 3
+
+
+def stopped_run(folder: Path, every: int = 1) -> Path:
+    """A small experiment stopped after two rounds, by an error in the third."""
+    file = write_experiment(folder)
+    process = start("run", file, f"run.checkpoint_every={every}", "-o", folder / "run", log=folder / "log")
+    assert wait_for(folder / "run", 2, process)
+    os.kill(process, signal.SIGINT)
+    assert end_of(process) == 130
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stopped_run(tmp_path_factory.mktemp("stopped"))
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("methods.pfedlora.mu=0.7", "mu"),
+        ("methods.pfedlora.width=8", "width"),
+        ("defaults.optimiser.lr=0.2", "lr"),
+        ("defaults.batch_size=16", "batch_size"),
+        ("run.participation=1.0", "run.participation"),
+        ("run.seed=1", "run.seed"),
+        ("run.rounds=12", "run.rounds"),
+        ("run.lost_replies=0.1", "run.lost_replies"),
+        ("partition.classes_per_client=2", "partition.classes_per_client"),
+        ("data.source=wine", "data"),
+        ("model.hidden=[13]", "hidden"),
+    ],
+)
+def test_resume_refuses_another_configuration(
+    stopped: Path, override: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {p: p.read_bytes() for p in stopped.rglob("*") if p.is_file()}
+    assert main(["resume", str(stopped), override]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert named in said
+    assert {p: p.read_bytes() for p in stopped.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "override", ["run.checkpoint_every=2", "run.target=0.8", "run.representations=40", "title=Another title"]
+)
+def test_resume_takes_settings_that_change_no_result(
+    stopped: Path, tmp_path: Path, unbroken: Callable[[int], Path], override: str
+) -> None:
+    shutil.copytree(stopped, tmp_path / "run")
+    assert main(["resume", str(tmp_path / "run"), override]) == 0
+    assert rounds_of(tmp_path / "run") == rounds_of(unbroken(1))
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path: Path, unbroken: Callable[[int], Path]) -> None:
+    shutil.copytree(unbroken(1), tmp_path / "run")
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert_same_end(tmp_path / "run", unbroken(1))
+
+
+# Damage
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
+def test_a_truncated_checkpoint_file_is_named(tmp_path: Path, keep: float) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    for file in sorted((folder / "checkpoint").glob("*.tree")):
+        data = file.read_bytes()
+        file.write_bytes(data[: int(len(data) * keep)])
+        with pytest.raises(CheckpointError, match=file.name):
+            simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+        file.write_bytes(data)
+    simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+
+
+def test_a_missing_checkpoint_file_is_named(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    (folder / "checkpoint" / "server-000003.tree").unlink()
+    with pytest.raises(CheckpointError, match="server-000003"):
+        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"round": 3}',
+        '{"round": "three", "server": "server-000003.tree", "clients": {}}',
+        '{"round": 3, "server": 7, "clients": {}}',
+        '{"round": 3, "server": "server-000003.tree", "clients": []}',
+        '{"round": 3, "server": "server-000003.tree", "clients": {"x": "server-000003.tree"}}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_manifest_is_named(tmp_path: Path, text: str | bytes) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    (folder / "checkpoint" / "manifest.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+
+
+@pytest.mark.parametrize("damage", ["short", "no JSON", "another object", "missing"])
+def test_damaged_metrics_are_named(tmp_path: Path, damage: str) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    path = folder / "metrics.jsonl"
+    text = path.read_text().splitlines(keepends=True)
+    if damage == "missing":
+        path.unlink()
+    else:
+        rows = {
+            "short": text[:2],
+            "no JSON": [text[0], text[1][:20] + "\n", *text[2:]],
+            "another object": [text[0], '{"colour": 1}\n', *text[2:]],
+        }[damage]
+        path.write_text("".join(rows))
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
+        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7"])
+def test_a_damaged_configuration_is_named(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    (folder / "run.json").write_text(text)
+    with pytest.raises(CheckpointError):
+        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+    assert main(["resume", str(folder)]) == 1
+    assert "run.json" in capsys.readouterr().err
+
+
+def test_left_overs_are_removed(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    before = files_of(folder)
+    for name in ("server-000099.tree", "client-0-000099.tree.part", "manifest.json.part"):
+        (folder / "checkpoint" / name).write_bytes(b"left over")
+    simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
+    assert files_of(folder) == before
+
+
+# From Python
+
+
+def stop_after(rounds: int) -> Callable[[RoundRecord], None]:
+    def listener(record: RoundRecord) -> None:
+        if record.round == rounds:
+            raise KeyboardInterrupt
+
+    return listener
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> Path:
+    with pytest.raises(KeyboardInterrupt):
+        simulate(PFedLoRA(width=2), tiny(), folder=tmp_path / "half", on_round=stop_after(1), **TINY)
+    return tmp_path / "half"
+
+
+def test_python_resumes_to_the_same_end(half: Path, tmp_path: Path) -> None:
+    simulate(PFedLoRA(width=2), tiny(), folder=tmp_path / "whole", **TINY)
+    result = simulate(PFedLoRA(width=2), tiny(), folder=half, resume=True, **TINY)
+    assert_same_end(half, tmp_path / "whole", names=False)
+    assert [r.round for r in result.rounds] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"method": PFedLoRA(width=3)}, "method.fields.width was 2 and is 3"),
+        ({"method": PFedLoRA(width=2, optimiser=SGD(lr=0.5))}, "method.fields.optimiser.lr was 0.01 and is 0.5"),
+        ({"method": METHODS["standalone"]()}, "method.name was 'pfedlora' and is 'standalone'"),
+        ({"participation": 0.4}, "run.participation was 0.6 and is 0.4"),
+        ({"rounds": 4}, "run.rounds was 3 and is 4"),
+        ({"federation": tiny(seed=1)}, "run.seed was 0 and is 1"),
+        ({"federation": tiny(shift=1.0)}, "client 1"),
+    ],
+    ids=["width", "lr", "method", "participation", "rounds", "seed", "data"],
+)
+def test_python_refuses_what_changed(half: Path, change: dict[str, Any], named: str) -> None:
+    given: dict[str, Any] = {"method": PFedLoRA(width=2), "federation": tiny(), **TINY, **change}
+    method, on = given.pop("method"), given.pop("federation")
+    before = {p: p.read_bytes() for p in half.rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError) as caught:
+        simulate(method, on, folder=half, resume=True, **given)
+    assert named in str(caught.value)
+    assert {p: p.read_bytes() for p in half.rglob("*") if p.is_file()} == before
+
+
+def test_another_number_of_clients_is_named(half: Path) -> None:
+    smaller = Federation.from_arrays([(torch.randn(10, 4), torch.zeros(10)) for _ in range(2)], Split, classes=2)
+    with pytest.raises(CheckpointError, match="client"):
+        simulate(PFedLoRA(width=2), smaller, folder=half, resume=True, **TINY)
+
+
+def test_resuming_nothing_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(FedlowrankError, match="folder"):
+        simulate("standalone", tiny(), resume=True, rounds=1)
+    with pytest.raises(CheckpointError):
+        simulate("standalone", tiny(), folder=tmp_path / "none", resume=True, rounds=1)
+    assert main(["resume", str(tmp_path / "none")]) == 1
+    assert "run.json" in capsys.readouterr().err
+    simulate("standalone", tiny(), folder=tmp_path / "python", rounds=1)
+    assert main(["resume", str(tmp_path / "python")]) == 1
+    assert "Python" in capsys.readouterr().err

@@ -1,0 +1,268 @@
+"""Every experiment file: it loads, it says what the paper says, and the small ones run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlowrank import commands, config, experiment
+from fedlowrank.data import sources
+from fedlowrank.data.dataset import Dataset, Examples
+from fedlowrank.experiment import Experiment
+from fedlowrank.methods import METHODS
+from fedlowrank.models.zoo import MODELS
+from fedlowrank.simulate import simulate
+
+torch.set_num_threads(1)
+
+ROOT = Path(__file__).resolve().parents[2] / "experiments"
+PFEDLORA = ROOT / "pfedlora"
+FILES = sorted(p for p in ROOT.rglob("*.toml"))
+# bases hold what several experiments share and are not run by themselves
+RUNNABLE = [p for p in PFEDLORA.rglob("*.toml") if not p.name.startswith("base")]
+BUNDLED = ("digits", "wine", "breast_cancer", "iris")
+
+FIGURES = (
+    "figure5", "figure6", "figure7", "figure8-cifar10", "figure8-cifar100", "figure9-cifar10", "figure9-cifar100",
+    "figure10", "figure11-mu", "figure11-width",
+)  # fmt: skip
+ORDER = ("standalone", "fml", "fedkd", "lg_fedavg", "fd", "fedproto", "pfedlora")
+
+# column by column as printed in arXiv:2310.13283v2; methods in the order above
+TABLE_1 = {
+    "cifar10-n10": (96.35, 94.83, 94.77, 96.47, 96.30, 95.83, 96.69),
+    "cifar100-n10": (74.32, 70.02, 70.04, 73.43, "-", 72.79, 75.58),
+    "cifar10-n50": (95.25, 93.18, 92.93, 94.20, "-", 95.10, 95.55),
+    "cifar100-n50": (62.38, 57.56, 57.56, 61.77, "-", 62.55, 62.55),
+    "cifar10-n100": (92.58, 87.93, 90.23, 90.25, "-", 91.19, 92.80),
+    "cifar100-n100": (54.93, 46.20, 50.99, 46.64, "-", 54.01, 55.82),
+}
+TABLE_2 = {
+    "cifar10-n10": (96.53, 30.48, 80.20, 96.30, 96.21, 96.51, 96.66),
+    "cifar100-n10": (72.53, 16.84, 53.23, 72.20, "-", 72.59, 73.58),
+    "cifar10-n50": (95.14, "-", 77.37, 94.83, "-", 95.48, 95.74),
+    "cifar100-n50": (62.71, 21.96, 44.27, 60.95, "-", 62.69, 64.06),
+    "cifar10-n100": (91.97, "-", 73.21, 91.27, "-", 92.49, 92.58),
+    "cifar100-n100": (53.04, 15.21, 37.21, 45.83, "-", 53.67, 53.95),
+}
+TABLES = {f"table{t}-{c}": v for t, table in ((1, TABLE_1), (2, TABLE_2)) for c, v in table.items()}
+PROTOCOL = {"n10": (10, 1.0), "n50": (50, 0.2), "n100": (100, 0.1)}
+FIVE = ("cnn1", "cnn2", "cnn3", "cnn4", "cnn5")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@functools.cache
+def loaded(path: Path, *overrides: str) -> Experiment:
+    return experiment.load(config.read(path, overrides))
+
+
+def variants(path: Path) -> Iterator[Experiment]:
+    """The experiment for each value that it varies."""
+    tables = config.read(path)
+    for varied in commands._varied(tables.get("vary")):
+        yield loaded(path, *varied.values())
+
+
+@dataclass(frozen=True)
+class BlankCifar10:
+    """As many images of each class as CIFAR-10 has for training, of one grey pixel: data are shared out by labels."""
+
+    path: str
+    classes = 10
+
+    def load(self) -> Dataset:
+        y = torch.arange(self.classes).repeat(50_000 // self.classes)
+        return Dataset("blank", Examples(torch.zeros(len(y), 1, 1, 1), y), None, tuple(map(str, range(self.classes))))
+
+
+@dataclass(frozen=True)
+class BlankCifar100(BlankCifar10):
+    """The same of CIFAR-100."""
+
+    classes = 100
+
+
+@pytest.fixture
+def blank_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setitem(sources.SOURCES, "cifar10", BlankCifar10)
+    monkeypatch.setitem(sources.SOURCES, "cifar100", BlankCifar100)
+    # the models take seconds to draw and are not at issue
+    monkeypatch.setattr(experiment, "Architecture", lambda name, *rest: name)
+    monkeypatch.setattr(experiment, "make", lambda factory, key: None)
+    monkeypatch.setattr(experiment, "normalise", lambda dataset, how: dataset)
+    experiment._dataset.cache_clear()
+    yield
+    experiment._dataset.cache_clear()
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_file_loads(path: Path) -> None:
+    made = loaded(path)
+    assert set(made.compared) <= set(METHODS)
+    assert made.single in METHODS
+    assert set(made.tables.get("methods", {})) <= set(METHODS)
+    assert set(made.model.names) <= set(MODELS)
+
+
+@pytest.mark.parametrize("stem", [*TABLES, *FIGURES])
+def test_every_table_and_figure_has_a_file_and_a_small_version(stem: str) -> None:
+    whole, small = loaded(PFEDLORA / f"{stem}.toml"), loaded(PFEDLORA / "cpu" / f"{stem}.toml")
+    assert whole.name == stem
+    assert small.name == f"{stem}-cpu"
+    assert small.compared == whole.compared
+    assert small.run.rounds < whole.run.rounds == 500
+    field = str(whole.tables.get("vary", "")).partition("=")[0]
+    assert str(small.tables.get("vary", "")).partition("=")[0] == field
+
+
+def test_names_are_unique() -> None:
+    # the name is the folder of the runs: two experiments of one name would take each other's runs for their own
+    names = [loaded(p).name for p in RUNNABLE]
+    assert sorted(names) == sorted(set(names))
+    titles = [loaded(p).tables["title"] for p in RUNNABLE]
+    assert sorted(titles) == sorted(set(titles))
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["whole", "cpu"])
+@pytest.mark.parametrize("stem", TABLES)
+def test_tables_show_the_numbers_of_the_paper(stem: str, small: bool) -> None:
+    tables = config.read(PFEDLORA / ("cpu" if small else "") / f"{stem}.toml")
+    assert tables["reference"]["accuracy"] == dict(zip(ORDER, TABLES[stem], strict=True))
+    table, data, clients = stem.split("-")
+    label = tables["reference"]["label"]
+    assert f"Table {table[-1]}" in label
+    assert {"cifar10": "CIFAR-10,", "cifar100": "CIFAR-100,"}[data] in label
+    assert f"N={clients[1:]}," in label
+    shown = loaded(PFEDLORA / f"{stem}.toml").describe()["reference"]["accuracy"]
+    assert shown == {m: None if v == "-" else v for m, v in zip(ORDER, TABLES[stem], strict=True)}
+
+
+@pytest.mark.parametrize("small", [False, True], ids=["whole", "cpu"])
+@pytest.mark.parametrize("stem", TABLES)
+def test_tables_follow_the_protocol_of_the_paper(stem: str, small: bool) -> None:
+    made = loaded(PFEDLORA / ("cpu" if small else "") / f"{stem}.toml")
+    table, data, size = stem.split("-")
+    clients, participation = PROTOCOL[size]
+    t = made.tables
+    assert t["partition"] == {
+        "kind": "pathological",
+        "clients": clients,
+        "classes_per_client": {"cifar10": 2, "cifar100": 10}[data],
+    }
+    assert made.run.participation == participation
+    assert t["data"]["source"] == data
+    assert t["split"]["kind"] == "local"
+    assert set(ORDER) <= set(made.compared)
+    pfedlora: Any = made.method("pfedlora")
+    fedproto: Any = made.method("fedproto")
+    assert pfedlora.optimiser.lr == 0.01
+    assert fedproto.lam == {"cifar10": 0.1, "cifar100": 1.0}[data]
+    if table == "table1":
+        assert made.model.names == ("cnn1",)
+        assert made.model.split == "fc1"
+        assert pfedlora.relu
+        assert pfedlora.width in (100, 200, 300, 400, 500)
+        assert "fedavg" in made.compared
+    else:
+        assert made.model.names == FIVE
+        assert made.model.split == "fc2"
+        assert not pfedlora.relu
+        assert pfedlora.width in (20, 40, 60, 80)
+
+
+VALUES = {
+    "figure8-cifar10": ("partition.classes_per_client", [2, 4, 6, 8, 10]),
+    "figure8-cifar100": ("partition.classes_per_client", [10, 30, 50, 70, 90, 100]),
+    "figure9-cifar10": ("run.participation", [0.1, 0.3, 0.5, 0.7, 0.9, 1.0]),
+    "figure9-cifar100": ("run.participation", [0.1, 0.3, 0.5, 0.7, 0.9, 1.0]),
+    "figure11-mu": ("methods.pfedlora.mu", [0.5, 0.6, 0.7, 0.8, 0.9]),
+    "figure11-width": ("methods.pfedlora.width", [20, 40, 60, 80]),
+}
+
+
+@pytest.mark.parametrize("stem", VALUES)
+def test_figures_vary_what_the_paper_varies(stem: str) -> None:
+    field, wanted = VALUES[stem]
+    found = [config.literal(text.partition("=")[2]) for v in commands._varied(config.read(PFEDLORA / f"{stem}.toml")["vary"]) for text in v.values()]  # fmt: skip
+    assert config.read(PFEDLORA / f"{stem}.toml")["vary"].startswith(f"{field}=")
+    assert found == wanted
+
+
+@pytest.mark.parametrize("path", [p for p in RUNNABLE if "vary" in config.read(p)], ids=name_of)
+def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
+    field = config.read(path)["vary"].partition("=")[0]
+    section, _, rest = field.partition(".")
+    seen = []
+    for made in variants(path):
+        if section == "run":
+            seen.append(getattr(made.run, rest))
+        elif section == "methods":
+            method, _, name = rest.partition(".")
+            assert method in made.compared
+            seen.append(getattr(made.method(method), name))
+        else:
+            seen.append(made.tables[section][rest])
+    assert len(seen) == len(set(seen)) > 1
+    assert [str(v) for v in seen] == config.read(path)["vary"].partition("=")[2].split(",")
+
+
+@pytest.mark.parametrize("stem", [*TABLES, *FIGURES])
+@pytest.mark.usefixtures("blank_images")
+def test_the_data_can_be_shared_out_for_every_value(stem: str) -> None:
+    sizes = []
+    # sharing out depends on the data alone: the first value will do where something else varies
+    varies = str(config.read(PFEDLORA / f"{stem}.toml").get("vary", "")).startswith("partition.")
+    for made in list(variants(PFEDLORA / f"{stem}.toml"))[: None if varies else 1]:
+        clients = made.federation().clients
+        assert len(clients) == made.tables["partition"]["clients"]
+        sizes.append({len(torch.unique(c.train.y)) for c in clients})
+        assert all(len(c.test) for c in clients)
+    if varies:
+        assert max(sizes[0]) < max(sizes[-1])
+
+
+def bundled() -> list[Path]:
+    return [p for p in RUNNABLE if config.read(p)["data"]["source"] in BUNDLED]
+
+
+@pytest.mark.parametrize("path", bundled(), ids=name_of)
+def test_small_versions_run(path: Path) -> None:
+    """One round of pFedLoRA at the last of the varied values, on one architecture of small width."""
+    *_, last = variants(path)
+    changed = dict(last.tables)
+    small = experiment.load(
+        {
+            **changed,
+            "model": {**changed["model"], "names": ["cnn5"]},
+            "run": {**changed["run"], "rounds": 1, "participation": 0.1, "representations": 0},
+        }
+    )
+    result = simulate(small.method("pfedlora"), small.federation(), rounds=1, participation=0.1, seed=small.run.seed)
+    assert len(result.rounds) == 2
+    assert 0 <= result.mean_accuracy() <= 1
+
+
+def test_a_small_version_runs_with_every_method_it_compares() -> None:
+    path = PFEDLORA / "cpu" / "figure10.toml"
+    made = loaded(path, "run.rounds=1", "run.participation=0.1")
+    federation = made.federation()
+    assert {i.architecture for i in federation.infos} == set(FIVE)
+    for name in made.compared:
+        assert len(simulate(made.method(name), federation, rounds=1, participation=0.1).rounds) == 2
+
+
+def test_every_file_is_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    for path in RUNNABLE:
+        stem = path.stem
+        pattern = stem if stem in text else stem.rsplit("-", 1)[0]
+        assert pattern in text, f"experiments/README.md does not mention {stem}"
