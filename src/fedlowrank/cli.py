@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -72,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("method", help="a built-in name, or package.module:Class")
     p.set_defaults(run=lambda a: commands.check(a.method))
 
-    p = sub.add_parser("data", help="show how an experiment shares out its data", parents=[common])
+    p = sub.add_parser(
+        "data", help="show how an experiment shares out its data", epilog=commands.field_help(), **fields  # type: ignore[arg-type]
+    )  # fmt: skip
     p.add_argument("file", type=Path, help="experiment file (TOML)")
     p.add_argument("overrides", nargs="*", help=OVERRIDES)
     p.add_argument("-o", "--out", type=Path, help="also draw it (.svg, .png or .pdf)")
@@ -86,9 +90,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 if all went well, 1 after an error of the user's, 130 after Ctrl-C.
     """
-    args = parser().parse_args(argv)
-    # a polite kill ends as Ctrl-C does: the last finished round is kept
-    signal.signal(signal.SIGTERM, _interrupt)
+    made = parser()
+    args, rest = made.parse_known_args(argv)
+    if rest and not (hasattr(args, "overrides") and all("=" in r and not r.startswith("-") for r in rest)):
+        made.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes no positional argument after an option
+        args.overrides = [*args.overrides, *rest]
+    # models and methods of one's own are looked for where the command is run
+    sys.path.insert(0, str(Path.cwd()))
+    before = None
+    if threading.current_thread() is threading.main_thread():
+        # a polite kill ends as Ctrl-C does: the last finished round is kept
+        before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         done: int = args.run(args)
     except FedlowrankError as error:
@@ -100,7 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted. {commands.hint()}", file=sys.stderr)
         return 130
     except BrokenPipeError:
+        # whoever read the output has enough; the interpreter must not fail on flushing the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    finally:
+        sys.path.remove(str(Path.cwd()))
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
     return done
 
 

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from . import config, experiment
@@ -25,16 +27,26 @@ from .data.partition import PARTITIONS
 from .data.sources import SOURCES
 from .data.split import SPLITS
 from .engine.run import RunSettings
-from .errors import CheckpointError, ConfigError, TaskError
+from .errors import CheckpointError, ConfigError, NonFiniteError, TaskError
 from .experiment import Experiment
+from .method import Method
 from .methods import METHODS
 from .models.zoo import MODELS, ModelSettings
 from .optimiser import SGD, AdamW, Schedule
-from .record import RunRecord
+from .record import RunRecord, as_checkpoint_error
 from .report import comparison, export_tensorboard, render_terminal, write_report
 from .simulate import simulate
 
-OUT = Console()
+
+class _Console(Console):
+    """A console that leaves a closed pipe to the command line."""
+
+    def on_broken_pipe(self) -> None:
+        """Instead of ending the process with an error."""
+        raise BrokenPipeError
+
+
+OUT = _Console()
 _CURRENT: list[Path] = []
 
 
@@ -74,9 +86,9 @@ def _lines(known: dict[str, type[Any]]) -> dict[str, str]:
 
 
 def _fields(title: str, cls: type[Any]) -> Table:
-    table = Table("field", "default", "meaning", title=f"[{title}]", title_justify="left")
+    table = Table("field", "default", "meaning", title=escape(f"[{title}]"), title_justify="left")
     for f in config.fields_of(cls):
-        table.add_row(f"{f.name}: {f.type}", f.default, f.meaning)
+        table.add_row(escape(f"{f.name}: {f.type}"), escape(f.default), escape(f.meaning))
     return table
 
 
@@ -100,7 +112,7 @@ def field_help() -> str:
 def run(file: Path, overrides: Sequence[str], method: str | None, out: Path | None, force: bool) -> int:
     """Run one method of an experiment."""
     made = experiment.load(config.read(file, overrides))
-    name = method or made.single
+    name = method or made.header.method
     folder = out or Path("runs") / made.name / f"{name}-s{made.run.seed}"
     made.method(name)
     _refuse_existing(folder, force)
@@ -123,11 +135,13 @@ def compare(
     force: bool,
 ) -> int:
     """Run every combination of method, seed and varied value; finished runs of the same configuration are kept."""
+    if target is not None and not 0 < target <= 1:
+        raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
     tables = config.read(file, overrides)
     base = experiment.load(tables)
     names = [m.strip() for m in methods.split(",")] if methods else base.compared
-    numbers = _seeds(seeds or ",".join(map(str, tables.get("seeds", [base.run.seed]))))
-    vary = vary or tables.get("vary")
+    numbers = _seeds(seeds) if seeds else list(base.header.seeds) or [base.run.seed]
+    vary = vary or base.header.vary
     out = out or Path("runs") / base.name
     plan = []
     for varied in _varied(vary):
@@ -138,7 +152,9 @@ def compare(
             made = experiment.load(changed)
             for name in names:
                 made.method(name)
-                label = "".join(f"-{text.rpartition('.')[2]}" for text in varied.values())
+                label = "".join(
+                    f"-{field.rpartition('.')[2]}={text.partition('=')[2]}" for field, text in varied.items()
+                )
                 plan.append((made, name, seed, varied, out / f"{name}{label}-s{seed}"))
     records, refused, federation, last = [], [], None, None
     for made, name, seed, varied, folder in plan:
@@ -150,8 +166,11 @@ def compare(
         try:
             _one(made, name, federation, folder, force=force, go_on=not force, extra={"vary": values})
         except TaskError as error:
-            refused.append(f"{METHODS[name].title}, seed {seed}: {error}")
+            refused.append(f"not run: {METHODS[name].title}, seed {seed}: {error}")
             continue
+        except NonFiniteError as error:
+            # a method that diverges is a result; its record until then belongs in the table
+            refused.append(f"stopped: {METHODS[name].title}, seed {seed}: {error}")
         records.append(RunRecord.load(folder))
     if records:
         page = out / "report.html"
@@ -159,7 +178,7 @@ def compare(
         OUT.print(render_terminal(comparison(records, target)))
         OUT.print(f"report: {page}")
     for line in refused:
-        OUT.print(f"not run: {line}", style="yellow", markup=False)
+        OUT.print(line, style="yellow", markup=False)
     return 0 if records else 1
 
 
@@ -171,6 +190,8 @@ def resume(folder: Path, overrides: Sequence[str]) -> int:
         raise CheckpointError(f"{folder} is not a run folder: it holds no run.json") from error
     except ValueError as error:
         raise CheckpointError(f"{folder / 'run.json'} is damaged: {error}") from error
+    if not isinstance(stored, dict) or "method" not in stored:
+        raise CheckpointError(f"{folder / 'run.json'} is damaged: it is not the configuration of a run")
     if "experiment" not in stored:
         raise CheckpointError(f"{folder} was made from Python; resume it with simulate(..., folder=..., resume=True)")
     tables = stored["experiment"]
@@ -187,11 +208,13 @@ def report(folders: Sequence[Path], out: Path, target: float | None, tensorboard
     found: list[Path] = []
     for folder in folders:
         inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
+        inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
         found += [folder] if (folder / "run.json").exists() or not inner else inner
     records = [RunRecord.load(f) for f in found]
     write_report(records, out, target=target, command=shlex.join(["fedlowrank", *sys.argv[1:]]))
     for record in records if tensorboard else ():
-        export_tensorboard(record, Path(str(tensorboard)) / record.folder.name)
+        with as_checkpoint_error(f"cannot write {tensorboard}"):
+            export_tensorboard(record, Path(str(tensorboard)) / record.folder.name)
     OUT.print(render_terminal(comparison(records, target)))
     OUT.print(f"report: {out}")
     return 0
@@ -201,11 +224,12 @@ def check(name: str) -> int:
     """Test a method against the contract."""
     if ":" in name:
         module, _, attribute = name.partition(":")
-        sys.path.insert(0, str(Path.cwd()))
         try:
             cls = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"{name!r} cannot be imported: {error}") from error
+        except Exception as error:
+            raise ConfigError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        if not (isinstance(cls, type) and issubclass(cls, Method)):
+            raise ConfigError(f"{name!r} is no subclass of fedlowrank.Method")
     else:
         cls = experiment.method_class(name)
     try:
@@ -283,6 +307,6 @@ def _varied(text: str | None) -> list[dict[str, str]]:
     if text is None:
         return [{}]
     field, sign, values = text.partition("=")
-    if not sign or not values:
+    if not sign or not values or not field.strip():
         raise ConfigError(f"--vary takes section.field=v1,v2,..., such as run.participation=0.1,0.5,1.0; not {text!r}")
     return [{field.strip(): f"{field.strip()}={v.strip()}"} for v in values.split(",")]

@@ -33,7 +33,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         overrides: ``section.field=value``, the value in TOML or else a string.
 
     Returns:
-        The merged tables; unknown sections are refused, fields are checked when the experiment is built.
+        The merged tables; sections and fields are checked when the experiment is loaded.
 
     Raises:
         ConfigError: if a file is missing or is not TOML, or an override has another form.
@@ -41,10 +41,18 @@ def read(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     merged = _file(path, ())
     for text in overrides:
         merge(merged, override(text))
-    for section in merged:
-        if section not in SECTIONS:
-            raise ConfigError(f"{path}: there is no section {section!r}. {did_you_mean(section, SECTIONS)}")
     return merged
+
+
+def check_sections(tables: Mapping[str, Any]) -> None:
+    """Refuse what an experiment file does not know at its top level.
+
+    Raises:
+        ConfigError: naming the nearest section.
+    """
+    for section in tables:
+        if section not in SECTIONS:
+            raise ConfigError(f"there is no section {section!r}. {did_you_mean(section, SECTIONS)}")
 
 
 def _file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:

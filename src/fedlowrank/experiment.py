@@ -10,20 +10,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .config import build
+from .config import build, check_sections
 from .data.dataset import Dataset, normalise
 from .data.divide import divide
 from .data.federation import Federation
-from .data.partition import PARTITIONS
+from .data.partition import PARTITIONS, Partition
 from .data.sources import SOURCES
-from .data.split import SPLITS
+from .data.split import SPLITS, Split
 from .engine.run import RunSettings
 from .errors import ConfigError, did_you_mean
 from .key import Key
 from .method import ClientInfo, Method
 from .methods import METHODS
-from .models.architecture import Architecture
-from .models.architecture import build as make
+from .models.architecture import architecture_of
 from .models.zoo import ModelSettings
 
 
@@ -41,33 +40,61 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class Header:
+    """What stands at the top of an experiment file.
+
+    Attributes:
+        name: of the experiment, for folders and reports.
+        title: for people; by default the name.
+        paper: which paper it reproduces.
+        method: that ``run`` runs.
+        compare: methods that ``compare`` runs; by default the one above.
+        seeds: that ``compare`` runs; by default that of the run.
+        vary: what ``compare`` varies, ``section.field=v1,v2,...``.
+    """
+
+    name: str = "experiment"
+    title: str = ""
+    paper: str = ""
+    method: str = "pfedlora"
+    compare: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    vary: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name in (".", "..") or any(c in self.name for c in "/\\"):
+            raise ConfigError(f"name: {self.name!r} cannot be the name of a folder")
+
+
+@dataclass(frozen=True)
 class Experiment:
     """A checked experiment.
 
     Attributes:
         tables: the merged tables it was made from.
+        header: its name and what it runs.
         run: its protocol.
         model: its models.
+        partition: of the data set among clients.
+        split: of each client's examples.
     """
 
     tables: dict[str, Any]
+    header: Header
     run: RunSettings
     model: ModelSettings
+    partition: Partition
+    split: Split
 
     @property
     def name(self) -> str:
         """Its name, for folders and reports."""
-        return str(self.tables.get("name", "experiment"))
+        return self.header.name
 
     @property
     def compared(self) -> list[str]:
         """Methods that ``compare`` runs unless told otherwise."""
-        return list(self.tables.get("compare", [])) or [self.single]
-
-    @property
-    def single(self) -> str:
-        """The method that ``run`` runs unless told otherwise."""
-        return str(self.tables.get("method", "pfedlora"))
+        return list(self.header.compare) or [self.header.method]
 
     def method(self, name: str) -> Method[Any, Any, Any, Any]:
         """A method with the settings of ``[defaults]``, overlaid by those of ``[methods.NAME]``.
@@ -75,7 +102,7 @@ class Experiment:
         Raises:
             ConfigError: if there is no such method or a setting is wrong.
         """
-        own = dict(_table(self.tables, "methods").get(name, {}))
+        own = _table(_table(self.tables, "methods"), name)
         return build(method_class(name), {**_table(self.tables, "defaults"), **own}, f"methods.{name}")
 
     def federation(self) -> Federation:
@@ -88,19 +115,15 @@ class Experiment:
         source, settings = _tagged(self.tables, "data", "source", "digits")
         how = settings.pop("normalise", "scale")
         dataset = _dataset(source, json.dumps(settings, sort_keys=True), how)
-        parts = []
-        for section, known, default in (("partition", PARTITIONS, "iid"), ("split", SPLITS, "local")):
-            kind, fields = _tagged(self.tables, section, "kind", default)
-            parts.append(build(_known(kind, known, section), fields, section))
         key = Key((self.run.seed,))
-        data = divide(dataset, parts[0], parts[1], key)
+        data = divide(dataset, self.partition, self.split, key)
         x = data[0].train.x
         if isinstance(x, dict):
             raise ConfigError(
                 "data: the built-in models take one tensor; use Federation.from_arrays for dicts of inputs"
             )
         factories = self.model.factories(tuple(x.shape[1:]), len(dataset.classes))
-        models = {n: Architecture(n, make(f, key / "init" / n), x[:1], self.model.head) for n, f in factories.items()}
+        models = {n: architecture_of(n, f, x[:1], self.model.head, key / "init" / n) for n, f in factories.items()}
         names = self.model.names
         infos = [ClientInfo(i, len(d.train), names[i % len(names)]) for i, d in enumerate(data)]
         held = {i.architecture for i in infos}
@@ -124,8 +147,8 @@ class Experiment:
             accuracy = {m: None if isinstance(v, str) else v for m, v in reference.accuracy.items()}
             shown = {"label": reference.label, "accuracy": accuracy}
         return {
-            "title": str(t.get("title", self.name)),
-            "paper": str(t.get("paper", "")),
+            "title": self.header.title or self.name,
+            "paper": self.header.paper,
             **{s: _table(t, s) for s in ("data", "partition", "split")},
             "model": dataclasses.asdict(self.model),
             "reference": shown,
@@ -139,19 +162,22 @@ def load(tables: dict[str, Any]) -> Experiment:
     Raises:
         ConfigError: if a section, a name or a field is wrong. Everything is checked before data is read.
     """
+    check_sections(tables)
+    top = {f.name: tables[f.name] for f in dataclasses.fields(Header) if f.name in tables}
+    parts = []
+    for section, known, default in (("partition", PARTITIONS, "iid"), ("split", SPLITS, "local")):
+        kind, fields = _tagged(tables, section, "kind", default)
+        parts.append(build(_known(kind, known, section), fields, section))
     experiment = Experiment(
-        tables, build(RunSettings, _table(tables, "run"), "run"), build(ModelSettings, _table(tables, "model"), "model")
+        tables,
+        build(Header, top, "experiment"),
+        build(RunSettings, _table(tables, "run"), "run"),
+        build(ModelSettings, _table(tables, "model"), "model"),
+        *parts,
     )
-    for name in {*experiment.compared, experiment.single, *_table(tables, "methods")}:
+    for name in {*experiment.compared, experiment.header.method, *_table(tables, "methods")}:
         experiment.method(name)
-    for section, tag, known in (
-        ("data", "source", SOURCES),
-        ("partition", "kind", PARTITIONS),
-        ("split", "kind", SPLITS),
-    ):
-        value = _table(tables, section).get(tag)
-        if value is not None:
-            _known(str(value), known, section)
+    _known(_tagged(tables, "data", "source", "digits")[0], SOURCES, "data")
     experiment.describe()
     return experiment
 

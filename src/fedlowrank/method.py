@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .choices import check_choices
 from .errors import ConfigError, TaskError
 from .key import Key
 from .models.architecture import Architecture
@@ -288,6 +289,7 @@ class Method(ABC, Generic[S, C, D, U]):
     heterogeneous: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if self.epochs < 1 or self.batch_size < 1:
             raise ConfigError(
                 f"{self.title}: epochs and batch_size must be >= 1; they are {self.epochs} and {self.batch_size}"

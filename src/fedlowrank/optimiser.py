@@ -17,6 +17,7 @@ import torch
 from pydantic import Discriminator, Tag
 from torch import Tensor
 
+from .choices import check_choices
 from .errors import ConfigError
 
 
@@ -42,6 +43,7 @@ class Schedule:
     warmup: int = 0
 
     def __post_init__(self) -> None:
+        check_choices(self)
         if (
             not 0 < self.factor < math.inf
             or self.every < 1

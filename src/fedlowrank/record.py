@@ -10,9 +10,11 @@ RUN/checkpoint/       see :mod:`fedlowrank.engine.checkpoint`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,16 +120,28 @@ def write_atomically(path: Path, data: bytes) -> None:
         CheckpointError: if the disk is full or the folder cannot be written; the old file is then untouched.
     """
     part = path.with_name(path.name + ".part")
+    with as_checkpoint_error(f"cannot write {path}"):
+        try:
+            with part.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+            sync_folder(path.parent)
+        except OSError:
+            # a disk that cannot write may not remove either; the first error is the one to tell
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(what: str) -> Iterator[None]:
+    """Turn errors of the disk within the block into a :class:`CheckpointError` that says what could not be done."""
     try:
-        with part.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-        sync_folder(path.parent)
+        yield
     except OSError as error:
-        part.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+        raise CheckpointError(f"{what}: {error.strerror or error}") from error
 
 
 def sync_folder(folder: Path) -> None:

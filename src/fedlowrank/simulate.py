@@ -115,6 +115,8 @@ def simulate(
         target = RunFolder(Path(folder), described, federation.describe())
         if resume:
             records = target.restore(run)
+            if target.is_finished():
+                return Result(run, records)
         else:
             target.create(force)
             records = []

@@ -203,7 +203,8 @@ class LocalTrainer:
         sizes: dict[int, int] = {}
         for i in index:
             sizes[len(i)] = sizes.get(len(i), 0) + 1
-        kind = (code_of(request.loss), self.model.name, shapes(request.start), shapes(request.given))
+        inputs = shapes(self.data.examples.x)
+        kind = (code_of(request.loss), self.model.name, inputs, shapes(request.start), shapes(request.given))
 
         def step(size: int) -> object:
             some = gather(self.data.examples, next(i for i in index if len(i) == size))
@@ -226,7 +227,8 @@ class LocalTrainer:
                 part = statistic(params, batch, *given)
                 sizes[len(batch)] = sizes.get(len(batch), 0) + 1
                 sums = [part if not sums else tree.add(sums[0], part)]
-            kind = (code_of(statistic), self.model.name, shapes(params), shapes(given))
+            inputs = shapes(self.data.examples.x)
+            kind = (code_of(statistic), self.model.name, inputs, shapes(params), shapes(given))
             samples = {len(b): b for b in self.data.chunks()}
             self.meter.flops += self.ledger.count(kind, sizes, lambda n: statistic(params, samples[n], *given))
         return tree.canonical(sums[0])

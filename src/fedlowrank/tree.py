@@ -27,6 +27,10 @@ Params = dict[str, Tensor]
 """Parameters of a model by their names, as ``nn.Module.named_parameters`` spells them."""
 
 _CLASSES: dict[str, type[Any]] = {}
+_DAMAGE = (
+    ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, safetensors.SafetensorError
+)  # fmt: skip
+"""What damaged bytes make the parsers below raise."""
 _PLAIN = (bool, int, float, str)
 
 
@@ -251,7 +255,7 @@ def decode(data: bytes) -> Any:
         size = int.from_bytes(data[:8], "little")
         shape = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tree"])
         return _decode(shape, safetensors.torch.load(data), "")
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as error:
+    except _DAMAGE as error:
         raise TreeError(f"these {len(data)} bytes are not an encoded tree: {error!r}") from error
 
 
@@ -262,7 +266,7 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str) -> Any:
         return shape["v"]
     if "b" in shape:
         count, packed = math.prod(shape["b"]), tensors[path]
-        if len(packed) != -(-count // 8):
+        if min(shape["b"], default=1) < 0 or len(packed) != -(-count // 8):
             raise TreeError(f"the message holds {len(packed)} bytes for {count} bits at {path}")
         bits = np.unpackbits(packed.numpy(), count=count)
         return torch.from_numpy(bits.astype(np.bool_)).reshape(shape["b"])

@@ -219,7 +219,7 @@ JSONS = st.recursive(
         st.none(),
         st.booleans(),
         st.integers(-3, 20),
-        st.sampled_from(["t", "v", "b", "c", "d", "", "core.test_tree:Point"]),
+        st.sampled_from(["t", "v", "b", "c", "d", "", f"{__name__}:Point"]),
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
@@ -249,8 +249,8 @@ def message(skeleton: Any, **named: Tensor) -> bytes:
 @example({"b": "x"})
 @example({"b": [3, 3]})
 @example({"c": [], "d": {}})
-@example({"c": "core.test_tree:Point"})
-@example({"c": "core.test_tree:Point", "d": {"nonsense": {"v": 1}}})
+@example({"c": f"{__name__}:Point"})
+@example({"c": f"{__name__}:Point", "d": {"nonsense": {"v": 1}}})
 def test_a_skeleton_of_another_shape_is_refused_or_decodes_to_a_tree(skeleton: Any) -> None:
     try:
         found = tree.decode(message(skeleton))
@@ -290,7 +290,7 @@ def test_a_class_that_is_not_registered_cannot_be_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["core.test_tree:Stranger", "os:system", "builtins:eval", "fedlowrank.tree:tree", "", "Point"]
+    "name", [f"{__name__}:Stranger", "os:system", "builtins:eval", "fedlowrank.tree:tree", "", "Point"]
 )
 def test_a_message_cannot_name_code_that_is_not_registered(name: str) -> None:
     with pytest.raises(TreeError, match="registered tree"):

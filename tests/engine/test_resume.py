@@ -139,6 +139,12 @@ def assert_same_end(folder: Path, whole: Path, names: bool = True) -> None:
     assert RunRecord.load(folder).status["state"] == "finished"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    # what torch and others import when first needed, the forked processes then have
+    simulate("pfedlora", tiny(), rounds=1)
+
+
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
     """The folder of a run of the small experiment that nothing disturbed, by ``checkpoint_every``."""
@@ -197,9 +203,7 @@ def test_a_killed_process_of_the_installed_command(tmp_path: Path, unbroken: Cal
     assert_same_end(folder, whole)
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(
-    tmp_path: Path, unbroken: Callable[[int], Path]
-) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, unbroken: Callable[[int], Path]) -> None:
     whole = unbroken(1)
     shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint")
@@ -232,8 +236,6 @@ def test_a_signal_stops_cleanly(
 
 
 # A federation so small that hundreds of runs take a second.
-
-
 
 
 def whole_run(folder: Path, **settings: Any) -> Path:
@@ -272,7 +274,11 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, make: Callable[[], BaseException], at: int | None) -> None:
         self.calls, self.at, self.make = 0, at, make
-        for owner, name in ((Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rename"), (os, "fsync")):
+        touched = [(Path, "replace"), (Path, "mkdir"), (Path, "rename"), (os, "fsync")]
+        if make is not full:
+            # a full disk still lets files go
+            touched.append((Path, "unlink"))
+        for owner, name in touched:
             monkeypatch.setattr(owner, name, self.counted(getattr(owner, name)))
         opened = Path.open
 
@@ -336,28 +342,31 @@ def full() -> BaseException:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def broken() -> BaseException:
+    return OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def go_on(folder: Path) -> None:
     """What a person would do: resume what can be resumed, else start again."""
     resumable = (folder / "run.json").exists() and (folder / "checkpoint" / "manifest.json").exists()
     simulate("lg_fedavg", tiny(), folder=folder, resume=resumable, force=not resumable, **TINY)
 
 
-def operations(tmp_path: Path) -> int:
+def operations(tmp_path: Path, make: Callable[[], BaseException] = crash) -> int:
     with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(patch, crash, None)
+        disk = Disk(patch, make, None)
         simulate("lg_fedavg", tiny(), folder=tmp_path / "counted", **TINY)
         return disk.calls
 
 
 @pytest.mark.parametrize("make", [crash, full], ids=["crash", "full disk"])
-def test_a_stop_at_any_operation_on_files_can_be_resumed(
-    tmp_path: Path, make: Callable[[], BaseException]
-) -> None:
+def test_a_stop_at_any_operation_on_files_can_be_resumed(tmp_path: Path, make: Callable[[], BaseException]) -> None:
     whole = whole_run(tmp_path / "whole", **TINY)
-    count = operations(tmp_path)
+    count = operations(tmp_path, make)
     assert count > 40
     seen = set()
-    for at in range(1, count + 1):
+    # a crash at every operation; a full disk, which takes the same ways out, at every third
+    for at in range(1, count + 1, 1 if make is crash else 3):
         folder = tmp_path / f"run-{at}"
         expected = CrashError if make is crash else CheckpointError
         with pytest.MonkeyPatch.context() as patch:
@@ -380,7 +389,7 @@ def test_a_resumed_run_may_be_stopped_again_anywhere(tmp_path: Path) -> None:
     whole = whole_run(tmp_path / "whole", **TINY)
     count = operations(tmp_path)
     chance = random.Random(0)
-    for number in range(25):
+    for number in range(10):
         folder = tmp_path / f"run-{number}"
         for _ in range(3):
             with pytest.MonkeyPatch.context() as patch:
@@ -396,13 +405,25 @@ def test_a_full_disk_leaves_the_last_checkpoint_as_it_was(tmp_path: Path) -> Non
     before = files_of(folder)
     state = checkpoint.load(folder / "checkpoint")
     with pytest.MonkeyPatch.context() as patch:
-        Disk(patch, full, 4)
+        Disk(patch, full, 5)
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoint.save(folder / "checkpoint", 4, state.server, state.clients)
     named = json.loads((folder / "checkpoint" / "manifest.json").read_text())
     after = files_of(folder)
     assert {n: after[n] for n in before} == before
     assert named["round"] == 3
+
+
+@pytest.mark.parametrize("at", [1, 3, 6, 9])
+def test_a_broken_disk_gives_the_same_kind_of_error(tmp_path: Path, at: int) -> None:
+    # not even the half-written file can be removed
+    folder = whole_run(tmp_path / "run", **TINY)
+    state = checkpoint.load(folder / "checkpoint")
+    with pytest.MonkeyPatch.context() as patch:
+        Disk(patch, broken, at)
+        with pytest.raises(CheckpointError, match="error"):
+            checkpoint.save(folder / "checkpoint", 4, state.server, state.clients)
+    assert checkpoint.load(folder / "checkpoint").round == 3
 
 
 def stopped_run(folder: Path, every: int = 1) -> Path:

@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .. import tree
 from ..errors import DataError, TaskError
 from ..key import Key
 from ..method import ClientInfo, Task
-from ..models.architecture import Architecture, build
+from ..models.architecture import Architecture, architecture_of
 from .dataset import ClientData, Examples
 
 Array = np.ndarray[Any, Any] | Tensor
-Pair = tuple[Array, Array]
+Pair = tuple[Array | Mapping[str, Array], Array]
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,7 @@ class Federation:
             replace(c, train=_moved(c.train, device), val=_moved(c.val, device), test=_moved(c.test, device))
             for c in self.clients
         ]
-        for a in self.architectures.values():
-            a.module.to(device)
-            a.initial = tree.map(lambda t: t.to(device), a.initial)
-        return replace(self, clients=clients)
+        return replace(self, clients=clients, architectures={n: a.to(device) for n, a in self.architectures.items()})
 
     def fingerprint(self) -> list[str]:
         """One digest a client of all its examples, so that a resumed run notices other data."""
@@ -143,8 +139,7 @@ class Federation:
         x = data[0].train.x
         example = {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1]
         models = model if isinstance(model, Mapping) else {"model": model}
-        made = {n: m if isinstance(m, nn.Module) else build(m, key / "init" / n) for n, m in models.items()}
-        known = {n: Architecture(n, m, example, head) for n, m in made.items()}
+        known = {n: architecture_of(n, m, example, head, key / "init" / n) for n, m in models.items()}
         held = (
             list(architecture) if architecture is not None else [list(known)[i % len(known)] for i in range(len(data))]
         )
@@ -180,14 +175,20 @@ def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test
 
 def _examples(pair: Pair, client: int) -> Examples:
     try:
-        x, y = (torch.as_tensor(a) for a in pair)
-    except (TypeError, ValueError) as error:
+        x, labels = pair
+        y = torch.as_tensor(labels).to(torch.int64)
+        if isinstance(x, Mapping):
+            inputs: Tensor | dict[str, Tensor] = {n: torch.as_tensor(a) for n, a in x.items()}
+        else:
+            inputs = torch.as_tensor(x).to(torch.float32)
+        made = Examples(inputs, y)
+    except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"client {client}: expected a pair (x, y) of arrays: {error}") from error
-    if len(x) != len(y):
-        raise DataError(f"client {client}: {len(x)} inputs but {len(y)} labels")
+    except DataError as error:
+        raise DataError(f"client {client}: {error}") from error
     if len(y) and int(y.min()) < 0:
         raise DataError(f"client {client}: label {int(y.min())} is negative")
-    return Examples(x.to(torch.float32), y.to(torch.int64))
+    return made
 
 
 def _take(examples: Examples, index: Tensor) -> Examples:

@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import tree
 from ..errors import CheckpointError
-from ..record import write_atomically, write_json
+from ..record import as_checkpoint_error, write_atomically, write_json
 from .run import State
 
 
@@ -33,7 +33,8 @@ def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any]) -> N
     Raises:
         CheckpointError: if the disk is full or cannot be written; the last checkpoint is then intact.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    with as_checkpoint_error(f"cannot make {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
     clients = dict(_manifest(folder)["clients"]) if (folder / "manifest.json").exists() else {}
     server_file = f"server-{round:06d}.tree"
     write_atomically(folder / server_file, tree.encode(server))
@@ -48,9 +49,10 @@ def tidy(folder: Path) -> None:
     """Remove files that the manifest does not name."""
     manifest = _manifest(folder)
     named = {"manifest.json", manifest["server"], *manifest["clients"].values()}
-    for path in folder.iterdir():
-        if path.name not in named:
-            path.unlink()
+    with as_checkpoint_error(f"cannot tidy {folder}"):
+        for path in folder.iterdir():
+            if path.name not in named:
+                path.unlink()
 
 
 def load(folder: Path) -> State:
@@ -65,13 +67,20 @@ def load(folder: Path) -> State:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / "manifest.json"
     try:
-        found: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+        found = json.loads(path.read_text())
+        files = [found["server"], *found["clients"].values()]
+        sound = type(found["round"]) is int and all(isinstance(f, str) and "/" not in f for f in files)
+        sound = sound and all(c.isdigit() for c in found["clients"])
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no checkpoint: the run was stopped before its first one") from error
-    except ValueError as error:
-        raise CheckpointError(f"{folder / 'manifest.json'} is damaged: {error}") from error
-    return found
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    if not sound:
+        raise CheckpointError(f"{path} is damaged: it does not name a round and the files of server and clients")
+    manifest: dict[str, Any] = found
+    return manifest
 
 
 def _read(path: Path) -> Any:

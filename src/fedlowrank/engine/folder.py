@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -17,11 +16,14 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import CheckpointError
-from ..record import FORMAT, RoundRecord, write_atomically, write_json
+from ..record import FORMAT, RoundRecord, as_checkpoint_error, write_atomically, write_json
 from . import checkpoint
 from .run import Run
 
-FREE_TO_CHANGE = ("versions", "title", "paper", "reference", "experiment", "notes")
+FREE_TO_CHANGE = (
+    "versions", "title", "paper", "reference", "experiment", "notes",
+    "run.checkpoint_every", "run.target", "run.representations",
+)  # fmt: skip
 """Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
 
 
@@ -56,8 +58,9 @@ class RunFolder:
                     "or pass --force to move it aside."
                 )
             number = next(i for i in range(1, 10**6) if not self.path.with_name(f"{self.path.name}.old-{i}").exists())
-            self.path.rename(self.path.with_name(f"{self.path.name}.old-{number}"))
-        with _as_error(f"cannot make {self.path}"):
+            with as_checkpoint_error(f"cannot move {self.path} aside"):
+                self.path.rename(self.path.with_name(f"{self.path.name}.old-{number}"))
+        with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
         write_json(self.path / "clients.json", self.clients)
         write_atomically(self.path / "metrics.jsonl", b"")
@@ -69,9 +72,18 @@ class RunFolder:
         """Say how the run stands."""
         write_json(self.path / "status.json", {"state": state, "rounds": rounds, "message": message})
 
+    def is_finished(self) -> bool:
+        """Whether the run came to its end and said so."""
+        with as_checkpoint_error(f"cannot read {self.path / 'status.json'}"):
+            found = (self.path / "status.json").read_text()
+        return found.lstrip().startswith("{") and json.loads(found).get("state") == "finished"
+
     def append(self, record: RoundRecord) -> None:
         """Add the record of a round."""
-        with _as_error(f"cannot write {self.path / 'metrics.jsonl'}"), (self.path / "metrics.jsonl").open("a") as file:
+        with (
+            as_checkpoint_error(f"cannot write {self.path / 'metrics.jsonl'}"),
+            (self.path / "metrics.jsonl").open("a") as file,
+        ):
             file.write(json.dumps(dataclasses.asdict(record)) + "\n")
 
     def rewrite(self, records: list[RoundRecord]) -> None:
@@ -79,10 +91,14 @@ class RunFolder:
         text = "".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records)
         write_atomically(self.path / "metrics.jsonl", text.encode())
 
+    def reconfigure(self) -> None:
+        """Write the configuration again, where only what is free to change has changed."""
+        write_json(self.path / "run.json", self.config)
+
     def save(self, run: Run) -> None:
         """Write a checkpoint of the run as it stands."""
         with (
-            _as_error(f"cannot write {self.path / 'metrics.jsonl'}"),
+            as_checkpoint_error(f"cannot write {self.path / 'metrics.jsonl'}"),
             (self.path / "metrics.jsonl").open("rb+") as file,
         ):
             os.fsync(file.fileno())
@@ -111,14 +127,20 @@ class RunFolder:
                 + ". Start a new run, or set these back."
             )
         run.restore(checkpoint.load(self.path / "checkpoint"))
-        lines = (self.path / "metrics.jsonl").read_text().splitlines()[: run.round + 1]
-        records = [RoundRecord(**json.loads(line)) for line in lines]
+        try:
+            lines = (self.path / "metrics.jsonl").read_text().splitlines()[: run.round + 1]
+            records = [RoundRecord(**json.loads(line)) for line in lines]
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.path / 'metrics.jsonl'} is missing or damaged: {error}") from error
         if [r.round for r in records] != list(range(run.round + 1)):
             raise CheckpointError(f"{self.path / 'metrics.jsonl'} lacks rounds that the checkpoint holds")
-        # rounds after the checkpoint will be done again
-        self.rewrite(records)
-        checkpoint.tidy(self.path / "checkpoint")
-        self.status("running", run.round)
+        if self.config != stored:
+            self.reconfigure()
+        if run.round < run.settings.rounds:
+            # rounds after the checkpoint will be done again
+            self.rewrite(records)
+            checkpoint.tidy(self.path / "checkpoint")
+            self.status("running", run.round)
         return records
 
     def save_representations(self, found: dict[str, Tensor]) -> None:
@@ -132,9 +154,9 @@ def differences(stored: Any, now: Any, path: str = "") -> list[str]:
     if isinstance(stored, dict) and isinstance(now, dict):
         found: list[str] = []
         for key in sorted({*stored, *now}, key=str):
-            if path == "" and key in FREE_TO_CHANGE:
-                continue
             here = f"{path}.{key}" if path else str(key)
+            if here in FREE_TO_CHANGE:
+                continue
             if key not in stored or key not in now:
                 found.append(f"{here} is only in the {'stored' if key in stored else 'new'} configuration")
             else:
@@ -187,11 +209,3 @@ def representations(run: Run, limit: int) -> dict[str, Tensor]:
     if len({t.shape[1] for t in x}) != 1:
         return {}
     return {"x": torch.cat(x).contiguous(), "label": torch.cat(label), "client": torch.cat(client)}
-
-
-@contextlib.contextmanager
-def _as_error(what: str) -> Any:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{what}: {error.strerror or error}") from error

@@ -13,6 +13,7 @@ import torch
 
 from .. import tree
 from ..channel import lost_replies, weigh
+from ..choices import check_choices
 from ..data.federation import Federation
 from ..errors import ConfigError
 from ..evaluate import accuracy
@@ -54,6 +55,7 @@ class RunSettings:
     representations: int = 1000
 
     def __post_init__(self) -> None:
+        check_choices(self)
         for name in ("rounds", "threads", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
@@ -61,10 +63,14 @@ class RunSettings:
             raise ConfigError(
                 f"run.participation is the share of clients in a round, in (0, 1]; it is {self.participation}"
             )
+        if self.representations < 0:
+            raise ConfigError(f"run.representations must be >= 0; it is {self.representations}")
         if not 0 <= self.lost_replies < 1:
             raise ConfigError(f"run.lost_replies is a probability in [0, 1); it is {self.lost_replies}")
         if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
-            raise ConfigError(f"run.device is {self.device!r}, but torch finds no such device here; use 'cpu' or 'cuda'")
+            raise ConfigError(
+                f"run.device is {self.device!r}, but torch finds no such device here; use 'cpu' or 'cuda'"
+            )
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"run.target is an accuracy in (0, 1], such as 0.9; it is {self.target}")
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -309,21 +309,36 @@ def _kind(client: _Client) -> Any:
         client.local.model.name,
         shapes(r.start),
         shapes(r.given),
-        repr(tree.skeleton(r.given)),
+        repr(tree.skeleton((r.start, r.given))),
         inputs,
     )
 
 
-def identity(value: Any) -> Any:
+def identity(value: Any, within: tuple[int, ...] = ()) -> Any:
     """What a function computes, as a value to compare: its code and what it captured.
 
     Numbers and strings count by value, everything else by being the very same object.
+
+    Args:
+        value: a function or what it captured.
+        within: functions whose captured values are being looked at, for those that refer to themselves.
     """
     if isinstance(value, MethodType):
-        return (identity(value.__func__), id(value.__self__))
+        return (identity(value.__func__, within), id(value.__self__))
+    if isinstance(value, FunctionType) and id(value) in within:
+        return ("itself", within.index(id(value)))
     if isinstance(value, FunctionType):
-        cells = tuple(identity(c.cell_contents) for c in value.__closure__ or ())
-        return (id(value.__code__), cells, tuple(identity(d) for d in value.__defaults__ or ()))
+        held = [c.cell_contents for c in value.__closure__ or () if not _is_empty(c)]
+        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return (id(value.__code__), tuple(identity(v, (*within, id(value))) for v in held))
     if value is None or isinstance(value, (bool, int, float, str)):
         return (type(value).__name__, value)
     return id(value)
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return True
+    return False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..errors import TaskError
+from ..errors import FedlowrankError, TaskError
 from ..key import Key
 from ..tree import Params
 
@@ -64,9 +64,21 @@ class Architecture:
                 f"model {name}: there is no submodule {head!r} to be its head; it has {sorted(modules)[1:]}"
             )
         self.head_name = head
+        self._example = example
         self._width = 0
         if head is not None:
             self._head = modules[head]
+            within = {id(p) for p in self._head.parameters()}
+            outside = {
+                id(p)
+                for n, m in modules.items()
+                if n.split(".")[: head.count(".") + 1] != head.split(".")
+                for p in m.parameters(recurse=False)
+            }
+            if within & outside:
+                raise TaskError(
+                    f"model {name}: its head {head!r} shares a parameter with the rest, so it cannot be split there"
+                )
             self._body = copy.deepcopy(module)
             self._body.set_submodule(head, nn.Identity())
             self._check_split(example)
@@ -129,6 +141,19 @@ class Architecture:
         self._need_head()
         return [m for m in self._head.modules() if isinstance(m, nn.Linear)]
 
+    def to(self, device: str) -> Architecture:
+        """A copy of the architecture on a device."""
+        example = self._example
+        moved = {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
+        made = copy.copy(self)
+        made.module = copy.deepcopy(self.module).to(device)
+        made.initial = {n: p.to(device) for n, p in self.initial.items()}
+        made._example = moved
+        if self.head_name is not None:
+            made._body = copy.deepcopy(self._body).to(device)
+            made._head = made.module.get_submodule(self.head_name)
+        return made
+
     def training(self, mode: bool) -> None:
         """Switch layers that behave differently in training; only engines do so, around a pass."""
         self.module.train(mode)
@@ -140,6 +165,35 @@ def _call(module: nn.Module, params: Params, x: Any) -> Tensor:
     out: Any = functional_call(module, params, (), x) if isinstance(x, dict) else functional_call(module, params, (x,))
     scores: Tensor = out if isinstance(out, Tensor) else out.logits
     return scores
+
+
+def architecture_of(
+    name: str, model: nn.Module | Callable[[], nn.Module], example: Any, head: str | None, key: Key
+) -> Architecture:
+    """An architecture from a module or a factory of one's own.
+
+    Args:
+        name: of the architecture.
+        model: a module, or a factory whose initial values are drawn from ``key``.
+        example: one input.
+        head: see :class:`Architecture`.
+        key: of the initial values.
+
+    Raises:
+        TaskError: if the factory fails, makes no module, or the module does not take the example.
+    """
+    try:
+        module = model if isinstance(model, nn.Module) else build(model, key)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"its factory makes a {type(module).__name__}, not a torch.nn.Module")
+        made = Architecture(name, module, example, head)
+        with torch.inference_mode():
+            made.apply(made.initial, example)
+    except FedlowrankError:
+        raise
+    except Exception as error:
+        raise TaskError(f"model {name} cannot be used with this data: {type(error).__name__}: {error}") from error
+    return made
 
 
 def build(make: Callable[[], nn.Module], key: Key) -> nn.Module:

@@ -1,0 +1,355 @@
+"""The commands at work."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedlowrank import __version__
+from fedlowrank.cli import main
+from fedlowrank.data.partition import PARTITIONS
+from fedlowrank.data.sources import SOURCES
+from fedlowrank.data.split import SPLITS
+from fedlowrank.methods import METHODS
+from fedlowrank.models.zoo import MODELS
+from fedlowrank.record import RunRecord
+
+from .small import SMALL, done, files, write
+
+Capsys = pytest.CaptureFixture[str]
+COMMANDS = ("list", "run", "compare", "resume", "report", "check", "data")
+
+
+def folders() -> list[str]:
+    return sorted(p.parent.name for p in Path("runs/small").glob("*/run.json"))
+
+
+def stamps() -> dict[str, int]:
+    return {str(p): p.stat().st_mtime_ns for p in Path("runs").rglob("metrics.jsonl")}
+
+
+def test_list_names_everything(capsys: Capsys) -> None:
+    out = done(capsys, "list")
+    for known in (METHODS, MODELS, SOURCES, PARTITIONS, SPLITS):
+        for name in known:
+            assert name in out
+    for cls in METHODS.values():
+        assert cls.citation.split(",")[0] in out
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_list_shows_one_method(name: str, capsys: Capsys) -> None:
+    out = done(capsys, "list", name)
+    assert f"[methods.{name}]" in out
+    assert "local_update" in out
+    for field in ("epochs", "batch_size", "optimiser", *METHODS[name].__dataclass_fields__):
+        assert field in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command: str, capsys: Capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert f"fedlowrank {command}" in out
+    assert "--debug" in out
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "data"])
+def test_help_explains_the_fields_of_an_experiment(command: str, capsys: Capsys) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for field, default, meaning in (
+        ("rounds", "50", "rounds of communication"),
+        ("participation", "1.0", "share of the clients"),
+        ("classes_per_client", "2", "number k of classes"),
+        ("names", "('cnn1',)", "client k holds"),
+        ("mu", "0.9", "weight of the model's own loss"),
+        ("lr", "0.01", "learning rate"),
+    ):
+        at = [i for i, line in enumerate(lines) if line.strip() == f"{field} = {default}"]
+        assert at, field
+        assert any(meaning in lines[i + 1] for i in at), field
+    # no field without its meaning
+    shown = [i for i, line in enumerate(lines) if line.startswith("  ") and " = " in line and line[2] != " "]
+    assert len(shown) > 50
+    assert [lines[i] for i in shown if not lines[i + 1].strip()] == []
+
+
+def test_no_command_and_version(capsys: Capsys) -> None:
+    for arguments, code in (([], 2), (["nonsense"], 2), (["--version"], 0), (["--help"], 0)):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert end.value.code == code
+    assert __version__ in capsys.readouterr().out
+
+
+def test_run(capsys: Capsys) -> None:
+    out = done(capsys, "run", write(Path()), "run.rounds=3", "--method", "standalone")
+    assert "Standalone" in out
+    assert "runs/small/standalone-s0" in out
+    record = RunRecord.load(Path("runs/small/standalone-s0"))
+    assert [r.round for r in record.rounds] == [0, 1, 2, 3]
+    assert record.status["state"] == "finished"
+    assert record.config["method"]["name"] == "standalone"
+    assert record.config["run"]["rounds"] == 3
+    done(capsys, "run", "small.toml", "run.seed=4", "-o", "elsewhere/run")
+    assert RunRecord.load(Path("elsewhere/run")).config["run"]["seed"] == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["small.toml", "--force", "run.rounds=1"],
+        ["small.toml", "-o", "out", "run.rounds=1"],
+        ["--force", "small.toml", "run.rounds=1", "--method", "standalone", "run.seed=2"],
+    ],
+    ids=" ".join,
+)
+def test_overrides_may_stand_anywhere(arguments: list[str], capsys: Capsys) -> None:
+    write(Path())
+    done(capsys, "run", *arguments)
+    (made,) = Path().rglob("metrics.jsonl")
+    assert len(made.read_text().splitlines()) == 2
+
+
+def test_compare_runs_everything_once(capsys: Capsys) -> None:
+    file = write(Path())
+    out = done(capsys, "compare", file, "--seeds", "0,1", "--vary", "run.participation=0.4,1.0")
+    made = {f: RunRecord.load(Path("runs/small") / f) for f in folders()}
+    found = {
+        (r.config["method"]["name"], r.config["vary"]["run.participation"], r.config["run"]["seed"])
+        for r in made.values()
+    }
+    assert found == {(m, c, s) for m in ("standalone", "fedavg") for c in (0.4, 1.0) for s in (0, 1)}
+    for folder, one in made.items():
+        # the folder's name tells which run it is, the whole of the value included
+        name, share, seed = one.config["method"]["name"], one.config["run"]["participation"], one.config["run"]["seed"]
+        assert folder.startswith(name)
+        assert folder.endswith(f"s{seed}")
+        assert str(share) in folder
+        assert len(one.rounds[1].participants) == {0.4: 1, 1.0: 3}[share]
+    for end in ("html", "md", "csv"):
+        text = Path(f"runs/small/report.{end}").read_text()
+        assert "FedAvg" in text
+        assert "Standalone" in text
+    assert "runs/small/report.html" in out
+
+    before = stamps()
+    kept = files(Path("runs"))
+    done(capsys, "compare", file, "--seeds", "0,1", "--vary", "run.participation=0.4,1.0")
+    assert folders() == sorted({Path(p).parent.name for p in before})
+    # the same configuration is not trained again, and not even written again
+    assert stamps() == before
+    assert {p: d for p, d in files(Path("runs")).items() if "report" not in p} == {
+        p: d for p, d in kept.items() if "report" not in p
+    }
+
+
+def test_compare_takes_methods_seeds_and_vary_from_the_file(capsys: Capsys) -> None:
+    text = 'seeds = [3, 5]\nvary = "methods.fedprox.mu=0.1,0.2"\n' + SMALL
+    done(capsys, "compare", write(Path(), text), "run.rounds=1", "--methods", "fedprox")
+    found = [RunRecord.load(Path("runs/small") / f).config for f in folders()]
+    assert sorted((c["method"]["fields"]["mu"], c["run"]["seed"]) for c in found) == [
+        (0.1, 3), (0.1, 5), (0.2, 3), (0.2, 5),
+    ]  # fmt: skip
+    assert len([f for f in folders() if "0.1" in f]) == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (["--methods", "standalone"], []),
+        (["--seeds", "0"], ["--seeds", "0,1"]),
+        (['compare=["standalone"]'], []),
+        (["seeds=[0]"], ["seeds=[0,1]"]),
+        ([], ["methods.pfedlora.mu=0.6"]),
+        ([], ['title="Another title"']),
+    ],
+    ids=lambda v: " ".join(v) or "-",
+)
+def test_compare_goes_on_when_more_is_asked_for(first: list[str], then: list[str], capsys: Capsys) -> None:
+    def arguments(more: list[str]) -> list[str]:
+        return [*[m for m in more if "=" in m], *[m for m in more if "=" not in m]]
+
+    file = write(Path())
+    done(capsys, "compare", file, *arguments(first))
+    before = stamps()
+    done(capsys, "compare", file, *arguments(then))
+    now = stamps()
+    assert {p: now[p] for p in before} == before
+    assert not [p for p in Path("runs/small").iterdir() if ".old" in p.name]
+
+
+def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedlowrank.engine.run import Run
+
+    step, calls = Run.step, 0
+
+    def interrupted(run: Run) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return step(run)
+
+    file = write(Path())
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "step", interrupted)
+        assert main(["compare", file]) == 130
+    said = capsys.readouterr().err
+    assert "interrupted" in said
+    assert "fedlowrank resume runs/small/fedavg-s0" in said
+    assert RunRecord.load(Path("runs/small/fedavg-s0")).status["state"] == "stopped"
+    finished = stamps()["runs/small/standalone-s0/metrics.jsonl"]
+    done(capsys, "compare", file)
+    assert stamps()["runs/small/standalone-s0/metrics.jsonl"] == finished
+    record = RunRecord.load(Path("runs/small/fedavg-s0"))
+    assert [r.round for r in record.rounds] == [0, 1, 2]
+    assert record.status["state"] == "finished"
+
+
+def test_compare_with_force_keeps_the_old_runs(capsys: Capsys) -> None:
+    file = write(Path())
+    done(capsys, "compare", file)
+    before = files(Path("runs/small/fedavg-s0"))
+    done(capsys, "compare", file, "run.rounds=1", "--force")
+    assert files(Path("runs/small/fedavg-s0.old-1")) == before
+    assert len(RunRecord.load(Path("runs/small/fedavg-s0")).rounds) == 2
+    # what was moved aside is no part of the report
+    assert Path("runs/small/report.csv").read_text().count("FedAvg") == 1
+
+
+def test_report(capsys: Capsys) -> None:
+    file = write(Path())
+    done(capsys, "compare", file)
+    one = done(capsys, "report", "runs/small", "-o", "all.html", "--target", "0.3")
+    assert "FedAvg" in one
+    assert "Standalone" in one
+    assert "30" in Path("all.md").read_text()
+    for end in ("html", "md", "csv"):
+        assert Path(f"all.{end}").stat().st_size > 100
+    two = done(capsys, "report", "runs/small/fedavg-s0")
+    assert "Standalone" not in two
+    assert Path("report.html").exists()
+
+
+def test_the_report_of_a_folder_leaves_out_what_was_moved_aside(capsys: Capsys) -> None:
+    file = write(Path())
+    done(capsys, "run", file)
+    done(capsys, "run", file, "run.rounds=1", "--force")
+    done(capsys, "report", "runs/small", "-o", "all.html")
+    assert Path("all.csv").read_text().count("FedAvg") == 1
+
+
+def test_the_report_shows_the_numbers_of_the_paper(capsys: Capsys) -> None:
+    text = SMALL + '[reference]\nlabel = "A paper, Table 7"\naccuracy = { fedavg = 61.25, standalone = "-" }\n'
+    done(capsys, "compare", write(Path(), text))
+    page = Path("runs/small/report.html").read_text()
+    assert "61.25" in page
+    assert "A paper, Table 7" in page
+
+
+def test_data_shows_and_draws(capsys: Capsys) -> None:
+    file = write(Path())
+    for end in ("svg", "png", "pdf"):
+        out = done(capsys, "data", file, "partition.clients=4", "-o", f"picture.{end}")
+        assert Path(f"picture.{end}").stat().st_size > 500
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0][:4] == ["client", "train", "val", "test"]
+    assert [r[0] for r in rows[1:5]] == ["0", "1", "2", "3"]
+    assert "setosa" in out
+    assert "150" in str(sum(map(int, rows[6][1:4])))
+    assert not Path("runs").exists()
+
+
+OWN = """
+from dataclasses import dataclass
+from fedlowrank import Method, cross_entropy
+from fedlowrank.method import by_examples
+from fedlowrank.tree import mean
+
+
+@dataclass(frozen=True)
+class Own(Method):
+    noise: float = 0.0
+
+    title = "My own"
+    citation = "me"
+
+    def server_init(self, task):
+        return task.common_model(self.title).initial
+
+    def client_init(self, task, client):
+        return None
+
+    def download(self, server, client):
+        return server
+
+    def local_update(self, state, down, view):
+        def loss(theta, batch):
+            return cross_entropy(view.model.apply(theta, batch.x), batch)
+
+        return None, view.train(loss, down, "local", self.optimiser)
+
+    def server_update(self, server, replies, view):
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state, down, view):
+        return down
+
+
+@dataclass(frozen=True)
+class Wrong(Own):
+    title = "My wrong one"
+
+    def server_update(self, server, replies, view):
+        return replies[-1].upload
+"""
+
+
+def test_check_a_class_of_ones_own(capsys: Capsys) -> None:
+    Path("own_method.py").write_text(OWN)
+    out = done(capsys, "check", "own_method:Own")
+    assert "My own" in out
+    assert "FAILED" not in out
+    assert main(["check", "own_method:Wrong"]) == 1
+    out = capsys.readouterr().out
+    assert out.count("FAILED") == 1
+    assert "order of replies" in next(line for line in out.splitlines() if "FAILED" in line)
+
+
+def test_check_a_built_in_method(capsys: Capsys) -> None:
+    assert "FAILED" not in done(capsys, "check", "fedavg")
+
+
+def test_the_installed_command() -> None:
+    command = Path(sys.executable).with_name("fedlowrank")
+    if not command.exists():
+        pytest.skip("the package is not installed with its command")
+    file = write(Path())
+    found = subprocess.run([command, "run", file, "run.rounds=1"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "runs/small/fedavg-s0" in found.stdout
+    assert "Traceback" not in found.stderr
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    text = f"{sys.executable} -m fedlowrank.cli list | head -n 1"
+    found = subprocess.run(["bash", "-c", f"set -o pipefail; {text}"], capture_output=True, text=True, check=False)
+    assert found.returncode == 0
+    assert "Traceback" not in found.stderr
+    assert "Exception" not in found.stderr
+
+
+def test_main_leaves_the_signals_of_its_caller_alone(capsys: Capsys) -> None:
+    import signal
+
+    before = signal.getsignal(signal.SIGTERM)
+    done(capsys, "list")
+    assert signal.getsignal(signal.SIGTERM) is before

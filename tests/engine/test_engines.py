@@ -1,0 +1,821 @@
+"""What engines promise: the same result however clients are executed, honest accounts, and errors that surface."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlowrank import tree
+from fedlowrank.check import CHECKS, check_method, federation
+from fedlowrank.data.dataset import ClientData, Examples
+from fedlowrank.data.federation import Federation
+from fedlowrank.engine import ENGINES, Sequential, Vectorised
+from fedlowrank.engine.run import Run, RunSettings
+from fedlowrank.engine.vectorised import identity
+from fedlowrank.errors import NonFiniteError, TaskError
+from fedlowrank.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from fedlowrank.methods import METHODS
+from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.methods.pfedlora import PFedLoRA
+from fedlowrank.methods.standalone import Standalone
+from fedlowrank.models.architecture import Architecture
+from fedlowrank.optimiser import SGD, AdamW, Group
+from fedlowrank.tree import Params, mean
+
+torch.set_num_threads(1)
+
+NAMES = {test.__name__.strip("_"): name for name, test in CHECKS.items()}
+"""Full names of the checks by a short one."""
+
+
+@dataclass(frozen=True)
+class Plain(Method[Params, Any, Params, Any]):
+    """FedAvg in few lines, sound; each test below breaks one thing of it."""
+
+    batch_size: int = 8
+    optimiser: SGD | AdamW = SGD(lr=0.05)
+
+    title: ClassVar[str] = "Plain"
+    citation: ClassVar[str] = "none"
+
+    def server_init(self, task: Task) -> Params:
+        return task.common_model(self.title).initial
+
+    def client_init(self, task: Task, client: ClientInfo) -> Any:
+        return {"count": torch.zeros(1)}
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        return server
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        return {"count": state["count"] + 1}, self.trained(down, view)
+
+    def trained(self, down: Params, view: ClientView) -> Params:
+        model = view.model
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        return view.train(loss, down, "local", self.optimiser)
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Any]], view: ServerView) -> Params:
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Any, down: Params, view: ClientView) -> Params:
+        return down
+
+
+def failed(method: Method[Any, Any, Any, Any]) -> dict[str, str]:
+    """Short names of the checks that a method fails, with what they found."""
+    short = {name: s for s, name in NAMES.items()}
+    return {short[f.name]: f.detail for f in check_method(method) if not f.ok}
+
+
+def run_of(method: Method[Any, Any, Any, Any], engine: str, on: Federation, rounds: int = 2, **settings: Any) -> Run:
+    run = Run(method, on, RunSettings(rounds=6, **settings), ENGINES[engine]())
+    for _ in range(rounds):
+        run.step()
+    return run
+
+
+def gap(one: Run, other: Run) -> float:
+    """Largest difference between the states of two runs."""
+    pairs = []
+    for a, b in ((one.state.server, other.state.server), (str_keys(one), str_keys(other))):
+        left, right = dict(tree.leaves(a)), dict(tree.leaves(b))
+        assert left.keys() == right.keys()
+        pairs += [(left[p].double() - right[p].double()).abs().max() for p in left if left[p].numel()]
+    return float(torch.stack(pairs).max())
+
+
+def str_keys(run: Run) -> dict[str, Any]:
+    return {str(i): s for i, s in run.state.clients.items()}
+
+
+# Every method
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_passes_every_check(name: str) -> None:
+    findings = check_method(METHODS[name]())
+    assert [f.name for f in findings] == list(CHECKS)
+    assert {f.name: f.detail for f in findings if not f.ok} == {}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_engine_keeps_the_same_accounts(name: str) -> None:
+    method = METHODS[name]()
+    accounts = []
+    for engine in ENGINES:
+        run = Run(method, federation(method.heterogeneous), RunSettings(rounds=2, participation=0.6), ENGINES[engine]())
+        record = run.step()
+        accounts.append({k: v for k, v in record.untimed().items() if k not in ("loss", "accuracy")})
+        assert all(torch.isfinite(torch.tensor(v)) for v in record.loss.values())
+    assert accounts[0] == accounts[1] == accounts[2]
+    assert accounts[0]["steps"] > 0
+    assert accounts[0]["flops"] > 0
+
+
+def test_the_plain_method_is_sound() -> None:
+    assert failed(Plain()) == {}
+
+
+# The checks find what they are for
+
+
+@dataclass(frozen=True)
+class ChangesDownload(Plain):
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        end = self.trained(down, view)
+        for p in down.values():
+            p.mul_(0.5)
+        return state, end
+
+
+@dataclass(frozen=True)
+class ChangesServer(Plain):
+    def server_update(self, server: Params, replies: Sequence[Reply[Any]], view: ServerView) -> Params:
+        new = mean([r.upload for r in replies], by_examples(replies))
+        for name, p in server.items():
+            p.copy_(new[name])
+        return server
+
+
+@dataclass(frozen=True)
+class CommitsByMutation(Plain):
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        state["count"].add_(1)
+        return state, self.trained(down, view)
+
+
+@dataclass(frozen=True)
+class RemembersInItself(Plain):
+    memory: dict[int, int] = field(default_factory=dict)
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        self.memory[view.info.id] = self.memory.get(view.info.id, 0) + 1
+        return {"count": torch.tensor([float(self.memory[view.info.id])])}, self.trained(down, view)
+
+
+@dataclass(frozen=True)
+class GlobalNoise(Plain):
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        return state, {n: p + 0.001 * torch.randn_like(p) for n, p in self.trained(down, view).items()}
+
+
+@dataclass(frozen=True)
+class LastReplyWins(Plain):
+    def server_update(self, server: Params, replies: Sequence[Reply[Any]], view: ServerView) -> Params:
+        return replies[-1].upload
+
+
+@dataclass(frozen=True)
+class SendsASet(Plain):
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        return state, {"labels": {1, 2}, **self.trained(down, view)}
+
+
+@dataclass(frozen=True)
+class OwnRate(Plain):
+    def trained(self, down: Params, view: ClientView) -> Params:
+        return Plain(optimiser=SGD(lr=0.05)).trained(down, view)
+
+
+@dataclass(frozen=True)
+class ClimbsTheLoss(Plain):
+    def trained(self, down: Params, view: ClientView) -> Params:
+        model = view.model
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            return -cross_entropy(model.apply(theta, batch.x), batch)
+
+        return view.train(loss, down, "local", self.optimiser)
+
+
+@dataclass(frozen=True)
+class NeedsAState(Plain):
+    def client_init(self, task: Task, client: ClientInfo) -> Any:
+        return None
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        return {"count": torch.ones(1)}, self.trained(down, view)
+
+    def personal(self, state: Any, down: Params, view: ClientView) -> Params:
+        return down if float(state["count"]) else {}
+
+
+@dataclass(frozen=True)
+class TakesAnyModel(Plain):
+    def server_init(self, task: Task) -> Params:
+        return task.model(task.clients[0]).initial
+
+
+@dataclass(frozen=True)
+class PlainMean(Plain):
+    """Averages each step over the padding of the vectorised engine, too."""
+
+    def trained(self, down: Params, view: ClientView) -> Params:
+        model = view.model
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            return nn.functional.cross_entropy(model.apply(theta, batch.x), batch.y)
+
+        return view.train(loss, down, "local", self.optimiser)
+
+
+@pytest.mark.parametrize(
+    ("method", "check", "says"),
+    [
+        (ChangesDownload(), "pure", ""),
+        (ChangesServer(), "pure", ""),
+        (CommitsByMutation(), "pure", "changes its input in place"),
+        (CommitsByMutation(), "lost", "changed its state although its reply was lost"),
+        (RemembersInItself(), "pure", "different states"),
+        (RemembersInItself(), "resume", "differs"),
+        (GlobalNoise(), "pure", ""),
+        (GlobalNoise(), "still", "learning rate of 0"),
+        (LastReplyWins(), "order", "differs"),
+        (SendsASet(), "wire", "set"),
+        (OwnRate(), "still", "learning rate of 0"),
+        (ClimbsTheLoss(), "learns", "accuracy falls"),
+        (NeedsAState(), "unseen", ""),
+        (TakesAnyModel(), "refuses", ""),
+        (PlainMean(), "vectorised", "differs"),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, Method) else v if v in NAMES else "",
+)
+def test_a_broken_method_fails_its_check(method: Plain, check: str, says: str) -> None:
+    detail = CHECKS[NAMES[check]]
+    try:
+        found = detail(method)
+    except Exception as error:  # noqa: BLE001 - check_method reports whatever a method raises
+        found = f"{type(error).__name__}: {error}"
+    assert found is not None
+    assert says in found
+
+
+def test_a_check_that_raises_is_reported_not_raised() -> None:
+    found = failed(SendsASet())
+    assert "wire" in found
+    assert "TreeError" in found["wire"]
+    assert ".py:" in found["wire"]
+
+
+# The vectorised engine
+
+
+def constant_prox(params: Params, lr: float, *given: Any) -> Params:
+    return {n: p - lr * 0.3 * p.sign() * (p.abs() > 0.01) for n, p in params.items()}
+
+
+def pull(grads: Params, params: Params, *given: Any) -> Params:
+    return {n: g + 0.2 * params[n] for n, g in grads.items()}
+
+
+@dataclass(frozen=True)
+class Shaped(Plain):
+    """Plain, with what a pass may be given."""
+
+    prox: bool = False
+    precondition: bool = False
+
+    def trained(self, down: Params, view: ClientView) -> Params:
+        model = view.model
+
+        def loss(theta: Params, batch: Batch, _: Params) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        return view.train(
+            loss, down, "local", self.optimiser, given=(down,),
+            precondition=pull if self.precondition else None, prox=constant_prox if self.prox else None,
+        )  # fmt: skip
+
+
+def changed_fields(method: Shaped) -> str:
+    """The settings that differ from the default ones, for the name of a test."""
+    usual = dataclasses.asdict(Shaped())
+    return ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(method).items() if v != usual[k])[:60]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Shaped(),
+        Shaped(batch_size=1000),
+        Shaped(epochs=3, batch_size=7),
+        Shaped(optimiser=SGD(lr=0.05, momentum=0.9)),
+        Shaped(optimiser=SGD(lr=0.05, momentum=0.9, nesterov=True), epochs=2),
+        Shaped(optimiser=SGD(lr=0.05, weight_decay=0.1)),
+        Shaped(optimiser=SGD(lr=0.5, clip=0.1)),
+        Shaped(optimiser=SGD(lr=0.05, groups={"head.weight": Group(lr=0.5, weight_decay=0.1), "head.bias": Group(lr=0.0)})),
+        Shaped(optimiser=AdamW(lr=0.01)),
+        Shaped(optimiser=AdamW(lr=0.01, weight_decay=0.5, clip=0.5), epochs=2),
+        Shaped(prox=True),
+        Shaped(precondition=True),
+        Shaped(prox=True, precondition=True, optimiser=SGD(lr=0.05, momentum=0.5, weight_decay=0.01, clip=0.3), epochs=2),
+    ],
+    ids=lambda m: changed_fields(m) or "plain",
+)  # fmt: skip
+def test_clients_at_once_equal_one_by_one(method: Shaped) -> None:
+    on = federation(False)
+    assert len({len(c.train) for c in on.clients}) > 1
+    one, other = (run_of(method, e, on) for e in ("sequential", "vectorised"))
+    assert gap(one, other) < 1e-4
+    initial = next(iter(on.architectures.values())).initial
+    moved = max(float((one.state.server[n] - p).abs().max()) for n, p in initial.items())
+    assert moved > 1e-3
+
+
+class Counting(Vectorised):
+    """Counts how many clients were executed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def _execute(self, method: Any, clients: Any, round: int) -> list[Any]:
+        from fedlowrank.engine import vectorised
+
+        before = vectorised._together
+
+        def together(title: str, group: Any, when: int) -> list[Any]:
+            self.sizes.append(len(group))
+            return before(title, group, when)
+
+        vectorised._together = together
+        try:
+            return super()._execute(method, clients, round)
+        finally:
+            vectorised._together = before
+
+
+def groups(method: Method[Any, Any, Any, Any], on: Federation) -> list[int]:
+    engine = Counting()
+    Run(method, on, RunSettings(rounds=1), engine).step()
+    return engine.sizes
+
+
+Make = Callable[[float, Any], Callable[..., Tensor]]
+
+
+def by_closure(weight: float, model: Any) -> Callable[..., Tensor]:
+    return lambda theta, batch: weight * cross_entropy(model.apply(theta, batch.x), batch)
+
+
+def by_tensor(weight: float, model: Any) -> Callable[..., Tensor]:
+    kept = torch.tensor(weight)
+    return lambda theta, batch: kept * cross_entropy(model.apply(theta, batch.x), batch)
+
+
+def by_list(weight: float, model: Any) -> Callable[..., Tensor]:
+    kept = [weight]
+    return lambda theta, batch: kept[0] * cross_entropy(model.apply(theta, batch.x), batch)
+
+
+def by_default(weight: float, model: Any) -> Callable[..., Tensor]:
+    def loss(theta: Params, batch: Batch, *given: Any, w: float = weight) -> Tensor:
+        return w * cross_entropy(model.apply(theta, batch.x), batch)
+
+    return loss
+
+
+def by_partial(weight: float, model: Any) -> Callable[..., Tensor]:
+    def loss(w: float, theta: Params, batch: Batch) -> Tensor:
+        return w * cross_entropy(model.apply(theta, batch.x), batch)
+
+    return functools.partial(loss, weight)
+
+
+def by_object(weight: float, model: Any) -> Callable[..., Tensor]:
+    class Weighted:
+        def loss(self, theta: Params, batch: Batch) -> Tensor:
+            return weight * cross_entropy(model.apply(theta, batch.x), batch)
+
+    return Weighted().loss
+
+
+def by_helper(weight: float, model: Any) -> Callable[..., Tensor]:
+    def weigh(value: Tensor) -> Tensor:
+        return weight * value
+
+    return lambda theta, batch: weigh(cross_entropy(model.apply(theta, batch.x), batch))
+
+
+def by_recursion(weight: float, model: Any) -> Callable[..., Tensor]:
+    def weigh(value: Tensor, times: int) -> Tensor:
+        return value if times == 0 else weigh(weight * value, times - 1)
+
+    return lambda theta, batch: weigh(cross_entropy(model.apply(theta, batch.x), batch), 1)
+
+
+@dataclass(frozen=True)
+class Captures(Plain):
+    """The loss of client k is weighted by k + 1, and the weight is captured in some way."""
+
+    make: Any = by_closure
+
+    def trained(self, down: Params, view: ClientView) -> Params:
+        return view.train(self.make(float(view.info.id + 1), view.model), down, "local", self.optimiser)
+
+
+@pytest.mark.parametrize(
+    "make", [by_closure, by_tensor, by_list, by_default, by_partial, by_object, by_helper, by_recursion]
+)
+def test_what_a_loss_captures_is_not_mixed_up(make: Make) -> None:
+    on = federation(False)
+    one, other = (run_of(Captures(make=make), e, on, rounds=1) for e in ("sequential", "vectorised"))
+    assert gap(one, other) < 1e-5
+    # a test that could not fail would show nothing: with the weight of client 0 for all, the result is another
+    same = run_of(Plain(), "sequential", on, rounds=1)
+    assert gap(one, same) > 1e-3
+
+
+def test_requests_with_other_captured_values_are_not_merged() -> None:
+    on = federation(False)
+    assert groups(Plain(), on) == [5]
+    assert groups(Captures(), on) == []
+
+
+def test_equal_captured_values_are_merged() -> None:
+    @dataclass(frozen=True)
+    class TwoKinds(Plain):
+        def trained(self, down: Params, view: ClientView) -> Params:
+            return view.train(by_closure(float(view.info.id % 2), view.model), down, "local", self.optimiser)
+
+    assert sorted(groups(TwoKinds(), federation(False))) == [2, 3]
+
+
+def test_values_in_the_start_that_are_no_tensors_are_not_mixed_up() -> None:
+    @dataclass(frozen=True)
+    class Scaled(Plain):
+        def trained(self, down: Params, view: ClientView) -> Params:
+            model = view.model
+
+            def loss(both: Any, batch: Batch) -> Tensor:
+                return both["scale"] * cross_entropy(model.apply(both["model"], batch.x), batch)
+
+            start = {"model": down, "scale": float(view.info.id + 1)}
+            return view.train(loss, start, "local", self.optimiser)["model"]  # type: ignore[return-value]
+
+    on = federation(False)
+    one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorised"))
+    assert gap(one, other) < 1e-5
+
+
+def test_given_values_that_are_no_tensors_are_not_mixed_up() -> None:
+    @dataclass(frozen=True)
+    class Scaled(Plain):
+        def trained(self, down: Params, view: ClientView) -> Params:
+            model = view.model
+
+            def loss(theta: Params, batch: Batch, scale: float) -> Tensor:
+                return scale * cross_entropy(model.apply(theta, batch.x), batch)
+
+            return view.train(loss, down, "local", self.optimiser, given=(float(view.info.id + 1),))
+
+    on = federation(False)
+    one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorised"))
+    assert gap(one, other) < 1e-5
+
+
+def test_identity_of_functions() -> None:
+    def make(value: Any) -> Callable[[], Any]:
+        return lambda: value
+
+    def named(*, value: Any) -> Callable[[], Any]:
+        def inner(*, v: Any = value) -> Any:
+            return v
+
+        return inner
+
+    assert identity(make(1)) == identity(make(1))
+    assert identity(make(1)) != identity(make(2))
+    assert identity(make(1)) != identity(make(1.0))
+    assert identity(make(True)) != identity(make(1))
+    assert identity(make("a")) != identity(make("b"))
+    assert identity(named(value=1)) != identity(named(value=2))
+    one, other = torch.zeros(1), torch.zeros(1)
+    assert identity(make(one)) == identity(make(one))
+    assert identity(make(one)) != identity(make(other))
+
+
+def test_models_with_dropout_equal_one_by_one_bit_for_bit() -> None:
+    class Dropping(nn.Module):
+        head_name = "head"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5))
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.body(x))
+            return out
+
+    source = federation(False)
+    data = [(torch.cat([c.train.x, c.test.x]), torch.cat([c.train.y, c.test.y])) for c in source.clients]  # type: ignore[list-item]
+    on = Federation.from_arrays(data, Dropping, classes=3)
+    for method in (Plain(), PFedLoRA(width=2)):
+        before = torch.get_rng_state()
+        one, other = (run_of(method, e, on) for e in ("sequential", "vectorised"))
+        assert tree.equal(one.state.server, other.state.server)
+        assert tree.equal(str_keys(one), str_keys(other))
+        assert torch.equal(before, torch.get_rng_state())
+        assert not next(iter(on.architectures.values())).module.training
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 4), nn.Linear(2, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.relu(self.left(a) + self.right(b)))
+        return out
+
+
+def two_inputs(i: int) -> tuple[dict[str, Tensor], Tensor]:
+    generator = torch.Generator().manual_seed(i)
+    n = 12 + 5 * i
+    a, b = torch.randn(n, 3, generator=generator), torch.randn(n, 2, generator=generator)
+    return {"a": a, "b": b}, (a.sum(1) > b.sum(1)).long()
+
+
+def test_named_inputs() -> None:
+    clients = []
+    for i in range(3):
+        whole = Examples(*two_inputs(i))
+        parts = torch.split(torch.arange(len(whole)), [len(whole) - 4, 2, 2])
+        clients.append(ClientData(*(whole.take(p) for p in parts)))
+    example = clients[0].train.take(torch.arange(1)).x
+    infos = [ClientInfo(i, len(c.train), "two") for i, c in enumerate(clients)]
+    on = Federation(clients, infos, {"two": Architecture("two", TwoInputs(), example)}, ("no", "yes"))
+    runs = [run_of(PFedLoRA(width=2, batch_size=5), e, on) for e in ("sequential", "wire", "vectorised")]
+    assert gap(runs[0], runs[1]) == 0
+    assert gap(runs[0], runs[2]) < 1e-4
+    assert on.fingerprint() == on.fingerprint()
+
+
+def test_named_inputs_from_arrays() -> None:
+    on = Federation.from_arrays([two_inputs(i) for i in range(3)], TwoInputs, classes=2)  # type: ignore[arg-type, misc]
+    run = run_of(PFedLoRA(width=2, batch_size=5), "sequential", on)
+    assert run.round == 2
+
+
+# Errors
+
+
+@dataclass(frozen=True)
+class FailsAt(Plain):
+    client: int = 2
+    after: bool = False
+
+    def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
+        if view.info.id == self.client and not self.after:
+            raise ZeroDivisionError(f"client {self.client} divides")
+        end = self.trained(down, view)
+        if view.info.id == self.client:
+            raise ZeroDivisionError(f"client {self.client} divides")
+        return state, end
+
+
+def settles(count: int, seconds: float = 5.0) -> bool:
+    limit = time.monotonic() + seconds
+    while threading.active_count() > count and time.monotonic() < limit:
+        time.sleep(0.01)
+    return threading.active_count() <= count
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before training", "after training"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_error_at_one_client_surfaces(engine: str, after: bool) -> None:
+    count = threading.active_count()
+    run = Run(FailsAt(after=after), federation(False), RunSettings(rounds=2), ENGINES[engine]())
+    before = run.state
+    with pytest.raises(ZeroDivisionError, match="client 2 divides"):
+        run.step()
+    assert run.state is before
+    assert settles(count)
+
+
+def test_a_pass_that_cannot_be_vectorised_says_so_and_leaves_no_thread() -> None:
+    @dataclass(frozen=True)
+    class Branches(Plain):
+        def trained(self, down: Params, view: ClientView) -> Params:
+            model = view.model
+
+            def loss(theta: Params, batch: Batch) -> Tensor:
+                value = cross_entropy(model.apply(theta, batch.x), batch)
+                return value if float(value.detach()) > 0 else 2 * value
+
+            return view.train(loss, down, "local", self.optimiser)
+
+    count = threading.active_count()
+    run = Run(Branches(), federation(False), RunSettings(rounds=1), Vectorised())
+    with pytest.raises(TaskError, match="sequential"):
+        run.step()
+    assert settles(count)
+    Run(Branches(), federation(False), RunSettings(rounds=1), Sequential()).step()
+
+
+def test_a_method_may_train_under_some_condition_only() -> None:
+    @dataclass(frozen=True)
+    class OddTwice(Plain):
+        def trained(self, down: Params, view: ClientView) -> Params:
+            for _ in range(1 + view.info.id % 2):
+                down = Plain.trained(self, down, view)
+            return down if view.info.id else {n: p.clone() for n, p in down.items()}
+
+    on = federation(False)
+    assert gap(*(run_of(OddTwice(), e, on) for e in ("sequential", "vectorised"))) < 1e-4
+
+
+def poisoned() -> Federation:
+    """A federation whose client 1 has inputs so large that its loss overflows."""
+    on = federation(False)
+    bad = on.clients[1]
+    clients = [*on.clients]
+    clients[1] = dataclasses.replace(bad, train=Examples(bad.train.x * 1e30, bad.train.y))  # type: ignore[operator]
+    return dataclasses.replace(on, clients=clients)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_nan_stops_the_run(engine: str) -> None:
+    count = threading.active_count()
+    run = Run(Plain(), poisoned(), RunSettings(rounds=2), ENGINES[engine]())
+    before = run.state
+    with pytest.raises(NonFiniteError) as caught:
+        run.step()
+    assert (caught.value.client, caught.value.round, caught.value.name) == (1, 0, "local")
+    assert "client 1, round 0, pass 'local'" in str(caught.value)
+    assert run.state is before
+    assert settles(count)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_nan_can_be_dropped(engine: str) -> None:
+    on = poisoned()
+    run = Run(Plain(), on, RunSettings(rounds=2, on_nan="drop"), ENGINES[engine]())
+    record = run.step()
+    assert list(record.lost) == ["1"]
+    assert "client 1" in record.lost["1"]
+    assert record.participants == [0, 1, 2, 3, 4]
+    assert sorted(run.state.clients) == [0, 2, 3, 4]
+    assert all(torch.isfinite(p).all() for p in run.state.server.values())
+    one = len(tree.encode(run.state.server))
+    assert (record.bytes_down, record.bytes_up) == (5 * one, 4 * one)
+
+
+# Messages and their loss
+
+
+def test_a_lost_reply_commits_nothing_but_is_counted() -> None:
+    on = federation(True)
+    run = Run(PFedLoRA(width=2), on, RunSettings(rounds=6, lost_replies=0.5), Sequential())
+    sound = Run(PFedLoRA(width=2), on, RunSettings(rounds=6), Sequential())
+    whole = sound.step()
+    seen = 0
+    for _ in range(4):
+        before = dict(run.state.clients)
+        record = run.step()
+        assert (record.bytes_up, record.parameters_up, record.steps) == (
+            whole.bytes_up,
+            whole.parameters_up,
+            whole.steps,
+        )
+        for client in record.participants:
+            lost = str(client) in record.lost
+            seen += lost
+            assert (run.state.clients.get(client) is before.get(client)) == lost
+    assert 0 < seen < 20
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", METHODS)
+def test_a_round_of_lost_replies_leaves_the_server_as_it_was(name: str, engine: str) -> None:
+    method = METHODS[name]()
+    on = federation(method.heterogeneous)
+    run = Run(method, on, RunSettings(rounds=2, lost_replies=1 - 1e-9), ENGINES[engine]())
+    before = tree.encode(run.state.server)
+    record = run.step()
+    assert len(record.lost) == len(on.clients)
+    assert tree.encode(run.state.server) == before
+    assert run.state.clients == {}
+    assert run.round == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", METHODS)
+def test_bytes_are_those_of_the_messages(name: str, engine: str) -> None:
+    heard: list[tuple[int, Any, Any]] = []
+
+    class Listening(METHODS[name]):  # type: ignore[misc]
+        def local_update(self, state: Any, down: Any, view: ClientView) -> tuple[Any, Any]:
+            end, up = super().local_update(state, down, view)
+            heard.append((view.info.id, down, up))
+            return end, up
+
+    method = Listening()
+    run = Run(method, federation(method.heterogeneous), RunSettings(rounds=2, participation=0.6), ENGINES[engine]())
+
+    def weight(message: Any) -> tuple[int, int]:
+        if message is None:
+            return 0, 0
+        numbers = sum(t.numel() for _, t in tree.leaves(message) if t.is_floating_point())
+        return len(tree.encode(message)), numbers
+
+    for _ in range(2):
+        heard.clear()
+        record = run.step()
+        assert sorted(i for i, _, _ in heard) == record.participants
+        down = [weight(d) for _, d, _ in heard]
+        up = [weight(u) for _, _, u in heard]
+        assert (record.bytes_down, record.parameters_down) == tuple(map(sum, zip(*down, strict=True)))
+        assert (record.bytes_up, record.parameters_up) == tuple(map(sum, zip(*up, strict=True)))
+
+
+# The protocol
+
+
+def many(clients: int) -> Federation:
+    return Federation.from_arrays(
+        [(torch.zeros(3, 2), torch.tensor([0, 1, 0]))] * clients, lambda: nn.Linear(2, 2), classes=2, val=0, test=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("clients", "participation", "count"),
+    [
+        (10, 1.0, 10),
+        (10, 0.25, 3),
+        (10, 0.24, 2),
+        (25, 0.1, 3),
+        (100, 0.29, 29),
+        (3, 0.01, 1),
+        (7, 0.5, 4),
+        (1, 0.2, 1),
+    ],
+)
+def test_the_share_of_participants_is_rounded_half_up_to_at_least_one(
+    clients: int, participation: float, count: int
+) -> None:
+    run = Run(Standalone(), many(clients), RunSettings(participation=participation), Sequential())
+    for t in range(3):
+        chosen = [i.id for i in run.participants(t)]
+        assert len(chosen) == count
+        assert chosen == sorted(set(chosen))
+
+
+def test_participants_are_equal_for_all_methods_and_change_from_round_to_round() -> None:
+    chosen = []
+    for cls in METHODS.values():
+        run = Run(cls(), federation(False), RunSettings(participation=0.4), Sequential())
+        chosen.append([[i.id for i in run.participants(t)] for t in range(8)])
+    assert all(c == chosen[0] for c in chosen)
+    assert len({tuple(c) for c in chosen[0]}) > 2
+    assert {i for c in chosen[0] for i in c} == set(range(5))
+    other = Run(FedAvg(), federation(False, seed=1), RunSettings(participation=0.4, seed=1), Sequential())
+    assert [[i.id for i in other.participants(t)] for t in range(8)] != chosen[0]
+
+
+class Perceptron(nn.Module):
+    WIDTHS = (6, 9, 5, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        w = self.WIDTHS
+        self.body = nn.Sequential(nn.Linear(w[0], w[1]), nn.ReLU(), nn.Linear(w[1], w[2]), nn.ReLU())
+        self.head = nn.Linear(w[2], w[3])
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_floating_point_operations_of_a_perceptron(engine: str) -> None:
+    sizes = (20, 33, 8)
+    data = [{"train": (torch.randn(n, 6), torch.arange(n) % 3)} for n in sizes]
+    on = Federation.from_arrays(data, Perceptron, classes=3)  # type: ignore[arg-type]
+    run = Run(FedAvg(batch_size=8, epochs=2), on, RunSettings(rounds=2), ENGINES[engine]())
+    record = run.step()
+    w = Perceptron.WIDTHS
+    layers = [i * o for i, o in itertools.pairwise(w)]
+    # forward, gradients of the weights, and gradients of the inputs of all layers but the first; an example costs the
+    # same in any batch
+    example = 2 * (sum(layers) + sum(layers) + sum(layers[1:]))
+    assert record.flops == 2 * sum(sizes) * example
+    assert record.steps == 2 * (3 + 5 + 1)
+    # every round counts anew
+    assert run.step().flops == record.flops
