@@ -89,7 +89,7 @@ def test_an_unknown_name_gets_a_suggestion(text: str, says: tuple[str, ...], cap
         ("run=5", ("run",)),
         ("data=iris", ("data",)),
         ("methods=5", ("methods",)),
-        ("methods.fedavg=5", ("methods.fedavg",)),
+        ("methods.fedavg=5", ("fedavg",)),
         ("defaults=5", ("defaults",)),
         ("partition.clients=three", ("partition.clients", "'three'")),
         ("defaults.optimiser=sgd", ("optimiser",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_list_shows_one_method(name: str, capsys: Capsys) -> None:
     out = done(capsys, "list", name)
     assert f"[methods.{name}]" in out
     assert "local_update" in out
-    for field in ("epochs", "batch_size", "optimiser", *METHODS[name].__dataclass_fields__):
+    for field in ("epochs", "batch_size", "optimiser", *(f.name for f in dataclasses.fields(METHODS[name]))):
         assert field in out
 
 

@@ -136,10 +136,10 @@ class RunFolder:
             raise CheckpointError(f"{self.path / 'metrics.jsonl'} lacks rounds that the checkpoint holds")
         if self.config != stored:
             self.reconfigure()
+        checkpoint.tidy(self.path / "checkpoint")
         if run.round < run.settings.rounds:
             # rounds after the checkpoint will be done again
             self.rewrite(records)
-            checkpoint.tidy(self.path / "checkpoint")
             self.status("running", run.round)
         return records
 
