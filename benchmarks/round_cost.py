@@ -49,9 +49,7 @@ def main() -> None:
     for t in range(args.rounds + 3):
         infos = run.participants(t)
         # the same batches, in the same order, known beforehand: the bare loop pays for gathering them, as we do
-        orders = [
-            run.engine.trainer(run.method, fed, t, info).data.order("local") for info in infos
-        ]
+        orders = [run.engine.trainer(run.method, fed, t, info).data.order("local") for info in infos]
         weights = {n: p.clone() for n, p in run.state.server.items()}
         start = time.process_time()
         model.train()
@@ -69,9 +67,13 @@ def main() -> None:
         ours = record.cpu_seconds["train"] + record.cpu_seconds["server"]
         if t >= 3:  # the first rounds warm caches and count FLOPs
             ratios.append(ours / bare)
-            print(f"round {t:3d}: bare loop {bare * 1e3:7.1f} ms, {args.engine} {ours * 1e3:7.1f} ms, ratio {ratios[-1]:.3f}")
+            print(
+                f"round {t:3d}: bare loop {bare * 1e3:7.1f} ms, {args.engine} {ours * 1e3:7.1f} ms, ratio {ratios[-1]:.3f}"
+            )
     low, _, high = statistics.quantiles(ratios, n=4)
-    print(f"{record.steps} steps a round; ratio: median {statistics.median(ratios):.3f}, quartiles {low:.3f} to {high:.3f}")
+    print(
+        f"{record.steps} steps a round; ratio: median {statistics.median(ratios):.3f}, quartiles {low:.3f} to {high:.3f}"
+    )
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def fields_of(cls: type[Any]) -> list[Field]:
     out = []
     for f in dataclasses.fields(cls):
         if f.default is not dataclasses.MISSING:
-            default = repr(f.default)
+            default = _short(f.default)
         elif f.default_factory is not dataclasses.MISSING:
             default = repr(f.default_factory())
         else:
@@ -188,6 +188,18 @@ def fields_of(cls: type[Any]) -> list[Field]:
         kind = f.type if isinstance(f.type, str) else getattr(f.type, "__name__", str(f.type))
         out.append(Field(f.name, kind, default, meanings.get(f.name, "")))
     return out
+
+
+def _short(value: Any) -> str:
+    """A default as one would write it: of a dataclass the learning rate and what is not its default."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return repr(value)
+    told = [
+        f"{f.name}={getattr(value, f.name)!r}"
+        for f in dataclasses.fields(value)
+        if f.name == "lr" or (f.default is not dataclasses.MISSING and getattr(value, f.name) != f.default)
+    ]
+    return f"{type(value).__name__}({', '.join(told)})"
 
 
 def _meanings(doc: str | None) -> dict[str, str]:

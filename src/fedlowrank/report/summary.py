@@ -75,8 +75,8 @@ class Totals:
     Attributes:
         bytes_up: bytes of messages to the server.
         bytes_down: bytes of messages from the server.
-        parameters_up: tensor elements in messages to the server.
-        parameters_down: tensor elements in messages from the server.
+        parameters_up: floating-point elements in messages to the server.
+        parameters_down: floating-point elements in messages from the server.
         steps: optimiser steps of all clients.
         flops: floating-point operations of training.
         seconds: wall-clock seconds of each kind, such as ``train``, ``server`` and ``evaluate``.

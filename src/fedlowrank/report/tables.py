@@ -234,7 +234,7 @@ def _columns(rows: Sequence[Row]) -> Iterable[Column]:
     costs: tuple[tuple[str, str, Callable[[float | None], str], str], ...] = (
         ("bytes up", "bytes_up", _bytes, "encoded messages from the clients, lost ones included; units of 1000"),
         ("bytes down", "bytes_down", _bytes, "encoded messages to the clients"),
-        ("parameters up", "parameters_up", si, "tensor elements in those messages"),
+        ("parameters up", "parameters_up", si, "floating-point elements in those messages"),
         ("parameters down", "parameters_down", si, ""),
         ("steps", "steps", si, "optimiser steps of all clients"),
         ("FLOPs", "flops", si, "floating-point operations of training, forward and backward, of all clients"),

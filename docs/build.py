@@ -1,0 +1,31 @@
+"""Write ``docs/methods.md`` from the methods themselves: ``python docs/build.py``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+from fedlowrank.config import fields_of
+from fedlowrank.methods import METHODS
+
+TARGET = Path(__file__).parent / "methods.md"
+
+
+def page() -> str:
+    """The page: of every method its paper's algorithm box, departures and fields."""
+    parts = [
+        "# Methods\n\nMade by `python docs/build.py` from the docstrings of `src/fedlowrank/methods/`; "
+        "one paper, one file. The word at the right end of a line of a box is the function that implements it.\n"
+    ]
+    for name, cls in METHODS.items():
+        models = "models of any architecture" if cls.heterogeneous else "equal models"
+        parts.append(f"## `{name}`\n\n{cls.title}; {models}. {cls.citation}.\n")
+        parts.append(f"```text\n{inspect.getdoc(sys.modules[cls.__module__])}\n```\n")
+        rows = [f"| `{f.name}` | `{f.default}` | {f.meaning} |" for f in fields_of(cls)]
+        parts.append("| field | default | meaning |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    TARGET.write_text(page())

@@ -1,0 +1,85 @@
+"""The shape of the code: one paper, one file; small methods; small files; nothing but exports in ``__init__``."""
+
+import ast
+import importlib.util
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from fedlowrank.methods import METHODS
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "fedlowrank"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def lines_of_code(text: str) -> int:
+    """Lines that hold code: no docstrings, comments, blank lines or imports."""
+    tree = ast.parse(text)
+    skip: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        ):
+            skip |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    used: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            used |= set(range(token.start[0], token.end[0] + 1))
+    return len({n for n in used - skip if n <= len(text.splitlines()) and text.splitlines()[n - 1].strip()})
+
+
+def test_lines_of_code_counts_neither_docstrings_nor_comments() -> None:
+    text = '"""Doc."""\nimport os\n\n# a comment\ndef f():\n    """Doc\n    on."""\n    return (\n        1\n    )\n'
+    assert lines_of_code(text) == 4
+
+
+def test_files_methods_and_documentation_correspond_one_to_one() -> None:
+    files = {p.stem for p in (SOURCE / "methods").glob("*.py")} - {"__init__"}
+    assert files == set(METHODS)
+    documented = set(re.findall(r"^## `(\w+)`", (ROOT / "docs" / "methods.md").read_text(), re.MULTILINE))
+    assert documented == set(METHODS)
+    assert {name: cls.__module__ for name, cls in METHODS.items()} == {n: f"fedlowrank.methods.{n}" for n in METHODS}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_is_small_and_cites_its_paper_with_the_algorithm_box(name: str) -> None:
+    text = (SOURCE / "methods" / f"{name}.py").read_text()
+    # the trees that a method sends and keeps are part of the 80
+    assert lines_of_code(text) <= 80, f"{name}: {lines_of_code(text)} lines"
+    box = ast.get_docstring(ast.parse(text)) or ""
+    assert "local_update" in box
+    assert name == "standalone" or ("arXiv:" in box and "server_update" in box and "download" in box)
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    long = {p.relative_to(ROOT): n for p in FILES if (n := len(p.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_init_files_only_export() -> None:
+    for path in FILES:
+        if path.name == "__init__.py":
+            kinds = {type(node) for node in ast.parse(path.read_text()).body}
+            assert kinds <= {ast.Expr, ast.ImportFrom, ast.Import, ast.Assign, ast.AnnAssign}, path
+
+
+def test_methods_know_no_engine_and_engines_no_method() -> None:
+    for path in FILES:
+        text = path.read_text()
+        if path.parent.name == "methods":
+            assert not re.search(r"^from \.\.(engine|train|simulate|report|record)", text, re.MULTILINE), path
+        if path.parent.name == "engine":
+            assert "methods" not in re.findall(r"^from \.\.(\w+)", text, re.MULTILINE), path
+
+
+def test_the_page_of_methods_is_up_to_date() -> None:
+    found = importlib.util.spec_from_file_location("build", ROOT / "docs" / "build.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert (ROOT / "docs" / "methods.md").read_text() == module.page(), "run python docs/build.py"
