@@ -150,20 +150,24 @@ class Task:
         return self.architectures[name]
 
 
+@dataclass(frozen=True)
+class Request:
+    """One call of :meth:`ClientView.train`, whose arguments these are."""
+
+    loss: Callable[..., Tensor]
+    start: Any
+    name: str
+    optimiser: Optimiser
+    given: tuple[Any, ...]
+    precondition: Callable[..., Any] | None
+    prox: Callable[..., Any] | None
+
+
 class Trainer(Protocol):
     """How an engine executes what a method asks of a client's data; see :class:`ClientView`."""
 
-    def train(
-        self,
-        loss: Callable[..., Tensor],
-        start: T,
-        name: str,
-        optimiser: Optimiser,
-        given: tuple[Any, ...],
-        precondition: Callable[..., Any] | None,
-        prox: Callable[..., Any] | None,
-    ) -> T:
-        """Execute a training pass."""
+    def train(self, request: Request) -> Any:
+        """Execute a training pass; returns a tree like its start."""
         ...
 
     def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
@@ -227,7 +231,8 @@ class ClientView:
         Raises:
             NonFiniteError: if a loss or a parameter becomes NaN or infinite.
         """
-        return self.trainer.train(loss, start, name, optimiser, given, precondition, prox)
+        end: T = self.trainer.train(Request(loss, start, name, optimiser, given, precondition, prox))
+        return end
 
     def total(self, statistic: Callable[..., T], params: Any, *, given: tuple[Any, ...] = ()) -> T:
         """Sum ``statistic(params, batch, *given)``, a tree of tensors, over the local training data, without gradients.

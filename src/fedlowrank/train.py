@@ -15,9 +15,8 @@ from . import tree
 from .data.dataset import Examples
 from .errors import NonFiniteError, TaskError
 from .key import Key
-from .method import Batch, ClientInfo, Pass
+from .method import Batch, ClientInfo, Pass, Request
 from .models.architecture import Architecture
-from .optimiser import Optimiser
 
 T = TypeVar("T")
 
@@ -38,19 +37,6 @@ class Meter:
     steps: int = 0
     flops: int = 0
     losses: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of ``view.train``; see :meth:`fedlowrank.method.ClientView.train`."""
-
-    loss: Callable[..., Tensor]
-    start: Any
-    name: str
-    optimiser: Optimiser
-    given: tuple[Any, ...]
-    precondition: Callable[..., Any] | None
-    prox: Callable[..., Any] | None
 
 
 @dataclass(frozen=True)
@@ -178,24 +164,14 @@ class LocalTrainer:
         """See :meth:`fedlowrank.method.ClientView.steps`."""
         return self.data.steps(name)
 
-    def train(
-        self,
-        loss: Callable[..., Tensor],
-        start: T,
-        name: str,
-        optimiser: Optimiser,
-        given: tuple[Any, ...],
-        precondition: Callable[..., Any] | None,
-        prox: Callable[..., Any] | None,
-    ) -> T:
+    def train(self, request: Request) -> Any:
         """See :meth:`fedlowrank.method.ClientView.train`."""
-        request = Request(loss, start, name, optimiser, given, precondition, prox)
+        name = request.name
         with in_training(self.random, self.data.key / name):
             end, losses = descend(request, self.data.batches(name), self.round)
         self.account(request, losses)
         check_finite(self.data.info, self.round, name, losses, end)
-        result: T = tree.canonical(end)
-        return result
+        return tree.canonical(end)
 
     def account(self, request: Request, losses: Tensor) -> None:
         """Enter a pass into the meter."""

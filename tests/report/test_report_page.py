@@ -182,6 +182,9 @@ def test_refusals(make_run, tmp_path):
         write_report([], tmp_path / "r.html")
     with pytest.raises(ConfigError, match="target"):
         write_report([make_run("a")], tmp_path / "r.html", target=90)
-    with pytest.raises(CheckpointError, match="cannot write"):
-        write_report([make_run("a")], tmp_path / "missing" / "r.html")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot make"):
+        write_report([make_run("a")], tmp_path / "file" / "r.html")
+    write_report([make_run("a")], tmp_path / "new" / "r.html")
+    assert (tmp_path / "new" / "r.html").exists()
     assert not (tmp_path / "r.html").exists()

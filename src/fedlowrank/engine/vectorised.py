@@ -25,8 +25,8 @@ from torch import Tensor
 from .. import tree
 from ..data.federation import Federation
 from ..errors import NonFiniteError, TaskError
-from ..method import Batch, Task
-from ..train import LocalTrainer, Meter, Request, check_finite, gather, refill, shapes, tensors_like
+from ..method import Batch, Request, Task
+from ..train import LocalTrainer, Meter, check_finite, gather, refill, shapes, tensors_like
 from .base import AnyMethod, Engine, Job, Outcome, client_view
 
 T = TypeVar("T")
@@ -69,24 +69,14 @@ class _Client(threading.Thread):
         self.answers.put(answer)
         self.asks.get()
 
-    def train(
-        self,
-        loss: Callable[..., Tensor],
-        start: T,
-        name: str,
-        optimiser: Any,
-        given: tuple[Any, ...],
-        precondition: Callable[..., Any] | None,
-        prox: Callable[..., Any] | None,
-    ) -> T:
+    def train(self, request: Request) -> Any:
         """Ask, and wait for the answer."""
-        self.request = Request(loss, start, name, optimiser, given, precondition, prox)
+        self.request = request
         self.asks.put(None)
         answer = self.answers.get()
         if isinstance(answer, BaseException):
             raise answer
-        result: T = answer
-        return result
+        return answer
 
     def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
         """Statistics are summed client by client."""
@@ -155,11 +145,8 @@ class Vectorised(Engine):
 
 def _alone(client: _Client) -> Any:
     """The answer to one client's request, exactly as the sequential engine gives it."""
-    r = client.request
-    if r is None:
-        raise AssertionError("a client without a request cannot be answered")
     try:
-        return client.local.train(r.loss, r.start, r.name, r.optimiser, r.given, r.precondition, r.prox)
+        return client.local.train(_request(client))
     except NonFiniteError as error:
         return error
 

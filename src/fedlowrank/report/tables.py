@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group as Stack
 from rich.console import RenderableType
 from rich.table import Table as RichTable
@@ -176,6 +177,10 @@ def to_html(table: Comparison) -> str:
     return "\n".join(parts)
 
 
+WIDE_ONLY = ("by examples", "parameters up", "parameters down")
+"""Columns that the page, the Markdown and the CSV show, but a terminal of 80 characters has no room for."""
+
+
 def render_terminal(table: Comparison) -> RenderableType:
     """Rich tables for a terminal, one a block, with footnotes below."""
     parts: list[RenderableType] = []
@@ -183,10 +188,16 @@ def render_terminal(table: Comparison) -> RenderableType:
         columns = table.block(block)
         if not columns:
             continue
-        one = RichTable(title=Text(table.caption(block)), title_justify="left")
-        one.add_column("method", overflow="fold")
+        # no lines between columns, and short headings on several lines: all must fit into 80 characters
+        one = RichTable(title=Text(table.caption(block)), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        one.add_column("method", overflow="fold", min_width=10)
+        columns = [c for c in columns if c.title not in WIDE_ONLY]
         for column in columns:
-            one.add_column(Text(column.heading.replace(" / ", "\n/ ")), justify=column.align)
+            one.add_column(
+                Text(column.heading.replace(" / ", "\n/ ").replace(" ", "\n", 1)),
+                justify=column.align,
+                no_wrap=column.title != "status",
+            )
         for row in table.rows:
             # Text, not markup: a name in brackets must stay a name.
             one.add_row(Text(table.label(row)), *(Text(column.text(row)) for column in columns))

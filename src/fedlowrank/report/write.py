@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedlowrank.record import RunRecord, write_atomically
+from fedlowrank.record import RunRecord, as_checkpoint_error, write_atomically
 
 from .html import page
 from .tables import comparison, to_csv, to_markdown
@@ -32,6 +32,8 @@ def write_report(runs: Sequence[RunRecord], out: Path, *, target: float | None =
     table = comparison(runs, target)
     warning = mixed(runs)
     markdown = (f"> {warning}\n\n" if warning else "") + to_markdown(table)
+    with as_checkpoint_error(f"cannot make {out.parent}"):
+        out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text.encode())
     write_atomically(out.with_suffix(".md"), markdown.encode())
     write_atomically(out.with_suffix(".csv"), to_csv(table).encode())
