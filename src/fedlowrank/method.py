@@ -64,10 +64,12 @@ class Pass:
     Attributes:
         epochs: times every example is seen.
         batch_size: examples a step; the last step of an epoch takes what is left.
+        steps: end after so many steps, or None.
     """
 
     epochs: int = 1
     batch_size: int = 64
+    steps: int | None = None
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ class LocalData:
     def steps(self, name: str) -> int:
         """Steps of a pass."""
         sweep = self.of(name)
-        return sweep.epochs * -(-len(self.examples) // sweep.batch_size)
+        whole = sweep.epochs * -(-len(self.examples) // sweep.batch_size)
+        return whole if sweep.steps is None else min(whole, sweep.steps)
 
     def batches(self, name: str) -> Iterator[Batch]:
         """The batches of a pass."""
