@@ -67,11 +67,8 @@ class LocalData:
         sweep = self.of(name)
         generator = (self.key / "order" / list(self.passes).index(name)).generator()
         n = len(self.examples)
-        return [
-            i
-            for _ in range(sweep.epochs)
-            for i in torch.split(torch.randperm(n, generator=generator), sweep.batch_size)
-        ]
+        epochs = (torch.randperm(n, generator=generator) for _ in range(sweep.epochs))
+        return [i for whole in epochs for i in torch.split(whole, sweep.batch_size)][: sweep.steps]
 
     def steps(self, name: str) -> int:
         """Steps of a pass."""

@@ -13,19 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import tree
+from fedlowrank.data.dataset import Examples
 from fedlowrank.data.federation import Federation
 from fedlowrank.engine.base import Job, client_view
 from fedlowrank.engine.run import Run, RunSettings
 from fedlowrank.engine.sequential import Sequential
 from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import NonFiniteError, TaskError
-from fedlowrank.method import Batch, ClientView, cross_entropy
+from fedlowrank.key import Key
+from fedlowrank.method import Batch, ClientInfo, ClientView, Pass, cross_entropy
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.cnn import CNN
 from fedlowrank.optimiser import SGD, AdamW, Group, Schedule
+from fedlowrank.train import LocalData
 from fedlowrank.tree import TreeError
 from methods.setting import CLASSES, INPUTS, SIZES, Net, arrays
 
@@ -465,3 +468,21 @@ def test_steps_and_losses_are_those_of_the_pass() -> None:
         ]
         means.append(np.mean(losses))
     assert record.loss["local"] == pytest.approx(np.mean(means))
+
+
+def test_a_pass_may_end_after_a_number_of_steps() -> None:
+    whole = LocalData(
+        ClientInfo(0, 10, "a"),
+        Examples(torch.zeros(10, 2), torch.zeros(10, dtype=torch.int64)),
+        {"local": Pass(epochs=2, batch_size=4)},
+        Key((0,)),
+    )
+    cut = LocalData(
+        ClientInfo(0, 10, "a"),
+        Examples(torch.zeros(10, 2), torch.zeros(10, dtype=torch.int64)),
+        {"local": Pass(epochs=2, batch_size=4, steps=4)},
+        Key((0,)),
+    )
+    assert whole.steps("local") == len(whole.order("local")) == 6
+    assert cut.steps("local") == len(cut.order("local")) == 4
+    assert all(torch.equal(a, b) for a, b in zip(cut.order("local"), whole.order("local"), strict=False))
