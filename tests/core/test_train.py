@@ -471,18 +471,9 @@ def test_steps_and_losses_are_those_of_the_pass() -> None:
 
 
 def test_a_pass_may_end_after_a_number_of_steps() -> None:
-    whole = LocalData(
-        ClientInfo(0, 10, "a"),
-        Examples(torch.zeros(10, 2), torch.zeros(10, dtype=torch.int64)),
-        {"local": Pass(epochs=2, batch_size=4)},
-        Key((0,)),
-    )
-    cut = LocalData(
-        ClientInfo(0, 10, "a"),
-        Examples(torch.zeros(10, 2), torch.zeros(10, dtype=torch.int64)),
-        {"local": Pass(epochs=2, batch_size=4, steps=4)},
-        Key((0,)),
-    )
+    data = Examples(torch.zeros(10, 2), torch.zeros(10, dtype=torch.int64))
+    sweeps = Pass(epochs=2, batch_size=4), Pass(epochs=2, batch_size=4, steps=4)
+    whole, cut = (LocalData(ClientInfo(0, 10, "a"), data, {"local": p}, Key((0,))) for p in sweeps)
     assert whole.steps("local") == len(whole.order("local")) == 6
     assert cut.steps("local") == len(cut.order("local")) == 4
     assert all(torch.equal(a, b) for a, b in zip(cut.order("local"), whole.order("local"), strict=False))
