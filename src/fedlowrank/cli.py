@@ -68,7 +68,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
     p.add_argument("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     p.add_argument("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
-    p.set_defaults(run=lambda a: commands.report(a.folders, a.out, a.target, a.tensorboard))
+    p.add_argument("--figures", type=Path, help="also write every figure to this folder, as .svg and .pdf")
+    p.set_defaults(run=lambda a: commands.report(a.folders, a.out, a.target, a.tensorboard, a.figures))
 
     p = sub.add_parser("check", help="test a method of one's own against the contract", parents=[common])
     p.add_argument("method", help="a built-in name, or package.module:Class")

@@ -34,7 +34,7 @@ from .methods import METHODS
 from .models.zoo import MODELS, ModelSettings
 from .optimiser import SGD, AdamW, Schedule
 from .record import RunRecord, as_checkpoint_error
-from .report import comparison, export_tensorboard, render_terminal, write_report
+from .report import comparison, export_tensorboard, render_terminal, save_figures, write_report
 from .simulate import simulate
 
 
@@ -203,7 +203,9 @@ def resume(folder: Path, overrides: Sequence[str]) -> int:
     return 0
 
 
-def report(folders: Sequence[Path], out: Path, target: float | None, tensorboard: Path | None) -> int:
+def report(
+    folders: Sequence[Path], out: Path, target: float | None, tensorboard: Path | None, figures: Path | None
+) -> int:
     """Write the report of run folders."""
     found: list[Path] = []
     for folder in folders:
@@ -215,6 +217,8 @@ def report(folders: Sequence[Path], out: Path, target: float | None, tensorboard
     for record in records if tensorboard else ():
         with as_checkpoint_error(f"cannot write {tensorboard}"):
             export_tensorboard(record, Path(str(tensorboard)) / record.folder.name)
+    if figures is not None:
+        save_figures(records, figures)
     OUT.print(render_terminal(comparison(records, target)))
     OUT.print(f"report: {out}")
     return 0

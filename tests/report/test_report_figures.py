@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from report_runs import cloud, rounds_of
 
 from fedlowrank.report import figures, pictures
+from fedlowrank.report.gallery import save_figures
 from fedlowrank.report.groups import aggregate, curve
 from fedlowrank.report.style import DASHES, LIGHT, drawing, legend, new_figure, styles, to_svg
 
@@ -175,3 +176,16 @@ def test_any_name_makes_sound_svg(name):
         figure, _ = new_figure(1.0)
         legend(figure, [Line2D([], [])], [name])
     ET.fromstring(to_svg(figure, "n"))
+
+
+def test_figures_as_files_are_whole_and_repeatable(make_run, tmp_path):
+    runs = [make_run(method, seed=seed) for method in ("a", "b") for seed in (0, 1)]
+    first = save_figures(runs, tmp_path / "one", ["svg", "png"])
+    again = save_figures(runs, tmp_path / "two", ["svg", "png"])
+    assert {p.stem for p in first} >= {"accuracy-over-rounds", "spread-over-clients", "classes-at-each-client"}
+    assert [(p.name, p.read_bytes()) for p in first] == [(p.name, p.read_bytes()) for p in again]
+    for path in first:
+        if path.suffix == ".svg":
+            ET.parse(path)
+        else:
+            assert path.read_bytes()[:4] == b"\x89PNG"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .gallery import save_figures
 from .tables import Comparison, comparison, render_terminal
 from .tensorboard import export_tensorboard
 from .write import write_report
 
-__all__ = ["Comparison", "comparison", "export_tensorboard", "render_terminal", "write_report"]
+__all__ = ["Comparison", "comparison", "export_tensorboard", "render_terminal", "save_figures", "write_report"]

@@ -9,9 +9,10 @@ from html import escape
 from fedlowrank.errors import ConfigError
 from fedlowrank.record import RunRecord
 
-from . import figures, pictures, words
+from . import words
 from .css import CSS
-from .groups import Group, aggregate, experiment, vary_text
+from .gallery import gallery
+from .groups import Group, aggregate, experiment
 from .style import Picture, Style, styles, to_svg
 from .summary import part
 from .tables import compare, to_html
@@ -84,23 +85,12 @@ def _finding(said: Sequence[str]) -> list[str]:
 
 
 def _figures(groups: Sequence[Group], looks: dict[str, Style], name: str) -> str:
-    parts = [_grid([figures.sweep(groups, looks)], f"{name}-v")]
-    variants = list(dict.fromkeys(vary_text(group.vary) for group in groups))
-    for i, text in enumerate(variants):
-        some = [group for group in groups if vary_text(group.vary) == text]
-        if len(variants) > 1:
-            parts.append(f"<h4>{escape(f'With {text}' if text else 'Without variation')}</h4>")
-        drawn = [
-            figures.accuracy_over_rounds(some, looks),
-            figures.accuracy_over_bytes(some, looks),
-            figures.client_boxes(some, looks),
-            figures.trade_off(some, looks),
-            pictures.class_counts(some[0].first),
-        ]
-        maps = pictures.representations(some)
-        key = f"{name}-{i}"
-        parts.append(_grid([one for one in [*drawn, *maps[-1:]] if one is not None and one not in maps[:-1]], key))
-        parts.append(_grid(maps[:-1], f"{key}-m"))
+    parts = []
+    for i, (text, drawn) in enumerate(gallery(groups, looks)):
+        if text:
+            parts.append(f"<h4>{escape(text)}</h4>")
+        parts.append(_grid([one for one in drawn if not one.small], f"{name}-{i}"))
+        parts.append(_grid([one for one in drawn if one.small], f"{name}-{i}-m"))
     return "\n".join(text for text in parts if text) or "<p>No run was evaluated, so there is nothing to draw.</p>"
 
 
