@@ -294,6 +294,8 @@ class Method(ABC, Generic[S, C, D, U]):
     title: ClassVar[str]
     citation: ClassVar[str]
     heterogeneous: ClassVar[bool] = False
+    at_rest: ClassVar[Mapping[str, Any]] = {}
+    """Settings under which a learning rate of 0 changes no model, where the chosen ones would go on shrinking it."""
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -15,6 +15,7 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engine.base import client_view
 from fedlowrank.engine.sequential import Wire
 from fedlowrank.engine.vectorised import Vectorised
+from fedlowrank.errors import ConfigError
 from fedlowrank.low_rank.factored import Factored
 from fedlowrank.method import Reply, ServerView
 from fedlowrank.methods import METHODS
@@ -172,7 +173,8 @@ def models_in(state: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_learning_rate_of_zero_changes_no_parameter(name: str) -> None:
     federation = federation_for(name, **F32)
-    run = run_of(METHODS[name](optimiser=SGD(lr=0.0), batch_size=8), federation, steps=0)
+    method = METHODS[name](optimiser=SGD(lr=0.0), batch_size=8, **METHODS[name].at_rest)
+    run = run_of(method, federation, steps=0)
     before = [models_in(run.state_of(i)) for i in federation.infos]
     server = run.state.server
     for _ in range(3):
@@ -184,8 +186,10 @@ def test_a_learning_rate_of_zero_changes_no_parameter(name: str) -> None:
     # the weights of a mean sum to one up to rounding, so an average of equal values may differ in the last bit
     kept = server.mentee if name == "fedkd" else server
     now = run.state.server.mentee if name == "fedkd" else run.state.server
+    # LPGD takes every weight apart and puts it together again at every step
+    atol = 1e-5 if name == "lpgd" else 1e-6
     if kept is not None:
-        tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-6), now, kept)
+        tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=atol), now, kept)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,7 +198,8 @@ def test_training_changes_every_parameter_of_the_personal_model(name: str) -> No
     run = run_of(METHODS[name](**LOCAL), federation)
     for info in federation.infos:
         down = run.method.download(run.state.server, info)
-        personal = run.method.personal(run.state_of(info), down, run.engine.trainer(run.method, federation, 0, info))
+        trainer = run.engine.trainer(run.method, federation, 0, info)
+        personal = run.method.personal(run.state_of(info), down, client_view(federation, run.task, 0, info, trainer))
         initial = federation.architectures[info.architecture].initial
         assert list(personal) == list(initial) or set(personal) == set(initial)
         assert not any(torch.equal(personal[n], initial[n]) for n in initial)
@@ -305,6 +310,10 @@ def test_messages_through_bytes_change_no_bit(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_clients_at_once_are_trained_as_one_after_another(name: str, optimiser) -> None:
     # uneven clients: batches are padded, and small clients stop while the others, with their momentum, go on
+    if name == "scaffold":
+        with pytest.raises(ConfigError, match="SCAFFOLD"):
+            METHODS[name](optimiser=optimiser)
+        return
     method = METHODS[name](optimiser=optimiser, batch_size=8, epochs=2)
     a = run_of(method, federation_for(name), rounds=2)
     b = run_of(method, federation_for(name), rounds=2, engine=Vectorised)

@@ -5,27 +5,71 @@ from __future__ import annotations
 from typing import Any
 
 from ..method import Method
+from .apfl import APFL
+from .ditto import Ditto
 from .fd import FD
 from .fedavg import FedAvg
+from .feddyn import FedDyn
 from .fedkd import FedKD
+from .fedper import FedPer
 from .fedproto import FedProto
 from .fedprox import FedProx
+from .fedrep import FedRep
+from .fedslr import FedSLR
+from .fedspa import FedSpa
 from .fml import FML
+from .gpgd import GPGD
 from .lg_fedavg import LGFedAvg
+from .lpgd import LPGD
+from .per_fedavg import PerFedAvg
 from .pfedlora import PFedLoRA
+from .scaffold import SCAFFOLD
 from .standalone import Standalone
 
 METHODS: dict[str, type[Method[Any, Any, Any, Any]]] = {
     "standalone": Standalone,
     "fedavg": FedAvg,
     "fedprox": FedProx,
+    "scaffold": SCAFFOLD,
+    "feddyn": FedDyn,
+    "ditto": Ditto,
+    "apfl": APFL,
+    "per_fedavg": PerFedAvg,
+    "fedrep": FedRep,
+    "fedper": FedPer,
+    "lg_fedavg": LGFedAvg,
+    "fedspa": FedSpa,
     "fml": FML,
     "fedkd": FedKD,
-    "lg_fedavg": LGFedAvg,
     "fd": FD,
     "fedproto": FedProto,
     "pfedlora": PFedLoRA,
+    "fedslr": FedSLR,
+    "lpgd": LPGD,
+    "gpgd": GPGD,
 }
 """Every method by the name of its file."""
 
-__all__ = ["FD", "FML", "METHODS", "FedAvg", "FedKD", "FedProto", "FedProx", "LGFedAvg", "PFedLoRA", "Standalone"]
+__all__ = [
+    "APFL",
+    "FD",
+    "FML",
+    "GPGD",
+    "LPGD",
+    "METHODS",
+    "SCAFFOLD",
+    "Ditto",
+    "FedAvg",
+    "FedDyn",
+    "FedKD",
+    "FedPer",
+    "FedProto",
+    "FedProx",
+    "FedRep",
+    "FedSLR",
+    "FedSpa",
+    "LGFedAvg",
+    "PFedLoRA",
+    "PerFedAvg",
+    "Standalone",
+]

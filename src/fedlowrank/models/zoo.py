@@ -11,6 +11,7 @@ from torch import nn
 from ..errors import ConfigError, did_you_mean
 from .cnn import CNN, FAMILY
 from .mlp import MLP
+from .resnet import RESNETS, ResNet18
 
 Shape = tuple[int, ...]
 
@@ -21,6 +22,9 @@ MODELS: dict[str, str] = {
     "cnn4": "CNN-4 of pFedLoRA: 2 convolutions (16, 32), FC 800, FC 500",
     "cnn5": "CNN-5 of pFedLoRA: 2 convolutions (16, 32), FC 500, FC 500",
     "cnn": "2 convolutions (16, 32), FC 500: 419,558 parameters at 3×32×32",
+    "resnet18": "ResNet-18 of FedSLR: GroupNorm, 3×3 stem for CIFAR; 11,173,952 parameters for 10 classes",
+    "resnet18_tiny": "ResNet-18 of FedSLR for TinyImageNet: the same with a 7×7 stem and a max-pool",
+    "resnet18_w16": "ResNet-18 with a quarter of the channels: 701,456 parameters for 10 classes",
     "mlp": "multi-layer perceptron, hidden widths by model.hidden",
 }
 """Every built-in model by name, with a line about it."""
@@ -73,6 +77,9 @@ class ModelSettings:
         if len(shape) != 3:
             raise ConfigError(f"model {name} takes images, channels × height × width, but an example has shape {shape}")
         channels, height, width = shape
+        if name in RESNETS:
+            form = RESNETS[name]
+            return lambda: ResNet18((channels, height, width), classes, form.width, form.large)
         filters, hidden = FAMILY[name]
         return lambda: CNN((channels, height, width), classes, filters, hidden, self.split)
 

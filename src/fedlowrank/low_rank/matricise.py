@@ -1,0 +1,117 @@
+"""Weights as matrices, and matrices as the product of two thinner ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..tree import Params, nbytes, tree
+
+Weights = dict[str, "Tensor | LowRank"]
+"""Parameters of a model by name, each as it is or as factors of its matrix."""
+
+
+@tree
+class LowRank:
+    """A matrix of rank r as a product, the singular values shared evenly between the factors.
+
+    Attributes:
+        left: U √s, ``[rows, r]``, columns orthogonal and of descending norm.
+        right: √s Vᵀ, ``[r, columns]``.
+    """
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Number of singular values."""
+        return self.left.shape[1]
+
+    @property
+    def s(self) -> Tensor:
+        """Singular values, descending ``[r]``."""
+        return self.left.square().sum(0)
+
+    def dense(self) -> Tensor:
+        """The matrix ``[rows, columns]``."""
+        return self.left @ self.right
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Rows and columns of :func:`matricise` for a weight of that shape."""
+    rows = shape[0] * (shape[2] if len(shape) > 2 else 1)
+    return rows, shape.numel() // rows
+
+
+def matricise(w: Tensor) -> Tensor:
+    """Scheme 2 of Idelbayev and Carreira-Perpiñán (CVPR 2020) for a weight of two or more dimensions.
+
+    A convolution ``[O, I, K1, K2]`` becomes ``[O·K1, I·K2]``, entry (o, i, k1, k2) at row o·K1 + k1 and column i·K2 + k2, so
+    that a rank-r factorisation is a 1×K2 convolution followed by a K1×1 one. A matrix stays as it is. Where there is one
+    kernel dimension it goes to the rows; a third one goes to the columns.
+    """
+    if w.ndim <= 2:
+        return w
+    order = (0, 2, 1, *range(3, w.ndim))
+    return w.permute(order).reshape(matrix_shape(w.shape))
+
+
+def unmatricise(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """Inverse of :func:`matricise` for a weight of that shape, contiguous."""
+    if len(shape) <= 2:
+        return matrix.contiguous()
+    order = (0, 2, 1, *range(3, len(shape)))
+    return matrix.reshape([shape[i] for i in order]).permute(order).contiguous()
+
+
+def pack(factors: LowRank, shape: torch.Size) -> Tensor | LowRank:
+    """The factors where they are fewer numbers than the weight, r (rows + columns) < numel, else the weight."""
+    if factors.rank * sum(matrix_shape(shape)) < shape.numel():
+        return factors
+    return unmatricise(factors.dense(), shape)
+
+
+def unpack(weights: Weights, like: Params) -> Params:
+    """Tensors of the shapes of ``like`` from what :func:`pack` made."""
+    return {
+        n: unmatricise(w.dense(), like[n].shape) if isinstance(w, LowRank) else w.contiguous()
+        for n, w in weights.items()
+    }
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What one weight, or its factors, amount to.
+
+    Attributes:
+        rank: of the factors; of a dense weight the most it can have (1 for a vector).
+        energy: squared Frobenius norm.
+        parameters: numbers held.
+        nonzeros: of the numbers held, those that are not zero.
+        nbytes: bytes held.
+    """
+
+    rank: int
+    energy: float
+    parameters: int
+    nonzeros: int
+    nbytes: int
+
+
+def measure(weights: Mapping[str, Tensor | LowRank]) -> dict[str, Measure]:
+    """Rank, energy, numbers and bytes of every weight of a model."""
+    return {n: _measure(w) for n, w in weights.items()}
+
+
+def _measure(w: Tensor | LowRank) -> Measure:
+    if isinstance(w, LowRank):
+        rank, energy, parts = w.rank, float(w.s.double().square().sum()), [w.left, w.right]
+    else:
+        rank = min(matrix_shape(w.shape)) if w.ndim >= 2 else 1
+        energy, parts = float(w.double().square().sum()), [w]
+    held, nonzero = (sum(f) for f in ((t.numel() for t in parts), (int(t.count_nonzero()) for t in parts)))
+    return Measure(rank, energy, held, nonzero, nbytes(w))

@@ -1,0 +1,82 @@
+"""Norms that make the weights of a whole model low-rank or sparse, by their proximal operators."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from ..errors import TaskError
+from ..tree import Params, tree
+from .matricise import LowRank, Weights, matricise, matrix_shape, pack, unmatricise, unpack
+from .threshold import shrink_all, shrink_dense, soft
+
+Norm = Literal["low_rank", "sparse"]
+"""Nuclear norm of the matrices (:func:`fedlowrank.low_rank.matricise.matricise`), or ℓ1 norm."""
+
+
+@tree
+class Shrunk:
+    """A model after a prox.
+
+    Attributes:
+        weights: of its parameters, as factors where these are fewer numbers.
+        ranks: of every penalised weight, of those kept whole too; the full one where none was computed.
+    """
+
+    weights: Weights
+    ranks: dict[str, int]
+
+    def dense(self, like: Params) -> Params:
+        """The parameters in the shapes of ``like``."""
+        return unpack(self.weights, like)
+
+
+def penalised(params: Params, exclude: tuple[str, ...]) -> list[str]:
+    """Names of the weights of two or more dimensions, but for those excluded by their exact name."""
+    return [n for n, p in params.items() if p.ndim >= 2 and n not in exclude]
+
+
+def check_exclude(params: Params, exclude: tuple[str, ...]) -> None:
+    """Raise TaskError if a name to exclude is no parameter's: else a mistyped one would be penalised."""
+    if unknown := sorted(set(exclude) - set(params)):
+        raise TaskError(f"exclude: the model has no parameter {unknown}; it has {sorted(params)}")
+
+
+def begin(params: Params, exclude: tuple[str, ...]) -> Shrunk:
+    """A model before any prox; raises TaskError as :func:`check_exclude`."""
+    check_exclude(params, exclude)
+    return Shrunk({**params}, {n: min(matrix_shape(params[n].shape)) for n in penalised(params, exclude)})
+
+
+def prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Shrunk:
+    """The prox of c times the sum of the norms of all penalised weights. With c = 0 nothing changes."""
+    start = begin(params, exclude)
+    if c == 0:
+        return start
+    if norm == "sparse":
+        return Shrunk({**prox_in_step(params, c, norm, exclude)}, start.ranks)
+    found = dict(zip(start.ranks, shrink_all([matricise(params[n]) for n in start.ranks], c), strict=True))
+    packed = {n: pack(f, params[n].shape) for n, f in found.items()}
+    return Shrunk({**params, **packed}, {n: f.rank for n, f in found.items()})
+
+
+def prox_in_step(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:
+    """:func:`prox` in a form that can be taken after every step of many clients at once: no shape depends on data."""
+    out = dict(params)
+    for n in penalised(params, exclude):
+        p = params[n]
+        out[n] = soft(p, c) if norm == "sparse" else unmatricise(shrink_dense(matricise(p), c), p.shape)
+    return out
+
+
+def warn_if_dead(title: str, before: Shrunk, after: Shrunk, round: int) -> None:
+    """Say once, in the round in which it happens, that every penalised weight has become zero."""
+    if _dead(after) and not _dead(before):
+        logging.getLogger("fedlowrank").warning(
+            "%s: after round %d every penalised weight is zero; choose a smaller lam or eta_g", title, round + 1
+        )
+
+
+def _dead(model: Shrunk) -> bool:
+    held = [model.weights[n] for n in model.ranks]
+    return bool(held) and not any(w.rank > 0 if isinstance(w, LowRank) else bool(w.any()) for w in held)

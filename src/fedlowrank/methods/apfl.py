@@ -1,0 +1,118 @@
+"""APFL: adaptive personalized federated learning.
+
+Y. Deng, M. M. Kamani, M. Mahdavi. 2020. arXiv:2003.13461, Algorithm 1, with adaptive α.
+
+    server, each round t:   send w^t to each client k of the sample S_t                 download
+    client k:               from w ← w^t and its own v, a: E epochs of simultaneous steps, with v̄ = a v + (1 - a) w,
+                              w ← w - η ∇F_k(w)
+                              v ← v - η a ∇F_k(v̄)
+                              a ← clip(a - η ⟨v - w, ∇F_k(v̄)⟩, 0, 1)
+                            keep v and a; send w                                        local_update
+    server:                 w^{t+1} = Σ_{k∈S_t} n_k w_k / Σ_{k∈S_t} n_k                 server_update
+    inference:              v̄ = a v + (1 - a) w^{t+1}                                   personal
+
+All three gradients of a step are taken on the same batch at the same old w, v and a. They are those of the one loss
+F_k(w) + F_k(v̄) with w held constant inside v̄, so w is FedAvg's model whatever v and a. a is learnt against the client's
+concurrent local w and used with the global w received, never with the w_k it sent away. v is never replaced by the mixture.
+Choices: a adapts at every step, with the learning rate of the models unless ``optimiser.groups`` gives ``a`` its own;
+``adaptive = false`` holds it at ``alpha``. Weight decay acts on w and v but not on a; clipping bounds the gradient of all
+three together. Departure: w is averaged with weights n_k, as FedAvg, where the paper takes the plain mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..optimiser import Group
+from ..tree import Params, map, mean, tree  # noqa: A004
+
+
+@tree
+class Own:
+    """What a client keeps: its model v, and its share ``a [1]`` in the mixture."""
+
+    v: Params
+    a: Tensor
+
+
+@tree
+class Joint:
+    """What is trained at once: the local copy w of the global model, v, and a."""
+
+    w: Params
+    v: Params
+    a: Tensor
+
+
+def mixture(a: Tensor, v: Params, w: Params) -> Params:
+    """The mixture a v + (1 - a) w, exact at both ends."""
+    return map(lambda p, q: a * p + (1 - a) * q, v, w)
+
+
+@dataclass(frozen=True)
+class APFL(Method[Params, Own, Params, Params]):
+    """A mixture of a local and the global model, in proportions that every client learns.
+
+    Attributes:
+        alpha: a in [0, 1], share of the local model in the mixture, to begin with.
+        adaptive: learn a; else it stays.
+    """
+
+    alpha: float = 0.5
+    adaptive: bool = True
+
+    title = "APFL"
+    citation = "Deng et al. 2020, arXiv:2003.13461"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha <= 1:
+            raise ConfigError(f"APFL: alpha must lie in [0, 1]; it is {self.alpha}")
+
+    def server_init(self, task: Task) -> Params:
+        """w^0, the common initial weights."""
+        return task.common_model(self.title).initial
+
+    def client_init(self, task: Task, client: ClientInfo) -> Own:
+        """The local model v starts at the common initial weights."""
+        initial = task.model(client).initial
+        # one element rather than none: the vectorised engine flattens what follows the client axis
+        return Own(initial, next(iter(initial.values())).new_full((1,), self.alpha))
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """w^t."""
+        del client
+        return server
+
+    def local_update(self, state: Own, down: Params, view: ClientView) -> tuple[Own, Params]:
+        """Simultaneous SGD on w, v and a."""
+        model, adaptive, groups = view.model, self.adaptive, self.optimiser.groups
+
+        def loss(now: Joint, batch: Batch) -> Tensor:
+            w = map(Tensor.detach, now.w)
+            mixed = mixture(now.a if adaptive else now.a.detach(), now.v, w)
+            ours, theirs = model.apply(mixed, batch.x), model.apply(now.w, batch.x)
+            return cross_entropy(ours, batch) + cross_entropy(theirs, batch)
+
+        def clipped(now: Joint, _: float) -> Joint:
+            return replace(now, a=now.a.clamp(0, 1))
+
+        a_group = {"a": replace(groups.get("a", Group()), weight_decay=0.0)}
+        optimiser = replace(self.optimiser, groups={**groups, **a_group})
+        end = view.train(loss, Joint(down, state.v, state.a), "local", optimiser, prox=clipped)
+        return Own(end.v, end.a), end.w
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """Mean of the replies, weighted by n_k."""
+        del server, view
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Own, down: Params, view: ClientView) -> Params:
+        """v̄ with the global w received."""
+        del view
+        return mixture(state.a, state.v, down)

@@ -1,0 +1,104 @@
+"""Ditto: fair and robust federated learning through personalization.
+
+T. Li, S. Hu, A. Beirami, V. Smith. ICML 2021. arXiv:2012.04221, Algorithm 1.
+
+    server, each round t:   send w^t to each client k of the sample S_t                 download
+    client k, pass global:  w_k ← SGD on F_k from w^t, E epochs; send w_k
+           pass personal:   E epochs of v_k ← v_k - η (∇F_k(v_k) + λ (v_k - w^t)); keep v_k
+                                                                                        local_update
+    server:                 w^{t+1} = Σ_{k∈S_t} n_k w_k / Σ_{k∈S_t} n_k                 server_update
+
+The anchor of the personal model is w^t as received, not the w_k just trained. The pass for w comes first, as in the paper, so
+it sees the examples in FedAvg's order and w is FedAvg's model bit for bit whatever λ; the pass for v has an order of its own.
+Departure: w is averaged with weights n_k, as FedAvg, where the paper leaves the solver of the global problem open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..method import (
+    Batch,
+    ClientInfo,
+    ClientView,
+    Method,
+    Pass,
+    Predictor,
+    Reply,
+    ServerView,
+    Task,
+    by_examples,
+    cross_entropy,
+)
+from ..tree import Params, map, mean  # noqa: A004
+
+
+@dataclass(frozen=True)
+class Ditto(Method[Params, Params, Params, Params]):
+    """FedAvg, and beside it a personal model that is pulled towards the global one.
+
+    Attributes:
+        lam: λ ≥ 0, strength of the pull.
+    """
+
+    lam: float = 0.1
+
+    title = "Ditto"
+    citation = "Li et al., ICML 2021, arXiv:2012.04221"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.lam < math.inf:
+            raise ConfigError(f"Ditto: lam must be >= 0; it is {self.lam}")
+
+    def passes(self) -> dict[str, Pass]:
+        """One for each model; the place of a pass decides on its order of examples."""
+        return {name: Pass(self.epochs, self.batch_size) for name in ("global", "personal")}
+
+    def server_init(self, task: Task) -> Params:
+        """w^0, the common initial weights."""
+        return task.common_model(self.title).initial
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """v_k starts at the common initial weights."""
+        return task.model(client).initial
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """w^t."""
+        del client
+        return server
+
+    def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
+        """FedAvg's box, then SGD on F_k(v) + λ/2 ‖v - w^t‖²."""
+        model, lam = view.model, self.lam
+
+        def loss(theta: Params, batch: Batch, *_: Params) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        def pulled(grads: Params, v: Params, anchor: Params) -> Params:
+            return map(lambda g, p, q: torch.add(g, p - q, alpha=lam), grads, v, anchor)
+
+        w = view.train(loss, down, "global", self.optimiser)
+        v = view.train(loss, state, "personal", self.optimiser, given=(down,), precondition=pulled)
+        return v, w
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """Mean of the replies, weighted by n_k."""
+        del server, view
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
+        """v_k."""
+        del down, view
+        return state
+
+    def predictor(self, state: Params, down: Params, view: ClientView) -> dict[str, Predictor]:
+        """v_k, and w as a second series."""
+        model = view.model
+        return {"personal": lambda x: model.apply(state, x), "global": lambda x: model.apply(down, x)}

@@ -1,0 +1,120 @@
+"""FedDyn: federated learning based on dynamic regularization.
+
+D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama. ICLR 2021. arXiv:2111.04263, Algorithm 1.
+
+    server, each round t:   send θ^t to each client k of the sample S                   download
+    client k:               θ_k ≈ argmin F_k(θ) - ⟨g_k, θ⟩ + α/2 ‖θ - θ^t‖² by SGD from θ^t
+                            g_k ← g_k - α (θ_k - θ^t); keep g_k; send θ_k               local_update
+    server:                 h ← h - α 1/M Σ_{k∈S} (θ_k - θ^t)
+                            θ^{t+1} = mean_S θ_k - h / α                                server_update
+
+M is the number of all clients, so that h is the mean of all g_k in every round, absentees included; all start at zero. At an
+exact solution g_k = ∇F_k(θ_k). Both added terms enter by their derivative, α (θ - θ^t) - g_k, added to the gradient; the norm
+is squared. All clients weigh the same, as in the paper, whose objective is their plain mean. Weight decay is part of F_k. The
+server subtracts h / α even if the clients hardly move, so a learning rate that falls to 0 does not suit this method.
+The model is θ, the paper's cloud model. ``evaluate = "mean_of_clients"`` infers by the plain mean of the last replies, with
+θ as second series; the clients cannot compute that mean, so it is sent to them beside θ, and counted. α = 0.1 as in FedSLR's
+comparisons, where it is the inverse of the proximal step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, cross_entropy
+from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
+
+
+@tree
+class Cloud:
+    """θ, the plain mean of the last replies, and h."""
+
+    model: Params
+    mean: Params
+    h: Params
+
+
+@tree
+class Down:
+    """θ^t, and the mean of the last replies if clients infer by it."""
+
+    model: Params
+    mean: Params | None
+
+
+@dataclass(frozen=True)
+class FedDyn(Method[Cloud, Params, Down, Params]):
+    """Local objectives whose linear term makes their minimisers agree with that of the mean objective.
+
+    Attributes:
+        alpha: α > 0, strength of the pull towards the global model.
+        evaluate: infer by the cloud model θ, or by the mean of the last replies.
+    """
+
+    alpha: float = 0.1
+    evaluate: Literal["cloud", "mean_of_clients"] = "cloud"
+
+    title = "FedDyn"
+    citation = "Acar et al., ICLR 2021, arXiv:2111.04263"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.alpha < math.inf:
+            raise ConfigError(f"FedDyn: alpha must be > 0, for the server divides by it; it is {self.alpha}")
+
+    def server_init(self, task: Task) -> Cloud:
+        """θ^0, the common initial weights, and h = 0."""
+        theta = task.common_model(self.title).initial
+        return Cloud(theta, theta, zeros_like(theta))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """g_k = 0."""
+        return zeros_like(task.model(client).initial)
+
+    def download(self, server: Cloud, client: ClientInfo) -> Down:
+        """θ^t."""
+        del client
+        return Down(server.model, None if self.evaluate == "cloud" else server.mean)
+
+    def local_update(self, state: Params, down: Down, view: ClientView) -> tuple[Params, Params]:
+        """SGD on F_k(θ) - ⟨g_k, θ⟩ + α/2 ‖θ - θ^t‖²."""
+        model, alpha = view.model, self.alpha
+
+        def loss(theta: Params, batch: Batch, _: Params, __: Params) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        def dynamic(grads: Params, theta: Params, anchor: Params, own: Params) -> Params:
+            return map(lambda g, p, q, o: torch.add(g - o, p - q, alpha=alpha), grads, theta, anchor, own)
+
+        theta = view.train(loss, down.model, "local", self.optimiser, given=(down.model, state), precondition=dynamic)
+        return add(state, sub(theta, down.model), -alpha), theta
+
+    def server_update(self, server: Cloud, replies: Sequence[Reply[Params]], view: ServerView) -> Cloud:
+        """The dual h moves by the share of clients that replied, θ leaves their mean by h / α."""
+        average = mean([r.upload for r in replies], [1.0] * len(replies))
+        share = len(replies) / len(view.task.clients)
+        h = add(server.h, sub(average, server.model), -self.alpha * share)
+        return Cloud(add(average, h, -1 / self.alpha), average, h)
+
+    def personal(self, state: Params, down: Down, view: ClientView) -> Params:
+        """θ, or the mean of the last replies."""
+        del state, view
+        return down.model if down.mean is None else down.mean
+
+    def predictor(self, state: Params, down: Down, view: ClientView) -> Predictor | dict[str, Predictor]:
+        """By θ; or by the mean of the last replies, with θ as a second series."""
+        del state
+        model, mean_of_clients = view.model, down.mean
+        if mean_of_clients is None:
+            return lambda x: model.apply(down.model, x)
+        return {
+            "mean_of_clients": lambda x: model.apply(mean_of_clients, x),
+            "cloud": lambda x: model.apply(down.model, x),
+        }

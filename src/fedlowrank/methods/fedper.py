@@ -1,0 +1,67 @@
+"""FedPer: federated learning with personalization layers.
+
+M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary. 2019. arXiv:1912.00818, Algorithms 1 and 2.
+
+    server, each round t:   send the base φ^t to each client k of the sample S_t        download
+    client k:               (φ_k, h_k) ← SGD on F_k from (φ^t, h_k), jointly, E epochs;
+                            keep h_k; send φ_k                                          local_update
+    server:                 φ^{t+1} = Σ_{k∈S_t} n_k φ_k / Σ_{k∈S_t} n_k                 server_update
+
+A client infers with the base as aggregated after the round and its own head h_k. The personalization layers are the model's
+head; where it begins is the model's split point. Departures: in the paper all clients take part in every round and the
+weights n_k are divided by the examples of all clients; here both are over the sample. The paper draws the first h_k anew at
+each client; here all start from the common initial weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..tree import Params, mean
+
+
+@dataclass(frozen=True)
+class FedPer(Method[Params, Params, Params, Params]):
+    """Shared representation, private heads, trained jointly."""
+
+    title = "FedPer"
+    citation = "Arivazhagan et al. 2019, arXiv:1912.00818"
+
+    def server_init(self, task: Task) -> Params:
+        """φ^0, of the common initial weights."""
+        model = task.common_model(self.title)
+        return model.body_of(model.initial)
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """h_k of the common initial weights."""
+        model = task.model(client)
+        return model.head_of(model.initial)
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """φ^t."""
+        del client
+        return server
+
+    def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
+        """Joint SGD on φ and h_k."""
+        model = view.model
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        end = view.train(loss, down | state, "local", self.optimiser)
+        return model.head_of(end), model.body_of(end)
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """Mean of the bases, weighted by n_k."""
+        del server, view
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
+        """Fresh common base, own head."""
+        del view
+        return down | state

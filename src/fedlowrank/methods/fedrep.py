@@ -1,0 +1,84 @@
+"""FedRep: exploiting shared representations for personalized federated learning.
+
+L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai. ICML 2021. arXiv:2102.07078, Algorithm 1.
+
+    server, each round t:   send the representation φ^t to each client k of S_t         download
+    client k:               h_k ← SGD on F_k(φ^t, ·) from h_k, φ^t frozen
+                            φ_k ← SGD on F_k(·, h_k) from φ^t, h_k frozen;
+                            keep h_k; send φ_k                                          local_update
+    server:                 φ^{t+1} = Σ_{k∈S_t} n_k φ_k / Σ_{k∈S_t} n_k                 server_update
+
+The two phases alternate: neither sees gradients of the other's parameters (joint training is FedPer). A client infers with
+the representation as aggregated after the round and its own head h_k. As in the paper's experiments, ten epochs train the
+head and one the representation. Departure: the paper's mean is uniform, over clients of equal size; here it is weighted by n_k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples, cross_entropy
+from ..tree import Params, mean
+
+
+@dataclass(frozen=True)
+class FedRep(Method[Params, Params, Params, Params]):
+    """Shared representation, private heads, trained in turn.
+
+    Attributes:
+        epochs: of the representation, with the head frozen.
+        head_epochs: of the head before that, with the representation frozen.
+    """
+
+    head_epochs: int = 10
+
+    title = "FedRep"
+    citation = "Collins et al., ICML 2021, arXiv:2102.07078"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.head_epochs < 1:
+            raise ConfigError(f"FedRep: head_epochs must be >= 1; it is {self.head_epochs}")
+
+    def passes(self) -> dict[str, Pass]:
+        """The two phases."""
+        return {"head": Pass(self.head_epochs, self.batch_size), "base": Pass(self.epochs, self.batch_size)}
+
+    def server_init(self, task: Task) -> Params:
+        """φ^0, of the common initial weights."""
+        model = task.common_model(self.title)
+        return model.body_of(model.initial)
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """h_k of the common initial weights."""
+        model = task.model(client)
+        return model.head_of(model.initial)
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """φ^t."""
+        del client
+        return server
+
+    def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
+        """The head on the frozen representation, then the representation below the frozen head."""
+        model = view.model
+
+        def loss(part: Params, batch: Batch, frozen: Params) -> Tensor:
+            return cross_entropy(model.apply(part | frozen, batch.x), batch)
+
+        head = view.train(loss, state, "head", self.optimiser, given=(down,))
+        return head, view.train(loss, down, "base", self.optimiser, given=(head,))
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """Mean of the representations, weighted by n_k."""
+        del server, view
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
+        """Fresh common representation, own head."""
+        del view
+        return down | state

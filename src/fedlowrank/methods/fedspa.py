@@ -1,0 +1,171 @@
+"""FedSpa: achieving personalized federated learning with sparse local models.
+
+T. Huang, S. Liu, L. Shen, F. He, W. Lin, D. Tao. 2022. arXiv:2201.11380, Algorithms 1 and 2 (dynamic sparse training).
+
+    server, each round t:   send m_k ⊙ w^t to each client k of the sample S_t               download
+    client k:               w_k ← masked SGD on F_k from m_k ⊙ w^t: w ← w - η m_k ⊙ ∇F_k(w)
+                            U_k = m_k ⊙ w^t - w_k
+                            in each layer with n active weights, p = ⌈n · α/2 (1 + cos(π t / T))⌉:
+                              m_k loses its p smallest |w_k| and gains the p largest |∇F_k(w_k)|
+                              (the dense gradient of one batch) outside what is left of it
+                            keep m_k; send U_k and the new m_k                              local_update
+    server:                 w^{t+1} = w^t - 1/|S_t| Σ_{k∈S_t} U_k                           server_update
+    inference:              m_k ⊙ w^{t+1}                                                   personal
+
+The mean is over |S_t| everywhere, also where a mask holds no weight. The layers' densities are Erdős-Rényi-kernel: a weight
+of shape (o, i, k1, k2) has density min(1, ε (o + i + k1 + k2) / (o i k1 k2)), with ε such that all parameters together have
+the density asked for; vectors (biases, scales of norms) are dense and count. n never changes.
+
+What crosses: of each masked weight only the values on the mask, in row-major order. Both sides know m_k: its first value, of
+its own for each client, comes from the randomness common to all (``task.key``); afterwards the client sends what it grew, as
+bits, beside the update. A reply that is lost leaves the old mask on both sides. Static masks (α = 0) are never sent.
+
+Settled: a pruned weight may grow again, as in public code. The one where gradients are equal (all zero) stays, so nothing
+moves where nothing is learnt. The gradient comes from one step of plain SGD on a copy that starts at zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, TaskError
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, cross_entropy
+from ..optimiser import SGD
+from ..tree import Params, add, mean, sub, tree, zeros_like
+
+Masks = dict[str, Tensor]
+
+
+@tree
+class Server:
+    """The dense model w, and the mask of every client."""
+
+    model: Params
+    masks: dict[str, Masks]
+
+
+@tree
+class Upload:
+    """Values of the update on the mask that was trained, and the next mask (nothing if masks are static)."""
+
+    update: Params
+    masks: Masks
+
+
+def layer_counts(params: Params, density: float) -> dict[str, int]:
+    """Active entries of every weight of two or more dimensions, by Erdős-Rényi-kernel densities."""
+    weights, counts = {n: p for n, p in params.items() if p.ndim >= 2}, {}
+    budget = density * sum(p.numel() for p in params.values()) - sum(p.numel() for p in params.values() if p.ndim < 2)
+    if budget < len(weights):
+        raise TaskError(
+            f"FedSpa: at a density of {density} the vectors, which are dense, leave nothing for the weights"
+        )
+    # those that are full at the smallest ε first; what they cannot take is shared by the others
+    for name in sorted(weights, key=lambda n: weights[n].numel() / sum(weights[n].shape)):
+        share = sum(weights[name].shape) / sum(sum(p.shape) for n, p in weights.items() if n not in counts)
+        exact = min(budget * share, weights[name].numel())
+        counts[name], budget = max(1, round(exact)), budget - exact
+    return counts
+
+
+def next_mask(mask: Tensor, weight: Tensor, gradient: Tensor, rate: float) -> Tensor:
+    """The mask without its smallest weights, with as many entries of the largest gradients instead."""
+    flat, size, slope = mask.flatten(), weight.abs().flatten(), gradient.abs().flatten()
+    active, cut = flat.nonzero()[:, 0], math.ceil(rate * int(mask.sum()))
+    pruned = active[size[active].argsort(stable=True)[:cut]]
+    # in a stable order, those that just left come first and win ties
+    absent = torch.cat([pruned, (~flat).nonzero()[:, 0]])
+    grown = absent[slope[absent].argsort(descending=True, stable=True)[:cut]]
+    return flat.index_fill(0, pruned, False).index_fill(0, grown, True).reshape(mask.shape)
+
+
+def on_mask(params: Params, masks: Masks) -> Params:
+    """The values on the mask ``[n]``, vectors whole."""
+    return {n: p[masks[n]] if n in masks else p for n, p in params.items()}
+
+
+def spread(values: Params, masks: Masks) -> Params:
+    """Inverse of :func:`on_mask`, zero outside the mask."""
+    return {n: v.new_zeros(masks[n].shape).masked_scatter(masks[n], v) if n in masks else v for n, v in values.items()}
+
+
+@dataclass(frozen=True)
+class FedSpa(Method[Server, Masks, Params, Upload]):
+    """Personal sparse masks on one dense model.
+
+    Attributes:
+        density: share of the parameters that a client trains, in (0, 1].
+        prune: α in [0, 1], share of a layer's active weights exchanged after the first round, falling to none by half a
+            cosine; 0 keeps the masks.
+    """
+
+    density: float = 0.5
+    prune: float = 0.5
+
+    title = "FedSpa"
+    citation = "Huang et al. 2022, arXiv:2201.11380"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 < self.density <= 1 and 0 <= self.prune <= 1):
+            raise ConfigError(f"FedSpa: need 0 < density <= 1 and 0 <= prune <= 1; got {self.density}, {self.prune}")
+
+    def passes(self) -> dict[str, Pass]:
+        """Masked training, and the batch whose gradient says what grows."""
+        return {"local": Pass(self.epochs, self.batch_size), "grow": Pass(1, self.batch_size, steps=1)}
+
+    def server_init(self, task: Task) -> Server:
+        """w^0, and the masks as the clients draw them."""
+        initial = task.common_model(self.title).initial
+        return Server(initial, {str(c.id): self.client_init(task, c) for c in task.clients})
+
+    def client_init(self, task: Task, client: ClientInfo) -> Masks:
+        """m_k at random in every layer."""
+        initial, key = task.model(client).initial, task.key / "fedspa" / client.id
+        counts = layer_counts(initial, self.density)
+        order = {n: torch.randperm(initial[n].numel(), generator=(key / n).generator()) for n in counts}
+        return {n: (o.reshape(initial[n].shape) < counts[n]).to(initial[n].device) for n, o in order.items()}
+
+    def download(self, server: Server, client: ClientInfo) -> Params:
+        """The values of m_k ⊙ w^t."""
+        return on_mask(server.model, server.masks[str(client.id)])
+
+    def local_update(self, state: Masks, down: Params, view: ClientView) -> tuple[Masks, Upload]:
+        """Masked SGD, then the exchange of small weights for entries with large gradients."""
+        model, start = view.model, spread(down, state)
+
+        def loss(theta: Params, batch: Batch, _: Masks) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        def masked(grads: Params, _: Params, masks: Masks) -> Params:
+            return {n: torch.where(masks[n], g, 0.0) if n in masks else g for n, g in grads.items()}
+
+        def moved(change: Params, batch: Batch, theta: Params) -> Tensor:
+            return cross_entropy(model.apply(add(theta, change), batch.x), batch)
+
+        end = view.train(loss, start, "local", self.optimiser, given=(state,), precondition=masked)
+        update = on_mask(sub(start, end), state)
+        if self.prune == 0:
+            return state, Upload(update, {})
+        plain = SGD(lr=self.optimiser.learning_rate(view.round))
+        slope = view.train(moved, zeros_like(end), "grow", plain, given=(end,))
+        rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
+        grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
+        return grown, Upload(update, grown)
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Upload]], view: ServerView) -> Server:
+        """One step along the mean update."""
+        del view
+        updates = [spread(r.upload.update, server.masks[str(r.client.id)]) for r in replies]
+        masks = {str(r.client.id): r.upload.masks for r in replies if r.upload.masks}
+        return Server(sub(server.model, mean(updates, [1.0] * len(updates))), server.masks | masks)
+
+    def personal(self, state: Masks, down: Params, view: ClientView) -> Params:
+        """m_k ⊙ w."""
+        del view
+        return spread(down, state)

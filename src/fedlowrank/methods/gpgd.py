@@ -1,0 +1,91 @@
+"""GPGD: proximal gradient descent in the global step, FedSLR's second alternative for a low-rank global model.
+
+T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix A.2.
+
+    server, each round t:   send w^t to each client i of S_t, as factors where they are fewer numbers          download
+    client i:               w_i ← SGD on f_i from w^t, E epochs; send w_i                                      local_update
+    server:                 w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i                           server_update
+
+That is FedAvg with plain means and a prox after them. It lacks FedSLR's γ, so it does not descend on the penalised objective;
+it is here to be compared with, with FedSLR's threshold, matrices and settings, and without a personal component.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..low_rank.matricise import Weights, unpack
+from ..low_rank.penalty import Norm, Shrunk, begin, prox, warn_if_dead
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, cross_entropy
+from ..optimiser import SGD, Optimiser, Schedule
+from ..tree import Params, mean
+
+
+@dataclass(frozen=True)
+class GPGD(Method[Shrunk, None, Weights, Params]):
+    """FedAvg whose global model loses rank after every round.
+
+    Attributes:
+        lam: λ ≥ 0, weight of the penalty.
+        eta_g: η_g > 0; the threshold is λ η_g.
+        shared: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
+        exclude: exact names of parameters that λ leaves alone.
+    """
+
+    epochs: int = 2
+    batch_size: int = 20
+    optimiser: Optimiser = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
+    lam: float = 1e-4
+    eta_g: float = 10.0
+    shared: Norm = "low_rank"
+    exclude: tuple[str, ...] = ()
+
+    title = "GPGD"
+    citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
+    at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (0 <= self.lam < math.inf and 0 < self.eta_g < math.inf):
+            raise ConfigError(f"GPGD: need lam >= 0 and eta_g > 0; they are {self.lam} and {self.eta_g}")
+
+    def server_init(self, task: Task) -> Shrunk:
+        """w^0, the common initial weights."""
+        return begin(task.common_model(self.title).initial, self.exclude)
+
+    def client_init(self, task: Task, client: ClientInfo) -> None:
+        """A client keeps nothing."""
+        del task, client
+
+    def download(self, server: Shrunk, client: ClientInfo) -> Weights:
+        """w^t."""
+        del client
+        return server.weights
+
+    def local_update(self, state: None, down: Weights, view: ClientView) -> tuple[None, Params]:
+        """SGD on f_i from w^t."""
+        del state
+        model = view.model
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        return None, view.train(loss, unpack(down, model.initial), "local", self.optimiser)
+
+    def server_update(self, server: Shrunk, replies: Sequence[Reply[Params]], view: ServerView) -> Shrunk:
+        """Prox at the mean of the replies."""
+        average = mean([r.upload for r in replies], [1.0] * len(replies))
+        new = prox(average, self.lam * self.eta_g, self.shared, self.exclude)
+        warn_if_dead(self.title, server, new, view.round)
+        return new
+
+    def personal(self, state: None, down: Weights, view: ClientView) -> Params:
+        """The global model."""
+        del state
+        return unpack(down, view.model.initial)

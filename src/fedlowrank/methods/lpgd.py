@@ -1,0 +1,91 @@
+"""LPGD: proximal gradient descent in the local steps, FedSLR's first alternative for a low-rank global model.
+
+T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix A.2.
+
+    server, each round t:   send w^t to each client i of S_t                                                   download
+    client i:               w ← prox of λ η Σ_l ‖π(·_l)‖_* at w - η ∇f_i(w), from w^t, E epochs; send w_i      local_update
+    server:                 w^{t+1} = mean_{S_t} w_i                                                           server_update
+
+η is the round's learning rate. A step costs a singular value decomposition of every matrix, and the mean of low-rank models
+has full rank, so the download does not shrink; that is why the paper proposes FedSLR. The upload could travel as factors; it
+is sent whole, as FedSLR's is. Matrices and settings are FedSLR's; there is no personal component.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..low_rank.penalty import Norm, check_exclude, prox_in_step
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, cross_entropy
+from ..optimiser import SGD, Optimiser, Schedule
+from ..tree import Params, mean
+
+
+@dataclass(frozen=True)
+class LPGD(Method[Params, None, Params, Params]):
+    """FedAvg whose local models lose rank at every step.
+
+    Attributes:
+        lam: λ ≥ 0, weight of the penalty.
+        shared: penalty: nuclear norm of every matrix, or ℓ1 norm of the same.
+        exclude: exact names of parameters that λ leaves alone.
+    """
+
+    epochs: int = 2
+    batch_size: int = 20
+    optimiser: Optimiser = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
+    lam: float = 1e-4
+    shared: Norm = "low_rank"
+    exclude: tuple[str, ...] = ()
+
+    title = "LPGD"
+    citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.lam < math.inf:
+            raise ConfigError(f"LPGD: lam must be >= 0; it is {self.lam}")
+
+    def server_init(self, task: Task) -> Params:
+        """w^0, the common initial weights."""
+        w = task.common_model(self.title).initial
+        check_exclude(w, self.exclude)
+        return w
+
+    def client_init(self, task: Task, client: ClientInfo) -> None:
+        """A client keeps nothing."""
+        del task, client
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """w^t."""
+        del client
+        return server
+
+    def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
+        """A proximal step after every gradient step."""
+        del state
+        # the method itself is one object for all clients, so that an engine can tell that they run the same function
+        model, method = view.model, self
+
+        def loss(theta: Params, batch: Batch) -> Tensor:
+            return cross_entropy(model.apply(theta, batch.x), batch)
+
+        def prox(theta: Params, lr: float) -> Params:
+            return prox_in_step(theta, lr * method.lam, method.shared, method.exclude)
+
+        return None, view.train(loss, down, "local", self.optimiser, prox=prox)
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """Mean of the replies."""
+        del server, view
+        return mean([r.upload for r in replies], [1.0] * len(replies))
+
+    def personal(self, state: None, down: Params, view: ClientView) -> Params:
+        """The global model."""
+        del state, view
+        return down

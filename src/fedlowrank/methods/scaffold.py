@@ -1,0 +1,110 @@
+"""SCAFFOLD: stochastic controlled averaging for federated learning.
+
+S. P. Karimireddy, S. Kale, M. Mohri, S. J. Reddi, S. U. Stich, A. T. Suresh. ICML 2020. arXiv:1910.06378, Algorithm 1.
+
+    server, each round t:   send x and c to each client k of the sample S               download
+    client k:               from y ← x, τ steps of y ← y - η (g(y) - c_k + c)
+                            c_k⁺ = c_k - c + (x - y) / (τ η)               (option II)
+                            send y - x and c_k⁺ - c_k; keep c_k⁺                        local_update
+    server:                 x ← x + η_g mean_S (y - x)
+                            c ← c + |S|/K mean_S (c_k⁺ - c_k)                           server_update
+
+All control variates start at zero, so that c is the mean of all K clients' c_k in every round, absentees included. τ is the
+number of steps of this very client and η the learning rate of this round. (x - y)/(τη) is the mean of the directions taken,
+so c_k⁺ is the mean gradient of the round only if a step is η times a gradient: momentum, AdamW, groups of other rates and
+clipping are refused. Weight decay is part of the gradient: the objective is F_k + wd/2 ‖y‖², and c_k holds the mean of
+∇F_k(y) + wd y. Means are plain, as in the paper. Choice: a round in which the learning rate is 0 tells nothing of the
+gradients and leaves every c_k as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, cross_entropy
+from ..optimiser import AdamW
+from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
+
+
+@tree
+class Controlled:
+    """A model and its control variate: x and c on the way down, y - x and c_k⁺ - c_k on the way up."""
+
+    model: Params
+    control: Params
+
+
+@dataclass(frozen=True)
+class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
+    """Averaging with a correction of every local step by the difference of global and local mean gradient.
+
+    Attributes:
+        eta_g: η_g > 0, step of the server along the mean of the replies.
+    """
+
+    eta_g: float = 1.0
+
+    title = "SCAFFOLD"
+    citation = "Karimireddy et al., ICML 2020, arXiv:1910.06378"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.eta_g < math.inf:
+            raise ConfigError(f"SCAFFOLD: eta_g must be > 0; it is {self.eta_g}")
+        bad = [n for n in ("momentum", "groups", "clip") if getattr(self.optimiser, n, None)]
+        bad += ["kind = 'adamw'"] * isinstance(self.optimiser, AdamW)
+        if bad:
+            raise ConfigError(
+                "SCAFFOLD reads a client's mean gradient off the way it went, (x - y) / (steps * lr), which is right only "
+                f"if every step is lr times a gradient; but optimiser has {', '.join(bad)}. Use plain SGD; weight decay "
+                "and a schedule are fine"
+            )
+
+    def server_init(self, task: Task) -> Controlled:
+        """The common initial weights, and c = 0."""
+        x = task.common_model(self.title).initial
+        return Controlled(x, zeros_like(x))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """c_k = 0."""
+        return zeros_like(task.model(client).initial)
+
+    def download(self, server: Controlled, client: ClientInfo) -> Controlled:
+        """Both x and c."""
+        del client
+        return server
+
+    def local_update(self, state: Params, down: Controlled, view: ClientView) -> tuple[Params, Controlled]:
+        """Corrected SGD, then option II."""
+        model = view.model
+
+        def loss(y: Params, batch: Batch, _: Params) -> Tensor:
+            return cross_entropy(model.apply(y, batch.x), batch)
+
+        def corrected(grads: Params, _: Params, correction: Params) -> Params:
+            return add(grads, correction)
+
+        given = (sub(down.control, state),)
+        y = view.train(loss, down.model, "local", self.optimiser, given=given, precondition=corrected)
+        way = view.steps("local") * self.optimiser.learning_rate(view.round)
+        if way == 0:
+            return state, Controlled(sub(y, down.model), zeros_like(state))
+        # the client adds what it sends, so that both sides hold the same sum
+        change = map(lambda x, end, c: (x - end) / way - c, down.model, y, down.control)
+        return add(state, change), Controlled(sub(y, down.model), change)
+
+    def server_update(self, server: Controlled, replies: Sequence[Reply[Controlled]], view: ServerView) -> Controlled:
+        """A step along the mean; c moves by the share of the clients that replied."""
+        step = mean([r.upload for r in replies], [1.0] * len(replies))
+        share = len(replies) / len(view.task.clients)
+        return Controlled(add(server.model, step.model, self.eta_g), add(server.control, step.control, share))
+
+    def personal(self, state: Params, down: Controlled, view: ClientView) -> Params:
+        """The global model x."""
+        del state, view
+        return down.model

@@ -1,0 +1,285 @@
+"""FedSLR and the designs it is compared with: golden values, identities and what goes wrong in public code."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from fedlowrank import tree
+from fedlowrank.check import CHECKS, check_method
+from fedlowrank.check import federation as check_federation
+from fedlowrank.engine import vectorised
+from fedlowrank.engine.base import Engine
+from fedlowrank.engine.run import Run, RunSettings
+from fedlowrank.engine.sequential import Sequential, Wire
+from fedlowrank.engine.vectorised import Vectorised
+from fedlowrank.errors import ConfigError, TaskError
+from fedlowrank.evaluate import predictors_of
+from fedlowrank.low_rank.matricise import LowRank, unpack
+from fedlowrank.methods.fedslr import FedSLR
+from fedlowrank.methods.gpgd import GPGD
+from fedlowrank.methods.lpgd import LPGD
+from fedlowrank.optimiser import SGD, Schedule
+from golden import fedslr_reference as reference
+
+from .setting import SIZES, alike, layers, plan, run_of, start_of, train_data
+from .test_golden import same
+
+DECAY = 1e-2
+OPTIMISER = SGD(lr=0.2, weight_decay=DECAY, schedule=Schedule("exponential", factor=0.8))
+LOCAL = {"optimiser": OPTIMISER, "batch_size": 8, "epochs": 2}
+STRONG = {"lam": 0.06, "mu": 0.05, "eta_g": 5.0}
+"""The threshold is 0.3: ranks fall, but the network lives."""
+STILL = "a learning rate of 0 changes no model"
+
+
+@pytest.fixture(params=[Sequential, Vectorised, Wire])
+def engine(request: pytest.FixtureRequest) -> type[Engine]:
+    return request.param
+
+
+def lr(round: int) -> float:
+    return 0.2 * 0.8**round
+
+
+def w_of(run: Run):
+    return run.state.server.w.dense(run.task.common_model("").initial)
+
+
+def unlike_zero(values) -> bool:
+    return all(bool(np.abs(w).max() > 1e-3) for layer in values for w in layer)
+
+
+# Golden values
+
+
+@pytest.mark.parametrize("efficient", [True, False])
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({}, {}),
+        ({"personal_start": "initial"}, {"start_at_w": True}),
+        ({"shared": "sparse", "private": "low_rank"}, {"sparse_w": True, "nuclear_p": True}),
+    ],
+)
+def test_fedslr(options, flags, efficient: bool, engine: type[Engine]) -> None:
+    federation = alike()
+    strong = STRONG | ({"lam": 0.01} if "shared" in options else {})
+    method = FedSLR(**LOCAL, **strong, **options, memory_efficient=efficient)
+    run = run_of(method, federation, engine=engine, participation=0.75)
+    rounds = plan(run)
+    assert all(len(clients) == 3 for clients in rounds)
+    history, gammas, ps = reference.fedslr(
+        start_of(federation)[0], train_data(federation), rounds, lr, DECAY, **strong, **flags
+    )
+    assert unlike_zero(history[-1])
+    same(layers(w_of(run)), history[-1])
+    same(layers(run.state.server.gamma), layers_mean(gammas))
+    assert sorted(run.state.clients) == list(range(len(SIZES)))
+    for k, state in run.state.clients.items():
+        same(layers(state.gamma), gammas[k])
+        same(layers(state.p), ps[k])
+    ranks = [np.linalg.matrix_rank(w, tol=1e-9) for w, _ in history[-1]]
+    if "shared" not in options:
+        assert list(run.state.server.w.ranks.values()) == ranks
+        assert ranks[0] < 10
+    if "private" not in options:
+        assert any((p["body.0.weight"] == 0).any() for p in (s.p for s in run.state.clients.values()))
+
+
+def layers_mean(nets):
+    return reference.weighted_mean(nets, [1] * len(nets))
+
+
+def test_lpgd(engine: type[Engine]) -> None:
+    federation = alike()
+    run = run_of(LPGD(**LOCAL, lam=0.1), federation, engine=engine, participation=0.75)
+    wanted = reference.lpgd(start_of(federation)[0], train_data(federation), plan(run), lr, DECAY, 0.1)
+    assert unlike_zero(wanted)
+    same(layers(run.state.server), wanted)
+
+
+def test_gpgd(engine: type[Engine]) -> None:
+    federation = alike()
+    run = run_of(GPGD(**LOCAL, lam=0.06, eta_g=5.0), federation, engine=engine, participation=0.75)
+    wanted = reference.gpgd(start_of(federation)[0], train_data(federation), plan(run), lr, DECAY, 0.3)
+    assert unlike_zero(wanted)
+    same(layers(run.state.server.dense(federation.architectures["small"].initial)), wanted)
+
+
+# Identities
+
+
+def test_without_penalty_the_global_model_is_feddyns_cloud_model() -> None:
+    federation = alike()
+    run = run_of(FedSLR(**LOCAL, lam=0.0, eta_g=4.0), federation, rounds=4, steps=0, participation=0.5)
+    wanted = reference.feddyn(start_of(federation)[0], train_data(federation), plan(run), lr, DECAY, 1 / 4.0)
+    for theta in wanted[1:]:
+        run.step()
+        same(layers(w_of(run)), theta)
+        assert all(torch.is_tensor(p) for p in run.state.server.w.weights.values())
+
+
+@pytest.mark.parametrize("lost", [0.0, 0.3])
+def test_keeping_the_mean_alone_is_keeping_every_gamma(lost: float) -> None:
+    ends = [
+        run_of(
+            FedSLR(**LOCAL, **STRONG, memory_efficient=efficient),
+            alike(torch.float32),
+            rounds=6,
+            participation=0.5,
+            lost_replies=lost,
+        )
+        for efficient in (True, False)
+    ]
+    for a, b in ((w_of(ends[0]), w_of(ends[1])), (ends[0].state.server.gamma, ends[1].state.server.gamma)):
+        for name in a:
+            torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-6)
+    assert ends[0].state.server.each == {}
+    kept = ends[1].state.server.each
+    assert len(kept) == len(SIZES)
+    for k, state in ends[1].state.clients.items():
+        for name, own in state.gamma.items():
+            torch.testing.assert_close(kept[str(k)][name], own, rtol=0, atol=1e-6)
+
+
+def test_after_lost_replies_the_server_still_knows_the_mean_of_all_gammas() -> None:
+    federation = alike(torch.float32)
+    run = run_of(FedSLR(**LOCAL, **STRONG), federation, rounds=10, steps=0, participation=0.75, lost_replies=0.3)
+    lost = [len(run.step().lost) for _ in range(10)]
+    assert sum(lost) >= 3
+    zero = tree.zeros_like(run.state.server.gamma)
+    gammas = [run.state.clients[k].gamma if k in run.state.clients else zero for k in range(len(SIZES))]
+    for name, p in tree.mean(gammas, [1.0] * len(gammas)).items():
+        torch.testing.assert_close(run.state.server.gamma[name], p, rtol=0, atol=1e-5)
+        assert float(p.abs().max()) > 1e-3
+
+
+def test_a_strong_penalty_kills_matrices_leaves_vectors_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fedlowrank"):
+        run = run_of(FedSLR(**LOCAL, lam=100.0), alike(torch.float32), rounds=4)
+    w = w_of(run)
+    for name, p in w.items():
+        assert bool((p == 0).all()) == (p.ndim == 2), name
+    assert [r.getMessage().split(";")[0] for r in caplog.records] == [
+        "FedSLR: after round 1 every penalised weight is zero"
+    ]
+    assert run.state.server.w.ranks == {"body.0.weight": 0, "head.weight": 0}
+    # what is left to send: the vectors
+    info = run.federation.infos[0]
+    assert tree.numel(run.method.download(run.state.server, info)) == sum(p.numel() for p in w.values() if p.ndim == 1)
+    assert run.start().accuracy
+
+
+def test_names_to_exclude_are_exact() -> None:
+    run = run_of(FedSLR(**LOCAL, lam=100.0, exclude=("head.weight",)), alike(torch.float32), rounds=2)
+    assert run.state.server.w.ranks == {"body.0.weight": 0}
+    assert float(w_of(run)["head.weight"].abs().max()) > 0
+    for method in (FedSLR, GPGD, LPGD):
+        with pytest.raises(TaskError, match=r"no parameter \['head'\]"):
+            Run(method(exclude=("head",)), alike(), RunSettings(rounds=1), Sequential())
+
+
+# Messages
+
+
+def test_the_download_carries_factors_and_they_are_the_model() -> None:
+    run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float32), rounds=3)
+    down = run.method.download(run.state.server, run.federation.infos[0])
+    initial = run.task.common_model("").initial
+    rank = run.state.server.w.ranks["body.0.weight"]
+    assert 0 < rank <= 5
+    assert isinstance(down["body.0.weight"], LowRank)
+    assert tree.numel(down["body.0.weight"]) == rank * (10 + 12)
+    for name, p in unpack(down, initial).items():
+        torch.testing.assert_close(p, w_of(run)[name])
+    assert tree.nbytes(down) < tree.nbytes(initial)
+    record = run.step()
+    assert record.bytes_down == len(SIZES) * tree.encoded_size(down)
+    assert record.parameters_up == len(SIZES) * sum(p.numel() for p in initial.values())
+
+
+def test_of_many_ranks_the_weight_itself_travels() -> None:
+    run = run_of(FedSLR(**LOCAL, lam=1e-5), alike(torch.float32), rounds=2)
+    down = run.method.download(run.state.server, run.federation.infos[0])
+    assert all(torch.is_tensor(p) for p in down.values())
+
+
+# Inference
+
+
+def test_a_client_that_never_took_part_infers_by_the_global_model() -> None:
+    run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float32), rounds=1, participation=0.5)
+    for info in run.federation.infos:
+        made = predictors_of(
+            run.method, run.federation, run.task, run.engine, run.state.server, run.state_of(info), info, 0
+        )
+        assert list(made) == ["mixed", "gkr"]
+        x = run.federation.clients[info.id].test.x
+        assert torch.equal(made["mixed"](x), made["gkr"](x)) == (info.id not in run.state.clients)
+    assert len(run.state.clients) == 2
+
+
+def test_the_mixed_model_is_the_sum() -> None:
+    run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float64), rounds=2)
+    info = run.federation.infos[2]
+    state, model = run.state_of(info), run.task.model(info)
+    made = predictors_of(run.method, run.federation, run.task, run.engine, run.state.server, state, info, 1)
+    x = run.federation.clients[2].test.x
+    w = w_of(run)
+    torch.testing.assert_close(made["gkr"](x), model.apply(w, x))
+    torch.testing.assert_close(made["mixed"](x), model.apply({n: p + state.p[n] for n, p in w.items()}, x))
+
+
+# Contract
+
+
+@pytest.mark.parametrize("method", [FedSLR(), GPGD()], ids=["fedslr", "gpgd"])
+def test_it_passes_every_check(method) -> None:
+    assert not {f.name: f.detail for f in check_method(method) if not f.ok}
+
+
+@pytest.mark.parametrize("method", [FedSLR(), GPGD()], ids=["fedslr", "gpgd"])
+def test_a_prox_goes_on_shrinking_the_model_when_nobody_learns(method) -> None:
+    patched = type("AtWork", (type(method),), {"at_rest": {}})
+    assert CHECKS[STILL](patched()) is not None
+    assert CHECKS[STILL](method) is None
+
+
+@pytest.mark.parametrize("method", [FedSLR(private="low_rank"), LPGD()], ids=["fedslr", "lpgd"])
+def test_clients_run_together(method, monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(client):
+        raise AssertionError("this client runs by itself: a function captures what differs between clients")
+
+    monkeypatch.setattr(vectorised, "_alone", alone)
+    Run(method, check_federation(False), RunSettings(rounds=1), Vectorised()).step()
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    for bad in (
+        {"lam": -1.0},
+        {"mu": -1e-9},
+        {"eta_g": 0.0},
+        {"eta_g": -2.0},
+        {"lam": float("nan")},
+        {"fusion_epochs": 0},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(bad))):
+            FedSLR(**bad)
+    for bad in ({"lam": -1.0}, {"eta_g": 0.0}):
+        with pytest.raises(ConfigError):
+            GPGD(**bad)
+    with pytest.raises(ConfigError):
+        LPGD(lam=-1.0)
+    with pytest.raises(ConfigError, match="low_rank"):
+        FedSLR(shared="lowrank")
+
+
+def test_defaults_are_the_papers() -> None:
+    m = FedSLR()
+    assert (m.lam, m.mu, m.eta_g, m.epochs, m.fusion_epochs, m.batch_size) == (1e-4, 1e-3, 10.0, 2, 1, 20)
+    assert m.optimiser.learning_rate(3) == pytest.approx(0.1 * 0.998**3)
+    assert m.optimiser.weight_decay == 1e-3
