@@ -183,9 +183,12 @@ def test_figures_as_files_are_whole_and_repeatable(make_run, tmp_path):
     first = save_figures(runs, tmp_path / "one", ["svg", "png"])
     again = save_figures(runs, tmp_path / "two", ["svg", "png"])
     assert {p.stem for p in first} >= {"accuracy-over-rounds", "spread-over-clients", "classes-at-each-client"}
+    assert LIGHT[1] in (tmp_path / "one" / "accuracy-over-rounds.svg").read_text()
     assert [(p.name, p.read_bytes()) for p in first] == [(p.name, p.read_bytes()) for p in again]
     for path in first:
         if path.suffix == ".svg":
             ET.parse(path)
+            # the page's placeholders must not get out
+            assert not re.search(r"#0[ab][0-9a-f]{4}\b", path.read_text()), path
         else:
             assert path.read_bytes()[:4] == b"\x89PNG"

@@ -12,7 +12,7 @@ from fedlowrank.record import RunRecord, as_checkpoint_error
 
 from . import figures, pictures
 from .groups import Group, aggregate, vary_text
-from .style import Picture, Style, drawing, styles
+from .style import Picture, Style, drawing, real_colours, styles
 
 
 def gallery(groups: Sequence[Group], looks: dict[str, Style]) -> Iterator[tuple[str, list[Picture]]]:
@@ -59,12 +59,12 @@ def save_figures(runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] =
         CheckpointError: if a file cannot be written.
     """
     groups = aggregate(runs)
-    looks = styles([group.short for group in groups])
     names = list(dict.fromkeys(group.name for group in groups))
     made: list[Path] = []
     for name in names:
         into = folder / _slug(name) if len(names) > 1 else folder
-        with as_checkpoint_error(f"cannot write figures to {into}"), drawing():
+        with as_checkpoint_error(f"cannot write figures to {into}"), drawing(), real_colours():
+            looks = styles([group.short for group in groups])
             into.mkdir(parents=True, exist_ok=True)
             matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"
             for heading, drawn in gallery([g for g in groups if g.name == name], looks):

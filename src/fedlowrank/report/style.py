@@ -6,6 +6,7 @@ light colour as fallback, so one drawing serves both modes and print.
 
 from __future__ import annotations
 
+import colorsys
 import io
 import math
 import re
@@ -13,6 +14,7 @@ import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,14 +113,31 @@ class Picture:
     small: bool = False
 
 
+_REAL: ContextVar[bool] = ContextVar("real colours", default=False)
+
+
+@contextmanager
+def real_colours() -> Iterator[None]:
+    """Draw in the light colours themselves, for files that stand alone, and not in placeholders for a page."""
+    token = _REAL.set(True)
+    try:
+        yield
+    finally:
+        _REAL.reset(token)
+
+
 def colour(index: int) -> str:
     """Placeholder of a palette colour; :func:`to_svg` knows them."""
-    return f"#0a00{index % len(LIGHT):02x}"
+    return LIGHT[index % len(LIGHT)] if _REAL.get() else f"#0a00{index % len(LIGHT):02x}"
 
 
 def hue(index: int, count: int) -> str:
     """Placeholder of one of many evenly spaced hues; neighbours differ in lightness too."""
-    return f"#0b{round(256 * index / count) % 256:02x}{index % 2:02x}"
+    turn = round(256 * index / count) % 256
+    if _REAL.get():
+        rgb = colorsys.hls_to_rgb(turn / 256, (0.28, 0.43)[index % 2], 0.7)
+        return "#" + "".join(f"{round(255 * c):02x}" for c in rgb)
+    return f"#0b{turn:02x}{index % 2:02x}"
 
 
 def styles(labels: Sequence[str]) -> dict[str, Style]:
