@@ -146,31 +146,30 @@ def _pure(method: AnyMethod) -> str | None:
     before = tree.encode((_states(run), [a.initial for a in run.federation.architectures.values()]))
     random = torch.get_rng_state()
     run.step()
-    after = tree.encode((_states(run), None))
-    del after
     fresh = go(method, Sequential(), 2)
     if before != tree.encode((_states(fresh), [a.initial for a in fresh.federation.architectures.values()])):
         return "two equal runs end in different states"
     if not torch.equal(random, torch.get_rng_state()):
         return "a round draws from torch's global generator; use view.key"
-    frozen = run.state
     held = tree.encode(_states(run))
-    infos = run.participants(run.round)
-    jobs = [Job(run.state_of(i), method.download(frozen.server, i), i) for i in infos]
-    outcomes = list(Sequential().run(method, run.federation, run.task, run.round, jobs))
-    replies = [Reply(i, o.upload) for i, o in zip(infos, outcomes, strict=True) if o.upload is not None]
+    replies = _replies(run)
     if replies:
-        method.server_update(frozen.server, replies, ServerView(run.task, run.round, run.federation.key))
+        method.server_update(run.state.server, replies, ServerView(run.task, run.round, run.federation.key))
     run.start()
     return None if held == tree.encode(_states(run)) else "a function of the method changes its input in place"
 
 
+def _replies(run: Run) -> list[Reply[Any]]:
+    """What the participants of the next round would send, without the round being taken."""
+    infos = run.participants(run.round)
+    jobs = [Job(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
+    outcomes = Sequential().run(run.method, run.federation, run.task, run.round, jobs)
+    return [Reply(i, o.upload) for i, o in zip(infos, outcomes, strict=True) if o.upload is not None]
+
+
 def _order(method: AnyMethod) -> str | None:
     run = go(method, Sequential(), 2)
-    infos = run.participants(run.round)
-    jobs = [Job(run.state_of(i), method.download(run.state.server, i), i) for i in infos]
-    outcomes = Sequential().run(method, run.federation, run.task, run.round, jobs)
-    replies = [Reply(i, o.upload) for i, o in zip(infos, outcomes, strict=True) if o.upload is not None]
+    replies = _replies(run)
     if not replies:
         return None
     view = ServerView(run.task, run.round, run.federation.key)
@@ -187,21 +186,13 @@ def _still(method: AnyMethod) -> str | None:
     # a penalty goes on acting when nobody learns; a method says which of its settings to put aside for this check
     still = dataclasses.replace(method, **changed, **type(method).at_rest)
     run = Run(still, federation(method.heterogeneous), RunSettings(rounds=6), Sequential())
-    first = {i.id: _personal(run, i) for i in run.federation.infos}
+    first = {i.id: run.personal(i) for i in run.federation.infos}
     run.step()
     for info in run.federation.infos:
-        gap = _first_difference(_personal(run, info), first[info.id], 1e-5, 1e-6)
+        gap = _first_difference(run.personal(info), first[info.id], 1e-5, 1e-6)
         if gap is not None:
             return f"with a learning rate of 0 the model of client {info.id} changes: {gap}"
     return None
-
-
-def _personal(run: Run, info: Any) -> Any:
-    from .engine.base import client_view
-
-    trainer = run.engine.trainer(run.method, run.federation, 0, info)
-    view = client_view(run.federation, run.task, 0, info, trainer)
-    return run.method.personal(run.state_of(info), run.method.download(run.state.server, info), view)
 
 
 def _learns(method: AnyMethod) -> str | None:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from . import __version__, commands
 from .errors import FedlowrankError
@@ -28,14 +29,14 @@ def parser() -> argparse.ArgumentParser:
     # a global option is accepted after the command too, where people type it
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    fields = {"formatter_class": argparse.RawDescriptionHelpFormatter, "parents": [common]}
+    fields: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "parents": [common]}
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     p = sub.add_parser("list", help="methods, models, data; or the fields of one method", parents=[common])
     p.add_argument("method", nargs="?", help="show this method's paper and fields")
     p.set_defaults(run=lambda a: commands.list_(a.method))
 
-    p = sub.add_parser("run", help="run one method", epilog=commands.field_help(), **fields)  # type: ignore[arg-type]
+    p = sub.add_parser("run", help="run one method", epilog=commands.field_help(), **fields)
     p.add_argument("file", type=Path, help="experiment file (TOML)")
     p.add_argument("overrides", nargs="*", help=OVERRIDES)
     p.add_argument("--method", help="instead of the file's")
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(run=lambda a: commands.run(a.file, a.overrides, a.method, a.out, a.force))
 
     p = sub.add_parser(
-        "compare", help="run several methods, seeds and settings, and report", epilog=commands.field_help(), **fields  # type: ignore[arg-type]
+        "compare", help="run several methods, seeds and settings, and report", epilog=commands.field_help(), **fields
     )  # fmt: skip
     p.add_argument("file", type=Path, help="experiment file (TOML)")
     p.add_argument("overrides", nargs="*", help=OVERRIDES)
@@ -76,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(run=lambda a: commands.check(a.method))
 
     p = sub.add_parser(
-        "data", help="show how an experiment shares out its data", epilog=commands.field_help(), **fields  # type: ignore[arg-type]
+        "data", help="show how an experiment shares out its data", epilog=commands.field_help(), **fields
     )  # fmt: skip
     p.add_argument("file", type=Path, help="experiment file (TOML)")
     p.add_argument("overrides", nargs="*", help=OVERRIDES)

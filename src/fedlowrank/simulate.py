@@ -13,7 +13,6 @@ import torch
 
 from .data.federation import Federation
 from .engine import ENGINES
-from .engine.base import client_view
 from .engine.folder import RunFolder, representations
 from .engine.run import Run, RunSettings
 from .errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
@@ -53,11 +52,7 @@ class Result:
 
     def personal(self, client: int) -> Params:
         """Parameters of the model that a client would use now; load them with ``module.load_state_dict``."""
-        run = self.run
-        info = run.federation.infos[client]
-        trainer = run.engine.trainer(run.method, run.federation, run.round - 1, info)
-        view = client_view(run.federation, run.task, run.round - 1, info, trainer)
-        return run.method.personal(run.state_of(info), run.method.download(run.state.server, info), view)
+        return self.run.personal(self.run.federation.infos[client])
 
 
 def simulate(

@@ -14,7 +14,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from .. import tree
 from ..errors import CheckpointError
 from ..record import FORMAT, RoundRecord, as_checkpoint_error, write_atomically, write_json
 from . import checkpoint
@@ -188,22 +187,18 @@ def representations(run: Run, limit: int) -> dict[str, Tensor]:
     Returns:
         ``x [n, d]``, ``label [n]`` and ``client [n]``; empty if the models have no head to split from.
     """
-    federation, method = run.federation, run.method
+    federation = run.federation
     if limit < 1 or any(a.head_name is None for a in federation.architectures.values()):
         return {}
-    from .base import client_view
-
     share = max(1, limit // len(federation.clients))
     x, label, client = [], [], []
     for info, data in zip(federation.infos, federation.clients, strict=True):
         if not len(data.test):
             continue
-        trainer = run.engine.trainer(method, federation, max(run.round - 1, 0), info)
-        view = client_view(federation, run.task, max(run.round - 1, 0), info, trainer)
-        params = method.personal(run.state_of(info), tree.canonical(method.download(run.state.server, info)), view)
+        params = run.personal(info)
         some = data.test.take(torch.arange(min(share, len(data.test))))
         with torch.inference_mode():
-            x.append(view.model.represent(params, some.x).cpu().flatten(1).clone())
+            x.append(federation.architectures[info.architecture].represent(params, some.x).cpu().flatten(1).clone())
         label.append(some.y.cpu())
         client.append(torch.full_like(label[-1], info.id))
     if len({t.shape[1] for t in x}) != 1:

@@ -19,7 +19,8 @@ from ..errors import ConfigError
 from ..evaluate import accuracy
 from ..method import ClientInfo, Method, Reply, ServerView
 from ..record import RoundRecord
-from .base import Engine, Job, Outcome
+from ..tree import Params
+from .base import Engine, Job, Outcome, client_view
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,14 @@ class Run:
         if info.id in self.state.clients:
             return self.state.clients[info.id]
         return self.engine.boundary(self.method.client_init(self.task, info))
+
+    def personal(self, info: ClientInfo) -> Params:
+        """Parameters of the whole model that a client would use now."""
+        t = max(self.round - 1, 0)
+        trainer = self.engine.trainer(self.method, self.federation, t, info)
+        view = client_view(self.federation, self.task, t, info, trainer)
+        down = tree.canonical(self.method.download(self.state.server, info))
+        return self.method.personal(self.state_of(info), down, view)
 
     def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""
