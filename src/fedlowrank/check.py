@@ -21,7 +21,8 @@ from .engine.base import Engine, Job
 from .engine.checkpoint import load, save
 from .engine.run import Run, RunSettings
 from .errors import TaskError
-from .evaluate import predictors_of, share_correct
+from .evaluate import at_client, share_correct
+from .low_rank.matricise import total
 from .method import Method, Reply, ServerView
 from .optimiser import SGD
 
@@ -212,10 +213,10 @@ def _mean_accuracy(run: Run) -> float:
     """Of the headline series, over all examples of all clients."""
     shares = []
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
-        made = predictors_of(
+        made = at_client(
             run.method, run.federation, run.task, run.engine, run.state.server, run.state_of(info), info, run.round
         )
-        predict = next(iter(made.values()))
+        predict = next(iter(made.predictors.values()))
         with torch.inference_mode():
             shares += [s for e in (data.train, data.val, data.test) if (s := share_correct(predict, e)) is not None]
     return sum(shares) / len(shares)
@@ -254,6 +255,23 @@ def _measured(method: AnyMethod) -> str | None:
     return None
 
 
+def _adds_up(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 2)
+    for info in run.federation.infos:
+        made = at_client(
+            run.method, run.federation, run.task, run.engine, run.state.server, run.state_of(info), info, run.round
+        )
+        x = run.federation.clients[info.id].train.x
+        for name, parts in made.parts.items():
+            if name not in made.predictors:
+                return f"parts() names the series {name!r}; predictor() has {sorted(made.predictors)}"
+            with torch.inference_mode():
+                whole = made.model.apply(total(parts, made.model.initial), x)
+                if not torch.allclose(whole, made.predictors[name](x), rtol=1e-4, atol=1e-5):
+                    return f"the parts of series {name!r} do not add up to the model that client {info.id} infers by"
+    return None
+
+
 def _refuses(method: AnyMethod) -> str | None:
     if method.heterogeneous:
         return None
@@ -275,6 +293,7 @@ CHECKS: dict[str, Callable[[AnyMethod], str | None]] = {
     "a client that never took part can infer": _unseen,
     "a lost reply leaves its client as it was": _lost,
     "messages are measured": _measured,
+    "the parts of a model add up to it": _adds_up,
     "unequal models are refused where they must be": _refuses,
 }
 """Every check: None if it passes, else what is wrong."""

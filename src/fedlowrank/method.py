@@ -14,6 +14,7 @@ from torch.nn import functional
 from .choices import check_choices
 from .errors import ConfigError, TaskError
 from .key import Key
+from .low_rank.matricise import Weights
 from .models.architecture import Architecture
 from .optimiser import SGD, Optimiser
 from .tree import Params
@@ -344,6 +345,21 @@ class Method(ABC, Generic[S, C, D, U]):
         """
         params = self.personal(state, down, view)
         return lambda x: view.model.apply(params, x)
+
+    def parts(self, state: C, down: D, view: ClientView) -> dict[str, tuple[Weights, ...]]:
+        """Of each series whose model can be held in fewer numbers than its weights: the parts it is the sum of.
+
+        A part is a matrix as factors, or a tensor of which the zeros need not be held. Measured by
+        :func:`fedlowrank.low_rank.matricise.numbers`, exported by :mod:`fedlowrank.low_rank.deploy`. A series that is not
+        named is a dense model.
+        """
+        del state, down, view
+        return {}
+
+    def ranks(self, server: S) -> dict[str, int]:
+        """Ranks of the server's low-rank weights by name, for the record; empty if the method has none."""
+        del server
+        return {}
 
 
 def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:

@@ -47,6 +47,9 @@ class RoundRecord:
         cpu_seconds: the same in CPU time of this process.
         loss: mean loss over the steps of each pass, over all participants.
         accuracy: see :data:`Accuracy`; None in rounds without evaluation.
+        parameters: of each series, how many numbers the model of each client takes
+            (:func:`fedlowrank.low_rank.matricise.numbers`); None in rounds without evaluation.
+        ranks: of the server's low-rank weights by name, after the round.
     """
 
     round: int
@@ -62,6 +65,8 @@ class RoundRecord:
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
     accuracy: Accuracy | None = None
+    parameters: dict[str, list[int]] | None = None
+    ranks: dict[str, int] = field(default_factory=dict)
 
     def untimed(self) -> dict[str, Any]:
         """All fields but the clocks: what must be equal between two runs of one configuration."""

@@ -17,7 +17,7 @@ from fedlowrank.engine.run import Run, RunSettings
 from fedlowrank.engine.sequential import Sequential, Wire
 from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.evaluate import predictors_of
+from fedlowrank.evaluate import at_client
 from fedlowrank.low_rank.matricise import LowRank, unpack
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
@@ -214,9 +214,9 @@ def test_of_many_ranks_the_weight_itself_travels() -> None:
 def test_a_client_that_never_took_part_infers_by_the_global_model() -> None:
     run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float32), rounds=1, participation=0.5)
     for info in run.federation.infos:
-        made = predictors_of(
+        made = at_client(
             run.method, run.federation, run.task, run.engine, run.state.server, run.state_of(info), info, 0
-        )
+        ).predictors
         assert list(made) == ["mixed", "gkr"]
         x = run.federation.clients[info.id].test.x
         assert torch.equal(made["mixed"](x), made["gkr"](x)) == (info.id not in run.state.clients)
@@ -227,7 +227,7 @@ def test_the_mixed_model_is_the_sum() -> None:
     run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float64), rounds=2)
     info = run.federation.infos[2]
     state, model = run.state_of(info), run.task.model(info)
-    made = predictors_of(run.method, run.federation, run.task, run.engine, run.state.server, state, info, 1)
+    made = at_client(run.method, run.federation, run.task, run.engine, run.state.server, state, info, 1).predictors
     x = run.federation.clients[2].test.x
     w = w_of(run)
     torch.testing.assert_close(made["gkr"](x), model.apply(w, x))
@@ -283,3 +283,28 @@ def test_defaults_are_the_papers() -> None:
     assert (m.lam, m.mu, m.eta_g, m.epochs, m.fusion_epochs, m.batch_size) == (1e-4, 1e-3, 10.0, 2, 1, 20)
     assert m.optimiser.learning_rate(3) == pytest.approx(0.1 * 0.998**3)
     assert m.optimiser.weight_decay == 1e-3
+
+
+def test_the_record_counts_parameters_and_ranks_as_the_paper_does() -> None:
+    run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float32), rounds=2, participation=1.0)
+    record = run.start()
+    assert record.ranks == run.state.server.w.ranks
+    assert record.parameters is not None
+    initial = run.task.model(run.federation.infos[0]).initial
+    dense = w_of(run)
+    gkr = 0
+    for n, p in initial.items():
+        held = p.numel()
+        if p.ndim >= 2:
+            matrix = dense[n].numpy().transpose(0, 2, 1, 3) if p.ndim == 4 else dense[n].numpy()
+            rows = p.shape[0] * (p.shape[2] if p.ndim == 4 else 1)
+            matrix = matrix.reshape(rows, -1)
+            rank = int(np.linalg.matrix_rank(matrix.astype(np.float64), tol=1e-5))
+            assert rank == record.ranks[n]
+            held = min(rank * sum(matrix.shape), held)
+        gkr += held
+    assert record.parameters["gkr"] == [gkr] * len(run.federation.infos)
+    assert gkr < sum(p.numel() for p in initial.values())
+    for i, count in enumerate(record.parameters["mixed"]):
+        extra = sum(np.count_nonzero(p.numpy()) for p in run.state.clients[i].p.values())
+        assert gkr < count <= gkr + extra

@@ -19,7 +19,7 @@ from fedlowrank.engine.run import Run, RunSettings
 from fedlowrank.engine.sequential import Sequential, Wire
 from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.evaluate import predictors_of
+from fedlowrank.evaluate import at_client
 from fedlowrank.method import Batch, Request
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedper import FedPer
@@ -215,9 +215,9 @@ def test_per_fedavg_without_an_inner_step_is_sgd_on_every_second_example() -> No
 def predictors(run: Run, client: int) -> Any:
     info = run.federation.infos[client]
     with torch.inference_mode():
-        return predictors_of(
+        return at_client(
             run.method, run.federation, run.task, run.engine, run.state.server, state_of(run, client), info, run.round
-        )
+        ).predictors
 
 
 def test_per_fedavg_infers_after_one_step_on_a_batch_of_the_training_data(engine: type[Engine]) -> None:
@@ -364,7 +364,7 @@ def test_a_density_that_the_vectors_use_up_is_refused_before_training() -> None:
     # 14 of 174 parameters are vectors, and each of the two weights needs an entry
     fits = Run(FedSpa(density=0.1), alike(), RunSettings(rounds=1), Sequential())
     assert {n: int(m.sum()) for n, m in state_of(fits, 0).items()} == {"body.0.weight": 2, "head.weight": 1}
-    with pytest.raises(TaskError, match=r"density of 0\.08"):
+    with pytest.raises(TaskError, match=r"density 0\.08"):
         Run(FedSpa(density=0.08), alike(), RunSettings(rounds=1), Sequential())
 
 

@@ -16,7 +16,7 @@ from ..channel import lost_replies, weigh
 from ..choices import check_choices
 from ..data.federation import Federation
 from ..errors import ConfigError
-from ..evaluate import accuracy
+from ..evaluate import evaluate
 from ..method import ClientInfo, Method, Reply, ServerView
 from ..record import RoundRecord
 from ..tree import Params
@@ -216,7 +216,7 @@ class Run:
         if due:
             t = self.round
             with clock("evaluate"):
-                found = accuracy(
+                found = evaluate(
                     self.method,
                     self.federation,
                     self.task,
@@ -225,7 +225,14 @@ class Run:
                     self.state_of,
                     max(t - 1, 0),
                 )
-        return dataclasses.replace(record, accuracy=found, seconds=clock.wall, cpu_seconds=clock.cpu)
+        return dataclasses.replace(
+            record,
+            accuracy=None if found is None else found.accuracy,
+            parameters=None if found is None else found.parameters,
+            ranks=self.method.ranks(self.state.server),
+            seconds=clock.wall,
+            cpu_seconds=clock.cpu,
+        )
 
 
 class Clock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +81,28 @@ def unpack(weights: Weights, like: Params) -> Params:
         n: unmatricise(w.dense(), like[n].shape) if isinstance(w, LowRank) else w.contiguous()
         for n, w in weights.items()
     }
+
+
+def numbers(parts: Sequence[Weights], like: Params) -> int:
+    """Numbers that a model takes which is the sum of ``parts``: for each weight the factors and the entries that are not zero.
+
+    A weight for which that is more than its entries is counted as held whole. This is how FedSLR counts parameters (Huang
+    et al., arXiv:2302.11051, Table 2).
+    """
+    return sum(min(sum(_held(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items())
+
+
+def total(parts: Sequence[Weights], like: Params) -> Params:
+    """The sum of the parts of a model, in the shapes of ``like``; a weight that no part has is zero."""
+    whole = {n: torch.zeros_like(w) for n, w in like.items()}
+    for part in parts:
+        for n, w in unpack(part, like).items():
+            whole[n] = whole[n] + w
+    return whole
+
+
+def _held(w: Tensor | LowRank) -> int:
+    return w.left.numel() + w.right.numel() if isinstance(w, LowRank) else int(w.count_nonzero())
 
 
 @dataclass(frozen=True)

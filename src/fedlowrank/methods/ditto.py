@@ -45,9 +45,11 @@ class Ditto(Method[Params, Params, Params, Params]):
 
     Attributes:
         lam: λ ≥ 0, strength of the pull.
+        personal_epochs: of the personal model; None for as many as of the global one.
     """
 
     lam: float = 0.1
+    personal_epochs: int | None = None
 
     title = "Ditto"
     citation = "Li et al., ICML 2021, arXiv:2012.04221"
@@ -56,10 +58,13 @@ class Ditto(Method[Params, Params, Params, Params]):
         super().__post_init__()
         if not 0 <= self.lam < math.inf:
             raise ConfigError(f"Ditto: lam must be >= 0; it is {self.lam}")
+        if self.personal_epochs is not None and self.personal_epochs < 1:
+            raise ConfigError(f"Ditto: personal_epochs must be >= 1; it is {self.personal_epochs}")
 
     def passes(self) -> dict[str, Pass]:
         """One for each model; the place of a pass decides on its order of examples."""
-        return {name: Pass(self.epochs, self.batch_size) for name in ("global", "personal")}
+        personal = self.epochs if self.personal_epochs is None else self.personal_epochs
+        return {"global": Pass(self.epochs, self.batch_size), "personal": Pass(personal, self.batch_size)}
 
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""

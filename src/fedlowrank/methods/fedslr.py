@@ -156,3 +156,12 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         """The mixed model, and w alone."""
         model, mixed, w = view.model, self.personal(state, down, view), unpack(down, view.model.initial)
         return {"mixed": lambda x: model.apply(mixed, x), "gkr": lambda x: model.apply(w, x)}
+
+    def parts(self, state: Client, down: Weights, view: ClientView) -> dict[str, tuple[Weights, ...]]:
+        """Of the mixed model w and p_i; of the other w alone."""
+        del view
+        return {"mixed": (down, {**state.p}), "gkr": (down,)}
+
+    def ranks(self, server: Server) -> dict[str, int]:
+        """Of w."""
+        return server.w.ranks

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, TaskError
+from ..low_rank.matricise import Weights
 from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, cross_entropy
 from ..optimiser import SGD
 from ..tree import Params, add, mean, sub, tree, zeros_like
@@ -62,9 +63,7 @@ def layer_counts(params: Params, density: float) -> dict[str, int]:
     weights, counts = {n: p for n, p in params.items() if p.ndim >= 2}, {}
     budget = density * sum(p.numel() for p in params.values()) - sum(p.numel() for p in params.values() if p.ndim < 2)
     if budget < len(weights):
-        raise TaskError(
-            f"FedSpa: at a density of {density} the vectors, which are dense, leave nothing for the weights"
-        )
+        raise TaskError(f"FedSpa: at density {density} the vectors, which are dense, leave nothing for the weights")
     # those that are full at the smallest ε first; what they cannot take is shared by the others
     for name in sorted(weights, key=lambda n: weights[n].numel() / sum(weights[n].shape)):
         share = sum(weights[name].shape) / sum(sum(p.shape) for n, p in weights.items() if n not in counts)
@@ -169,3 +168,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         """m_k ⊙ w."""
         del view
         return spread(down, state)
+
+    def parts(self, state: Masks, down: Params, view: ClientView) -> dict[str, tuple[Weights, ...]]:
+        """The same: what lies outside m_k is zero."""
+        return {"personal": ({**self.personal(state, down, view)},)}

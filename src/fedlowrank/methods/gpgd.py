@@ -89,3 +89,12 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
         """The global model."""
         del state
         return unpack(down, view.model.initial)
+
+    def parts(self, state: None, down: Weights, view: ClientView) -> dict[str, tuple[Weights, ...]]:
+        """The factors of w."""
+        del state, view
+        return {"personal": (down,)}
+
+    def ranks(self, server: Shrunk) -> dict[str, int]:
+        """Of w."""
+        return server.ranks
