@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
+from .data.augment import Augment
 from .data.federation import Federation
 from .engine.run import RunSettings
 from .errors import FedlowrankError
@@ -22,6 +23,7 @@ __all__ = [
     "METHODS",
     "SGD",
     "AdamW",
+    "Augment",
     "Batch",
     "ClientInfo",
     "ClientView",

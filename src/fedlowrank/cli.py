@@ -72,6 +72,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--figures", type=Path, help="also write every figure to this folder, as .svg and .pdf")
     p.set_defaults(run=lambda a: commands.report(a.folders, a.out, a.target, a.tensorboard, a.figures))
 
+    p = sub.add_parser(
+        "export", help="a client's model from a run's last checkpoint, as a file of thin layers", parents=[common]
+    )  # fmt: skip
+    p.add_argument("folder", type=Path, help="run folder")
+    p.add_argument("--client", type=int, default=0, help="whose model (default: client 0)")
+    p.add_argument("--series", help="which model of the method, such as gkr (default: its headline)")
+    p.add_argument("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
+    p.add_argument("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
+    p.set_defaults(run=lambda a: commands.export_(a.folder, a.client, a.series, a.layout, a.out))
+
     p = sub.add_parser("check", help="test a method of one's own against the contract", parents=[common])
     p.add_argument("method", help="a built-in name, or package.module:Class")
     p.set_defaults(run=lambda a: commands.check(a.method))

@@ -19,8 +19,8 @@ from .errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 SECTIONS = (
-    "name", "title", "paper", "method", "compare", "seeds", "vary", "data", "partition", "split", "model", "run",
-    "defaults", "methods", "reference",
+    "name", "title", "paper", "method", "compare", "seeds", "vary", "data", "partition", "split", "augment", "model",
+    "run", "defaults", "methods", "reference",
 )  # fmt: skip
 """What an experiment file may hold at its top level; ``extends`` besides, which names a file to start from."""
 
@@ -87,6 +87,18 @@ def override(text: str) -> dict[str, Any]:
         found = {part: found}
     result: dict[str, Any] = found
     return result
+
+
+def varied(text: str) -> tuple[str, list[Any]]:
+    """``section.field=v1,v2,...`` as the field's name and its values; no values for an empty text.
+
+    Raises:
+        ConfigError: if it has another form.
+    """
+    name, sign, values = text.partition("=")
+    if text and not (sign and values and name.strip()):
+        raise ConfigError(f"--vary takes section.field=v1,v2,..., such as run.participation=0.1,0.5,1.0; not {text!r}")
+    return name.strip(), [literal(v.strip()) for v in values.split(",")] if values else []
 
 
 def literal(text: str) -> Any:

@@ -7,11 +7,12 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .config import build, check_sections
-from .data.dataset import Dataset, normalise
+from .config import build, check_sections, varied
+from .data.augment import Augment
+from .data.dataset import Dataset, Normalisation, normalise, subset
 from .data.divide import divide
 from .data.federation import Federation
 from .data.partition import PARTITIONS, Partition
@@ -25,18 +26,26 @@ from .methods import METHODS
 from .models.architecture import architecture_of
 from .models.zoo import ModelSettings
 
+Printed = float | str | list[float | str]
+
 
 @dataclass(frozen=True)
 class Reference:
     """A paper's numbers, shown beside ours.
 
+    Each by method, or by ``method.series``. Where the experiment varies a field, a list holds a number for each value.
+
     Attributes:
         label: where they stand, such as ``pFedLoRA, Table 2, CIFAR-10, N=10``.
-        accuracy: in percent, by method; ``"-"`` where the paper marks a failure to converge.
+        accuracy: in percent; ``"-"`` where the paper marks a failure to converge.
+        communication: of the whole session, both ways and all clients, in GB.
+        parameters: of a client's model, in millions.
     """
 
     label: str
-    accuracy: Mapping[str, float | str]
+    accuracy: Mapping[str, Printed] = field(default_factory=dict)
+    communication: Mapping[str, Printed] = field(default_factory=dict)
+    parameters: Mapping[str, Printed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,19 @@ class Header:
 
 
 @dataclass(frozen=True)
+class Preparation:
+    """What is done to a data set of any source.
+
+    Attributes:
+        normalise: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or feature.
+        examples: use so many of the official training examples, the same in every run; by default all.
+    """
+
+    normalise: Normalisation = "scale"
+    examples: int | None = None
+
+
+@dataclass(frozen=True)
 class Experiment:
     """A checked experiment.
 
@@ -75,6 +97,7 @@ class Experiment:
         header: its name and what it runs.
         run: its protocol.
         model: its models.
+        augment: how the images of training batches are changed at random.
         partition: of the data set among clients.
         split: of each client's examples.
     """
@@ -83,6 +106,7 @@ class Experiment:
     header: Header
     run: RunSettings
     model: ModelSettings
+    augment: Augment
     partition: Partition
     split: Split
 
@@ -113,8 +137,11 @@ class Experiment:
             TaskError: if a model does not fit.
         """
         source, settings = _tagged(self.tables, "data", "source", "digits")
-        how = settings.pop("normalise", "scale")
-        dataset = _dataset(source, json.dumps(settings, sort_keys=True), how)
+        own = {f.name: settings.pop(f.name) for f in dataclasses.fields(Preparation) if f.name in settings}
+        prepared = build(Preparation, own, "data")
+        dataset = _dataset(source, json.dumps(settings, sort_keys=True), prepared.normalise)
+        if prepared.examples is not None:
+            dataset = subset(dataset, prepared.examples)
         key = Key((self.run.seed,))
         data = divide(dataset, self.partition, self.split, key)
         x = data[0].train.x
@@ -136,24 +163,44 @@ class Experiment:
             self.run.seed,
             self.name,
             notes,
+            self.augment,
         )
 
     def describe(self) -> dict[str, Any]:
         """Entries of ``run.json`` besides what :func:`fedlowrank.simulate.describe` knows."""
         t = self.tables
-        reference = build(Reference, t["reference"], "reference") if "reference" in t else None
-        shown = None
-        if reference is not None:
-            accuracy = {m: None if isinstance(v, str) else v for m, v in reference.accuracy.items()}
-            shown = {"label": reference.label, "accuracy": accuracy}
         return {
             "title": self.header.title or self.name,
             "paper": self.header.paper,
             **{s: _table(t, s) for s in ("data", "partition", "split")},
             "model": dataclasses.asdict(self.model),
-            "reference": shown,
+            "reference": self._reference(),
             "experiment": t,
         }
+
+    def _reference(self) -> dict[str, Any] | None:
+        """The paper's numbers for the value that the varied field has here."""
+        if "reference" not in self.tables:
+            return None
+        given = build(Reference, self.tables["reference"], "reference")
+        shown: dict[str, Any] = {"label": given.label}
+        for name in ("accuracy", "communication", "parameters"):
+            numbers: Mapping[str, Printed] = getattr(given, name)
+            chosen = {key: self._printed(value, f"reference.{name}.{key}") for key, value in numbers.items()}
+            shown[name] = {key: None if isinstance(value, str) else value for key, value in chosen.items()}
+        return shown
+
+    def _printed(self, value: Printed, where: str) -> float | str:
+        if not isinstance(value, list):
+            return value
+        name, values = varied(self.header.vary or "")
+        if len(value) != len(values):
+            raise ConfigError(f"{where} holds {len(value)} numbers, but vary has {len(values)} values: {values}")
+        now: Any = self.tables
+        for part in name.split("."):
+            now = now.get(part) if isinstance(now, Mapping) else None
+        # another value than those of the paper has no number in it
+        return value[values.index(now)] if now in values else "-"
 
 
 def load(tables: dict[str, Any]) -> Experiment:
@@ -173,6 +220,7 @@ def load(tables: dict[str, Any]) -> Experiment:
         build(Header, top, "experiment"),
         build(RunSettings, _table(tables, "run"), "run"),
         build(ModelSettings, _table(tables, "model"), "model"),
+        build(Augment, _table(tables, "augment"), "augment"),
         *parts,
     )
     for name in {*experiment.compared, experiment.header.method, *_table(tables, "methods")}:

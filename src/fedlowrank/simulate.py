@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .data.federation import Federation
 from .engine import ENGINES
 from .engine.folder import RunFolder, representations
 from .engine.run import Run, RunSettings
 from .errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
+from .export import export
+from .low_rank.deploy import Layout
 from .method import Method
 from .methods import METHODS
 from .progress import bar
@@ -49,6 +52,10 @@ class Result:
         """Mean over the clients of :meth:`accuracy`."""
         known = [a for a in self.accuracy(split, series) if a is not None]
         return sum(known) / len(known)
+
+    def deploy(self, client: int, series: str | None = None, layout: Layout = "small") -> nn.Module:
+        """The model that a client infers by, as a plain module with thin layers; see :func:`fedlowrank.export.export`."""
+        return export(self.run, client, series, layout)
 
     def personal(self, client: int) -> Params:
         """Parameters of the model that a client would use now; load them with ``module.load_state_dict``."""
@@ -118,6 +125,30 @@ def simulate(
         return _rounds(run, target, records, progress, on_round)
 
 
+def reopen(
+    method: Method[Any, Any, Any, Any],
+    federation: Federation,
+    folder: Path,
+    settings: RunSettings,
+    config: Mapping[str, Any],
+) -> Run:
+    """A run as its folder's last checkpoint has it, to look at or to export from; nothing is trained or written.
+
+    Args:
+        method: of the run.
+        federation: of the run.
+        folder: of the run.
+        settings: of the run.
+        config: see :func:`simulate`.
+
+    Raises:
+        CheckpointError: if the configuration or the data are not those of the folder.
+    """
+    run = Run(method, federation, settings, ENGINES[settings.engine]())
+    RunFolder(folder, {**describe(method, federation, settings), **config}, federation.describe()).read(run)
+    return run
+
+
 def describe(method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings) -> dict[str, Any]:
     """Everything that a run's result depends on, as JSON for ``run.json``."""
     names = {type_: name for name, type_ in METHODS.items()}
@@ -137,6 +168,8 @@ def describe(method: Method[Any, Any, Any, Any], federation: Federation, setting
         "fingerprint": federation.fingerprint(),
         "vary": {},
         "reference": None,
+        # left out where it does nothing, as in the runs that were made before it existed
+        **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.active else {}),
     }
 
 

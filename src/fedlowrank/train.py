@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from . import tree
+from .data.augment import UNCHANGED, Augment
 from .data.dataset import Examples
 from .errors import NonFiniteError, TaskError
 from .key import Key
@@ -47,14 +48,17 @@ class LocalData:
         info: whose.
         examples: inputs and labels.
         passes: of the method.
-        key: of this client and round; the order depends on the place of a pass among the passes and not on its name,
-            so that all methods see the same order.
+        key: of this client and round; the order and the augmentation depend on the place of a pass among the passes
+            and not on its name, so that all methods see the same.
+        augment: what happens to the images of the batches of a pass.
     """
 
     info: ClientInfo
     examples: Examples
     passes: Mapping[str, Pass]
     key: Key
+    augment: Augment = UNCHANGED
+    _orders: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, name: str) -> Pass:
         """The pass of that name."""
@@ -64,11 +68,14 @@ class LocalData:
 
     def order(self, name: str) -> list[Tensor]:
         """Indices of the examples of every step."""
-        sweep = self.of(name)
-        generator = (self.key / "order" / list(self.passes).index(name)).generator()
-        n = len(self.examples)
-        epochs = (torch.randperm(n, generator=generator) for _ in range(sweep.epochs))
-        return [i for whole in epochs for i in torch.split(whole, sweep.batch_size)][: sweep.steps]
+        if name not in self._orders:
+            sweep = self.of(name)
+            generator = self._generator("order", name)
+            n = len(self.examples)
+            epochs = (torch.randperm(n, generator=generator) for _ in range(sweep.epochs))
+            steps = [i for whole in epochs for i in torch.split(whole, sweep.batch_size)]
+            self._orders[name] = steps[: sweep.steps]
+        return self._orders[name]
 
     def steps(self, name: str) -> int:
         """Steps of a pass."""
@@ -77,15 +84,24 @@ class LocalData:
         return whole if sweep.steps is None else min(whole, sweep.steps)
 
     def batches(self, name: str) -> Iterator[Batch]:
-        """The batches of a pass."""
-        for index in self.order(name):
-            yield gather(self.examples, index)
+        """The batches of a pass, as it trains on them."""
+        order = self.order(name)
+        if not self.augment.active:
+            yield from (gather(self.examples, index) for index in order)
+            return
+        generator = self._generator("augment", name)
+        for index in order:
+            batch = gather(self.examples, index)
+            yield replace(batch, x=self.augment.apply(batch.x, generator))
 
     def chunks(self) -> Iterator[Batch]:
-        """All examples once, in their own order."""
+        """All examples once, in their own order and as they are."""
         n = len(self.examples)
         for at in range(0, n, CHUNK):
             yield gather(self.examples, torch.arange(at, min(at + CHUNK, n)))
+
+    def _generator(self, purpose: str, name: str) -> torch.Generator:
+        return (self.key / purpose / list(self.passes).index(name)).generator()
 
 
 def gather(examples: Examples, index: Tensor) -> Batch:

@@ -4,25 +4,35 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from fedlowrank import experiment
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
-def block(language: str) -> str:
-    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    assert found is not None
-    return found.group(1)
+def blocks(language: str) -> list[str]:
+    found: list[str] = re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    assert found
+    return found
 
 
-def test_the_python_example_runs(capsys) -> None:
-    exec(compile(block("python"), "README.md", "exec"), {})
-    accuracy, sent = capsys.readouterr().out.split()
+def test_the_python_examples_run_one_after_another(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {}
+    for text in blocks("python"):
+        exec(compile(text, "README.md", "exec"), scope)
+    first, second = capsys.readouterr().out.splitlines()
+    accuracy, sent = first.split()
     assert 0 <= float(accuracy) <= 1
     assert int(sent) > 0
+    before, after = re.match(r"(\d+) -> (\d+) {", second).groups()  # type: ignore[union-attr]
+    assert 0 < int(after) < int(before)
 
 
 def test_the_experiment_is_one() -> None:
-    made = experiment.load(tomllib.loads(block("toml")))
+    made = experiment.load(tomllib.loads(blocks("toml")[0]))
     assert made.compared == ["pfedlora", "standalone", "fedproto"]
     assert made.method("pfedlora").mu == 0.9

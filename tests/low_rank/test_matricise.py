@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,18 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fedlowrank import tree
-from fedlowrank.low_rank.matricise import LowRank, matricise, matrix_shape, measure, pack, unmatricise, unpack
+from fedlowrank.low_rank.matricise import (
+    LowRank,
+    Sparse,
+    matricise,
+    matrix_shape,
+    measure,
+    numbers,
+    pack,
+    pack_sparse,
+    unmatricise,
+    unpack,
+)
 from fedlowrank.low_rank.penalty import prox, prox_in_step
 from fedlowrank.low_rank.threshold import shrink
 
@@ -99,3 +112,24 @@ def test_the_prox_of_a_model_leaves_vectors_and_excluded_weights(norm) -> None:
     for name, p in in_step.items():
         torch.testing.assert_close(dense[name], p)
     assert prox(params, 0.0, norm, ()).weights == params
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 6), st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**31))
+def test_of_a_sparse_weight_the_entries_are_held_where_that_is_smaller(
+    zeros_of_6: int, rows: int, columns: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    w = rng.normal(size=(rows, columns, 3)).astype(np.float32)
+    w[rng.uniform(size=w.shape) < zeros_of_6 / 6] = 0.0
+    held = pack_sparse(torch.from_numpy(w))
+    there = np.count_nonzero(w)
+    smaller = 4 * there + math.ceil(w.size / 8) < 4 * w.size
+    assert isinstance(held, Sparse) == smaller
+    message = tree.decode(tree.encode({"w": held}))
+    back = unpack(message, {"w": torch.from_numpy(w)})["w"]
+    np.testing.assert_array_equal(back.numpy(), w)
+    if smaller:
+        assert tree.numel(message) == there
+        assert measure({"w": held})["w"].parameters == there
+        assert numbers([{"w": held}], {"w": torch.from_numpy(w)}) == there

@@ -48,7 +48,9 @@ def federation(model: Callable[[], nn.Module] = Lying) -> Federation:
     data = []
     for i in range(4):
         y = rng.integers(0, 3, 30)
-        x = rng.normal(size=(30, 2, 6, 6)).astype(np.float32) + y[:, None, None, None].astype(np.float32) * (i % 2 - 0.5)
+        x = rng.normal(size=(30, 2, 6, 6)).astype(np.float32) + y[:, None, None, None].astype(np.float32) * (
+            i % 2 - 0.5
+        )
         data.append((x, y))
     return Federation.from_arrays(data, model, classes=3)
 

@@ -208,6 +208,20 @@ def test_of_many_ranks_the_weight_itself_travels() -> None:
     assert all(torch.is_tensor(p) for p in down.values())
 
 
+def test_a_sparse_global_model_travels_as_its_entries() -> None:
+    run = run_of(FedSLR(**LOCAL, lam=0.02, eta_g=5.0, shared="sparse"), alike(torch.float32), rounds=3)
+    down = run.method.download(run.state.server, run.federation.infos[0])
+    w = w_of(run)
+    entries = {n: int(np.count_nonzero(p.numpy())) for n, p in w.items() if p.ndim == 2}
+    assert all(0 < entries[n] < 0.9 * w[n].numel() for n in entries)
+    vectors = sum(p.numel() for p in w.values() if p.ndim == 1)
+    record = run.step()
+    assert record.parameters_down == len(SIZES) * (sum(entries.values()) + vectors)
+    assert record.bytes_down < record.bytes_up
+    for name, p in unpack(down, w).items():
+        torch.testing.assert_close(p, w[name], rtol=0, atol=0)
+
+
 # Inference
 
 

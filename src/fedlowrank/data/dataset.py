@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError, did_you_mean
+from ..key import Key
 
 Inputs: TypeAlias = Tensor | dict[str, Tensor]
 """Inputs of n examples: a float32 tensor [n, ...], or named tensors (token ids, masks, ...) that each start with n."""
@@ -152,6 +153,20 @@ class Dataset:
                     raise DataError(f"{where} has a NaN or an infinity in {name}, first near example {first}.")
         if natural is not None and (natural.dtype != torch.int64 or natural.shape != (len(examples),)):
             raise DataError(f"{where} needs client ids int64 [{len(examples)}], not {_form(natural)}.")
+
+
+def subset(dataset: Dataset, examples: int) -> Dataset:
+    """The data set with so many of its training examples, the same ones in every run; the test part stays whole.
+
+    Raises:
+        ConfigError: if the number is not between 1 and that of the training examples.
+    """
+    n = len(dataset.train)
+    if not 0 < examples <= n:
+        raise ConfigError(f"data.examples: {dataset.name!r} has {n} training examples; it is {examples}")
+    index = torch.from_numpy(Key(("subset",)).numpy().permutation(n)[:examples]).sort().values
+    natural = None if dataset.natural is None else dataset.natural[index]
+    return replace(dataset, train=dataset.train.take(index), natural=natural)
 
 
 def normalise(dataset: Dataset, how: Normalisation) -> Dataset:

@@ -15,6 +15,7 @@ from ..errors import DataError, TaskError
 from ..key import Key
 from ..method import ClientInfo, Task
 from ..models.architecture import Architecture, architecture_of
+from .augment import UNCHANGED, Augment
 from .dataset import ClientData, Examples
 
 Array = np.ndarray[Any, Any] | Tensor
@@ -33,6 +34,7 @@ class Federation:
         seed: of everything random in a run on this federation: participants, order of examples, initial values.
         name: for reports.
         notes: what a reader of the class counts should know.
+        augment: how the images of training batches are changed at random.
     """
 
     clients: Sequence[ClientData]
@@ -42,6 +44,7 @@ class Federation:
     seed: int = 0
     name: str = "federation"
     notes: tuple[str, ...] = ()
+    augment: Augment = UNCHANGED
 
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
@@ -55,6 +58,10 @@ class Federation:
                 raise DataError(f"client {i} has no training example")
             if info.architecture not in self.architectures:
                 raise TaskError(f"client {i} holds model {info.architecture!r}; known: {sorted(self.architectures)}")
+            try:
+                self.augment.check(data.train.x)
+            except DataError as error:
+                raise DataError(f"client {i}: {error}") from error
 
     @property
     def key(self) -> Key:
@@ -105,6 +112,7 @@ class Federation:
         test: float = 0.1,
         seed: int = 0,
         name: str = "federation",
+        augment: Augment = UNCHANGED,
     ) -> Federation:
         """A federation of one's own data and models.
 
@@ -121,6 +129,7 @@ class Federation:
             test: share held back for testing.
             seed: of everything random.
             name: for reports.
+            augment: how the images of training batches are changed at random.
 
         Raises:
             DataError: if an array does not fit; the message names the client.
@@ -147,7 +156,7 @@ class Federation:
         if len(held) != len(data) or len(ranks) != len(data):
             raise DataError(f"{len(data)} clients, but {len(held)} architectures and {len(ranks)} ranks")
         infos = [ClientInfo(i, len(d.train), a, r) for i, (d, a, r) in enumerate(zip(data, held, ranks, strict=True))]
-        return cls(data, infos, known, names, seed, name)
+        return cls(data, infos, known, names, seed, name, augment=augment)
 
 
 def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test: float, key: Key) -> ClientData:

@@ -61,9 +61,8 @@ class Engine(ABC):
 
     def trainer(self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo) -> LocalTrainer:
         """Execution of training for one client alone."""
-        data = LocalData(
-            client, federation.clients[client.id].train, method.passes(), client_key(federation, client.id, round)
-        )
+        key = client_key(federation, client.id, round)
+        data = LocalData(client, federation.clients[client.id].train, method.passes(), key, federation.augment)
         models = federation.architectures
         return LocalTrainer(models[client.architecture], models.values(), data, round, self.ledger)
 

@@ -105,11 +105,11 @@ class RunFolder:
         checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed)
         run.unsaved.clear()
 
-    def restore(self, run: Run) -> list[RoundRecord]:
-        """Put a run where its last checkpoint was.
+    def read(self, run: Run) -> dict[str, Any]:
+        """Put a run where its last checkpoint was, and leave the folder as it is.
 
         Returns:
-            The records of the rounds until then.
+            The stored configuration.
 
         Raises:
             CheckpointError: if the configuration or the data changed; the message names the field.
@@ -126,6 +126,19 @@ class RunFolder:
                 + ". Start a new run, or set these back."
             )
         run.restore(checkpoint.load(self.path / "checkpoint"))
+        found: dict[str, Any] = stored
+        return found
+
+    def restore(self, run: Run) -> list[RoundRecord]:
+        """Put a run where its last checkpoint was, to go on from there.
+
+        Returns:
+            The records of the rounds until then.
+
+        Raises:
+            CheckpointError: as :meth:`read`, or if the records are damaged.
+        """
+        stored = self.read(run)
         try:
             lines = (self.path / "metrics.jsonl").read_text().splitlines()[: run.round + 1]
             records = [RoundRecord(**json.loads(line)) for line in lines]

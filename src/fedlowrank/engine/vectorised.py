@@ -26,7 +26,7 @@ from .. import tree
 from ..data.federation import Federation
 from ..errors import NonFiniteError, TaskError
 from ..method import Batch, Request, Task
-from ..train import LocalTrainer, Meter, check_finite, gather, refill, shapes, tensors_like
+from ..train import LocalTrainer, Meter, check_finite, refill, shapes, tensors_like
 from .base import AnyMethod, Engine, Job, Outcome, client_view
 
 T = TypeVar("T")
@@ -180,19 +180,20 @@ def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[
     given = _stack([r.given for r in requests])
     rates = first.optimiser.rates([path for path, _ in tree.leaves(first.start)], round)
     lr = first.optimiser.learning_rate(round)
-    orders = [c.local.data.order(first.name) for c in clients]
+    steps = [c.local.steps(first.name) for c in clients]
+    feeds = [c.local.data.batches(first.name) for c in clients]
     loss = _vmap(first.loss, first.start, first.given)
     memory: list[list[Tensor]] = []
     losses: list[list[Tensor]] = [[] for _ in clients]
     active = len(clients)
     work = _leaves(base, active)
-    for count in range(len(orders[0])):
-        while len(orders[active - 1]) <= count:
+    for count in range(steps[0]):
+        while steps[active - 1] <= count:
             active -= 1
             work = _leaves(base, active)
             memory = [[m[:active] for m in ms] for ms in memory]
         held = [g[:active] for g in given]
-        batch = _pad([gather(c.local.data.examples, o[count]) for c, o in zip(clients[:active], orders, strict=False)])
+        batch = _pad([next(feed) for feed in feeds[:active]])
         try:
             values = loss(work, held, batch.x, batch.y, batch.mask)
         except RuntimeError as error:

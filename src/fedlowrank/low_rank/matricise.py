@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..tree import Params, nbytes, tree
 
-Weights = dict[str, "Tensor | LowRank"]
-"""Parameters of a model by name, each as it is or as factors of its matrix."""
+Weights = dict[str, "Tensor | LowRank | Sparse"]
+"""Parameters of a model by name, each as it is, as factors of its matrix, or as the entries that are not zero."""
 
 
 @tree
@@ -39,6 +39,23 @@ class LowRank:
     def dense(self) -> Tensor:
         """The matrix ``[rows, columns]``."""
         return self.left @ self.right
+
+
+@tree
+class Sparse:
+    """A tensor of which only the entries that are not zero are held.
+
+    Attributes:
+        values: of these entries, in the order of the tensor's memory ``[n]``.
+        mask: where they are, in the shape of the tensor; it travels as bits.
+    """
+
+    values: Tensor
+    mask: Tensor
+
+    def dense(self) -> Tensor:
+        """The tensor."""
+        return self.values.new_zeros(self.mask.shape).masked_scatter(self.mask, self.values)
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -75,12 +92,22 @@ def pack(factors: LowRank, shape: torch.Size) -> Tensor | LowRank:
     return unmatricise(factors.dense(), shape)
 
 
+def pack_sparse(w: Tensor) -> Tensor | Sparse:
+    """The entries that are not zero where these and a bit for every entry are fewer bytes than the weight, else the weight."""
+    mask = w != 0
+    held = Sparse(w[mask], mask)
+    return held if nbytes(held) < nbytes(w) else w
+
+
 def unpack(weights: Weights, like: Params) -> Params:
-    """Tensors of the shapes of ``like`` from what :func:`pack` made."""
-    return {
-        n: unmatricise(w.dense(), like[n].shape) if isinstance(w, LowRank) else w.contiguous()
-        for n, w in weights.items()
-    }
+    """Tensors of the shapes of ``like`` from what :func:`pack` and :func:`pack_sparse` made."""
+    out: Params = {}
+    for n, w in weights.items():
+        if isinstance(w, LowRank):
+            out[n] = unmatricise(w.dense(), like[n].shape)
+        else:
+            out[n] = (w.dense() if isinstance(w, Sparse) else w).contiguous()
+    return out
 
 
 def numbers(parts: Sequence[Weights], like: Params) -> int:
@@ -101,8 +128,10 @@ def total(parts: Sequence[Weights], like: Params) -> Params:
     return whole
 
 
-def _held(w: Tensor | LowRank) -> int:
-    return w.left.numel() + w.right.numel() if isinstance(w, LowRank) else int(w.count_nonzero())
+def _held(w: Tensor | LowRank | Sparse) -> int:
+    if isinstance(w, LowRank):
+        return w.left.numel() + w.right.numel()
+    return int((w.values if isinstance(w, Sparse) else w).count_nonzero())
 
 
 @dataclass(frozen=True)
@@ -124,14 +153,18 @@ class Measure:
     nbytes: int
 
 
-def measure(weights: Mapping[str, Tensor | LowRank]) -> dict[str, Measure]:
+def measure(weights: Mapping[str, Tensor | LowRank | Sparse]) -> dict[str, Measure]:
     """Rank, energy, numbers and bytes of every weight of a model."""
     return {n: _measure(w) for n, w in weights.items()}
 
 
-def _measure(w: Tensor | LowRank) -> Measure:
+def _measure(w: Tensor | LowRank | Sparse) -> Measure:
     if isinstance(w, LowRank):
         rank, energy, parts = w.rank, float(w.s.double().square().sum()), [w.left, w.right]
+    elif isinstance(w, Sparse):
+        shape = w.mask.shape
+        rank = min(matrix_shape(shape)) if len(shape) >= 2 else 1
+        energy, parts = float(w.values.double().square().sum()), [w.values]
     else:
         rank = min(matrix_shape(w.shape)) if w.ndim >= 2 else 1
         energy, parts = float(w.double().square().sum()), [w]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
+from torch import Tensor
+
 from ..errors import TaskError
 from ..tree import Params, tree
-from .matricise import LowRank, Weights, matricise, matrix_shape, pack, unmatricise, unpack
+from .matricise import LowRank, Sparse, Weights, matricise, matrix_shape, pack, pack_sparse, unmatricise, unpack
 from .threshold import shrink_all, shrink_dense, soft
 
 Norm = Literal["low_rank", "sparse"]
@@ -19,7 +21,7 @@ class Shrunk:
     """A model after a prox.
 
     Attributes:
-        weights: of its parameters, as factors where these are fewer numbers.
+        weights: of its parameters, as factors or as entries that are not zero where these are fewer.
         ranks: of every penalised weight, of those kept whole too; the full one where none was computed.
     """
 
@@ -54,7 +56,8 @@ def prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Shru
     if c == 0:
         return start
     if norm == "sparse":
-        return Shrunk({**prox_in_step(params, c, norm, exclude)}, start.ranks)
+        shrunk = prox_in_step(params, c, norm, exclude)
+        return Shrunk({n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks)
     found = dict(zip(start.ranks, shrink_all([matricise(params[n]) for n in start.ranks], c), strict=True))
     packed = {n: pack(f, params[n].shape) for n, f in found.items()}
     return Shrunk({**params, **packed}, {n: f.rank for n, f in found.items()})
@@ -79,4 +82,10 @@ def warn_if_dead(title: str, before: Shrunk, after: Shrunk, round: int) -> None:
 
 def _dead(model: Shrunk) -> bool:
     held = [model.weights[n] for n in model.ranks]
-    return bool(held) and not any(w.rank > 0 if isinstance(w, LowRank) else bool(w.any()) for w in held)
+    return bool(held) and not any(_alive(w) for w in held)
+
+
+def _alive(w: Tensor | LowRank | Sparse) -> bool:
+    if isinstance(w, LowRank):
+        return w.rank > 0
+    return bool((w.values if isinstance(w, Sparse) else w).any())

@@ -16,7 +16,7 @@ is w alone. The pull towards w^t and γ_i enter the gradient explicitly; the opt
 phases. Departures: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``). γ̄ needs no γ_i on the
 server (Algorithm 3); with ``memory_efficient`` off it keeps them all (Algorithm 2), to the same end. Appendix A.3's other
 designs: ``shared`` is the norm that λ weighs, ``private`` the one that μ weighs (the nuclear one leaves vectors of p_i as
-they are); a sparse w travels whole. Those of A.2 are LPGD and GPGD, files of their own.
+they are); of a sparse w its entries travel, and a bit for each place. Those of A.2 are LPGD and GPGD, files of their own.
 """
 
 from __future__ import annotations

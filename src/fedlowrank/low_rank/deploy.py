@@ -1,0 +1,400 @@
+"""Low-rank and sparse models for inference: thin layers, few bytes, and a file of them.
+
+A weight w + p, w as factors left · right of its scheme-2 matrix and p mostly zeros, takes the cheapest of these forms:
+
+    dense              w + p: numel numbers
+    factors            x → right → left: r (rows + columns) numbers
+    factors, sparse    and p: of each entry its value and an index of 4 bytes, and 4 bytes a row; rank 0 is sparse alone
+
+A linear layer of factors is two thin ones; a convolution is one of kernel 1×K2 to r channels, then one of K1×1. The first has
+no bias, so stride, dilation and padding of any mode go dimension by dimension to the one or the other. All groups of a
+convolution share ``right``: they are folded into the batch for the first one. Rank 0 without p gives the bias, or zeros.
+
+How p computes is measured (one core with AVX-512, float32, batch 20, densities 1 to 10 %). In a linear layer, weighted sums of
+rows (``embedding_bag``) take 0.05 to 0.3 of the dense time, less than a sparse tensor or a p made dense at every call; one
+example alone gains up to 5 %. In a convolution the sums need a copy of every patch and take 4 to 8 of the dense time at 64
+channels on 32×32, 1.2 to 2 at 128 on 16×16; below it they fall at 512 on 4×4. So a convolution makes a dense weight at every
+call, of w + p, or of p beside thin layers where the map is small. There p saves bytes and *costs time* (ResNet18: 1.2 to 1.5
+of the dense model, ``benchmarks/deploy_latency.py``); the layout ``fast`` merges it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+
+from ..errors import CheckpointError, ConfigError, TaskError, did_you_mean
+from ..record import as_checkpoint_error, write_atomically
+from ..tree import Params, TreeError, decode, encode, nbytes
+from .matricise import LowRank, Sparse, Weights, matricise, matrix_shape, unmatricise
+
+Layout = Literal["small", "fast"]
+FORMAT = "fedlowrank.deployed.1"
+HOP = 160
+"""Multiplications that one number between two thin layers costs as much as: 135 to 210 measured, 64 to 512 channels."""
+SPARSE = 4
+"""Multiplications of a dense layer that one of a sparse linear layer costs as much as: 2 to 4 measured at batch 20."""
+
+
+class Compressed(nn.Module):
+    """A layer whose weight is left · right + a sparse tensor; rank, or number of values, may be 0.
+
+    Attributes:
+        shape: of the weight.
+        left: weight of the second thin layer, ``[O, r]`` or ``[O, r, K1, 1]``.
+        right: of the first, ``[r, I]`` or ``[r, I, 1, K2]``.
+        values: of the sparse tensor, row by row (a row makes one output).
+        indices: int32, place of each value in its row.
+        starts: int32 ``[O + 1]``, where each row begins in ``values``, and its end; empty without values.
+    """
+
+    shape: torch.Size
+    left: Tensor
+    right: Tensor
+    values: Tensor
+    indices: Tensor
+    starts: Tensor
+
+    def sparse(self) -> Tensor:
+        """The sparse tensor, made dense."""
+        w = self.values.new_zeros(self.shape)
+        if len(self.values):
+            first = torch.arange(0, w.numel(), w[0].numel(), device=w.device)
+            at = first.repeat_interleave(self.starts.diff(), output_size=len(self.values)) + self.indices
+            w.view(-1).scatter_(0, at, self.values)
+        return w
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole weight, made dense: for convolutions, and for code that reads it and does not call the layer."""
+        if not len(self.right):
+            return self.sparse()
+        w = unmatricise(matricise(self.left) @ matricise(self.right), self.shape)
+        return w.add_(self.sparse()) if len(self.values) else w
+
+
+class CompressedLinear(Compressed, nn.Linear):  # type: ignore[override]
+    """See :class:`Compressed`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Outputs ``[..., O]`` of inputs ``[..., I]``."""
+        y = functional.linear(functional.linear(x, self.right), self.left, self.bias)
+        if not len(self.values):
+            return y
+        table = x.reshape(-1, self.in_features).mT.contiguous()
+        sums = functional.embedding_bag(
+            self.indices, table, self.starts, mode="sum", per_sample_weights=self.values, include_last_offset=True
+        )
+        return y + sums.mT.reshape(y.shape)
+
+
+class CompressedConv(Compressed, _ConvNd):  # type: ignore[override]
+    """See :class:`Compressed`; ``thin`` are the two convolutions without their weights."""
+
+    thin: tuple[_ConvNd, _ConvNd]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Feature maps of inputs ``[b, I, ...]`` or ``[I, ...]``."""
+        rank, n, (across, down) = len(self.right), len(self.kernel_size), self.thin
+        if not rank and not len(self.values):
+            # the convolution itself, without data, knows and checks shapes
+            there, nothing = (torch.empty(s, dtype=x.dtype, device="meta") for s in (x.shape, self.shape))
+            zero = x.new_zeros(self._conv_forward(there, nothing, None).shape)
+            return zero if self.bias is None else zero + self.bias.view(-1, *[1] * n)
+        places = x.numel() // self.in_channels // math.prod(self.stride)
+        if len(self.values) and self.shape.numel() * rank <= places * _work(self, rank):
+            return self._conv_forward(x, self.weight, self.bias)
+        z = across._conv_forward(x.reshape(-1, self.shape[1], *x.shape[-n:]), self.right, None)
+        z = z.reshape(*x.shape[: -n - 1], self.groups * rank, *z.shape[-n:])
+        y = down._conv_forward(z, self.left, self.bias)
+        return y + self._conv_forward(x, self.sparse(), None) if len(self.values) else y
+
+
+class CompressedConv1d(CompressedConv, nn.Conv1d):  # type: ignore[override]
+    """See :class:`Compressed`; kernels 1 and K."""
+
+
+class CompressedConv2d(CompressedConv, nn.Conv2d):  # type: ignore[override]
+    """See :class:`Compressed`; kernels 1×K2 and K1×1."""
+
+
+KINDS: dict[type, type] = {nn.Linear: CompressedLinear, nn.Conv1d: CompressedConv1d, nn.Conv2d: CompressedConv2d}
+
+
+def _work(layer: Any, rank: int) -> int:
+    """Multiplications for one place of the output by thin layers, and what it costs to go from one to the other."""
+    rows, columns = matrix_shape(layer.shape if isinstance(layer, Compressed) else layer.weight.shape)
+    # the first convolution makes the rows that the second one strides over, too
+    times = layer.stride[0] * layer.groups if isinstance(layer, _ConvNd) else 1
+    return int(rank * (rows + times * (columns + HOP)))
+
+
+def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
+    """Bytes, or work, of factors of that rank and a sparse tensor."""
+    count = int(rest.count_nonzero())
+    if layout == "fast":
+        return _work(layer, rank) + (SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0))
+    indices = 4 * (count + len(rest) + 1) if count else 0
+    return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + indices
+
+
+def _choose(layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Tensor, layout: Layout) -> Params | None:
+    """The parts of the cheapest form, or None if that is the dense one."""
+    rows, columns = matrix_shape(merged.shape)
+    forms = [(LowRank(merged.new_empty(rows, 0), merged.new_empty(0, columns)), merged)]
+    if isinstance(w, LowRank):
+        forms.append((w, torch.zeros_like(merged) if p is None else p))
+    costs = [_cost(layer, f.rank, rest, layout) for f, rest in forms]
+    dense = merged.numel() * (merged.element_size() if layout == "small" else 1)
+    return _parts(*forms[costs.index(min(costs))]) if min(costs) < dense else None
+
+
+def _parts(factors: LowRank, rest: Tensor) -> Params:
+    """Tensors of a :class:`Compressed`, from the factors of its matrix and what is to be its sparse tensor."""
+    shape, rank, rows = rest.shape, factors.rank, rest.reshape(len(rest), -1)
+    row, column = rows.nonzero(as_tuple=True)
+    starts = functional.pad(rows.count_nonzero(1).cumsum(0), (1, 0)).int()
+    return {
+        "left": unmatricise(factors.left, torch.Size((shape[0], rank, *shape[2:3], 1)[: rest.ndim])),
+        "right": unmatricise(factors.right, torch.Size((rank, shape[1], 1, *shape[3:])[: rest.ndim])),
+        "values": rows[row, column],
+        "indices": column.int(),
+        "starts": starts if len(row) else starts[:0],
+    }
+
+
+def _compress(layer: Any, parts: Params) -> None:
+    """Turn a plain layer into a compressed one. The object stays, so whoever holds it or hooks it has the new layer."""
+    shape, device = layer.weight.shape, layer.weight.device
+    if type(layer) is not nn.Linear:
+        layer.thin = _thin(layer, False), _thin(layer, True)
+    del layer.weight
+    layer.__class__, layer.shape = KINDS[type(layer)], shape
+    for name, t in parts.items():
+        own = t.detach().to(device, copy=True)
+        if own.is_floating_point():
+            layer.register_parameter(name, nn.Parameter(own, requires_grad=False))
+        else:
+            layer.register_buffer(name, own)
+
+
+def _thin(layer: Any, down: bool) -> _ConvNd:
+    """The convolution over the kernel's first dimension alone, or over the others alone, without data."""
+
+    def pick(values: Any, otherwise: int) -> Any:
+        return [v if (d == 0) == down else otherwise for d, v in enumerate(values)]
+
+    groups = layer.groups if down else 1
+    kernel, stride, dilation = (pick(v, 1) for v in (layer.kernel_size, layer.stride, layer.dilation))
+    padding = layer.padding if isinstance(layer.padding, str) else pick(layer.padding, 0)
+    settings = kernel, stride, padding, dilation, groups, False, layer.padding_mode
+    return cast("_ConvNd", type(layer)(groups, groups, *settings, device="meta"))
+
+
+def deploy(module: nn.Module, weights: Weights, sparse: Params | None = None, layout: Layout = "small") -> nn.Module:
+    """A copy of a module for inference, with other parameters, each in its cheapest form.
+
+    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`Compressed`. All else is dense: vectors, embeddings,
+    layers of a subclass or with a forward of their own, and weights that several modules share, which stay shared.
+
+    Args:
+        module: left as it is; the copy is in evaluation mode and needs no gradient.
+        weights: all its parameters by name.
+        sparse: what to add to all or some of them.
+        layout: ``small``, the form of least bytes; or ``fast``, of least work, as :data:`HOP` and :data:`SPARSE` weigh it,
+            where no convolution with a sparse part is thin. Ties are dense.
+
+    Raises:
+        TaskError: if names, shapes or types do not fit the module.
+        ConfigError: if the layout is unknown.
+    """
+    if layout not in ("small", "fast"):
+        raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
+    made, private = copy.deepcopy(module).eval().requires_grad_(False), sparse or {}
+    params, layers = dict(made.named_parameters()), _layers(made)
+    # what of a tensor is zero is seen below, however it came
+    given = {n: w.dense() if isinstance(w, Sparse) else w for n, w in weights.items()}
+    _check(params, given, private)
+    for name, param in params.items():
+        w, p, layer = given[name], private.get(name), layers.get(id(param))
+        dense = unmatricise(w.dense(), param.shape) if isinstance(w, LowRank) else w
+        merged = dense if p is None else dense + p
+        parts = None if layer is None else _choose(layer, w, p, merged, layout)
+        if parts is None:
+            # only the data of a parameter are replaced: whoever shares it goes on sharing it
+            param.data = merged.detach().to(param.device, copy=True).contiguous()
+        else:
+            _compress(layer, parts)
+    return made
+
+
+def _layers(module: nn.Module) -> dict[int, nn.Module]:
+    """Layers that can be compressed, by the identity of their weights."""
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for m in module.modules():
+        for name, p in m.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(p), []).append((name, m))
+    single = {i: found[0] for i, found in owners.items() if len(found) == 1}
+    return {
+        i: m for i, (name, m) in single.items() if name == "weight" and type(m) in KINDS and "forward" not in vars(m)
+    }
+
+
+def _check(params: Mapping[str, Tensor], weights: Mapping[str, Tensor | LowRank], sparse: Params) -> None:
+    for what, names in (("weights", [*weights]), ("sparse", [*sparse])):
+        if unknown := [n for n in names if n not in params]:
+            raise TaskError(f"{what}: the model has no parameter {unknown[0]!r}. {did_you_mean(unknown[0], params)}")
+    if missing := [n for n in params if n not in weights]:
+        raise TaskError(f"weights: {len(missing)} of {len(params)} parameters are missing, such as {missing[0]!r}")
+    for n, param in params.items():
+        w, shape = weights[n], param.shape
+        tensors = [*([w.left, w.right] if isinstance(w, LowRank) else [w]), *([sparse[n]] if n in sparse else [])]
+        wanted = [shape] * len(tensors)
+        if isinstance(w, LowRank):
+            # of a vector there is no matrix, so nothing fits
+            rows, columns = matrix_shape(shape) if len(shape) > 1 else (-1, -1)
+            wanted[:2] = [torch.Size((rows, w.left.shape[-1])), torch.Size((w.left.shape[-1], columns))]
+        if [t.shape for t in tensors] != wanted or len({t.dtype for t in tensors}) > 1:
+            given = ", ".join(f"{t.dtype} {[*t.shape]}" for t in tensors)
+            raise TaskError(
+                f"{n}, of shape {[*shape]} in the model, does not fit what is given, or types differ: {given}"
+            )
+
+
+def save(deployed: nn.Module, path: Path) -> None:
+    """Write a deployed module's parameters and persistent buffers, what is shared once, without its code.
+
+    It is a safetensors file; its metadata, JSON, names the compressed layers and holds a checksum.
+
+    Raises:
+        CheckpointError: if the file cannot be written; an old one is then untouched.
+        TaskError: if the module has state that is no tensor.
+    """
+    layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, Compressed)}
+    body = {"layers": layers, "state": _state(deployed)}
+    write_atomically(path, encode({"format": FORMAT, "sha256": _digest(body), "body": body}))
+
+
+def load(module: nn.Module | Callable[[], nn.Module], path: Path) -> nn.Module:
+    """Rebuild a deployed module from its file; its outputs are the same bit for bit.
+
+    Args:
+        module: a plain one of the architecture that was deployed, left as it is; or a factory of such modules.
+        path: what :func:`save` wrote.
+
+    Raises:
+        CheckpointError: if the file cannot be read, is damaged, or is no such file.
+        TaskError: if it is of another architecture.
+    """
+    with as_checkpoint_error(f"cannot read {path}"):
+        data = path.read_bytes()
+    try:
+        found = decode(data)
+        body = found["body"]
+        layers, state, sound = body["layers"], body["state"], found["sha256"] == _digest(body)
+    except (TreeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged, or is no deployed model: {error!r}") from error
+    if not sound or found["format"] != FORMAT:
+        raise CheckpointError(f"{path} is damaged, or not of the format {FORMAT}")
+    with torch.random.fork_rng(devices=[]):  # initial values are thrown away; nobody else's draws may move for them
+        made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
+    made, modules = made.eval().requires_grad_(False), dict(made.named_modules())
+    for name, shape in layers.items():
+        layer: Any = modules.get(name)
+        if type(layer) not in KINDS or [*layer.weight.shape] != shape:
+            raise TaskError(f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}")
+        _compress(layer, {n: state[f"{name}.{n}" if name else n] for n in Compressed.__annotations__ if n != "shape"})
+    wanted = _state(made)
+    for name in sorted(wanted.keys() | state.keys()):
+        there, here = ([*d[name].shape] if name in d else "missing" for d in (state, wanted))
+        if there != here:
+            raise TaskError(f"{path} does not fit the model: {name} is {there} in the file and {here} in the model")
+        wanted[name].data = state[name].to(wanted[name].device)
+    return made
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(encode(body)).hexdigest()
+
+
+def _state(module: nn.Module) -> Params:
+    """Parameters and persistent buffers, each by the first of its names."""
+    state: dict[int, tuple[str, Tensor]] = {}
+    for name, t in module.state_dict(keep_vars=True).items():
+        if not isinstance(t, Tensor):
+            raise TaskError(f"{name!r} in the state of the model is a {type(t).__name__}; only tensors can be kept")
+        state.setdefault(id(t), (name, t))
+    return dict(state.values())
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a module amounts to, with what is shared counted once.
+
+    Attributes:
+        parameters: numbers held in parameters; of a sparse tensor, its values.
+        nonzeros: of these, how many are not zero.
+        nbytes: of parameters and persistent buffers, indices included: a file without its header.
+    """
+
+    parameters: int
+    nonzeros: int
+    nbytes: int
+
+
+def size_of(module: nn.Module) -> Size:
+    """Numbers and bytes of any module."""
+    held = [*module.parameters()]
+    return Size(sum(p.numel() for p in held), sum(int(p.count_nonzero()) for p in held), nbytes(_state(module)))
+
+
+@dataclass(frozen=True)
+class Latency:
+    """CPU time of a call in milliseconds: first quartile, median, third quartile."""
+
+    lower: float
+    median: float
+    upper: float
+
+
+def latency(module: nn.Module, x: Any, repeats: int = 30) -> Latency:
+    """:func:`compare_latency` of one module."""
+    return compare_latency({"": module}, x, repeats)[""]
+
+
+def compare_latency(modules: Mapping[str, nn.Module], x: Any, repeats: int = 30) -> dict[str, Latency]:
+    """CPU time of a call of each module, on one thread and without gradients, after two calls to warm up.
+
+    They take turns, so that what disturbs the machine disturbs all; CPU time leaves out the wait for a core.
+
+    Args:
+        modules: by name, in the mode that they are in.
+        x: input, or a dict of keyword arguments.
+        repeats: timed calls of each.
+    """
+    if repeats < 1:
+        raise ConfigError(f"repeats must be >= 1; it is {repeats}")
+    threads, times = torch.get_num_threads(), {name: [0.0] * repeats for name in modules}
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            for i, (name, module) in itertools.product(range(-2, repeats), modules.items()):
+                start = time.process_time()
+                module(**x) if isinstance(x, dict) else module(x)
+                times[name][max(i, 0)] = 1000 * (time.process_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return {name: Latency(*np.percentile(t, (25, 50, 75)).tolist()) for name, t in times.items()}
