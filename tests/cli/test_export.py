@@ -11,7 +11,7 @@ from torch.func import functional_call
 from fedlowrank import commands, config, experiment
 from fedlowrank.engine.run import Run
 from fedlowrank.errors import ConfigError
-from fedlowrank.low_rank import deploy
+from fedlowrank.low_rank import deploy, thin
 from fedlowrank.record import RunRecord
 from fedlowrank.simulate import reopen, simulate
 
@@ -69,7 +69,7 @@ def test_the_file_is_the_client_s_model(
 def test_the_model_travels_to_another_process_and_its_class(folder: Path) -> None:
     run = run_of(folder)
     made = simulate(run.method, run.federation, rounds=1).deploy(0, "gkr")
-    assert any(isinstance(m, deploy.Compressed) for m in made.modules())
+    assert any(isinstance(m, thin.Compressed) for m in made.modules())
     assert isinstance(made, type(run.task.model(run.federation.infos[0]).module))
 
 

@@ -20,9 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedlowrank.errors import CheckpointError, ConfigError, TaskError
 from fedlowrank.key import Key
-from fedlowrank.low_rank import deploy as deployment
+from fedlowrank.low_rank import thin as layers
 from fedlowrank.low_rank.deploy import (
-    Compressed,
     Size,
     compare_latency,
     deploy,
@@ -33,6 +32,7 @@ from fedlowrank.low_rank.deploy import (
 )
 from fedlowrank.low_rank.matricise import LowRank, Weights
 from fedlowrank.low_rank.penalty import prox
+from fedlowrank.low_rank.thin import Compressed
 from fedlowrank.models.architecture import build
 from fedlowrank.models.resnet import ResNet18
 from fedlowrank.models.zoo import ModelSettings
@@ -104,7 +104,7 @@ def forced(layer: nn.Module, f: LowRank, p: Tensor | None) -> nn.Module:
     """The compressed form of a layer, whether or not it pays."""
     made = copy.deepcopy(layer)
     shape = made.weight.shape
-    deployment._compress(made, deployment._parts(f, torch.zeros(shape, dtype=f.left.dtype) if p is None else p))
+    layers.compress(made, layers.parts_of(f, torch.zeros(shape, dtype=f.left.dtype) if p is None else p))
     return made.requires_grad_(False)
 
 
@@ -575,7 +575,7 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
 def test_a_file_of_a_later_format_is_refused(tmp_path: Path, monkeypatch) -> None:
     layer = nn.Linear(30, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(deployment, "FORMAT", "fedlowrank.deployed.2")
+        patch.setattr("fedlowrank.low_rank.deploy.FORMAT", "fedlowrank.deployed.2")
         save(layer, tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"deployed\.1"):
         load(layer, tmp_path / "model")

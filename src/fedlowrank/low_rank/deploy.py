@@ -6,16 +6,7 @@ A weight w + p, w as factors left · right of its scheme-2 matrix and p mostly z
     factors            x → right → left: r (rows + columns) numbers
     factors, sparse    and p: of each entry its value and an index of 4 bytes, and 4 bytes a row; rank 0 is sparse alone
 
-A linear layer of factors is two thin ones; a convolution is one of kernel 1×K2 to r channels, then one of K1×1. The first has
-no bias, so stride, dilation and padding of any mode go dimension by dimension to the one or the other. All groups of a
-convolution share ``right``: they are folded into the batch for the first one. Rank 0 without p gives the bias, or zeros.
-
-How p computes is measured (one core with AVX-512, float32, batch 20, densities 1 to 10 %). In a linear layer, weighted sums of
-rows (``embedding_bag``) take 0.05 to 0.3 of the dense time, less than a sparse tensor or a p made dense at every call; one
-example alone gains up to 5 %. In a convolution the sums need a copy of every patch and take 4 to 8 of the dense time at 64
-channels on 32×32, 1.2 to 2 at 128 on 16×16; below it they fall at 512 on 4×4. So a convolution makes a dense weight at every
-call, of w + p, or of p beside thin layers where the map is small. There p saves bytes and *costs time* (ResNet18: 1.2 to 1.5
-of the dense model, ``benchmarks/deploy_latency.py``); the layout ``fast`` merges it.
+How the thin layers compute, and what that costs, is said in :mod:`fedlowrank.low_rank.thin`.
 """
 
 from __future__ import annotations
@@ -23,130 +14,33 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.modules.conv import _ConvNd
 
 from ..errors import CheckpointError, ConfigError, TaskError, did_you_mean
 from ..record import as_checkpoint_error, write_atomically
 from ..tree import Params, TreeError, decode, encode, nbytes
-from .matricise import LowRank, Sparse, Weights, matricise, matrix_shape, unmatricise
+from .matricise import LowRank, Sparse, Weights, matrix_shape, unmatricise
+from .thin import KINDS, Compressed, compress, parts_of, work
 
 Layout = Literal["small", "fast"]
 FORMAT = "fedlowrank.deployed.1"
-HOP = 160
-"""Multiplications that one number between two thin layers costs as much as: 135 to 210 measured, 64 to 512 channels."""
 SPARSE = 4
 """Multiplications of a dense layer that one of a sparse linear layer costs as much as: 2 to 4 measured at batch 20."""
-
-
-class Compressed(nn.Module):
-    """A layer whose weight is left · right + a sparse tensor; rank, or number of values, may be 0.
-
-    Attributes:
-        shape: of the weight.
-        left: weight of the second thin layer, ``[O, r]`` or ``[O, r, K1, 1]``.
-        right: of the first, ``[r, I]`` or ``[r, I, 1, K2]``.
-        values: of the sparse tensor, row by row (a row makes one output).
-        indices: int32, place of each value in its row.
-        starts: int32 ``[O + 1]``, where each row begins in ``values``, and its end; empty without values.
-    """
-
-    shape: torch.Size
-    left: Tensor
-    right: Tensor
-    values: Tensor
-    indices: Tensor
-    starts: Tensor
-
-    def sparse(self) -> Tensor:
-        """The sparse tensor, made dense."""
-        w = self.values.new_zeros(self.shape)
-        if len(self.values):
-            first = torch.arange(0, w.numel(), w[0].numel(), device=w.device)
-            at = first.repeat_interleave(self.starts.diff(), output_size=len(self.values)) + self.indices
-            w.view(-1).scatter_(0, at, self.values)
-        return w
-
-    @property
-    def weight(self) -> Tensor:
-        """The whole weight, made dense: for convolutions, and for code that reads it and does not call the layer."""
-        if not len(self.right):
-            return self.sparse()
-        w = unmatricise(matricise(self.left) @ matricise(self.right), self.shape)
-        return w.add_(self.sparse()) if len(self.values) else w
-
-
-class CompressedLinear(Compressed, nn.Linear):  # type: ignore[override]
-    """See :class:`Compressed`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Outputs ``[..., O]`` of inputs ``[..., I]``."""
-        y = functional.linear(functional.linear(x, self.right), self.left, self.bias)
-        if not len(self.values):
-            return y
-        table = x.reshape(-1, self.in_features).mT.contiguous()
-        sums = functional.embedding_bag(
-            self.indices, table, self.starts, mode="sum", per_sample_weights=self.values, include_last_offset=True
-        )
-        return y + sums.mT.reshape(y.shape)
-
-
-class CompressedConv(Compressed, _ConvNd):  # type: ignore[override]
-    """See :class:`Compressed`; ``thin`` are the two convolutions without their weights."""
-
-    thin: tuple[_ConvNd, _ConvNd]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Feature maps of inputs ``[b, I, ...]`` or ``[I, ...]``."""
-        rank, n, (across, down) = len(self.right), len(self.kernel_size), self.thin
-        if not rank and not len(self.values):
-            # the convolution itself, without data, knows and checks shapes
-            there, nothing = (torch.empty(s, dtype=x.dtype, device="meta") for s in (x.shape, self.shape))
-            zero = x.new_zeros(self._conv_forward(there, nothing, None).shape)
-            return zero if self.bias is None else zero + self.bias.view(-1, *[1] * n)
-        places = x.numel() // self.in_channels // math.prod(self.stride)
-        if len(self.values) and self.shape.numel() * rank <= places * _work(self, rank):
-            return self._conv_forward(x, self.weight, self.bias)
-        z = across._conv_forward(x.reshape(-1, self.shape[1], *x.shape[-n:]), self.right, None)
-        z = z.reshape(*x.shape[: -n - 1], self.groups * rank, *z.shape[-n:])
-        y = down._conv_forward(z, self.left, self.bias)
-        return y + self._conv_forward(x, self.sparse(), None) if len(self.values) else y
-
-
-class CompressedConv1d(CompressedConv, nn.Conv1d):  # type: ignore[override]
-    """See :class:`Compressed`; kernels 1 and K."""
-
-
-class CompressedConv2d(CompressedConv, nn.Conv2d):  # type: ignore[override]
-    """See :class:`Compressed`; kernels 1×K2 and K1×1."""
-
-
-KINDS: dict[type, type] = {nn.Linear: CompressedLinear, nn.Conv1d: CompressedConv1d, nn.Conv2d: CompressedConv2d}
-
-
-def _work(layer: Any, rank: int) -> int:
-    """Multiplications for one place of the output by thin layers, and what it costs to go from one to the other."""
-    rows, columns = matrix_shape(layer.shape if isinstance(layer, Compressed) else layer.weight.shape)
-    # the first convolution makes the rows that the second one strides over, too
-    times = layer.stride[0] * layer.groups if isinstance(layer, _ConvNd) else 1
-    return int(rank * (rows + times * (columns + HOP)))
 
 
 def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
     """Bytes, or work, of factors of that rank and a sparse tensor."""
     count = int(rest.count_nonzero())
     if layout == "fast":
-        return _work(layer, rank) + (SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0))
+        return work(layer, rank) + (SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0))
     indices = 4 * (count + len(rest) + 1) if count else 0
     return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + indices
 
@@ -159,49 +53,7 @@ def _choose(layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Ten
         forms.append((w, torch.zeros_like(merged) if p is None else p))
     costs = [_cost(layer, f.rank, rest, layout) for f, rest in forms]
     dense = merged.numel() * (merged.element_size() if layout == "small" else 1)
-    return _parts(*forms[costs.index(min(costs))]) if min(costs) < dense else None
-
-
-def _parts(factors: LowRank, rest: Tensor) -> Params:
-    """Tensors of a :class:`Compressed`, from the factors of its matrix and what is to be its sparse tensor."""
-    shape, rank, rows = rest.shape, factors.rank, rest.reshape(len(rest), -1)
-    row, column = rows.nonzero(as_tuple=True)
-    starts = functional.pad(rows.count_nonzero(1).cumsum(0), (1, 0)).int()
-    return {
-        "left": unmatricise(factors.left, torch.Size((shape[0], rank, *shape[2:3], 1)[: rest.ndim])),
-        "right": unmatricise(factors.right, torch.Size((rank, shape[1], 1, *shape[3:])[: rest.ndim])),
-        "values": rows[row, column],
-        "indices": column.int(),
-        "starts": starts if len(row) else starts[:0],
-    }
-
-
-def _compress(layer: Any, parts: Params) -> None:
-    """Turn a plain layer into a compressed one. The object stays, so whoever holds it or hooks it has the new layer."""
-    shape, device = layer.weight.shape, layer.weight.device
-    if type(layer) is not nn.Linear:
-        layer.thin = _thin(layer, False), _thin(layer, True)
-    del layer.weight
-    layer.__class__, layer.shape = KINDS[type(layer)], shape
-    for name, t in parts.items():
-        own = t.detach().to(device, copy=True)
-        if own.is_floating_point():
-            layer.register_parameter(name, nn.Parameter(own, requires_grad=False))
-        else:
-            layer.register_buffer(name, own)
-
-
-def _thin(layer: Any, down: bool) -> _ConvNd:
-    """The convolution over the kernel's first dimension alone, or over the others alone, without data."""
-
-    def pick(values: Any, otherwise: int) -> Any:
-        return [v if (d == 0) == down else otherwise for d, v in enumerate(values)]
-
-    groups = layer.groups if down else 1
-    kernel, stride, dilation = (pick(v, 1) for v in (layer.kernel_size, layer.stride, layer.dilation))
-    padding = layer.padding if isinstance(layer.padding, str) else pick(layer.padding, 0)
-    settings = kernel, stride, padding, dilation, groups, False, layer.padding_mode
-    return cast("_ConvNd", type(layer)(groups, groups, *settings, device="meta"))
+    return parts_of(*forms[costs.index(min(costs))]) if min(costs) < dense else None
 
 
 def deploy(module: nn.Module, weights: Weights, sparse: Params | None = None, layout: Layout = "small") -> nn.Module:
@@ -237,7 +89,7 @@ def deploy(module: nn.Module, weights: Weights, sparse: Params | None = None, la
             # only the data of a parameter are replaced: whoever shares it goes on sharing it
             param.data = merged.detach().to(param.device, copy=True).contiguous()
         else:
-            _compress(layer, parts)
+            compress(layer, parts)
     return made
 
 
@@ -274,7 +126,7 @@ def _check(params: Mapping[str, Tensor], weights: Mapping[str, Tensor | LowRank]
             )
 
 
-def save(deployed: nn.Module, path: Path) -> None:
+def save(deployed: nn.Module, path: Path | str) -> None:
     """Write a deployed module's parameters and persistent buffers, what is shared once, without its code.
 
     It is a safetensors file; its metadata, JSON, names the compressed layers and holds a checksum.
@@ -285,10 +137,10 @@ def save(deployed: nn.Module, path: Path) -> None:
     """
     layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, Compressed)}
     body = {"layers": layers, "state": _state(deployed)}
-    write_atomically(path, encode({"format": FORMAT, "sha256": _digest(body), "body": body}))
+    write_atomically(Path(path), encode({"format": FORMAT, "sha256": _digest(body), "body": body}))
 
 
-def load(module: nn.Module | Callable[[], nn.Module], path: Path) -> nn.Module:
+def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Module:
     """Rebuild a deployed module from its file; its outputs are the same bit for bit.
 
     Args:
@@ -300,7 +152,7 @@ def load(module: nn.Module | Callable[[], nn.Module], path: Path) -> nn.Module:
         TaskError: if it is of another architecture.
     """
     with as_checkpoint_error(f"cannot read {path}"):
-        data = path.read_bytes()
+        data = Path(path).read_bytes()
     try:
         found = decode(data)
         body = found["body"]
@@ -316,7 +168,7 @@ def load(module: nn.Module | Callable[[], nn.Module], path: Path) -> nn.Module:
         layer: Any = modules.get(name)
         if type(layer) not in KINDS or [*layer.weight.shape] != shape:
             raise TaskError(f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}")
-        _compress(layer, {n: state[f"{name}.{n}" if name else n] for n in Compressed.__annotations__ if n != "shape"})
+        compress(layer, {n: state[f"{name}.{n}" if name else n] for n in Compressed.__annotations__ if n != "shape"})
     wanted = _state(made)
     for name in sorted(wanted.keys() | state.keys()):
         there, here = ([*d[name].shape] if name in d else "missing" for d in (state, wanted))
