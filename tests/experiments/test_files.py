@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fedlowrank import commands, config, experiment
-from fedlowrank.data import sources
-from fedlowrank.data.dataset import Dataset, Examples
-from fedlowrank.experiment import Experiment
+from fedlowrank import config, experiment
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
 from fedlowrank.simulate import simulate
 
-torch.set_num_threads(1)
+from .common import FEDSLR, FILES, PFEDLORA, ROOT, loaded, name_of, runnable, variants
 
-ROOT = Path(__file__).resolve().parents[2] / "experiments"
-PFEDLORA = ROOT / "pfedlora"
-FILES = sorted(p for p in ROOT.rglob("*.toml"))
-# bases hold what several experiments share and are not run by themselves
-RUNNABLE = [p for p in PFEDLORA.rglob("*.toml") if not p.name.startswith("base")]
+RUNNABLE = [*runnable(PFEDLORA), *runnable(FEDSLR)]
 BUNDLED = ("digits", "wine", "breast_cancer", "iris")
 
 FIGURES = (
@@ -56,53 +46,6 @@ PROTOCOL = {"n10": (10, 1.0), "n50": (50, 0.2), "n100": (100, 0.1)}
 FIVE = ("cnn1", "cnn2", "cnn3", "cnn4", "cnn5")
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-@functools.cache
-def loaded(path: Path, *overrides: str) -> Experiment:
-    return experiment.load(config.read(path, overrides))
-
-
-def variants(path: Path) -> Iterator[Experiment]:
-    """The experiment for each value that it varies."""
-    tables = config.read(path)
-    for varied in commands._varied(tables.get("vary")):
-        yield loaded(path, *varied.values())
-
-
-@dataclass(frozen=True)
-class BlankCifar10:
-    """As many images of each class as CIFAR-10 has for training, of one grey pixel: data are shared out by labels."""
-
-    path: str
-    classes = 10
-
-    def load(self) -> Dataset:
-        y = torch.arange(self.classes).repeat(50_000 // self.classes)
-        return Dataset("blank", Examples(torch.zeros(len(y), 1, 1, 1), y), None, tuple(map(str, range(self.classes))))
-
-
-@dataclass(frozen=True)
-class BlankCifar100(BlankCifar10):
-    """The same of CIFAR-100."""
-
-    classes = 100
-
-
-@pytest.fixture
-def blank_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(sources.SOURCES, "cifar10", BlankCifar10)
-    monkeypatch.setitem(sources.SOURCES, "cifar100", BlankCifar100)
-    # the models take seconds to draw and are not at issue
-    monkeypatch.setattr(experiment, "architecture_of", lambda name, *rest, **more: name)
-    monkeypatch.setattr(experiment, "normalise", lambda dataset, how: dataset)
-    experiment._dataset.cache_clear()
-    yield
-    experiment._dataset.cache_clear()
-
-
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_every_file_loads(path: Path) -> None:
     made = loaded(path)
@@ -125,9 +68,10 @@ def test_every_table_and_figure_has_a_file_and_a_small_version(stem: str) -> Non
 
 def test_names_are_unique() -> None:
     # the name is the folder of the runs: two experiments of one name would take each other's runs for their own
-    names = [loaded(p).name for p in RUNNABLE]
+    experiments = runnable(ROOT)
+    names = [loaded(p).name for p in experiments]
     assert sorted(names) == sorted(set(names))
-    titles = [loaded(p).tables["title"] for p in RUNNABLE]
+    titles = [loaded(p).tables["title"] for p in experiments]
     assert sorted(titles) == sorted(set(titles))
 
 
@@ -211,7 +155,7 @@ def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
         else:
             seen.append(made.tables[section][rest])
     assert len(seen) == len(set(seen)) > 1
-    assert [str(v) for v in seen] == config.read(path)["vary"].partition("=")[2].split(",")
+    assert seen == [config.literal(v) for v in config.read(path)["vary"].partition("=")[2].split(",")]
 
 
 @pytest.mark.parametrize("stem", [*TABLES, *FIGURES])

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fedlowrank import experiment
+from fedlowrank.data import sources
+
+from .common import BlankCifar10, BlankCifar100, BlankTiny, Noise
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def blank_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sources that give blank images in the official numbers, and no models."""
+    monkeypatch.setitem(sources.SOURCES, "cifar10", BlankCifar10)
+    monkeypatch.setitem(sources.SOURCES, "cifar100", BlankCifar100)
+    monkeypatch.setitem(sources.SOURCES, "folder", BlankTiny)
+    # the models take seconds to draw and are not at issue
+    monkeypatch.setattr(experiment, "architecture_of", lambda name, *rest, **more: name)
+    monkeypatch.setattr(experiment, "normalise", lambda dataset, how: dataset)
+    experiment._dataset.cache_clear()
+    yield
+    experiment._dataset.cache_clear()
+
+
+@pytest.fixture
+def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sources that give a few small random images."""
+    for name in ("cifar10", "cifar100", "mnist"):
+        monkeypatch.setitem(sources.SOURCES, name, Noise)
+    experiment._dataset.cache_clear()
+    yield
+    experiment._dataset.cache_clear()
