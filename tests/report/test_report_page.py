@@ -97,6 +97,8 @@ def test_hostile_names_are_only_text(make_run, written):
     rows = rounds_of([[0.1, 0.2], [0.5, 0.6]])
     for row in rows:
         row["accuracy"] = {HOSTILE: row["accuracy"]["personal"], HOSTILE + "2": row["accuracy"]["personal"]}
+        row["parameters"] = {HOSTILE: [7, 8], HOSTILE + "2": [5, 6]}
+        row["ranks"] = {HOSTILE: 9 - row["round"]}
     clients = [
         {"id": i, "architecture": HOSTILE, "test": 5, "classes": {"train": [3, 4]}} for i in range(2)
     ]  # fmt: skip
@@ -105,7 +107,7 @@ def test_hostile_names_are_only_text(make_run, written):
             HOSTILE + m, title=HOSTILE + m, rounds=rows, clients=clients, points=cloud(20, clients=2, classes=2),
             fields={HOSTILE: HOSTILE}, name=HOSTILE, paper=HOSTILE, data={"name": HOSTILE, HOSTILE: [HOSTILE]},
             vary={HOSTILE: HOSTILE + m}, classes=[HOSTILE, HOSTILE], versions={HOSTILE: HOSTILE},
-            reference={"label": HOSTILE, "accuracy": {HOSTILE + m: 3.0}},
+            reference={"label": HOSTILE, "accuracy": {HOSTILE + m: 3.0, f"{HOSTILE}{m}.{HOSTILE}2": 2.0}},
             status={"state": HOSTILE, "rounds": HOSTILE},
         )
         for m in "ab"
@@ -122,6 +124,38 @@ def test_mixed_experiments_have_sections_and_a_note(make_run, written):
     assert "2 different experiments: one, two" in text
     assert text.count('<section class="experiment">') == 2
     parse(text)
+
+
+@pytest.mark.parametrize(
+    ("titles", "expected"),
+    [
+        (["One"], "One"),
+        (["One", "Two, too"], "One; Two, too"),
+        (["One", "Two", "Three"], "One; Two; Three"),
+        (["One", "Two", "Three", "Four", "Five"], "One; Two; Three; and 2 more"),
+        (["One", "One"], "One"),
+        (["One", None], "One; e1"),
+    ],
+)
+def test_title_names_the_experiments(make_run, written, titles, expected):
+    text = written(_titled(make_run, titles))
+    assert f"<h1>{expected}</h1>" in text
+    assert f"<title>{expected}</title>" in text
+
+
+def _titled(make_run, titles):
+    runs = [make_run("a", name=f"e{i}") for i in range(len(titles))]
+    for run, title in zip(runs, titles, strict=True):
+        run.config["title"] = title
+    return runs
+
+
+def test_augmentation_is_a_setting(make_run, written):
+    runs = [make_run("a", 0), make_run("a", 1, augment={"flip": True, "crop": 4})]
+    assert len(aggregate(runs)) == 2
+    text = written(runs[1:])
+    assert "Training images are changed at random: flip true, crop 4." in text
+    assert "augment.crop" in text
 
 
 def test_different_federations_under_one_name_are_noted(make_run, written):

@@ -6,48 +6,65 @@ Accuracy is in percent throughout, of the test examples, as the unweighted mean 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.cbook import boxplot_stats
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
-from .groups import Curve, Group, Spread, curve, spread, value_text
+from .axes import (
+    ACCURACY,
+    LOG_FROM,
+    THIN,
+    Styles,
+    around,
+    handle,
+    methods,
+    prefixed,
+    rgb,
+    rounds_axis,
+    seeds_note,
+    within,
+)
+from .groups import Curve, Group, Spread, curve, shown_series, spread, value_text
 from .style import INK, WIDTH, Picture, Style, drawing, legend, new_figure
-from .units import percent, plain, si, tick
-
-Styles = Mapping[str, Style]
-ACCURACY = "test accuracy / %"
-LOG_FROM = 20
-"""Ratio of the largest to the smallest positive value from which an axis is logarithmic."""
+from .units import percent, plain, si
 
 
 def accuracy_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Accuracy against rounds, one line a method, with the 95 % interval over seeds as a band."""
-    found = [(group, line) for group in groups if (line := curve(group)) is not None]
+    """Accuracy against rounds, one line a method, with the 95 % interval over seeds as a band.
+
+    Further series of a method are thin lines in its colour, unless that made too many lines
+    (:func:`fedlowrank.report.groups.shown_series`).
+    """
+    found = [
+        (one, styles[one.group.short].further(one.place), line)
+        for one in shown_series(groups)
+        if (line := curve(one.group, one.series)) is not None
+    ]
     if not found:
         return None
+    count = len({one.group.label for one, *_ in found})
     with drawing():
         figure, axes = new_figure(3.1)
-        handles = []
-        for group, line in found:
-            handles.append(_line(axes, line.rounds, line, styles[group.short]))
+        handles = [_line(axes, line.rounds, line, style, thin=one.place > 0) for one, style, line in found]
         axes.set(xlabel="round", ylabel=ACCURACY)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
-        _around(axes, [float(value) for _, line in found for value in line.mean])
-        legend(figure, handles, [group.short for group, _ in found])
+        rounds_axis(axes.xaxis)
+        around(axes, [float(value) for *_, line in found for value in line.mean])
+        legend(figure, handles, [one.label for one, *_ in found])
+    ends = ", ".join(f"{one.label} {percent(float(line.mean[-1]))} %" for one, _, line in found)
+    thin = " Thin lines, without a band: further models of a method, named after the colon."
     return Picture(
         figure,
         "Accuracy over rounds",
-        f"Line chart of test accuracy against rounds for {_methods(len(found))}. At the end: {_ends(found)}.",
-        f"Mean test accuracy over clients after each evaluated round{_seeds(groups)} "
-        "Round 0 is the state before training.",
+        f"Line chart of test accuracy against rounds for {methods(count)}. At the end: {ends}.",
+        f"Mean test accuracy over clients after each evaluated round{seeds_note(groups)} "
+        f"Round 0 is the state before training.{thin if any(one.place for one, *_ in found) else ''}",
     )
 
 
@@ -66,25 +83,25 @@ def accuracy_over_bytes(groups: Sequence[Group], styles: Styles) -> Picture | No
             style = styles[group.short]
             if line.bytes[-1] <= 0:
                 axes.axhline(100 * line.mean[-1], color=style.colour, linestyle=style.line)
-                handles.append(_handle(style, marker=""))
+                handles.append(handle(style, marker=""))
             else:
                 kept = line.bytes > 0 if log else np.ones(len(line.bytes), dtype=bool)
                 cut = Curve(
                     line.rounds[kept], line.mean[kept], None if line.ci is None else line.ci[kept], line.bytes[kept]
                 )
                 handles.append(_line(axes, cut.bytes, cut, style))
-        _prefixed(axes.xaxis, "B", positive if log else None)
+        prefixed(axes.xaxis, "B", positive if log else None)
         axes.set(xlabel=f"sent both ways{', logarithmic' if log else ''}", ylabel=ACCURACY)
-        _around(axes, [float(value) for _, line in found for value in line.mean])
+        around(axes, [float(value) for _, line in found for value in line.mean])
         legend(figure, handles, [group.short for group, _ in found])
     silent = any(line.bytes[-1] <= 0 for _, line in found)
     return Picture(
         figure,
         "Accuracy over communication",
-        f"Line chart of test accuracy against bytes sent for {_methods(len(found))}. Sent in all: "
+        f"Line chart of test accuracy against bytes sent for {methods(len(found))}. Sent in all: "
         + ", ".join(f"{group.short} {si(float(line.bytes[-1]), 'B')}" for group, line in found)
         + ".",
-        f"Mean test accuracy over clients against the bytes of all messages so far, both ways{_seeds(groups)}"
+        f"Mean test accuracy over clients against the bytes of all messages so far, both ways{seeds_note(groups)}"
         + (" A level line is the final accuracy of a method that sends nothing." if silent else ""),
     )
 
@@ -108,7 +125,7 @@ def client_boxes(groups: Sequence[Group], styles: Styles) -> Picture | None:
     return Picture(
         figure,
         "Spread over clients",
-        f"Box plot of the test accuracy of clients for {_methods(len(found))}. Medians: {medians}.",
+        f"Box plot of the test accuracy of clients for {methods(len(found))}. Medians: {medians}.",
         "Test accuracy of each client at the last evaluated round. Box: quartiles; line: median; +: mean; whiskers: "
         f"the furthest client within 1.5 box lengths; dots: clients beyond.{pooled}",
     )
@@ -136,13 +153,13 @@ def trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
             side = math.sqrt(36 + 700 * sent / largest)
             axes.plot(
                 [at], [100 * reached.mean], marker=style.marker, markersize=side, linestyle="",
-                markerfacecolor=(*_rgb(style.colour), 0.35), markeredgecolor=style.colour, markeredgewidth=1.4,
+                markerfacecolor=(*rgb(style.colour), 0.35), markeredgecolor=style.colour, markeredgewidth=1.4,
             )  # fmt: skip
-        handles = [_handle(styles[group.short], line="") for group, *_ in found]
-        _prefixed(axes.xaxis, "FLOP", flops_all if log else None)
+        handles = [handle(styles[group.short], line="") for group, *_ in found]
+        prefixed(axes.xaxis, "FLOP", flops_all if log else None)
         axes.set(xlabel=f"training computation per run{', logarithmic' if log else ''}", ylabel=ACCURACY)
         axes.margins(0.16)
-        axes.set_ylim(*_within(axes.get_ylim()))
+        axes.set_ylim(*within(axes.get_ylim()))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
         legend(figure, handles, [f"{plain(group.short, 30)} ({si(size, 'B')})" for group, _, _, size in found])
     said = "; ".join(
@@ -152,7 +169,7 @@ def trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
     return Picture(
         figure,
         "Accuracy, computation and communication",
-        f"Scatter chart for {_methods(len(found))}: {said}.",
+        f"Scatter chart for {methods(len(found))}: {said}.",
         "Mean test accuracy at the last evaluated round against the floating-point operations of training; the area of "
         "a marker grows with the bytes sent both ways, given in the legend. High, to the left and small is better.",
     )
@@ -184,14 +201,14 @@ def sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
             axes.errorbar(x, 100 * y, yerr=100 * ci if ci.any() else None, color=style.colour, linestyle=style.line,
                           marker=style.marker, markersize=5, capsize=2, elinewidth=1,
                           transform=axes.transData + aside)  # fmt: skip
-            handles.append(_handle(style))
+            handles.append(handle(style))
             labels.append(short)
         _sweep_axis(axes, places, numeric)
         axes.set(xlabel=", ".join(name.rpartition(".")[2] for name in names), ylabel=ACCURACY)
         means = [accuracy.mean for _, accuracy in found]
         room = max(means) - min(means) + 0.02
         bars = [(accuracy.mean, min(accuracy.ci or 0.0, room)) for _, accuracy in found]
-        _around(axes, [mean + sign * bar for mean, bar in bars for sign in (-1, 1)])
+        around(axes, [mean + sign * bar for mean, bar in bars for sign in (-1, 1)])
         legend(figure, handles, labels)
     said = "; ".join(f"{group.label} {percent(accuracy.mean)} %" for group, accuracy in found)
     return Picture(
@@ -229,22 +246,20 @@ def _sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric: bo
         axes.set_xticks(list(places.values()), texts, rotation=30 if wide else 0, ha="right" if wide else "center")
 
 
-def _line(axes: Axes, x: Any, line: Curve, style: Style) -> Line2D:
-    if line.ci is not None:
+def _line(axes: Axes, x: Any, line: Curve, style: Style, thin: bool = False) -> Line2D:
+    if line.ci is not None and not thin:
         axes.fill_between(
             x, 100 * (line.mean - line.ci), 100 * (line.mean + line.ci), color=style.colour, alpha=0.15, linewidth=0
         )
     # One evaluation is a point; a line through it would show nothing.
-    marker = style.marker if len(line.mean) == 1 else ""
-    axes.plot(x, 100 * line.mean, color=style.colour, linestyle=style.line, marker=marker, dash_capstyle="butt")
-    return _handle(style, marker=marker)
-
-
-def _handle(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
-    return Line2D(
-        [], [], color=style.colour, linestyle=style.line if line is None else line, markersize=6,
-        marker=style.marker if marker is None else marker,
+    key = handle(style, marker=style.marker if len(line.mean) == 1 else "")
+    if thin:
+        key.set(linewidth=THIN, markerfacecolor="none")
+    axes.plot(
+        x, 100 * line.mean, color=style.colour, linestyle=style.line, marker=key.get_marker(), dash_capstyle="butt",
+        linewidth=key.get_linewidth(), markerfacecolor=key.get_markerfacecolor(),
     )  # fmt: skip
+    return key
 
 
 def _box(axes: Axes, y: int, values: Sequence[float], style: Style) -> None:
@@ -255,55 +270,12 @@ def _box(axes: Axes, y: int, values: Sequence[float], style: Style) -> None:
     axes.add_patch(
         Rectangle(
             (one["q1"], y - 0.3), one["q3"] - one["q1"], 0.6,
-            facecolor=(*_rgb(style.colour), 0.25), edgecolor=style.colour, linewidth=1.3,
+            facecolor=(*rgb(style.colour), 0.25), edgecolor=style.colour, linewidth=1.3,
         )
     )  # fmt: skip
     axes.vlines([one["med"]], y - 0.3, y + 0.3, color=style.colour, linewidth=2.4)
     axes.plot(one["fliers"], [y] * len(one["fliers"]), linestyle="", marker="o", markersize=3, color=style.colour)
     axes.plot([one["mean"]], [y], linestyle="", marker="+", markersize=9, markeredgewidth=1.8, color=INK)
-
-
-def _rgb(code: str) -> tuple[float, float, float]:
-    return (int(code[1:3], 16) / 255, int(code[3:5], 16) / 255, int(code[5:7], 16) / 255)
-
-
-def _around(axes: Axes, means: Sequence[float]) -> None:
-    # From the means alone: the interval over two seeds can be many times as tall as everything there is to see.
-    low, high = 100 * min(means), 100 * max(means)
-    pad = max(1.0, 0.06 * (high - low))
-    axes.set_ylim(*_within((low - pad, high + pad)))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
-
-
-def _within(limits: tuple[float, float]) -> tuple[float, float]:
-    low, high = limits
-    return (max(low, -1.5) if low < 0 else low, min(high, 101.5))
-
-
-def _prefixed(axis: Axis, unit: str, log_over: Sequence[float] | None) -> None:
-    """Ticks such as ``10 MB``; on a logarithmic axis two or three a decade where one decade is all there is."""
-    formatter: Callable[[float, Any], str] = lambda value, _: tick(value, unit)  # noqa: E731
-    if log_over is not None:
-        axis.axes.set_xscale("log")
-        decades = math.log10(max(log_over) / min(log_over))
-        axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 3.0), numticks=6))
-        axis.set_minor_formatter(NullFormatter())
-    else:
-        axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(formatter))
-
-
-def _methods(count: int) -> str:
-    return "one method" if count == 1 else f"{count} methods"
-
-
-def _seeds(groups: Sequence[Group]) -> str:
-    many = max((len(group.runs) for group in groups), default=1)
-    return f", mean over up to {many} seeds; the band is the 95 % interval over seeds." if many > 1 else "."
-
-
-def _ends(found: Sequence[tuple[Group, Curve]]) -> str:
-    return ", ".join(f"{group.short} {percent(float(line.mean[-1]))} %" for group, line in found)
 
 
 __all__ = ["WIDTH", "Styles", "accuracy_over_bytes", "accuracy_over_rounds", "client_boxes", "sweep", "trade_off"]

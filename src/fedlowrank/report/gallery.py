@@ -10,7 +10,7 @@ import matplotlib
 
 from fedlowrank.record import RunRecord, as_checkpoint_error
 
-from . import figures, pictures
+from . import figures, low_rank_figures, pictures
 from .groups import Group, aggregate, vary_text
 from .style import Picture, Style, drawing, real_colours, styles
 
@@ -35,7 +35,11 @@ def gallery(groups: Sequence[Group], looks: dict[str, Style]) -> Iterator[tuple[
             figures.accuracy_over_rounds(some, looks),
             figures.accuracy_over_bytes(some, looks),
             figures.client_boxes(some, looks),
+            low_rank_figures.relative_accuracy(some, looks),
             figures.trade_off(some, looks),
+            low_rank_figures.accuracy_over_size(some, looks),
+            low_rank_figures.downlink_over_rounds(some, looks),
+            low_rank_figures.rank_over_rounds(some, looks),
             pictures.class_counts(some[0].first),
         ]
         heading = (f"With {text}" if text else "Without variation") if len(variants) > 1 else ""

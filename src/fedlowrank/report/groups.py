@@ -19,7 +19,12 @@ from .summary import RunSummary, Score, highest_all_reached, part, run_target, s
 from .units import plain
 
 CONFIDENCE = 0.95
-_PARTS = ("data", "partition", "split", "model", "run")
+LINES = 14
+"""Most lines of a figure with the further series of methods; with more, the headlines alone are drawn."""
+
+PARTS = ("data", "partition", "split", "augment", "model", "run")
+"""Parts of ``run.json`` that the methods of an experiment share."""
+
 _NOT_SETTINGS = ("seed", "target")
 
 
@@ -89,6 +94,17 @@ class Group:
         return next((one.headline for one in self.runs if one.headline is not None), None)
 
     @property
+    def series(self) -> list[str]:
+        """Names of all its series, the headline first."""
+        names = dict.fromkeys(name for one in self.runs for name in one.series)
+        return sorted(names, key=lambda name: name != self.headline)
+
+    def last_of(self, series: str) -> list[Score]:
+        """Test scores of a series at the last evaluated round, one a seed that has one."""
+        found = [one.series[series].last for one in self.runs if series in one.series]
+        return [score for score in found if score is not None]
+
+    @property
     def last(self) -> list[Score]:
         """Headline test scores at the last evaluated round, one a seed that has one."""
         return [one.main.last for one in self.runs if one.main is not None and one.main.last is not None]
@@ -100,8 +116,25 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """A series of a method as figures show it.
+
+    Attributes:
+        group: the method.
+        series: name of the series.
+        place: 0 for the headline, then 1, 2, ...
+        label: the method, with the series after a colon unless it is the headline.
+    """
+
+    group: Group
+    series: str
+    place: int
+    label: str
+
+
+@dataclass(frozen=True)
 class Curve:
-    """Headline test accuracy of a group over training, at the rounds that all its evaluated seeds share.
+    """Test accuracy of one series of a group over training, at the rounds that all its evaluated seeds share.
 
     Attributes:
         rounds: ``[n]`` rounds completed.
@@ -136,15 +169,37 @@ def half_width(std: float, n: int) -> float:
     return float(stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1)) * std / math.sqrt(n)
 
 
-def curve(group: Group) -> Curve | None:
-    """The group's accuracy over training, or None if none of its runs was evaluated."""
+def shown_series(groups: Sequence[Group], most: int = LINES) -> list[Shown]:
+    """The headline of every group that was evaluated, each followed by the group's further series.
+
+    Args:
+        groups: the groups.
+        most: if there were more than so many in all, only the headlines.
+    """
+    found = [
+        Shown(group, name, place, f"{group.short}: {plain(name)}" if place else group.short)
+        for group in groups
+        for place, name in enumerate(group.series)
+        if group.last_of(name)
+    ]
+    return found if len(found) <= most else [one for one in found if not one.place]
+
+
+def curve(group: Group, series: str | None = None) -> Curve | None:
+    """The group's accuracy over training, or None if none of its runs was evaluated.
+
+    Args:
+        group: the group.
+        series: the series; None for the headline.
+    """
     tracks = []
     for one in group.runs:
-        if one.headline is None:
+        name = one.headline if series is None else series
+        if name is None:
             continue
         spent = np.cumsum([record.bytes_up + record.bytes_down for record in one.run.rounds], dtype=np.float64)
         until = {record.round: float(total) for record, total in zip(one.run.rounds, spent, strict=True)}
-        track = {got.round: (got.mean, until[got.round]) for got in scores(one.run, one.headline)}
+        track = {got.round: (got.mean, until[got.round]) for got in scores(one.run, name)}
         if track:
             tracks.append(track)
     shared = sorted(set.intersection(*(set(track) for track in tracks))) if tracks else []
@@ -226,7 +281,7 @@ def settings(run: RunRecord) -> dict[str, str]:
     """Everything but the seed that could make two runs differ, as ``part.key`` to JSON text."""
     found: dict[str, str] = {}
     _flatten("method", part(part(run.config, "method"), "fields"), found)
-    for name in _PARTS:
+    for name in PARTS:
         _flatten(name, part(run.config, name), found)
     return {key: value for key, value in found.items() if key.rpartition(".")[2] not in _NOT_SETTINGS}
 

@@ -12,7 +12,7 @@ from fedlowrank.record import RunRecord
 from . import words
 from .css import CSS
 from .gallery import gallery
-from .groups import Group, aggregate, experiment
+from .groups import PARTS, Group, aggregate, experiment
 from .style import Picture, Style, styles, to_svg
 from .summary import part
 from .tables import compare, to_html
@@ -36,7 +36,7 @@ def page(runs: Sequence[RunRecord], target: float | None = None, command: str = 
     names = list(dict.fromkeys(group.name for group in groups))
     looks = styles([group.short for group in groups])
     titles = [_title(next(group for group in groups if group.name == name)) for name in names]
-    title = titles[0] if len(names) == 1 else f"{len(names)} experiments"
+    title = _together(titles)
     body = [f"<header><h1>{escape(title)}</h1></header>", "<main>"]
     warning = words.mixed(runs)
     if warning:
@@ -124,7 +124,7 @@ def _method(group: Group) -> str:
 
 
 def _shared(run: RunRecord) -> str:
-    rows = [(f"{name}.{key}", value) for name in ("data", "partition", "split", "model", "run")
+    rows = [(f"{name}.{key}", value) for name in PARTS
             for key, value in part(run.config, name).items()]  # fmt: skip
     return f"<details><summary>Data, partition, model and run (first run)</summary>{_pairs(rows)}</details>"
 
@@ -168,3 +168,10 @@ def _note(said: Sequence[str]) -> str:
 
 def _title(group: Group) -> str:
     return plain(group.first.config.get("title") or group.name)
+
+
+def _together(titles: Sequence[str], most: int = 3) -> str:
+    """Titles of the experiments as one: all of a few, else the first and how many more there are."""
+    distinct = list(dict.fromkeys(titles))
+    more = len(distinct) - most
+    return "; ".join(distinct[:most]) + (f"; and {more} more" if more > 0 else "")

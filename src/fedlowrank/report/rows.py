@@ -7,8 +7,12 @@ import math
 from collections.abc import Callable, Sequence
 
 from .groups import Group, experiment, seed, spread
+from .sizes import group_size, last_ranks
 from .summary import RunSummary, Score, SeriesSummary, ToTarget, part
 from .units import plain
+
+FLOAT32 = 4
+"""Bytes of a floating-point element as papers count communication, whatever the messages hold."""
 
 Value = str | int | float | None
 Row = dict[str, Value]
@@ -16,6 +20,9 @@ Row = dict[str, Value]
 
 def row_of(group: Group) -> Row:
     """The row of a group: means over its seeds, as fractions, bytes, counts and seconds.
+
+    What is about a series other than the headline stands under a name that ends in a point and the series. The paper's
+    numbers are those of the first seed's configuration; in a sweep, each group has its own.
 
     Costs "to target" are given only if every evaluated seed reached it: a mean over those that did would favour a
     method that often fails.
@@ -51,6 +58,7 @@ def row_of(group: Group) -> Row:
         "bytes_down": _mean([one.totals.bytes_down for one in runs]),
         "parameters_up": _mean([one.totals.parameters_up for one in runs]),
         "parameters_down": _mean([one.totals.parameters_down for one in runs]),
+        "communication_float32": _mean([FLOAT32 * one.totals.parameters for one in runs]),
         "steps": _mean([one.totals.steps for one in runs]),
         "flops": _mean([one.totals.flops for one in runs]),
     }
@@ -67,27 +75,54 @@ def row_of(group: Group) -> Row:
         "target_steps": _cost(all_reached, lambda one: one.totals.steps),
         "target_seconds": _cost(all_reached, lambda one: one.totals.working_seconds),
     }
-    row |= _reference(group, None if over_seeds is None else over_seeds.mean)
+    row |= _size(group, group.headline, "")
+    ranks = last_ranks(group)
+    row["ranks_last"] = json.dumps(ranks) if ranks else None
+    reference = part(group.first.config, "reference")
+    known = any(part(reference, name) for name in ("accuracy", "communication", "parameters"))
+    row |= {
+        "reference": plain(reference.get("label") or "the paper") if known else None,
+        **_reference(group, group.headline, row["accuracy_last"], ""),
+        "reference_communication_gb": _number(part(reference, "communication").get(group.method)),
+    }
     row["status"] = _status(runs) or None
-    names = dict.fromkeys(name for one in runs for name in one.series if name != group.headline)
-    for name in names:
-        last = [one.series[name].last for one in runs if name in one.series]
-        row[f"series.{plain(name)}"] = _mean([None if score is None else score.mean for score in last])
+    for name in group.series:
+        if name != group.headline:
+            end = f".{plain(name)}"
+            row[f"series{end}"] = _mean([score.mean for score in group.last_of(name)])
+            # only what there is: few methods have such a series, and few papers a number for it
+            row |= {key: value for key, value in _size(group, name, end).items() if value is not None}
+            if any(f"{group.method}.{name}" in part(reference, kind) for kind in ("accuracy", "parameters")):
+                row |= _reference(group, name, row[f"series{end}"], end)
     return row
 
 
-def _reference(group: Group, ours: float | None) -> Row:
+def _size(group: Group, series: str | None, end: str) -> Row:
+    found = None if series is None else group_size(group, series)
+    mean, std = (None, None) if found is None else (found[0].mean, found[1].mean)
+    return {f"parameters_model{end}": mean, f"parameters_model_std{end}": std}
+
+
+def _reference(group: Group, series: str | None, ours: Value, end: str) -> Row:
+    """The paper's numbers for a series, and how far ours is from its accuracy."""
     reference = part(group.first.config, "reference")
-    known = part(reference, "accuracy")
-    paper = known.get(group.method)
-    usable = isinstance(paper, (int, float)) and not isinstance(paper, bool) and math.isfinite(paper)
-    value = float(paper) if usable and paper is not None else None
+    keys = [f"{group.method}.{series}"] if end else [group.method, f"{group.method}.{series}"]
+    accuracy, parameters = (
+        [known[key] for key in keys if key in (known := part(reference, name))] for name in ("accuracy", "parameters")
+    )
+    value = _number(accuracy[0]) if accuracy else None
     return {
-        "reference": plain(reference.get("label") or "the paper") if known else None,
-        "reference_percent": value,
-        "reference_not_converged": int(group.method in known and paper is None),
-        "difference_points": None if value is None or ours is None else 100 * ours - value,
+        f"reference_percent{end}": value,
+        f"reference_not_converged{end}": int(accuracy[:1] == [None]),
+        f"difference_points{end}": None if value is None or not isinstance(ours, (int, float)) else 100 * ours - value,
+        f"reference_parameters_m{end}": _number(parameters[0]) if parameters else None,
     }
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return float(value)
 
 
 def _status(runs: Sequence[RunSummary]) -> str:

@@ -15,7 +15,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib
@@ -92,6 +92,16 @@ class Style:
     def line(self) -> Any:
         """The dash as matplotlib's ``linestyle``."""
         return (0.0, self.dash) if self.dash else "-"
+
+    def further(self, place: int) -> Style:
+        """The look of a further series of the method: same colour and marker, another dash.
+
+        Args:
+            place: 0 for the headline, which is the style itself, then 1, 2, ...
+        """
+        # two dashes on first: the next one may belong to another method of the same colour
+        at = DASHES.index(self.dash) + (place + 1 if place else 0)
+        return replace(self, dash=DASHES[at % len(DASHES)])
 
 
 @dataclass(frozen=True)

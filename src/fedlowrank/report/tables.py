@@ -5,10 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group as Stack
@@ -18,38 +17,11 @@ from rich.text import Text
 
 from fedlowrank.record import RunRecord
 
+from .columns import BLOCKS, Block, Column, columns_of
 from .groups import Group, Target, aggregate
 from .rows import Row, row_of
-from .units import NONE, number, percent, percent_pair, plain, seconds, si
-
-Block = Literal["Accuracy", "Cost of one run", "To target"]
-BLOCKS: tuple[Block, ...] = ("Accuracy", "Cost of one run", "To target")
-
-
-@dataclass(frozen=True)
-class Column:
-    """One column.
-
-    Attributes:
-        title: heading.
-        unit: unit of the numbers, empty if each carries its own.
-        text: the cell of a row, as shown.
-        block: the table it stands in.
-        align: side that the cells are flush with.
-        note: what the heading means, in one line; empty if it speaks for itself.
-    """
-
-    title: str
-    unit: str
-    text: Callable[[Row], str]
-    block: Block = "Accuracy"
-    align: Literal["left", "right"] = "right"
-    note: str = ""
-
-    @property
-    def heading(self) -> str:
-        """Title with unit."""
-        return f"{self.title} / {self.unit}" if self.unit else self.title
+from .sizes import sizes_differ
+from .units import number, plain
 
 
 @dataclass(frozen=True)
@@ -109,7 +81,7 @@ def compare(groups: Sequence[Group]) -> Comparison:
     """Compare groups that were made before."""
     rows = tuple(row_of(group) for group in groups)
     targets = {group.name: group.target for group in groups}
-    columns = tuple(_columns(rows))
+    columns = tuple(columns_of(rows, sizes_differ(groups)))
     notes = [(column.title, column.note) for column in columns if column.note]
     for name, target in targets.items():
         where = f" in {name}" if len(targets) > 1 else ""
@@ -177,132 +149,52 @@ def to_html(table: Comparison) -> str:
     return "\n".join(parts)
 
 
-WIDE_ONLY = ("by examples", "parameters up", "parameters down")
-"""Columns that the page, the Markdown and the CSV show, but a terminal of 80 characters has no room for."""
+TERMINAL = 80
+"""Characters of a line in a terminal; a block that needs more goes on in a further table."""
+
+LABEL = 24
+"""Characters of a label in a terminal; a longer one takes several lines."""
 
 
 def render_terminal(table: Comparison) -> RenderableType:
-    """Rich tables for a terminal, one a block, with footnotes below."""
+    """Rich tables for a terminal, one a block or as many as its width takes, with footnotes below."""
     parts: list[RenderableType] = []
+    labels = [table.label(row) for row in table.rows]
     for block in BLOCKS:
-        columns = table.block(block)
-        if not columns:
-            continue
-        # no lines between columns, and short headings on several lines: all must fit into 80 characters
-        one = RichTable(title=Text(table.caption(block)), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-        one.add_column("method", overflow="fold", min_width=10)
-        columns = [c for c in columns if c.title not in WIDE_ONLY]
-        for column in columns:
-            one.add_column(
-                Text(column.heading.replace(" / ", "\n/ ").replace(" ", "\n", 1)),
-                justify=column.align,
-                no_wrap=column.title != "status",
-            )
-        for row in table.rows:
-            # Text, not markup: a name in brackets must stay a name.
-            one.add_row(Text(table.label(row)), *(Text(column.text(row)) for column in columns))
-        parts.append(one)
+        columns = [column for column in table.block(block) if not column.wide]
+        for i, some in enumerate(_fitting(table, columns, min(LABEL, max(map(len, labels), default=0)))):
+            # no lines between columns, and short headings on several lines: all must fit into 80 characters
+            caption = table.caption(block) + (", continued" if i else "")
+            one = RichTable(title=Text(caption), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+            one.add_column("method", overflow="fold", min_width=10)
+            for column in some:
+                one.add_column(Text(_stacked(column)), justify=column.align, no_wrap=column.title != "status")
+            for row, label in zip(table.rows, labels, strict=True):
+                # Text, not markup: a name in brackets must stay a name.
+                one.add_row(Text(label), *(Text(column.text(row)) for column in some))
+            parts.append(one)
     parts += [Text(f"{term}: {said}.", style="dim") for term, said in table.footnotes]
     return Stack(*parts)
 
 
-def _columns(rows: Sequence[Row]) -> Iterable[Column]:
-    """The columns that these rows have something to say in."""
-    yield Column(
-        "last round", "%", lambda r: percent_pair(_float(r, "accuracy_last"), _float(r, "std_clients")),
-        note="mean ± standard deviation over clients of test accuracy, each client counting once, at the last "
-        "evaluated round; over several seeds, the means of both",
-    )  # fmt: skip
-    if any((_float(row, "seeds") or 0) > 1 for row in rows):
-        yield Column("n", "", lambda r: str(r["seeds"]), note="seeds that were evaluated")
-        yield Column(
-            "over seeds", "%", lambda r: percent_pair(_float(r, "accuracy_last"), _float(r, "ci95_seeds")),
-            note="mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of freedom",
-        )  # fmt: skip
-    if any(row["accuracy_last_weighted"] != row["accuracy_last"] for row in rows):
-        yield _percent(
-            "by examples", "accuracy_last_weighted", "mean at the last round, clients weighted by test examples"
-        )
-    yield _percent("worst 10 %", "worst_tenth", "mean of the lowest tenth of clients, rounded up, at the last round")
-    if _any(rows, "best_by_validation"):
-        yield _percent(
-            "best by validation", "best_by_validation",
-            "test accuracy at the round of the highest mean validation accuracy, the earliest on ties",
-        )  # fmt: skip
-    yield _percent("last 10", "last_ten", "mean over the last ten evaluations, the one before training left out")
-    others = dict.fromkeys(key for row in rows for key in row if key.startswith("series."))
-    for key in others:
-        name = key.removeprefix("series.")
-        yield _percent(plain(name), key, f"test accuracy of the series {plain(name)} at the last evaluated round")
-    if any(row["reference"] for row in rows):
-        yield Column("paper", "%", _paper)
-        yield Column(
-            "difference", "points", _difference,
-            note="last round minus the paper's number, in percentage points",
-        )  # fmt: skip
-    if any(row["status"] for row in rows):
-        yield Column("status", "", lambda r: str(r["status"] or ""), align="left", note="runs that are not finished")
-    costs: tuple[tuple[str, str, Callable[[float | None], str], str], ...] = (
-        ("bytes up", "bytes_up", _bytes, "encoded messages from the clients, lost ones included; units of 1000"),
-        ("bytes down", "bytes_down", _bytes, "encoded messages to the clients"),
-        ("parameters up", "parameters_up", si, "floating-point elements in those messages"),
-        ("parameters down", "parameters_down", si, ""),
-        ("steps", "steps", si, "optimiser steps of all clients"),
-        ("FLOPs", "flops", si, "floating-point operations of training, forward and backward, of all clients"),
-        ("train", "seconds_train", seconds, "wall-clock time on the machine that ran it, by kind"),
-        ("server", "seconds_server", seconds, ""),
-        ("evaluate", "seconds_evaluate", seconds, ""),
-    )
-    for title, key, show, note in costs:
-        yield _number(title, key, show, "Cost of one run", note)
-    if any(row["target"] is not None for row in rows):
-        yield Column("rounds", "", _rounds, "To target")
-        yield _number("bytes", "target_bytes", _bytes, "To target", "")
-        yield _number("parameters", "target_parameters", si, "To target", "")
-        yield _number("FLOPs", "target_flops", si, "To target", "")
-        yield _number("steps", "target_steps", si, "To target", "")
-        yield _number("train + server", "target_seconds", seconds, "To target", "")
+def _fitting(table: Comparison, columns: Sequence[Column], label: int) -> list[list[Column]]:
+    """Columns of a block shared out over tables that fit into the terminal, in order."""
+    found: list[list[Column]] = []
+    left = 0
+    for column in columns:
+        lines = [*_stacked(column).splitlines(), *(column.text(row) for row in table.rows)]
+        # a status may take several lines
+        width = 3 + (12 if column.title == "status" else max(map(len, lines)))
+        if not found or width > left:
+            found.append([])
+            left = TERMINAL - 2 - max(label, 10)
+        found[-1].append(column)
+        left -= width
+    return found
 
 
-def _percent(title: str, key: str, note: str) -> Column:
-    return Column(title, "%", lambda r: percent(_float(r, key)), note=note)
-
-
-def _number(title: str, key: str, show: Callable[[float | None], str], block: Block, note: str) -> Column:
-    return Column(title, "", lambda r: show(_float(r, key)), block, note=note)
-
-
-def _bytes(value: float | None) -> str:
-    return si(value, "B")
-
-
-def _paper(row: Row) -> str:
-    if row["reference"] is None or row["reference_percent"] is None:
-        return "not converged" if row["reference_not_converged"] else NONE
-    return f"{_float(row, 'reference_percent'):.2f}"
-
-
-def _difference(row: Row) -> str:
-    value = _float(row, "difference_points")
-    return NONE if value is None else f"{value:+.2f}".replace("-", "−")
-
-
-def _rounds(row: Row) -> str:
-    reached, n = row["target_reached_seeds"], row["seeds"]
-    if row["target"] is None or not n:
-        return NONE
-    if not reached:
-        return "not reached"
-    return number(_float(row, "target_round")) if reached == n else f"{reached} of {n} seeds"
-
-
-def _any(rows: Sequence[Row], key: str) -> bool:
-    return any(row.get(key) is not None for row in rows)
-
-
-def _float(row: Row, key: str) -> float | None:
-    value = row.get(key)
-    return float(value) if isinstance(value, (int, float)) else None
+def _stacked(column: Column) -> str:
+    return column.heading.replace(" / ", "\n/ ").replace(" ", "\n", 1)
 
 
 def _exact(value: object) -> str:

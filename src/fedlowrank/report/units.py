@@ -28,6 +28,16 @@ def si(value: float | None, unit: str = "", digits: int = 3) -> str:
     return f"{whole} {unit}".rstrip()
 
 
+def si_pair(value: float | None, plus_minus: float | None, unit: str = "", digits: int = 4) -> str:
+    """A quantity and its spread with one decimal prefix, such as ``6.690 ± 0.560 M``; a spread of 0 is left out."""
+    whole = si(value, unit, digits)
+    if not plus_minus or not math.isfinite(plus_minus) or whole == NONE:
+        return whole
+    figure, _, suffix = whole.partition(" ")
+    size = next((size for size, prefix in _PREFIXES if suffix == f"{prefix}{unit}"), 1.0)
+    return f"{figure} ± {plus_minus / size:.{len(figure.partition('.')[2])}f} {suffix}".rstrip()
+
+
 def tick(value: float, unit: str) -> str:
     """A round quantity with a decimal prefix and no more digits than it needs, for an axis."""
     for size, prefix in _PREFIXES:

@@ -33,6 +33,9 @@ def what_was_run(groups: Sequence[Group]) -> str:
         said.append(f"Partition: {_described(partition, ('kind', 'name'))}.")
     if split:
         said.append(f"Split: {_described(split, ('kind', 'name'))}.")
+    changed = part(run.config, "augment")
+    if changed:
+        said.append(f"Training images are changed at random: {_described(changed, ())}.")
     models = ", ".join(f"{name} × {n}" if n > 1 else name for name, n in architectures.items())
     said.append(f"Models: {models or 'not named'}.")
     share = rounds.get("participation")

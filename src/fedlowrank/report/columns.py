@@ -1,0 +1,210 @@
+"""Columns of the comparison table: which there are for given rows, and what stands in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from .rows import Row
+from .units import NONE, number, percent, percent_pair, plain, seconds, si, si_pair
+
+Block = Literal["Accuracy", "Size of a client's model", "Cost of one run", "To target"]
+BLOCKS: tuple[Block, ...] = ("Accuracy", "Size of a client's model", "Cost of one run", "To target")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+        title: heading.
+        unit: unit of the numbers, empty if each carries its own.
+        text: the cell of a row, as shown.
+        block: the table it stands in.
+        align: side that the cells are flush with.
+        note: what the heading means, in one line; empty if it speaks for itself.
+        wide: left out in a terminal.
+    """
+
+    title: str
+    unit: str
+    text: Callable[[Row], str]
+    block: Block = "Accuracy"
+    align: Literal["left", "right"] = "right"
+    note: str = ""
+    wide: bool = False
+
+    @property
+    def heading(self) -> str:
+        """Title with unit."""
+        return f"{self.title} / {self.unit}" if self.unit else self.title
+
+
+def columns_of(rows: Sequence[Row], sized: bool) -> Iterable[Column]:
+    """The columns that these rows have something to say in.
+
+    Args:
+        rows: the rows.
+        sized: whether model sizes are more than those of the architectures (:func:`fedlowrank.report.sizes.sizes_differ`).
+    """
+    yield from _accuracies(rows)
+    yield from _model_sizes(rows, sized)
+    yield from _costs(rows)
+    if any(row["target"] is not None for row in rows):
+        yield Column("rounds", "", _rounds, "To target")
+        yield _number("bytes", "target_bytes", _bytes, "To target", "")
+        yield _number("parameters", "target_parameters", si, "To target", "")
+        yield _number("FLOPs", "target_flops", si, "To target", "")
+        yield _number("steps", "target_steps", si, "To target", "")
+        yield _number("train + server", "target_seconds", seconds, "To target", "")
+
+
+def _accuracies(rows: Sequence[Row]) -> Iterable[Column]:
+    yield Column(
+        "last round", "%", lambda r: percent_pair(_float(r, "accuracy_last"), _float(r, "std_clients")),
+        note="mean ± standard deviation over clients of test accuracy, each client counting once, at the last "
+        "evaluated round; over several seeds, the means of both",
+    )  # fmt: skip
+    if any((_float(row, "seeds") or 0) > 1 for row in rows):
+        yield Column("n", "", lambda r: str(r["seeds"]), note="seeds that were evaluated")
+        yield Column(
+            "over seeds", "%", lambda r: percent_pair(_float(r, "accuracy_last"), _float(r, "ci95_seeds")),
+            note="mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of freedom",
+        )  # fmt: skip
+    if any(row["accuracy_last_weighted"] != row["accuracy_last"] for row in rows):
+        yield _percent(
+            "by examples", "accuracy_last_weighted", "mean at the last round, clients weighted by test examples",
+            wide=True,
+        )  # fmt: skip
+    yield _percent("worst 10 %", "worst_tenth", "mean of the lowest tenth of clients, rounded up, at the last round")
+    if _any(rows, "best_by_validation"):
+        yield _percent(
+            "best by validation", "best_by_validation",
+            "test accuracy at the round of the highest mean validation accuracy, the earliest on ties",
+        )  # fmt: skip
+    yield _percent("last 10", "last_ten", "mean over the last ten evaluations, the one before training left out")
+    for end in _ends(rows, "series"):
+        name = plain(end[1:])
+        yield _percent(name, f"series{end}", f"test accuracy of the series {name} at the last evaluated round")
+    for end in ("", *_ends(rows, "reference_percent")):
+        if _any(rows, f"reference_percent{end}") or any(row.get(f"reference_not_converged{end}") for row in rows):
+            name = plain(end[1:])
+            yield Column(f"paper {name}".rstrip(), "%", partial(_paper, end=end))
+            yield Column(
+                f"difference {name}".rstrip(), "points", partial(_difference, end=end),
+                note=f"{name or 'last round'} minus the paper's number, in percentage points",
+            )  # fmt: skip
+    if any(row["status"] for row in rows):
+        yield Column("status", "", lambda r: str(r["status"] or ""), align="left", note="runs that are not finished")
+
+
+def _model_sizes(rows: Sequence[Row], sized: bool) -> Iterable[Column]:
+    """Sizes and the paper's, each where there is one; none where they are those of the architectures and no more."""
+    ends = ["", *dict.fromkeys([*_ends(rows, "parameters_model"), *_ends(rows, "reference_parameters_m")])]
+    if not sized and not any(_any(rows, f"reference_parameters_m{end}") for end in ends):
+        return
+    for end in ends:
+        name = plain(end[1:])
+        if _any(rows, f"parameters_model{end}"):
+            yield Column(
+                f"parameters {name}".rstrip(), "", partial(_model_size, end=end), "Size of a client's model",
+                note="" if name else "numbers that the model takes at the last evaluated round, mean ± standard deviation "
+                "over clients, alone where that is 0: the factors of low-rank weights, of sparse ones the entries other "
+                "than zero, of any other all entries; over several seeds, the means of both",
+            )  # fmt: skip
+        if _any(rows, f"reference_parameters_m{end}"):
+            yield Column(f"paper {name}".rstrip(), "", partial(_paper_size, end=end), "Size of a client's model")
+
+
+def _costs(rows: Sequence[Row]) -> Iterable[Column]:
+    block: Block = "Cost of one run"
+    compared = _any(rows, "reference_communication_gb")
+    yield _number(
+        "bytes up", "bytes_up", _bytes, block, "encoded messages from the clients, lost ones included; units of 1000"
+    )
+    yield _number("bytes down", "bytes_down", _bytes, block, "encoded messages to the clients")
+    yield _number("parameters up", "parameters_up", si, block, "floating-point elements in those messages", wide=True)
+    yield _number("parameters down", "parameters_down", si, block, "", wide=True)
+    yield _number(
+        "as float32", "communication_float32", _float32, block,
+        "four bytes for each floating-point element, both ways: how papers count communication", wide=not compared,
+    )  # fmt: skip
+    if compared:
+        yield Column("paper", "", _paper_communication, block)
+    yield _number("steps", "steps", si, block, "optimiser steps of all clients")
+    yield _number(
+        "FLOPs", "flops", si, block, "floating-point operations of training, forward and backward, of all clients"
+    )
+    yield _number("train", "seconds_train", seconds, block, "wall-clock time on the machine that ran it, by kind")
+    yield _number("server", "seconds_server", seconds, block, "")
+    yield _number("evaluate", "seconds_evaluate", seconds, block, "")
+
+
+def _percent(title: str, key: str, note: str, wide: bool = False) -> Column:
+    return Column(title, "%", lambda r: percent(_float(r, key)), note=note, wide=wide)
+
+
+def _number(
+    title: str, key: str, show: Callable[[float | None], str], block: Block, note: str, wide: bool = False
+) -> Column:
+    return Column(title, "", lambda r: show(_float(r, key)), block, note=note, wide=wide)
+
+
+def _ends(rows: Sequence[Row], key: str) -> list[str]:
+    """What follows ``key`` in the names of the values of further series, such as ``.global``."""
+    return list(dict.fromkeys(name.removeprefix(key) for row in rows for name in row if name.startswith(f"{key}.")))
+
+
+def _bytes(value: float | None) -> str:
+    return si(value, "B")
+
+
+def _float32(value: float | None) -> str:
+    # as many digits as papers print
+    return si(value, "B", 5)
+
+
+def _paper(row: Row, end: str = "") -> str:
+    value = _float(row, f"reference_percent{end}")
+    if value is None:
+        return "not converged" if row.get(f"reference_not_converged{end}") else NONE
+    return f"{value:.2f}"
+
+
+def _difference(row: Row, end: str = "") -> str:
+    value = _float(row, f"difference_points{end}")
+    return NONE if value is None else f"{value:+.2f}".replace("-", "−")
+
+
+def _model_size(row: Row, end: str) -> str:
+    return si_pair(_float(row, f"parameters_model{end}"), _float(row, f"parameters_model_std{end}"))
+
+
+def _paper_size(row: Row, end: str) -> str:
+    value = _float(row, f"reference_parameters_m{end}")
+    return NONE if value is None else si(1e6 * value, digits=4)
+
+
+def _paper_communication(row: Row) -> str:
+    value = _float(row, "reference_communication_gb")
+    return NONE if value is None else _float32(1e9 * value)
+
+
+def _rounds(row: Row) -> str:
+    reached, n = row["target_reached_seeds"], row["seeds"]
+    if row["target"] is None or not n:
+        return NONE
+    if not reached:
+        return "not reached"
+    return number(_float(row, "target_round")) if reached == n else f"{reached} of {n} seeds"
+
+
+def _any(rows: Sequence[Row], key: str) -> bool:
+    return any(row.get(key) is not None for row in rows)
+
+
+def _float(row: Row, key: str) -> float | None:
+    value = row.get(key)
+    return float(value) if isinstance(value, (int, float)) else None

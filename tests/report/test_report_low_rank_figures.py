@@ -1,0 +1,471 @@
+"""Figures of ranks, downlink, relative accuracy and model size, and of further series: what is drawn."""
+
+import math
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from report_runs import members, rounds_of
+from scipy import stats
+
+from fedlowrank.report import figures, low_rank_figures, write_report
+from fedlowrank.report.gallery import gallery, save_figures
+from fedlowrank.report.groups import aggregate
+from fedlowrank.report.style import DASHES, colour, styles, to_svg
+
+NEW = (
+    low_rank_figures.rank_over_rounds,
+    low_rank_figures.downlink_over_rounds,
+    low_rank_figures.relative_accuracy,
+    low_rank_figures.accuracy_over_size,
+)
+
+
+def both(runs):
+    groups = aggregate(runs)
+    return groups, styles([group.short for group in groups])
+
+
+def legend_of(picture):
+    return [text.get_text() for text in picture.figure.legends[0].get_texts()]
+
+
+def two_series(mixed, gkr, sizes=(60, 50), ranks=()):
+    """Rows of rounds with two series of given means, sizes and ranks."""
+    rows = rounds_of([[value] * 2 for value in mixed])
+    for i, row in enumerate(rows):
+        row["accuracy"] = {"mixed": {"test": [mixed[i]] * 2}, "gkr": {"test": [gkr[i] - 0.1, gkr[i] + 0.1]}}
+        row["parameters"] = {"mixed": [sizes[0] - 10, sizes[0] + 10], "gkr": [sizes[1]] * 2}
+        row["ranks"] = dict(ranks[i]) if i < len(ranks) else {}
+    return rows
+
+
+def ranked(*ranks):
+    return two_series([0.5] * len(ranks), [0.4] * len(ranks), ranks=ranks)
+
+
+class TestFurtherSeries:
+    def test_thin_line_in_the_methods_colour_with_another_dash(self, make_run):
+        runs = [
+            make_run("b", rounds=rounds_of([[0.1], [0.7], [0.9]])),
+            *(
+                make_run("a", s, title="FedSLR", rounds=two_series([0.1, 0.5 + s / 10, 0.8], [0.1, 0.3, 0.2]))
+                for s in (0, 1)
+            ),
+        ]
+        picture = figures.accuracy_over_rounds(*both(runs))
+        other, main, further = picture.figure.axes[0].lines
+        assert legend_of(picture) == ["b", "FedSLR", "FedSLR: gkr"]
+        assert main.get_ydata().tolist() == pytest.approx([10, 55, 80])
+        assert further.get_ydata().tolist() == pytest.approx([10, 30, 20])
+        assert further.get_color() == main.get_color() != other.get_color()
+        assert further.get_linewidth() < main.get_linewidth()
+        assert further.get_linestyle() != main.get_linestyle() or further._dash_pattern != main._dash_pattern
+        assert len(picture.figure.axes[0].collections) == 1  # a band for the headline of two seeds alone
+        assert "for 2 methods" in picture.alt
+        assert "FedSLR: gkr 20.00 %" in picture.alt
+        assert "Thin lines" in picture.caption
+
+    def test_all_are_within_the_limits(self, make_run):
+        picture = figures.accuracy_over_rounds(*both([make_run("a", rounds=two_series([0.8, 0.9], [0.3, 0.2]))]))
+        low, high = picture.figure.axes[0].get_ylim()
+        assert low < 20 < 90 < high
+
+    def test_left_out_where_they_made_too_many_lines(self, make_run):
+        runs = [make_run(f"m{i}", rounds=two_series([0.1, 0.5], [0.1, 0.3])) for i in range(8)]
+        assert len(legend_of(figures.accuracy_over_rounds(*both(runs[:7])))) == 14
+        picture = figures.accuracy_over_rounds(*both(runs))
+        assert legend_of(picture) == [f"m{i}" for i in range(8)]
+        assert "Thin lines" not in picture.caption
+
+    def test_one_evaluation_is_a_point(self, make_run):
+        picture = figures.accuracy_over_rounds(*both([make_run("a", rounds=two_series([0.5], [0.3]))]))
+        assert all(line.get_marker() == "o" for line in picture.figure.axes[0].lines)
+
+    def test_dashes_of_one_colour_differ(self):
+        looks = list(styles([str(i) for i in range(16)]).values())
+        for look in looks[:8]:
+            dashes = [look.dash, looks[looks.index(look) + 8].dash, look.further(1).dash]
+            assert look.further(0) == look
+            assert len(set(dashes)) == 3
+            assert {look.further(i).dash for i in range(1, 4)} <= set(DASHES)
+
+
+class TestRanks:
+    def test_panel_by_hand(self, make_run):
+        ranks = [
+            ({"a.weight": 10, "b.weight": 8}, {"a.weight": 8 - s, "b.weight": 8}, {"a.weight": 4, "b.weight": 2})
+            for s in (0, 2)
+        ]
+        picture = low_rank_figures.rank_over_rounds(
+            *both([make_run("m", s, rounds=ranked(*r)) for s, r in enumerate(ranks)])
+        )
+        a, b = picture.figure.axes
+        assert a.lines[0].get_xdata().tolist() == [0, 1, 2]
+        assert a.lines[0].get_ydata().tolist() == pytest.approx([100, 70, 40])
+        assert b.lines[0].get_ydata().tolist() == pytest.approx([100, 100, 25])
+        assert a.get_title("left") == "a\n10 → 4"
+        assert b.get_title("left") == "b\n8 → 2"
+        band = a.collections[0].get_paths()[0].vertices
+        half = stats.t.ppf(0.975, 1) * 10  # 80 and 60 %: standard error 10
+        assert band[:, 1].max() == pytest.approx(70 + half)
+        assert band[:, 1].min() == pytest.approx(70 - half)
+        assert legend_of(picture) == ["m"]
+        assert "m: a 10 to 4, b 8 to 2" in picture.alt
+        assert "mean over up to 2 seeds" in picture.caption
+
+    def test_a_line_a_method_in_its_style(self, make_run):
+        runs = [
+            make_run("old"),
+            make_run("x", rounds=ranked({"a": 10, "b": 4}, {"a": 5, "b": 3})),
+            make_run("y", rounds=ranked({"a": 10}, {"a": 9})),
+        ]
+        groups, looks = both(runs)
+        a, b = low_rank_figures.rank_over_rounds(groups, looks).figure.axes
+        assert [line.get_color() for line in a.lines] == [looks["x"].colour, looks["y"].colour]
+        assert [line.get_ydata()[-1] for line in a.lines] == [50, 90]
+        assert a.get_title("left") == "a\n10 → 5, 9"
+        assert len(b.lines) == 1
+        picture = low_rank_figures.rank_over_rounds(groups, looks)
+        assert legend_of(picture) == ["x", "y"]
+        assert "in the order of the legend" in picture.caption
+
+    def test_resnet18_has_a_panel_a_layer_and_a_deeper_model_some(self, make_run):
+        def drawn(count):
+            ranks = [{f"layer{i}.weight": 100 - t for i in range(count)} for t in (0, 1)]
+            picture = low_rank_figures.rank_over_rounds(*both([make_run(f"m{count}", rounds=ranked(*ranks))]))
+            return [
+                axes.get_title("left").split("\n")[0] for axes in picture.figure.axes if axes.get_visible()
+            ], picture
+
+        names, picture = drawn(21)
+        assert names == [f"layer{i}" for i in range(21)]
+        assert "are drawn" not in picture.caption
+        names, picture = drawn(60)
+        assert len(names) == low_rank_figures.PANELS
+        assert (names[0], names[-1]) == ("layer0", "layer59")
+        assert "24 of 60 weights are drawn" in picture.caption
+        names, picture = drawn(4)
+        lowest = [axes for axes in picture.figure.axes if axes.get_visible() and axes.get_xlabel()]
+        assert [axes.get_title("left")[:6] for axes in lowest] == ["layer1"]  # the panel below it is empty
+
+    def test_long_runs_are_thinned_out_but_keep_their_ends(self, make_run):
+        run = make_run("m", rounds=ranked(*({"a": 1000 - t} for t in range(301))))
+        line = low_rank_figures.rank_over_rounds(*both([run])).figure.axes[0].lines[0]
+        assert len(line.get_xdata()) == low_rank_figures.POINTS
+        assert (line.get_xdata()[0], line.get_xdata()[-1]) == (0, 300)
+        assert line.get_ydata()[-1] == pytest.approx(70)
+
+    def test_a_rank_may_rise(self, make_run):
+        (axes,) = low_rank_figures.rank_over_rounds(
+            *both([make_run("m", rounds=ranked({"a": 4}, {"a": 6}, {"a": 10}))])
+        ).figure.axes
+        assert axes.lines[0].get_ydata().tolist() == [100, 150, 250]
+        assert axes.get_ylim()[1] > 250
+
+    def test_last_ranks_of_many_methods_become_a_range(self, make_run):
+        runs = [make_run(f"m{i}", rounds=ranked({"a": 1536}, {"a": 1000 + i})) for i in range(5)]
+        (axes,) = low_rank_figures.rank_over_rounds(*both(runs)).figure.axes
+        assert axes.get_title("left") == "a\n1536 → 1000–1004"
+
+
+def sending(*each, participants=2):
+    rows = rounds_of([[0.5] * 4 for _ in range(len(each) + 1)])
+    for row, size in zip(rows[1:], each, strict=True):
+        row["participants"] = list(range(participants))
+        row["bytes_down"] = participants * size
+    return rows
+
+
+class TestDownlink:
+    def test_bytes_a_participant_by_round(self, make_run):
+        runs = [make_run("a", s, rounds=sending(1000, 900 - 100 * s, 500)) for s in (0, 1)]
+        picture = low_rank_figures.downlink_over_rounds(*both([*runs, make_run("b", rounds=sending(1000, 1000, 1000))]))
+        a, b = picture.figure.axes[0].lines
+        assert a.get_xdata().tolist() == [1, 2, 3]
+        assert a.get_ydata().tolist() == [1000, 850, 500]
+        assert b.get_ydata().tolist() == [1000, 1000, 1000]
+        assert legend_of(picture) == ["a: 1.00 kB → 500 B", "b: 1.00 kB"]
+        assert "a 1.00 kB → 500 B, b 1.00 kB" in picture.alt
+        assert "mean over up to 2 seeds" in picture.caption
+
+    def test_none_without_news(self, make_run):
+        def drawn(*runs):
+            return low_rank_figures.downlink_over_rounds(*both(list(runs))) is not None
+
+        level = make_run("a", rounds=sending(1000, 1000))
+        assert not drawn(level, make_run("b", rounds=sending(400, 400)))
+        assert not drawn(make_run("a", rounds=sending(1000, 1004)))  # a digit more in a message
+        assert not drawn(make_run("a", rounds=sending(0, 0)))
+        assert drawn(level, make_run("b", rounds=sending(1000, 900)))
+        low = sending(1000, 1000)
+        for row in low:
+            row["ranks"] = {"a": 5}
+        assert drawn(level, make_run("b", rounds=low))
+        assert not drawn(make_run("b", rounds=low))
+        silent = [{**row, "bytes_down": 0} for row in low]
+        assert not drawn(make_run("a", rounds=sending(0, 0)), make_run("b", rounds=silent))
+
+    @pytest.mark.parametrize(("rounds", "each"), [(100, 3), (20, 2), (10, 1)])
+    def test_coinciding_lines_have_markers_of_their_own(self, make_run, rounds, each):
+        falling = make_run("z", rounds=sending(*range(1000 + rounds, 1000, -1)))
+        runs = [make_run(f"m{i}", rounds=sending(*[1000] * rounds)) for i in range(8)]
+        lines = low_rank_figures.downlink_over_rounds(*both([falling, *runs])).figure.axes[0].lines
+        places = [at for line in lines for at in line.get_markevery()]
+        assert len(places) == len(set(places)) == 9 * each
+        assert max(places) < rounds
+        assert len({line.get_marker() for line in lines}) == 9
+
+    def test_logarithmic_only_where_no_change_could_be_seen(self, make_run):
+        def drawn(largest, *more):
+            runs = [make_run("a", rounds=sending(0, 100, 40)), make_run("b", rounds=sending(*[largest] * 3)), *more]
+            return low_rank_figures.downlink_over_rounds(*both(runs))
+
+        silent = make_run("c", rounds=sending(0, 0, 0))
+        near, far = drawn(1999, silent), drawn(2000, silent)
+        assert (near.figure.axes[0].get_yscale(), far.figure.axes[0].get_yscale()) == ("linear", "log")
+        assert near.figure.axes[0].get_ylim()[0] < 0
+        assert [line.get_ydata().tolist() for line in near.figure.axes[0].lines][::2] == [[0, 100, 40], [0, 0, 0]]
+        a, b = far.figure.axes[0].lines
+        np.testing.assert_equal(a.get_ydata(), [math.nan, 100, 40])
+        assert b.get_ydata().tolist() == [2000] * 3
+        assert "Sends nothing: c." in far.caption
+        assert "c 0 B" in far.alt
+        assert "Sends nothing" not in near.caption
+
+    def test_one_round_of_training(self, make_run):
+        picture = low_rank_figures.downlink_over_rounds(
+            *both(
+                [make_run("a", rounds=sending(5)), make_run("b", rounds=[{**r, "ranks": {"a": 1}} for r in sending(5)])]
+            )
+        )
+        assert [line.get_ydata().tolist() for line in picture.figure.axes[0].lines] == [[5], [5]]
+
+
+def clients_of(*values, series="personal", ids=20):
+    """One evaluated round with the given accuracies, the last one repeated to 20 clients."""
+    every = [*values, *[values[-1]] * (ids - len(values))]
+    rows = rounds_of([every])
+    rows[0]["accuracy"] = {series: {"test": every}}
+    return rows
+
+
+def medians(picture):
+    """Where the thick lines are, by row."""
+    found = {}
+    for one in picture.figure.axes[0].collections:
+        widths = one.get_linewidth()
+        if len(one.get_paths()) == 1 and float(np.atleast_1d(widths)[0]) > 2:
+            (x, y), (_, z) = one.get_paths()[0].vertices
+            found[round((y + z) / 2)] = float(x)
+    return found
+
+
+class TestRelative:
+    def test_each_client_against_itself_in_the_same_seed(self, make_run):
+        base = [0.5, 0.7, *[0.6] * 18]
+        runs = []
+        for s in (0, 1):
+            runs.append(make_run("standalone", s, rounds=clients_of(*base)))
+            runs.append(make_run("fedavg", s, rounds=clients_of(*[v + s / 10 for v in base])))
+            runs.append(make_run("slr", s, rounds=clients_of(*[v + 0.2 + 0.01 * i for i, v in enumerate(base)])))
+        groups, looks = both(runs)
+        picture = low_rank_figures.relative_accuracy(groups, looks)
+        assert [tick.get_text() for tick in picture.figure.axes[0].get_yticklabels()] == ["standalone", "slr"]
+        expected = np.array([20 + i - 10 * s for s in (0, 1) for i in range(20)])
+        assert medians(picture) == {0: pytest.approx(-5), 1: pytest.approx(np.median(expected))}
+        shape = picture.figure.axes[0].collections
+        ends = [one.get_paths()[0].vertices[:, 0] for one in shape if len(one.get_paths()[0].vertices) > 50]
+        assert (ends[1].min(), ends[1].max()) == (pytest.approx(expected.min()), pytest.approx(expected.max()))
+        assert picture.title == "Accuracy relative to fedavg"
+        assert "standalone −5.0, slr +24.5" in picture.alt
+        assert "minus that of the same client under fedavg with the same seed, in percentage points" in picture.caption
+        assert "of all 2 seeds are pooled" in picture.caption
+
+    def test_quartiles(self, make_run):
+        runs = [
+            make_run("fedavg", rounds=clients_of(0.5)),
+            make_run("b", rounds=clients_of(*np.linspace(0, 1, 21).tolist()[:20])),
+        ]
+        picture = low_rank_figures.relative_accuracy(*both(runs))
+        thin = [one for one in picture.figure.axes[0].collections if len(one.get_paths()) == 2]
+        assert [path.vertices[0, 0] for path in thin[0].get_paths()] == pytest.approx(
+            np.quantile(100 * np.linspace(0, 1, 21)[:20] - 50, [0.25, 0.75]).tolist()
+        )
+
+    @pytest.mark.parametrize(
+        ("names", "reference"),
+        [(("b", "fedavg", "standalone"), "fedavg"), (("b", "standalone"), "standalone"), (("b", "c"), "b")],
+    )
+    def test_reference(self, make_run, names, reference):
+        runs = [make_run(name, title=f"T {name}", rounds=clients_of(0.1 * (i + 1))) for i, name in enumerate(names)]
+        assert low_rank_figures.relative_accuracy(*both(runs)).title == f"Accuracy relative to T {reference}"
+
+    def test_reference_of_each_experiment_setting_is_its_own(self, make_run):
+        runs = [
+            make_run(m, rounds=clients_of(value + k / 10), vary={"data.k": k})
+            for m, value in (("fedavg", 0.1), ("b", 0.4))
+            for k in (1, 2)
+        ]
+        groups, looks = both(runs)
+        drawn = [picture for _, some in gallery(groups, looks) for picture in some if "relative" in picture.title]
+        assert [medians(picture) for picture in drawn] == [{0: pytest.approx(30)}] * 2
+
+    def test_further_series_have_violins(self, make_run):
+        rows = clients_of(0.8, series="mixed")
+        rows[0]["accuracy"]["gkr"] = {"test": [0.6] * 20}
+        picture = low_rank_figures.relative_accuracy(
+            *both([make_run("fedavg", rounds=clients_of(0.5)), make_run("s", rounds=rows)])
+        )
+        assert [tick.get_text() for tick in picture.figure.axes[0].get_yticklabels()] == ["s", "s: gkr"]
+        assert medians(picture) == {0: pytest.approx(30), 1: pytest.approx(10)}
+
+    def test_clients_without_a_number_on_either_side_are_left_out(self, make_run):
+        one = clients_of(None, 0.5, math.nan, 0.5)
+        other = clients_of(0.9, None, 0.9, 0.7)
+        picture = low_rank_figures.relative_accuracy(
+            *both([make_run("fedavg", rounds=one), make_run("b", rounds=other)])
+        )
+        assert medians(picture) == {0: pytest.approx(20)}
+        assert "b +20.0" in picture.alt
+
+    def test_last_round_with_a_number_counts(self, make_run):
+        rows = rounds_of([[0.1] * 20, [0.4] * 20, [math.nan] * 20])
+        picture = low_rank_figures.relative_accuracy(
+            *both([make_run("fedavg", rounds=clients_of(0.1)), make_run("b", rounds=rows)])
+        )
+        assert medians(picture) == {0: pytest.approx(30)}
+
+    def test_none_without_anything_to_compare(self, make_run):
+        def drawn(*runs):
+            return low_rank_figures.relative_accuracy(*both(list(runs))) is not None
+
+        a, b = make_run("a", rounds=clients_of(0.5)), make_run("b", rounds=clients_of(0.6))
+        assert drawn(a, b)
+        assert not drawn(a)
+        assert not drawn(a, make_run("b", 1, rounds=clients_of(0.6)))  # another seed, other clients
+        assert not drawn(*(make_run(m, rounds=clients_of(0.5, ids=19)) for m in "ab"))
+        assert not drawn(a, make_run("b", rounds=clients_of(None)))
+        half = [[0.5] * 10 + [None] * 10, [None] * 10 + [0.5] * 10]
+        assert not drawn(*(make_run(m, rounds=clients_of(*values)) for m, values in zip("ab", half, strict=True)))
+        assert not drawn(make_run("a"), make_run("b"))  # ten clients
+
+
+class TestSize:
+    def test_marker_for_every_series(self, make_run):
+        runs = [
+            make_run(
+                "fedavg",
+                title="FedAvg",
+                rounds=[{**row, "parameters": {"personal": [90, 110]}} for row in rounds_of([[0.4, 0.6]])],
+            ),
+            *(
+                make_run(
+                    "fedslr", s, title="FedSLR", rounds=two_series([0.1, 0.8], [0.1, 0.6], sizes=(60 + 10 * s, 50))
+                )
+                for s in (0, 1)
+            ),
+        ]
+        groups, looks = both(runs)
+        picture = low_rank_figures.accuracy_over_size(groups, looks)
+        points = [(line.get_xdata()[0], line.get_ydata()[0]) for line in picture.figure.axes[0].lines]
+        assert points == [(100, pytest.approx(50)), (65, pytest.approx(80)), (50, pytest.approx(60))]
+        assert legend_of(picture) == ["FedAvg (100)", "FedSLR mixed (65)", "FedSLR gkr (50)"]
+        faces = [line.get_markerfacecolor() for line in picture.figure.axes[0].lines]
+        assert faces[2] == "none" != faces[1]
+        edges = [to_hex(line.get_markeredgecolor()) for line in picture.figure.axes[0].lines]
+        assert edges == [colour(0), colour(1), colour(1)]
+        assert "FedSLR mixed 65, 80.00 %; FedSLR gkr 50, 60.00 %" in picture.alt
+        assert "clients and seeds" in picture.caption
+
+    def test_logarithmic_where_sizes_are_far_apart(self, make_run):
+        near = low_rank_figures.accuracy_over_size(*both([make_run("a", rounds=two_series([0.5], [0.4], (600, 50)))]))
+        far = low_rank_figures.accuracy_over_size(*both([make_run("a", rounds=two_series([0.5], [0.4], (6000, 50)))]))
+        assert near.figure.axes[0].get_xscale() == "linear"
+        assert near.figure.axes[0].get_xlim()[0] >= 0
+        assert far.figure.axes[0].get_xscale() == "log"
+
+    def test_none_where_sizes_do_not_differ(self, make_run):
+        assert (
+            low_rank_figures.accuracy_over_size(*both([make_run("a", rounds=two_series([0.5], [0.4], (50, 50)))]))
+            is None
+        )
+        mixed = [make_run("a", rounds=two_series([0.5], [math.nan], (60, 50))), make_run("old")]
+        assert low_rank_figures.accuracy_over_size(*both(mixed)) is None
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [{"round": 0, "accuracy": None}],
+        [{"round": 0, "accuracy": None, "parameters": None, "ranks": {"a": 3}}],
+        [{"round": 0, "accuracy": {}, "parameters": {}, "ranks": {}}],
+        [
+            {
+                "round": 1,
+                "participants": [0],
+                "accuracy": {"g": {"test": [math.nan]}},
+                "parameters": {"g": [5]},
+                "ranks": {"a": 0},
+            }
+        ],
+        ranked({"a": 3}),
+        rounds_of([[0.5]]),
+    ],
+)
+def test_odd_records_draw_nothing_and_make_a_page(make_run, tmp_path, rows):
+    runs = [make_run("a", rounds=rows), make_run("b", clients=members(3))]
+    for draw in NEW:
+        if rows and rows[0].get("parameters") and draw is low_rank_figures.accuracy_over_size:
+            continue
+        assert draw(*both(runs[:1])) is None
+    write_report(runs, tmp_path / "r.html")
+
+
+def test_old_runs_have_the_figures_that_they_had(make_run):
+    runs = [make_run(m, s) for m in "ab" for s in (0, 1)]
+    ((_, drawn),) = gallery(*both(runs))
+    assert [picture.title for picture in drawn] == [
+        "Accuracy over rounds", "Accuracy over communication", "Spread over clients",
+        "Accuracy, computation and communication", "Classes at each client",
+    ]  # fmt: skip
+
+
+def rich(make_run):
+    """Runs that have something for every figure."""
+    runs = []
+    for seed in (0, 1):
+        for method, top in (("fedavg", 0.5), ("slr", 0.8)):
+            rows = rounds_of([[t / 10 + top / 2 + i / 100 for i in range(20)] for t in range(3)])
+            for t, row in enumerate(rows):
+                values = row["accuracy"]["personal"]
+                row["parameters"] = {"personal": [1000] * 20}
+                if method == "slr":
+                    row["accuracy"] = {"mixed": values, "gkr": values}
+                    row["parameters"] = {"mixed": [900 - 50 * t] * 20, "gkr": [800 - 60 * t] * 20}
+                    row["ranks"] = {"stem.weight": 9 - t, "head.weight": 10 - t}
+                    row["bytes_down"] -= 100 * t
+            runs.append(make_run(method, seed, rounds=rows))
+    return runs
+
+
+def test_order_in_the_gallery_and_sound_svg(make_run):
+    ((_, drawn),) = gallery(*both(rich(make_run)))
+    assert [picture.title for picture in drawn] == [
+        "Accuracy over rounds", "Accuracy over communication", "Spread over clients", "Accuracy relative to fedavg",
+        "Accuracy, computation and communication", "Accuracy and model size", "Downlink over rounds",
+        "Rank of each layer over rounds", "Classes at each client",
+    ]  # fmt: skip
+    for picture in drawn:
+        ET.fromstring(to_svg(picture.figure, "x"))
+        assert picture.alt
+        assert picture.caption.endswith(".")
+
+
+def test_new_figures_as_files_are_repeatable(make_run, tmp_path):
+    runs = rich(make_run)
+    first, again = (save_figures(runs, tmp_path / name, ["svg"]) for name in ("one", "two"))
+    assert {"rank-of-each-layer-over-rounds", "accuracy-relative-to-fedavg"} <= {path.stem for path in first}
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]

@@ -1,0 +1,281 @@
+"""Model sizes, ranks, the downlink and the paper's numbers: computed from records and written into tables."""
+
+import csv
+import io
+import json
+import math
+
+import pytest
+from report_runs import rounds_of
+from rich.console import Console
+from scipy import stats
+
+from fedlowrank.report import comparison, render_terminal
+from fedlowrank.report.groups import aggregate, shown_series
+from fedlowrank.report.sizes import downlink, last_ranks, model_size, ranks, sizes_differ
+from fedlowrank.report.summary import summarise
+from fedlowrank.report.tables import to_csv, to_html, to_markdown
+from fedlowrank.report.units import NONE, si_pair
+
+FULL = 11_173_952
+"""Numbers of the paper's ResNet18."""
+
+SAME = {"rounds": 3}
+"""Rounds in the configuration of runs that shall count as seeds of one setting, though one has fewer."""
+
+
+def sized(sizes, ranks=(), accuracy=0.5, clients=2, further=()):
+    """Rows of rounds with ``sizes[series][round]``, either one number for all clients or one for each."""
+    count = max(len(one) for one in sizes.values())
+    rows = rounds_of([[accuracy] * clients for _ in range(count)])
+    for i, row in enumerate(rows):
+        splits = row["accuracy"]["personal"]
+        row["accuracy"] = dict.fromkeys([*sizes, *further], splits)
+        row["parameters"] = {
+            name: list(one[i]) if isinstance(one[i], list) else [one[i]] * clients for name, one in sizes.items()
+        }
+        row["ranks"] = dict(ranks[i]) if i < len(ranks) else {}
+    return rows
+
+
+def slr(mixed=(100, 80, 60), gkr=(100, 70, 50), **changes):
+    return sized({"mixed": list(mixed), "gkr": list(gkr)}, **changes)
+
+
+def text_of(table, width=80):
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(render_terminal(table))
+    return console.file.getvalue()
+
+
+def column(table, block, title):
+    (found,) = [one for one in table.block(block) if one.title == title]
+    return [found.text(row) for row in table.rows]
+
+
+def titles(table, block="Size of a client's model"):
+    return [one.title for one in table.block(block)]
+
+
+def test_size_is_over_clients_at_the_last_evaluated_round(make_run):
+    one = summarise(make_run(rounds=sized({"mixed": [[9, 9, 9], [10, 20, 60]]}, clients=3)))
+    got = model_size(one, "mixed")
+    assert got.mean == 30
+    assert got.std == pytest.approx(math.sqrt((20**2 + 10**2 + 30**2) / 3))
+    assert model_size(one, "gkr") is None
+
+
+def test_size_is_that_of_the_model_whose_accuracy_counts(make_run):
+    rows = sized({"mixed": [100, 80, 60]})
+    rows[2]["accuracy"] = {"mixed": {"test": [math.nan, None]}}
+    assert model_size(summarise(make_run(rounds=rows)), "mixed").mean == 80
+    for row in rows:
+        row["accuracy"] = {"mixed": {"test": [None, None]}}
+    assert model_size(summarise(make_run(rounds=rows)), "mixed").mean == 60
+
+
+def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):
+    def differ(*runs):
+        return sizes_differ(aggregate(list(runs)))
+
+    dense = make_run("a", rounds=sized({"personal": [[7, 9], [7, 9]]}))
+    assert not differ(dense, make_run("b", rounds=sized({"personal": [[7, 9], [7, 9]], "global": [[7, 9], [7, 9]]})))
+    assert not differ(make_run("old"))
+    assert not differ(make_run("a", rounds=sized({"personal": [[7, 9]]})), make_run("old"))
+    assert differ(dense, make_run("b", rounds=sized({"personal": [[7, 8], [7, 8]]})))
+    assert differ(make_run("a", rounds=sized({"personal": [[7, 9], [7, 8]]})))
+    assert differ(make_run("a", rounds=sized({"personal": [[7, 9]], "global": [[7, 8]]})))
+    wider = [make_run("a", rounds=sized({"personal": [k]}), vary={"model.width": k}) for k in (1, 2)]
+    assert not differ(*wider)
+
+
+def test_ranks_by_hand(make_run):
+    first = slr(ranks=[{"a.weight": 10, "b.weight": 4}, {"a.weight": 8, "b.weight": 4}, {"a.weight": 5, "b.weight": 2}])
+    other = slr(ranks=[{"a.weight": 10, "b.weight": 4}, {"a.weight": 6, "b.weight": 4}])
+    (group,) = aggregate([make_run("a", s, rounds=rows, run=SAME) for s, rows in enumerate((first, other[:2]))])
+    got = ranks(group)
+    assert list(got) == ["a.weight", "b.weight"]
+    a = got["a.weight"]
+    assert a.percent.rounds.tolist() == [0, 1]  # those that both seeds have
+    assert a.percent.mean.tolist() == pytest.approx([100, 70])
+    assert a.percent.ci[1] == pytest.approx(stats.t.ppf(0.975, 1) * 10)  # 80 and 60: standard error 10
+    assert (a.first, a.last) == (10, 7)
+    assert last_ranks(group) == {"a.weight": 5.5, "b.weight": 3.0}
+    (single,) = aggregate([make_run("a", 0, rounds=first)])
+    assert ranks(single)["b.weight"].percent.ci is None
+    assert ranks(single)["b.weight"].percent.mean.tolist() == [100, 100, 50]
+
+
+def test_weights_without_a_course_are_left_out(make_run):
+    mine = slr(ranks=[{"a": 10, "b": 4, "zero": 0}, {"a": 8, "b": 4, "zero": 0}])
+    other = slr(ranks=[{"a": 10}, {"a": 8}])
+    (group,) = aggregate([make_run("a", s, rounds=rows) for s, rows in enumerate((mine, other, slr()))])
+    assert list(ranks(group)) == ["a"]
+    assert last_ranks(group) == {"a": 8.0, "b": 4.0, "zero": 0.0}
+    assert ranks(aggregate([make_run("a")])[0]) == {}
+    assert last_ranks(aggregate([make_run("a")])[0]) == {}
+
+
+def test_downlink_is_for_each_participant(make_run):
+    rows = rounds_of([[0.1] * 4, [0.2] * 4, [0.3] * 4, [0.4] * 4])
+    rows[2]["participants"], rows[3]["participants"] = [1], []
+    rows[1]["bytes_down"] = 800
+    other = rounds_of([[0.1] * 4, [0.2] * 4, [0.3] * 4])
+    (group,) = aggregate([make_run("a", s, rounds=some, run=SAME) for s, some in enumerate((rows, other))])
+    got = downlink(group)
+    assert got.rounds.tolist() == [1, 2]
+    assert got.mean.tolist() == [(800 / 4 + 1000 / 4) / 2, (1000 / 1 + 1000 / 4) / 2]
+    assert downlink(aggregate([make_run("b", rounds=rounds_of([[0.5]]))])[0]) is None
+
+
+def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_run):
+    groups = aggregate([make_run("a", rounds=slr(further=["x"])), make_run("b")])
+    shown = shown_series(groups)
+    assert [(one.label, one.place) for one in shown] == [("a", 0), ("a: gkr", 1), ("a: x", 2), ("b", 0)]
+    assert [one.label for one in shown_series(groups, 3)] == ["a", "b"]
+    rows = slr()
+    for row in rows:
+        row["accuracy"] = {"mixed": {"test": [None]}, "gkr": {"test": [0.5]}}
+    # a further series does not pass for the headline that has no number
+    assert [(one.label, one.place) for one in shown_series(aggregate([make_run("a", rounds=rows)]))] == [("a: gkr", 1)]
+
+
+def test_float32_counts_as_the_paper_does(make_run):
+    rows = rounds_of([[0.1], [0.5]])
+    rows[1]["parameters_down"] = rows[1]["parameters_up"] = FULL * 10 * 1000
+    reference = {"label": "Table 2", "accuracy": {}, "communication": {"fedavg": 893.92}}
+    table = comparison([make_run("fedavg", rounds=rows, reference=reference), make_run("other", reference=reference)])
+    assert table.rows[0]["communication_float32"] == 4 * 2 * FULL * 10_000 == 893_916_160_000
+    assert table.rows[0]["reference_communication_gb"] == 893.92
+    assert table.rows[1]["reference_communication_gb"] is None
+    assert column(table, "Cost of one run", "as float32") == ["893.92 GB", "30.000 kB"]  # 20 rounds of 375 numbers
+    assert column(table, "Cost of one run", "paper") == ["893.92 GB", NONE]
+    assert "paper" not in titles(table, "Accuracy")
+    assert ("paper", "Table 2") in table.footnotes
+    bare = comparison([make_run("a")])
+    assert "as float32" in titles(bare, "Cost of one run")
+    assert "paper" not in titles(bare, "Cost of one run")
+
+
+def test_sizes_of_every_series_with_the_papers(make_run):
+    mixed = [[100, 100], [6_000_000, 7_000_000]]
+    reference = {
+        "label": "Table 2",
+        "accuracy": {"fedslr": 82.19, "fedslr.gkr": 64.22, "ditto": None},
+        "parameters": {"fedslr": 6.69, "fedslr.gkr": 5.54, "fedavg": 11.17},
+    }
+    runs = [
+        make_run("fedavg", rounds=sized({"personal": [FULL, FULL]}), reference=reference),
+        make_run("fedslr", 0, rounds=sized({"mixed": mixed, "gkr": [100, 5_000_000]}), reference=reference),
+        make_run("fedslr", 1, rounds=sized({"mixed": mixed, "gkr": [100, 5_500_000]}), reference=reference),
+        make_run("ditto", reference=reference),
+    ]
+    table = comparison(runs)
+    assert titles(table) == ["parameters", "paper", "parameters gkr", "paper gkr"]
+    block = "Size of a client's model"
+    assert column(table, block, "parameters") == ["11.17 M", "6.500 ± 0.500 M", NONE]
+    assert column(table, block, "parameters gkr") == [NONE, "5.250 M", NONE]
+    assert column(table, block, "paper") == ["11.17 M", "6.690 M", NONE]
+    assert column(table, block, "paper gkr") == [NONE, "5.540 M", NONE]
+    fedslr = next(row for row in csv.DictReader(io.StringIO(to_csv(table))) if row["method"] == "fedslr")
+    expected = {
+        "parameters_model": 6.5e6, "parameters_model_std": 5e5, "parameters_model.gkr": 5.25e6,
+        "parameters_model_std.gkr": 0.0, "reference_parameters_m": 6.69, "reference_parameters_m.gkr": 5.54,
+        "reference_percent": 82.19, "reference_percent.gkr": 64.22, "series.gkr": 0.5,
+        "difference_points.gkr": 50 - 64.22,
+    }  # fmt: skip
+    assert {key: float(fedslr[key]) for key in expected} == expected
+    assert column(table, "Accuracy", "paper gkr") == [NONE, "64.22", NONE]
+    assert column(table, "Accuracy", "difference gkr") == [NONE, "−14.22", NONE]
+    assert column(table, "Accuracy", "paper") == [NONE, "82.19", "not converged"]
+
+
+def test_a_paper_may_name_the_headline_too(make_run):
+    reference = {"label": "T", "accuracy": {"fedslr.mixed": 82.19}, "parameters": {"fedslr.mixed": 6.69}}
+    (row,) = comparison([make_run("fedslr", rounds=slr(), reference=reference)]).rows
+    assert (row["reference_percent"], row["reference_parameters_m"]) == (82.19, 6.69)
+    assert "reference_percent.gkr" not in row
+
+
+@pytest.mark.parametrize("value", [None, "n/a", True, math.nan, [1.0]])
+def test_what_is_no_number_is_no_reference(make_run, value):
+    reference = {"label": "T", "accuracy": {"a": 1.0}, "communication": {"a": value}, "parameters": {"a": value}}
+    table = comparison([make_run("a", rounds=slr(), reference=reference)])
+    assert table.rows[0]["reference_communication_gb"] is None
+    assert table.rows[0]["reference_parameters_m"] is None
+    assert "paper" not in titles(table) + titles(table, "Cost of one run")
+
+
+def test_no_size_columns_without_news(make_run):
+    assert titles(comparison([make_run("a")])) == []
+    same = [make_run(m, rounds=sized({"personal": [[7, 9], [7, 9]]})) for m in "ab"]
+    table = comparison(same)
+    assert titles(table) == []
+    assert table.rows[0]["parameters_model"] == 8.0  # the CSV has it nevertheless
+    assert titles(comparison([*same, make_run("c", rounds=slr())])) == ["parameters", "parameters gkr"]
+    printed = {"label": "T", "accuracy": {}, "parameters": {"a": 11.17}}
+    assert titles(comparison([make_run("a", reference=printed)])) == ["paper"]
+
+
+def test_each_value_of_a_sweep_has_its_own_reference(make_run):
+    runs = [
+        make_run(
+            "fedslr", seed, rounds=slr(), vary={"methods.fedslr.lam": lam}, fields={"lam": lam},
+            reference={"label": "Table 3", "accuracy": {"fedslr": best, "fedslr.gkr": gkr}, "parameters": {"fedslr": m}},
+        )
+        for lam, best, gkr, m in ((1e-5, 81.89, 63.63, 8.54), (1e-3, 74.33, 54.26, 2.24))
+        for seed in (0, 1)
+    ]  # fmt: skip
+    table = comparison(runs)
+    assert column(table, "Accuracy", "paper") == ["81.89", "74.33"]
+    assert column(table, "Accuracy", "paper gkr") == ["63.63", "54.26"]
+    assert column(table, "Size of a client's model", "paper") == ["8.540 M", "2.240 M"]
+    assert [row["difference_points.gkr"] for row in table.rows] == [50 - 63.63, 50 - 54.26]
+
+
+def test_ranks_at_the_end_are_json_in_the_csv(make_run):
+    runs = [
+        make_run("a", s, rounds=slr(ranks=[{"w": 9, "v": 3}, {"w": 9, "v": 3}, {"w": 4 + s, "v": 3}])) for s in (0, 1)
+    ]
+    row = next(csv.DictReader(io.StringIO(to_csv(comparison(runs)))))
+    assert json.loads(row["ranks_last"]) == {"w": 4.5, "v": 3.0}
+    assert next(csv.DictReader(io.StringIO(to_csv(comparison([make_run("a")])))))["ranks_last"] == ""
+
+
+def test_every_way_of_writing_has_the_sizes(make_run):
+    table = comparison([make_run("fedavg", rounds=sized({"personal": [FULL]})), make_run("fedslr", rounds=slr())])
+    for written in (text_of(table), to_markdown(table), to_html(table)):
+        assert "11.17 M" in written
+        assert "Size of a client" in written
+
+
+def test_a_terminal_of_80_characters_shows_all(make_run):
+    name = "a method of some length"
+    accuracy = {name: 82.19, f"{name}.global": 73.87, f"{name}.gkr": 64.22}
+    parameters = {name: 6.69, f"{name}.global": 8.54, f"{name}.gkr": 5.54}
+    reference = {"label": "T", "accuracy": accuracy, "parameters": parameters, "communication": {name: 722.6}}
+    rows = sized({"personal": [FULL] * 2, "global": [FULL] * 2, "gkr": [FULL] * 2})
+    said = text_of(comparison([make_run(name, s, title=name, rounds=rows, reference=reference) for s in (0, 1)]))
+    assert max(map(len, said.splitlines())) <= 80
+    assert "…" not in said
+    assert "Accuracy, continued" in said
+    for printed in ("82.19", "73.87", "64.22", "6.690 M", "8.540 M", "5.540 M", "722.60 GB", "1.5000 kB"):
+        assert said.count(printed) == 1
+    tables = sum(line.split()[:1] == ["method"] for line in said.splitlines())
+    assert said.count(name) == tables > 4
+
+
+@pytest.mark.parametrize(
+    ("got", "expected"),
+    [
+        (si_pair(6_690_000, 560_000), "6.690 ± 0.560 M"),
+        (si_pair(9_000_900, 98_000, "B"), "9.001 ± 0.098 MB"),
+        (si_pair(500.0, 20.0), "500 ± 20"),
+        (si_pair(11_173_952.0, 0.0), "11.17 M"),
+        (si_pair(11_173_952.0, None), "11.17 M"),
+        (si_pair(11_173_952.0, math.nan), "11.17 M"),
+        (si_pair(None, 1.0), NONE),
+    ],
+)
+def test_pairs(got, expected):
+    assert got == expected
