@@ -187,10 +187,11 @@ class Experiment:
         for name in ("accuracy", "communication", "parameters"):
             numbers: Mapping[str, Printed] = getattr(given, name)
             chosen = {key: self._printed(value, f"reference.{name}.{key}") for key, value in numbers.items()}
-            shown[name] = {key: None if isinstance(value, str) else value for key, value in chosen.items()}
+            # null marks what did not converge; what the paper does not have is left out
+            shown[name] = {k: None if isinstance(v, str) else v for k, v in chosen.items() if v is not None}
         return shown
 
-    def _printed(self, value: Printed, where: str) -> float | str:
+    def _printed(self, value: Printed, where: str) -> float | str | None:
         if not isinstance(value, list):
             return value
         name, values = varied(self.header.vary or "")
@@ -199,8 +200,7 @@ class Experiment:
         now: Any = self.tables
         for part in name.split("."):
             now = now.get(part) if isinstance(now, Mapping) else None
-        # another value than those of the paper has no number in it
-        return value[values.index(now)] if now in values else "-"
+        return value[values.index(now)] if now in values else None
 
 
 def load(tables: dict[str, Any]) -> Experiment:

@@ -141,6 +141,9 @@ def test_every_file_has_a_small_version(stem: str) -> None:
     assert little.run.rounds <= 60 < large.run.rounds
     assert little.tables["partition"]["kind"] == large.tables["partition"]["kind"]
     assert little.tables["data"]["examples"] <= 10_000
+    if little.tables["partition"]["kind"] == "equal_dirichlet":
+        classes = 20 if little.tables["data"].get("labels") == "coarse" else 10
+        assert little.tables["partition"]["alpha"] == pytest.approx(0.1 * classes)
     varies, of = (str(e.tables.get("vary", "")).partition("=") for e in (little, large))
     assert varies[0] == of[0]
     assert len(varies[2].split(",")) == len(of[2].split(","))

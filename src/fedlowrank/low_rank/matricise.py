@@ -113,8 +113,8 @@ def unpack(weights: Weights, like: Params) -> Params:
 def numbers(parts: Sequence[Weights], like: Params) -> int:
     """Numbers that a model takes which is the sum of ``parts``: for each weight the factors and the entries that are not zero.
 
-    A weight for which that is more than its entries is counted as held whole. This is how FedSLR counts parameters (Huang
-    et al., arXiv:2302.11051, Table 2).
+    A weight for which that is more than its entries is counted as held whole. So FedSLR counts parameters (Huang et al.,
+    arXiv:2302.11051, Table 2), but for that bound, without which its Table 5 has models above their dense size.
     """
     return sum(min(sum(_held(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +74,7 @@ def _accuracies(rows: Sequence[Row]) -> Iterable[Column]:
             "over seeds", "%", lambda r: percent_pair(_float(r, "accuracy_last"), _float(r, "ci95_seeds")),
             note="mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of freedom",
         )  # fmt: skip
-    if any(row["accuracy_last_weighted"] != row["accuracy_last"] for row in rows):
+    if any(_apart(row, "accuracy_last_weighted", "accuracy_last") for row in rows):
         yield _percent(
             "by examples", "accuracy_last_weighted", "mean at the last round, clients weighted by test examples",
             wide=True,
@@ -208,3 +209,9 @@ def _any(rows: Sequence[Row], key: str) -> bool:
 def _float(row: Row, key: str) -> float | None:
     value = row.get(key)
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def _apart(row: Row, one: str, other: str) -> bool:
+    """Whether two numbers of a row differ by more than the rounding of sums."""
+    a, b = row[one], row[other]
+    return isinstance(a, float | int) and isinstance(b, float | int) and not math.isclose(a, b, rel_tol=1e-9)
