@@ -11,6 +11,8 @@ import numpy as np
 import safetensors.numpy
 
 from fedlowrank.record import RunRecord
+from fedlowrank.report.groups import aggregate
+from fedlowrank.report.style import styles
 
 MakeRun = Callable[..., RunRecord]
 Values = Sequence[Sequence[float | None]]
@@ -133,3 +135,24 @@ def cloud(n: int, clients: int = 4, classes: int = 5) -> tuple[np.ndarray, np.nd
     label = np.arange(n) % classes
     x = 6 * np.eye(classes, 8)[label] + random.normal(size=(n, 8))
     return x, label, np.arange(n) * clients // n
+
+
+def both(runs):
+    """Groups of runs with their styles, as figures take them."""
+    groups = aggregate(runs)
+    return groups, styles([group.short for group in groups])
+
+
+def legend_of(picture):
+    """Labels of a picture's legend."""
+    return [text.get_text() for text in picture.figure.legends[0].get_texts()]
+
+
+def two_series(mixed, gkr, sizes=(60, 50), ranks=()):
+    """Rows of rounds with two series of given means, sizes and ranks."""
+    rows = rounds_of([[value] * 2 for value in mixed])
+    for i, row in enumerate(rows):
+        row["accuracy"] = {"mixed": {"test": [mixed[i]] * 2}, "gkr": {"test": [gkr[i] - 0.1, gkr[i] + 0.1]}}
+        row["parameters"] = {"mixed": [sizes[0] - 10, sizes[0] + 10], "gkr": [sizes[1]] * 2}
+        row["ranks"] = dict(ranks[i]) if i < len(ranks) else {}
+    return rows
