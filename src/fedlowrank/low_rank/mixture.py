@@ -1,0 +1,184 @@
+"""Mixtures of low-rank updates of one weight: C pairs of factors, of which every client mixes a few.
+
+FLoRAL (Almansoori, Horváth, Takáč, arXiv:2410.03497, §3.2, appendices D to F). An update of a matrix is U Vᵀ; one of a
+convolution is the same of the weight folded to a matrix, so stride, padding, dilation and groups stay those of the layer.
+All of them are additive in the weight, so the mixture w + Σ_c π_c U_c V_cᵀ is one weight, and a mixed model one forward
+pass, whatever C is.
+
+Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the numbers that rank r takes:
+
+    balanced    the kernel's axes shared out between O and I so that rows + columns is least     (c_min k_max + c_max k_min) r
+    filter      O k2 × I k1 at the rank O r: r filters of two steps for every output             (O k2 + I k1) O r       (eq. 39)
+    channel     O k1 k2 × I, or O × I k1 k2 where that is less                                   (c_min k1 k2 + c_max) r (eq. 38)
+    reshaped    O k1 k2 × I                                                                      (O k1 k2 + I) r         (eq. 41)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..key import Key
+from ..tree import tree
+
+Construction = Literal["balanced", "filter", "channel", "reshaped"]
+EPS = 1e-5
+"""ε of the preconditioner, as in the authors' code."""
+
+
+@tree
+class Pairs:
+    """C low-rank updates U_c V_cᵀ of one folded weight.
+
+    Attributes:
+        u: ``[C, rows, r]``.
+        v: ``[C, columns, r]``.
+    """
+
+    u: Tensor
+    v: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Of each update."""
+        return self.u.shape[-1]
+
+    def dense(self) -> Tensor:
+        """The updates ``[C, rows, columns]``."""
+        return self.u @ self.v.mT
+
+    def mixed(self, pi: Tensor) -> Tensor:
+        """Σ_c π_c U_c V_cᵀ for ``pi [C]``, one product: ``[rows, columns]``."""
+        left = (self.u * pi[:, None, None]).movedim(0, 1).flatten(1)
+        return left @ self.v.movedim(0, 1).flatten(1).mT
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A weight as a matrix: which of its axes are rows; the others are columns.
+
+    Attributes:
+        shape: of the weight.
+        rows: its axes that make the rows, in order.
+        times: the rank is so many times the one asked for (O for ``filter``).
+    """
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    times: int = 1
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Axes that make the columns."""
+        return tuple(i for i in range(len(self.shape)) if i not in self.rows)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return math.prod(self.shape[i] for i in self.rows), math.prod(self.shape[i] for i in self.columns)
+
+    def fold(self, w: Tensor) -> Tensor:
+        """The weight as a matrix."""
+        return w.permute(*self.rows, *self.columns).reshape(self.size)
+
+    def unfold(self, matrix: Tensor) -> Tensor:
+        """Inverse of :meth:`fold`."""
+        order = (*self.rows, *self.columns)
+        back = [order.index(i) for i in range(len(order))]
+        return matrix.reshape([self.shape[i] for i in order]).permute(back)
+
+    def rank(self, asked: float) -> int:
+        """The rank for an integer ≥ 1, or for a budget ρ in (0, 1): the largest with r (rows + columns) ≤ ρ numel, at least 1.
+
+        Raises:
+            ConfigError: if it is neither.
+        """
+        if asked >= 1 and float(asked).is_integer():
+            return int(asked) * self.times
+        if not 0 < asked < 1:
+            raise ConfigError(
+                f"rank must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; not {asked}"
+            )
+        # exact fractions would say no more: ρ itself is a rounded number, so a hair above counts as at the bound
+        return max(1, math.floor(asked * math.prod(self.shape) / (sum(self.size) * self.times) + 1e-9)) * self.times
+
+
+def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
+    """How a weight of two or more dimensions is folded; two dimensions are a matrix already.
+
+    Args:
+        shape: of the weight, outputs and inputs first, then the kernel (of a transposed convolution inputs and outputs).
+        construction: of a convolution; see the module's docstring.
+    """
+    kernel = range(2, len(shape))
+    if construction == "filter":
+        # of one kernel axis there is nothing to share out: it stays with the inputs, as k1 does
+        return Fold(shape, (0, *list(kernel)[1:]), shape[0])
+    everything: list[tuple[int, ...]] = [()]
+    if construction == "balanced":
+        everything = [c for n in range(len(shape) - 1) for c in itertools.combinations(kernel, n)]
+    elif construction == "channel":
+        everything = [(), tuple(kernel)]
+    else:
+        everything = [tuple(kernel)]
+    found = [Fold(shape, (0, *axes)) for axes in everything]
+    return min(found, key=lambda f: sum(f.size))
+
+
+def begin(fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = torch.float32) -> Pairs:
+    """C updates that are zero: V is drawn from ±√(6 / columns), U is zero.
+
+    Args:
+        fold: of the weight.
+        rank: an integer, or a budget; see :meth:`Fold.rank`.
+        count: C.
+        key: of the draw; each c has its own.
+        dtype: of the weight.
+    """
+    (rows, columns), r = fold.size, fold.rank(rank)
+    bound = math.sqrt(6 / columns)
+    draws = [torch.rand(columns, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
+    return Pairs(torch.zeros(count, rows, r, dtype=dtype), (2 * torch.stack(draws) - 1) * bound)
+
+
+def precondition(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
+    """G_U (VᵀV + εI)⁻¹ and G_V (UᵀU + εI)⁻¹, by a linear solve for all C at once (appendix D).
+
+    So the step that U Vᵀ takes does not depend on how its size is shared between the factors.
+    """
+    eye = eps * torch.eye(at.rank, dtype=at.u.dtype, device=at.u.device)
+
+    def solved(g: Tensor, other: Tensor) -> Tensor:
+        # the matrix is symmetric, so dividing from the right is solving for the transpose
+        found: Tensor = torch.linalg.solve(other.mT @ other + eye, g.mT)
+        return found.mT
+
+    return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
+
+
+def centre(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
+    """Move the mean update into the base: w + E_c[U_c V_cᵀ], and the best rank-r factors of what is left (appendix E, eq. 37).
+
+    Args:
+        w: the folded weight ``[rows, columns]``.
+        pairs: its updates.
+        weights: of the mean ``[C]``, adding up to 1.
+
+    Returns:
+        The base, and updates that share their singular values evenly between the factors. What rank r cannot hold is lost.
+    """
+    mean = pairs.mixed(weights)
+    u, s, vt = torch.linalg.svd(pairs.dense() - mean, full_matrices=False)
+    r = pairs.rank
+    root = s[:, None, :r].sqrt()
+    left, right = u[..., :r] * root, vt.mT[..., :r] * root
+    short = r - left.shape[-1]
+    if short > 0:
+        left, right = (torch.nn.functional.pad(t, (0, short)) for t in (left, right))
+    return w + mean, Pairs(left.contiguous(), right.contiguous())

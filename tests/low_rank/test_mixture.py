@@ -1,0 +1,170 @@
+"""Mixtures of low-rank updates against convolutions in two steps, numpy, and the identities of the paper."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from fedlowrank import tree
+from fedlowrank.errors import ConfigError
+from fedlowrank.key import Key
+from fedlowrank.low_rank.mixture import Construction, Fold, Pairs, begin, centre, fold_of, precondition
+
+torch.set_num_threads(1)
+KEY = Key((0,))
+ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped")
+sizes = st.integers(1, 5)
+
+
+def pairs(fold: Fold, rank: int, count: int = 3, seed: int = 0) -> Pairs:
+    g = torch.Generator().manual_seed(seed)
+    rows, columns = fold.size
+    return Pairs(
+        torch.randn(count, rows, rank, generator=g, dtype=torch.float64),
+        torch.randn(count, columns, rank, generator=g, dtype=torch.float64),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(sizes, sizes, sizes, sizes), st.sampled_from(ALL))
+def test_folding_loses_nothing(shape: tuple[int, int, int, int], construction: Construction) -> None:
+    fold = fold_of(shape, construction)
+    w = torch.arange(int(np.prod(shape))).reshape(shape)
+    assert fold.fold(w).shape == fold.size
+    assert torch.equal(fold.unfold(fold.fold(w)), w)
+
+
+def two_steps(fold: Fold, p: Pairs, x: torch.Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> torch.Tensor:
+    """Convolve by V and then by U, each with the kernel axes, strides and paddings that it owns."""
+    _, inputs, *_ = fold.shape
+    rank = p.rank
+    owned = [(2 + a) in fold.rows for a in range(2)]
+    first = [1 if o else fold.shape[2 + a] for a, o in enumerate(owned)]
+    second = [fold.shape[2 + a] if o else 1 for a, o in enumerate(owned)]
+    v = p.v[0].mT.reshape(rank, inputs, *first)
+    u = p.u[0].reshape(fold.shape[0], *[k for k, o in zip(second, owned, strict=True) if o], rank)
+    u = u.movedim(-1, 1).reshape(fold.shape[0], rank, *second)
+    z = functional.conv2d(
+        x, v, stride=[1 if o else s for s, o in zip(stride, owned, strict=True)],
+        padding=[0 if o else q for q, o in zip(padding, owned, strict=True)],
+    )  # fmt: skip
+    return functional.conv2d(
+        z, u, stride=[s if o else 1 for s, o in zip(stride, owned, strict=True)],
+        padding=[q if o else 0 for q, o in zip(padding, owned, strict=True)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("construction", ALL)
+@pytest.mark.parametrize("shape", [(4, 3, 3, 5), (3, 6, 2, 2), (5, 5, 1, 3)])
+@pytest.mark.parametrize(("stride", "padding"), [((1, 1), (0, 0)), ((2, 1), (1, 2))])
+def test_an_update_is_two_convolutions_one_after_the_other(construction, shape, stride, padding) -> None:
+    fold = fold_of(shape, construction)
+    p = pairs(fold, 2, count=1)
+    x = torch.randn(2, shape[1], 9, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    merged = functional.conv2d(
+        x, fold.unfold(p.mixed(torch.ones(1, dtype=torch.float64))), stride=stride, padding=padding
+    )
+    torch.testing.assert_close(merged, two_steps(fold, p, x, stride, padding))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(1, 5))
+def test_numbers_for_a_rank_are_those_of_the_paper(o: int, i: int, k1: int, k2: int) -> None:
+    per_rank = {c: sum((f := fold_of((o, i, k1, k2), c)).size) * f.times for c in ALL}
+    # every way to share out the kernel's axes, by hand
+    assert per_rank["balanced"] == min(o * a + i * b for a, b in ((1, k1 * k2), (k1, k2), (k2, k1), (k1 * k2, 1)))
+    low, high = min(o, i), max(o, i)
+    assert per_rank["balanced"] <= low * max(k1, k2) + high * min(k1, k2)
+    assert per_rank["filter"] == (o * k2 + i * k1) * o
+    assert per_rank["channel"] == low * k1 * k2 + high
+    assert per_rank["reshaped"] == o * k1 * k2 + i
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 300), st.integers(1, 300), st.floats(0.001, 0.999))
+def test_a_budget_is_used_up_and_never_exceeded_but_for_rank_one(m: int, n: int, budget: float) -> None:
+    r = fold_of((m, n)).rank(budget)
+    assert r >= 1
+    assert r == 1 or r * (m + n) <= budget * m * n * (1 + 1e-6)
+    assert (r + 1) * (m + n) > budget * m * n * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("asked", [0, -1, 2.5, 1.5, float("nan"), float("inf")])
+def test_a_rank_is_a_whole_number_or_a_budget(asked: float) -> None:
+    with pytest.raises(ConfigError, match="budget"):
+        fold_of((4, 5)).rank(asked)
+
+
+def test_updates_begin_at_zero_and_differ_between_clusters() -> None:
+    fold = fold_of((20, 30))
+    p = begin(fold, 3, 4, KEY)
+    assert not p.dense().any()
+    assert float(p.v.abs().max()) <= np.sqrt(6 / 30)
+    assert float(p.v.abs().max()) > 0.9 * np.sqrt(6 / 30)
+    for a, b in itertools.combinations(range(4), 2):
+        assert not torch.equal(p.v[a], p.v[b])
+    # a cluster's draw does not depend on how many there are
+    assert torch.equal(begin(fold, 3, 2, KEY).v, p.v[:2])
+    assert tree.equal(begin(fold, 3, 4, KEY), p)
+
+
+def test_the_mixture_is_the_weighted_sum() -> None:
+    p, pi = pairs(fold_of((6, 5)), 2), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    wanted = sum(float(pi[c]) * p.u[c].numpy() @ p.v[c].numpy().T for c in range(3))
+    np.testing.assert_allclose(p.mixed(pi).numpy(), wanted, rtol=1e-12)
+
+
+def test_the_preconditioner_is_the_papers() -> None:
+    at, g = pairs(fold_of((6, 5)), 2), pairs(fold_of((6, 5)), 2, seed=1)
+    made = precondition(g, at)
+    for c in range(3):
+        u, v = at.u[c].numpy(), at.v[c].numpy()
+        eye = 1e-5 * np.eye(2)
+        np.testing.assert_allclose(made.u[c], g.u[c].numpy() @ np.linalg.inv(v.T @ v + eye), rtol=1e-8)
+        np.testing.assert_allclose(made.v[c], g.v[c].numpy() @ np.linalg.inv(u.T @ u + eye), rtol=1e-8)
+
+
+def test_a_preconditioned_step_does_not_depend_on_how_the_factors_share_their_size() -> None:
+    base = pairs(fold_of((6, 5)), 2)
+    slope = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def change(scale: float) -> torch.Tensor:
+        at = Pairs(base.u * scale, base.v / scale)
+        step = precondition(Pairs(slope @ at.v, slope.mT @ at.u), at, eps=0.0)
+        # to first order in the learning rate
+        return step.u @ at.v.mT + at.u @ step.v.mT
+
+    torch.testing.assert_close(change(1.0), change(7.0))
+
+
+def test_centering_changes_no_mixture_that_the_rank_can_hold() -> None:
+    # differences of rank 1, factors of rank 2: nothing is lost
+    g = torch.Generator().manual_seed(3)
+    common = torch.randn(6, 1, generator=g, dtype=torch.float64), torch.randn(5, 1, generator=g, dtype=torch.float64)
+    v = torch.randn(1, 5, 1, generator=g, dtype=torch.float64)
+    own = torch.randn(3, 6, 1, generator=g, dtype=torch.float64), v.expand(3, 5, 1)
+    p = Pairs(torch.cat([common[0].expand(3, 6, 1), own[0]], -1), torch.cat([common[1].expand(3, 5, 1), own[1]], -1))
+    w, weights = (
+        torch.randn(6, 5, generator=g, dtype=torch.float64),
+        torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
+    )
+    base, centred = centre(w, p, weights)
+    torch.testing.assert_close(base + centred.mixed(weights), w + p.mixed(weights))
+    for c in range(3):
+        torch.testing.assert_close(base + centred.dense()[c], w + p.dense()[c])
+    assert float(centred.mixed(weights).abs().max()) < 1e-10
+    gram = centred.u.mT @ centred.u
+    torch.testing.assert_close(gram, centred.v.mT @ centred.v)
+
+
+def test_centering_a_matrix_thinner_than_the_rank_keeps_the_shape() -> None:
+    p = pairs(fold_of((2, 5)), 4)
+    _, centred = centre(torch.zeros(2, 5, dtype=torch.float64), p, torch.full((3,), 1 / 3, dtype=torch.float64))
+    assert centred.u.shape == p.u.shape
+    assert centred.v.shape == p.v.shape
