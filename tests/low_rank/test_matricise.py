@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fedlowrank import tree
+from fedlowrank.low_rank.factored import svd, truncate
 from fedlowrank.low_rank.matricise import (
     LowRank,
     Sparse,
@@ -95,6 +96,9 @@ def test_measure() -> None:
     assert (found["b"].rank, found["b"].energy, found["b"].nonzeros, found["b"].nbytes) == (1, 4.0, 1, 8)
     assert (found["f"].rank, found["f"].parameters, found["f"].nonzeros, found["f"].nbytes) == (2, 12, 4, 48)
     assert found["f"].energy == pytest.approx(16 + 4)
+    svd_of = measure({"d": truncate(svd(torch.diag(torch.tensor([3.0, 5.0, 1.0]))), 2)})["d"]
+    assert (svd_of.rank, svd_of.parameters, svd_of.nonzeros, svd_of.nbytes) == (2, 14, 6, 56)
+    assert svd_of.energy == pytest.approx(25 + 9)
 
 
 @pytest.mark.parametrize("norm", ["low_rank", "sparse"])

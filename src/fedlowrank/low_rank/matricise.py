@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..tree import Params, nbytes, tree
+from .factored import Factored
 
 Weights = dict[str, "Tensor | LowRank | Sparse"]
 """Parameters of a model by name, each as it is, as factors of its matrix, or as the entries that are not zero."""
@@ -153,14 +154,16 @@ class Measure:
     nbytes: int
 
 
-def measure(weights: Mapping[str, Tensor | LowRank | Sparse]) -> dict[str, Measure]:
-    """Rank, energy, numbers and bytes of every weight of a model."""
+def measure(weights: Mapping[str, Tensor | LowRank | Sparse | Factored]) -> dict[str, Measure]:
+    """Rank, energy, numbers and bytes of every weight of a model, in whichever form it is."""
     return {n: _measure(w) for n, w in weights.items()}
 
 
-def _measure(w: Tensor | LowRank | Sparse) -> Measure:
+def _measure(w: Tensor | LowRank | Sparse | Factored) -> Measure:
     if isinstance(w, LowRank):
         rank, energy, parts = w.rank, float(w.s.double().square().sum()), [w.left, w.right]
+    elif isinstance(w, Factored):
+        rank, energy, parts = w.rank, float(w.s.double().square().sum()), [w.u, w.s, w.v]
     elif isinstance(w, Sparse):
         shape = w.mask.shape
         rank = min(matrix_shape(shape)) if len(shape) >= 2 else 1
