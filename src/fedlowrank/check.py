@@ -21,7 +21,7 @@ from .engine.base import Engine, Job
 from .engine.checkpoint import load, save
 from .engine.run import Run, RunSettings
 from .errors import TaskError
-from .evaluate import at_client, share_correct
+from .evaluate import share_correct
 from .low_rank.matricise import total
 from .method import Method, Reply, ServerView
 from .optimiser import SGD
@@ -213,9 +213,7 @@ def _mean_accuracy(run: Run) -> float:
     """Of the headline series, over all examples of all clients."""
     shares = []
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
-        made = at_client(
-            run.method, run.federation, run.task, run.engine, run.state.server, run.state_of(info), info, run.round
-        )
+        made = run.at_client(info)
         predict = next(iter(made.predictors.values()))
         with torch.inference_mode():
             shares += [s for e in (data.train, data.val, data.test) if (s := share_correct(predict, e)) is not None]
@@ -258,9 +256,7 @@ def _measured(method: AnyMethod) -> str | None:
 def _adds_up(method: AnyMethod) -> str | None:
     run = go(method, Sequential(), 2)
     for info in run.federation.infos:
-        made = at_client(
-            run.method, run.federation, run.task, run.engine, run.state.server, run.state_of(info), info, run.round
-        )
+        made = run.at_client(info)
         x = run.federation.clients[info.id].train.x
         for name, parts in made.parts.items():
             if name not in made.predictors:

@@ -11,7 +11,6 @@ from torch import nn
 
 from .engine.run import Run
 from .errors import ConfigError, did_you_mean
-from .evaluate import at_client
 from .low_rank.deploy import Latency, Layout, Size, compare_latency, deploy, load, save, size_of
 from .low_rank.matricise import Weights, total
 from .models.architecture import Architecture
@@ -97,9 +96,8 @@ def _parts(run: Run, client: int, series: str | None) -> tuple[Architecture, tup
     infos = run.federation.infos
     if not 0 <= client < len(infos):
         raise ConfigError(f"there is no client {client}; they are numbered from 0 to {len(infos) - 1}")
-    info, now = infos[client], max(run.round - 1, 0)
-    server = run.state.server
-    made = at_client(run.method, run.federation, run.task, run.engine, server, run.state_of(info), info, now)
+    info = infos[client]
+    made = run.at_client(info)
     headline = next(iter(made.predictors))
     name = headline if series is None else series
     if name not in made.predictors:

@@ -28,8 +28,9 @@ def test_the_python_examples_run_one_after_another(
     accuracy, sent = first.split()
     assert 0 <= float(accuracy) <= 1
     assert int(sent) > 0
-    before, after = re.match(r"(\d+) -> (\d+) {", second).groups()  # type: ignore[union-attr]
-    assert 0 < int(after) < int(before)
+    sizes = re.match(r"(\d+) -> (\d+) {", second)
+    assert sizes is not None
+    assert 0 < int(sizes[2]) < int(sizes[1])
 
 
 def test_the_experiment_is_one() -> None:

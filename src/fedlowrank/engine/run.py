@@ -16,7 +16,7 @@ from ..channel import lost_replies, weigh
 from ..choices import check_choices
 from ..data.federation import Federation
 from ..errors import ConfigError
-from ..evaluate import evaluate
+from ..evaluate import AtClient, at_client, evaluate
 from ..method import ClientInfo, Method, Reply, ServerView
 from ..record import RoundRecord
 from ..tree import Params
@@ -148,6 +148,12 @@ class Run:
         view = client_view(self.federation, self.task, t, info, trainer)
         down = tree.canonical(self.method.download(self.state.server, info))
         return self.method.personal(self.state_of(info), down, view)
+
+    def at_client(self, info: ClientInfo) -> AtClient:
+        """How a client would infer now, and what its models are made of."""
+        t = max(self.round - 1, 0)
+        server, state = self.state.server, self.state_of(info)
+        return at_client(self.method, self.federation, self.task, self.engine, server, state, info, t)
 
     def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""

@@ -164,12 +164,9 @@ def _measure(w: Tensor | LowRank | Sparse | Factored) -> Measure:
         rank, energy, parts = w.rank, float(w.s.double().square().sum()), [w.left, w.right]
     elif isinstance(w, Factored):
         rank, energy, parts = w.rank, float(w.s.double().square().sum()), [w.u, w.s, w.v]
-    elif isinstance(w, Sparse):
-        shape = w.mask.shape
-        rank = min(matrix_shape(shape)) if len(shape) >= 2 else 1
-        energy, parts = float(w.values.double().square().sum()), [w.values]
     else:
-        rank = min(matrix_shape(w.shape)) if w.ndim >= 2 else 1
-        energy, parts = float(w.double().square().sum()), [w]
+        shape, entries = (w.mask.shape, w.values) if isinstance(w, Sparse) else (w.shape, w)
+        rank = min(matrix_shape(shape)) if len(shape) >= 2 else 1
+        energy, parts = float(entries.double().square().sum()), [entries]
     held, nonzero = (sum(f) for f in ((t.numel() for t in parts), (int(t.count_nonzero()) for t in parts)))
     return Measure(rank, energy, held, nonzero, nbytes(w))

@@ -154,7 +154,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def predictor(self, state: Client, down: Weights, view: ClientView) -> dict[str, Predictor]:
         """The mixed model, and w alone."""
-        model, mixed, w = view.model, self.personal(state, down, view), unpack(down, view.model.initial)
+        model, w = view.model, unpack(down, view.model.initial)
+        mixed = add(w, state.p)
         return {"mixed": lambda x: model.apply(mixed, x), "gkr": lambda x: model.apply(w, x)}
 
     def parts(self, state: Client, down: Weights, view: ClientView) -> dict[str, tuple[Weights, ...]]:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, TaskError
-from ..low_rank.matricise import Weights
+from ..low_rank.matricise import Sparse, Weights
 from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, cross_entropy
 from ..optimiser import SGD
 from ..tree import Params, add, mean, sub, tree, zeros_like
@@ -90,7 +90,7 @@ def on_mask(params: Params, masks: Masks) -> Params:
 
 def spread(values: Params, masks: Masks) -> Params:
     """Inverse of :func:`on_mask`, zero outside the mask."""
-    return {n: v.new_zeros(masks[n].shape).masked_scatter(masks[n], v) if n in masks else v for n, v in values.items()}
+    return {n: Sparse(v, masks[n]).dense() if n in masks else v for n, v in values.items()}
 
 
 @dataclass(frozen=True)
@@ -170,5 +170,6 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         return spread(down, state)
 
     def parts(self, state: Masks, down: Params, view: ClientView) -> dict[str, tuple[Weights, ...]]:
-        """The same: what lies outside m_k is zero."""
-        return {"personal": ({**self.personal(state, down, view)},)}
+        """The values and m_k."""
+        del view
+        return {"personal": ({n: Sparse(v, state[n]) if n in state else v for n, v in down.items()},)}

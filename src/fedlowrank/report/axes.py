@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -61,7 +61,6 @@ def rounds_axis(axis: Axis, most: int = 8) -> None:
 
 def prefixed(axis: Axis, unit: str, log_over: Sequence[float] | None) -> None:
     """Ticks such as ``10 MB``; on a logarithmic axis two or three a decade where one decade is all there is."""
-    formatter: Callable[[float, Any], str] = lambda value, _: tick(value, unit)  # noqa: E731
     if log_over is not None:
         scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
         scale("log")
@@ -70,7 +69,7 @@ def prefixed(axis: Axis, unit: str, log_over: Sequence[float] | None) -> None:
         axis.set_minor_formatter(NullFormatter())
     else:
         axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(formatter))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, unit)))
 
 
 def methods(count: int) -> str:

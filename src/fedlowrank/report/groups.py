@@ -202,14 +202,22 @@ def curve(group: Group, series: str | None = None) -> Curve | None:
         track = {got.round: (got.mean, until[got.round]) for got in scores(one.run, name)}
         if track:
             tracks.append(track)
-    shared = sorted(set.intersection(*(set(track) for track in tracks))) if tracks else []
+    shared = shared_rounds(tracks)
     if not shared:
         return None
     values = np.array([[track[at] for at in shared] for track in tracks])
-    ci = None
-    if len(tracks) > 1:
-        ci = half_width(1.0, len(tracks)) * values[:, :, 0].std(axis=0, ddof=1)
-    return Curve(np.array(shared, dtype=np.float64), values[:, :, 0].mean(axis=0), ci, values[:, :, 1].mean(axis=0))
+    accuracy, sent = values[:, :, 0], values[:, :, 1]
+    return Curve(np.array(shared, dtype=np.float64), accuracy.mean(axis=0), interval(accuracy), sent.mean(axis=0))
+
+
+def shared_rounds(tracks: Sequence[Mapping[int, Any]]) -> list[int]:
+    """The rounds that all seeds have, ascending; none without seeds."""
+    return sorted(set.intersection(*(set(track) for track in tracks))) if tracks else []
+
+
+def interval(values: NDArray[np.float64]) -> NDArray[np.float64] | None:
+    """Half-width of the 95 % interval over the seeds of ``values [seeds, n]``, or None for one seed."""
+    return half_width(1.0, len(values)) * values.std(axis=0, ddof=1) if len(values) > 1 else None
 
 
 def choose_target(runs: Sequence[RunRecord], target: float | None = None) -> Target:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedlowrank.record import RoundRecord, RunRecord
 
-from .groups import Group, Spread, half_width, spread, vary_text
+from .groups import Group, Spread, interval, shared_rounds, spread, vary_text
 from .summary import RunSummary, SeriesSummary
 
 Floats = NDArray[np.float64]
@@ -106,7 +106,7 @@ def ranks(group: Group) -> dict[str, Rank]:
     """
     tracks = [{r.round: r.ranks for r in one.run.rounds if r.ranks} for one in group.runs]
     tracks = [track for track in tracks if track]
-    shared = sorted(set.intersection(*(set(track) for track in tracks))) if tracks else []
+    shared = shared_rounds(tracks)
     if not shared:
         return {}
     found = {}
@@ -136,7 +136,7 @@ def downlink(group: Group) -> Course | None:
     """Bytes that the server sent to each participant in each round of training, or None if nobody ever took part."""
     tracks: list[Mapping[int, float]] = [_sent(one.run) for one in group.runs]
     tracks = [track for track in tracks if track]
-    shared = sorted(set.intersection(*(set(track) for track in tracks))) if tracks else []
+    shared = shared_rounds(tracks)
     return _course(shared, np.array([[track[at] for at in shared] for track in tracks])) if shared else None
 
 
@@ -149,5 +149,4 @@ def _sent(run: RunRecord) -> dict[int, float]:
 
 def _course(rounds: Sequence[int], values: Floats) -> Course:
     """Over the seeds of ``values [seeds, n]``."""
-    ci = half_width(1.0, len(values)) * values.std(axis=0, ddof=1) if len(values) > 1 else None
-    return Course(np.array(rounds, dtype=np.float64), values.mean(axis=0), ci)
+    return Course(np.array(rounds, dtype=np.float64), values.mean(axis=0), interval(values))
