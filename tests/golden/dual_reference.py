@@ -7,25 +7,15 @@ As in :mod:`golden.reference`, whose network, gradients and form of the data are
 from __future__ import annotations
 
 from .reference import (
-    Array,
     Data,
     Layers,
     Rounds,
-    backward,
     descended,
-    forward,
-    one_hot,
+    gradient,
     plain_sgd,
     plus,
-    softmax,
     weighted_mean,
 )
-
-
-def gradient(net: Layers, x: Array, y: Array) -> Layers:
-    """Of the mean cross-entropy."""
-    inputs, scores = forward(net, x)
-    return backward(net, inputs, (softmax(scores) - one_hot(y, scores.shape[1])) / len(y))
 
 
 def times(net: Layers, factor: float) -> Layers:

@@ -14,23 +14,14 @@ from golden.reference import (
     Data,
     Layers,
     Rounds,
-    backward,
     descended,
-    forward,
-    one_hot,
+    gradient,
     plain_sgd,
     plus,
-    softmax,
     weighted_mean,
 )
 
 Mask = list[Array]
-
-
-def slope(net: Layers, x: Array, y: Array) -> Layers:
-    """Gradient of the mean cross-entropy."""
-    inputs, scores = forward(net, x)
-    return backward(net, inputs, (softmax(scores) - one_hot(y, scores.shape[1])) / len(y))
 
 
 def halves(step: Array) -> tuple[Array, Array]:
@@ -55,10 +46,10 @@ def per_fedavg(
             own = net
             for step in steps:
                 one, two = halves(step)
-                inner = descended(own, slope(own, x[one], y[one]), alpha)
-                g = slope(inner, x[two], y[two])
+                inner = descended(own, gradient(own, x[one], y[one]), alpha)
+                g = gradient(inner, x[two], y[two])
                 if delta is not None:
-                    ahead, behind = (slope(descended(own, g, s * delta), x[one], y[one]) for s in (-1, 1))
+                    ahead, behind = (gradient(descended(own, g, s * delta), x[one], y[one]) for s in (-1, 1))
                     product = [(a / (2 * delta), b / (2 * delta)) for a, b in plus(ahead, behind, -1.0)]
                     g = plus(g, product, -alpha)
                 own = descended(own, g, beta)
@@ -89,9 +80,9 @@ def fedrep(body: Layers, heads: list[Layers], data: Data, rounds: Rounds, lr: fl
             x, y = data[k]
             head, own = heads[k], body
             for i in of_head:
-                head = descended(head, slope(body + head, x[i], y[i])[-1:], lr)
+                head = descended(head, gradient(body + head, x[i], y[i])[-1:], lr)
             for i in of_body:
-                own = descended(own, slope(own + head, x[i], y[i])[:-1], lr)
+                own = descended(own, gradient(own + head, x[i], y[i])[:-1], lr)
             heads[k] = head
             replies.append(own)
         body = weighted_mean(replies, [len(data[k][1]) for k in clients])
@@ -151,11 +142,11 @@ def fedspa(
             x, y = data[k]
             own = on(net, masks[k])
             for i in steps:
-                own = descended(own, on(slope(own, x[i], y[i]), masks[k]), lr)
+                own = descended(own, on(gradient(own, x[i], y[i]), masks[k]), lr)
             updates.append(plus(on(net, masks[k]), own, -1.0))
             if alpha > 0:
                 (last,) = growing
-                dense = slope(own, x[last], y[last])
+                dense = gradient(own, x[last], y[last])
                 masks[k] = [exchanged(m, w, g, rate) for m, (w, _), (g, _) in zip(masks[k], own, dense, strict=True)]
         net = plus(net, weighted_mean(updates, [1] * len(updates)), -1.0)
     return net, masks

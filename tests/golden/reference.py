@@ -39,6 +39,12 @@ def backward(net: Layers, inputs: list[Array], d_scores: Array, d_representation
     return grads
 
 
+def gradient(net: Layers, x: Array, y: Array) -> Layers:
+    """Of the mean cross-entropy."""
+    inputs, scores = forward(net, x)
+    return backward(net, inputs, (softmax(scores) - one_hot(y, scores.shape[1])) / len(y))
+
+
 def softmax(scores: Array) -> Array:
     e = np.exp(scores - scores.max(1, keepdims=True))
     return e / e.sum(1, keepdims=True)
@@ -68,8 +74,7 @@ def plain_sgd(net: Layers, x: Array, y: Array, steps: list[Array], lr: float, mu
     """SGD on the cross-entropy, plus mu / 2 of the squared distance to the start."""
     anchor = net
     for i in steps:
-        inputs, scores = forward(net, x[i])
-        grads = backward(net, inputs, (softmax(scores) - one_hot(y[i], scores.shape[1])) / len(i))
+        grads = gradient(net, x[i], y[i])
         pulled = [
             (dw + mu * (w - w0), db + mu * (b - b0))
             for (dw, db), (w, b), (w0, b0) in zip(grads, net, anchor, strict=True)

@@ -228,7 +228,7 @@ def test_per_fedavg_infers_after_one_step_on_a_batch_of_the_training_data(engine
         x, y = train_data(federation)[k]
         (first,) = order_of(run, run.round, federation.infos[k])[1]
         assert len(first) == 8
-        wanted = reference.descended(net, personal_reference.slope(net, x[first], y[first]), 0.4)
+        wanted = reference.descended(net, reference.gradient(net, x[first], y[first]), 0.4)
         same(layers(personal(run, k)), wanted)
         found = predictors(run, k)
         assert list(found) == ["adapted", "global"]
@@ -425,7 +425,7 @@ def test_the_gradient_that_grows_is_dense_and_leaves_the_model_alone() -> None:
     (_, end), (_, moved) = spy.seen
     (last,) = order_of(run, run.round, federation.infos[2])[1]
     x, y = train_data(federation)[2]
-    gradient = personal_reference.slope(layers(end), x[last], y[last])
+    gradient = reference.gradient(layers(end), x[last], y[last])
     same(layers(moved), [(-LR * w, -LR * b) for w, b in gradient])
     # the update is that of the masked training alone
     for n, u in up.update.items():
