@@ -21,7 +21,7 @@ from .engine.base import Engine, Job
 from .engine.checkpoint import load, save
 from .engine.run import Run, RunSettings
 from .errors import TaskError
-from .evaluate import share_correct
+from .evaluate import measure
 from .low_rank.matricise import total
 from .method import Method, Reply, ServerView
 from .optimiser import SGD
@@ -216,7 +216,7 @@ def _mean_accuracy(run: Run) -> float:
         made = run.at_client(info)
         predict = next(iter(made.predictors.values()))
         with torch.inference_mode():
-            shares += [s for e in (data.train, data.val, data.test) if (s := share_correct(predict, e)) is not None]
+            shares += [s for e in (data.train, data.val, data.test) if (s := measure(predict, e).accuracy) is not None]
     return sum(shares) / len(shares)
 
 

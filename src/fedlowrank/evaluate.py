@@ -1,4 +1,4 @@
-"""Accuracy of every client's own model on its own validation and test examples, and the size of that model."""
+"""What every client's own model is worth on its own validation and test examples, and what it takes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .data.dataset import Examples
 from .data.federation import Federation
 from .engine.base import Engine, client_view
 from .low_rank.matricise import Weights, numbers
-from .method import ClientInfo, Method, Predictor, Task
+from .method import ClientInfo, Method, Predictor, Task, pointwise_loss
 from .models.architecture import Architecture
 from .record import Accuracy
 from .train import CHUNK, gather
@@ -29,10 +29,14 @@ class Evaluation:
 
     Attributes:
         accuracy: series by name, the headline first; in each the splits; in each one number a client.
+        risk: the mean loss on the same examples, in the same form.
+        routes: each client's share of each cluster, if the method has clusters.
         parameters: series by name; in each, how many numbers the model of each client takes.
     """
 
     accuracy: Accuracy
+    risk: Accuracy
+    routes: list[list[float]] | None
     parameters: dict[str, list[int]]
 
 
@@ -45,7 +49,7 @@ def evaluate(
     state_of: Callable[[ClientInfo], Any],
     round: int,
 ) -> Evaluation:
-    """Accuracy and size of every client's model, those that never took part included.
+    """Accuracy, loss, routes and size of every client's model, those that never took part included.
 
     Args:
         method: says how a client infers.
@@ -56,17 +60,24 @@ def evaluate(
         state_of: state of a client, fresh for one that never took part.
         round: counted from 0.
     """
-    found: Accuracy = {}
+    accuracy: Accuracy = {}
+    risk: Accuracy = {}
+    routes: list[list[float]] = []
     sizes: dict[str, list[int]] = {}
     with torch.inference_mode():
         for info, data in zip(federation.infos, federation.clients, strict=True):
             client = at_client(method, federation, task, engine, server, state_of(info), info, round)
             for name, predict in client.predictors.items():
-                series = found.setdefault(name, {s: [] for s in SPLITS})
+                right, wrong = (kind.setdefault(name, {s: [] for s in SPLITS}) for kind in (accuracy, risk))
                 for split in SPLITS:
-                    series[split].append(share_correct(predict, getattr(data, split)))
+                    score = measure(predict, getattr(data, split))
+                    right[split].append(score.accuracy)
+                    wrong[split].append(score.risk)
                 sizes.setdefault(name, []).append(client.numbers(name))
-    return Evaluation(found, sizes)
+            if client.routes is not None:
+                # four digits tell a route; all of a float would make the records of many clients large
+                routes.append([float(f"{p:.4f}") for p in client.routes.tolist()])
+    return Evaluation(accuracy, risk, routes or None, sizes)
 
 
 @dataclass(frozen=True)
@@ -77,11 +88,13 @@ class AtClient:
         predictors: by name of the series, the headline first.
         parts: see :meth:`fedlowrank.method.Method.parts`.
         model: its architecture.
+        routes: see :meth:`fedlowrank.method.Method.routes`.
     """
 
     predictors: Mapping[str, Predictor]
     parts: Mapping[str, tuple[Weights, ...]]
     model: Architecture
+    routes: Tensor | None
 
     def numbers(self, series: str) -> int:
         """How many numbers the model of a series takes."""
@@ -105,16 +118,35 @@ def at_client(
         down = tree.canonical(method.download(server, info))
         made = method.predictor(state, down, view)
         parts = method.parts(state, down, view)
-    return AtClient(made if isinstance(made, Mapping) else {"personal": made}, parts, view.model)
+        routes = method.routes(state, down, view)
+    return AtClient(made if isinstance(made, Mapping) else {"personal": made}, parts, view.model, routes)
 
 
-def share_correct(predict: Callable[[Any], Tensor], examples: Examples) -> float | None:
-    """Share of examples whose highest score is their label's; None without examples."""
+@dataclass(frozen=True)
+class Score:
+    """What a predictor is worth on some examples; None where there are none.
+
+    Attributes:
+        accuracy: share of examples whose highest score is their label's; None for a regression, too.
+        risk: mean loss.
+    """
+
+    accuracy: float | None
+    risk: float | None
+
+
+def measure(predict: Callable[[Any], Tensor], examples: Examples) -> Score:
+    """Accuracy and mean loss of a predictor."""
     n = len(examples)
     if n == 0:
-        return None
+        return Score(None, None)
     right = torch.zeros((), dtype=torch.int64, device=examples.y.device)
+    lost = torch.zeros((), dtype=torch.float64, device=examples.y.device)
+    regression = examples.y.is_floating_point()
     for at in range(0, n, CHUNK):
         batch = gather(examples, torch.arange(at, min(at + CHUNK, n)))
-        right += (predict(batch.x).argmax(-1) == batch.y).sum()
-    return int(right) / n
+        scores = predict(batch.x)
+        lost += pointwise_loss(scores, batch.y).sum()
+        if not regression:
+            right += (scores.argmax(-1) == batch.y).sum()
+    return Score(None if regression else int(right) / n, float(lost) / n)

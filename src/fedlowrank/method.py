@@ -32,13 +32,15 @@ class Batch:
 
     Attributes:
         x: inputs, a tensor ``[b, ...]`` or a dict of such tensors.
-        y: targets ``[b, ...]``.
+        y: targets: labels ``[b]``, or real values ``[b, d]`` of a regression.
         mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
+        step: place among the steps of its pass, counted from 0, for what a method draws anew at each of them.
     """
 
     x: Any
     y: Tensor
     mask: Tensor | None = None
+    step: int = 0
 
     def __len__(self) -> int:
         return len(self.y)
@@ -82,12 +84,15 @@ class ClientInfo:
         examples: training examples, the usual weight of its reply.
         architecture: name of its model.
         rank: rank of its low-rank parts, or None where the method decides.
+        cluster: which of the ground-truth tasks its data come from, or None where nobody knows. Methods with optimal
+            routing use it, and reports compare learned routes with it.
     """
 
     id: int
     examples: int
     architecture: str
     rank: int | None = None
+    cluster: int | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ class Task:
     Attributes:
         architectures: by name, each with its initial parameters.
         clients: all clients of the federation.
-        classes: number of classes.
+        classes: number of classes; 0 for a regression.
         rounds: rounds of the whole run, for methods whose settings depend on progress.
         key: randomness of initial values, common to server and clients.
     """
@@ -295,6 +300,8 @@ class Method(ABC, Generic[S, C, D, U]):
     title: ClassVar[str]
     citation: ClassVar[str]
     heterogeneous: ClassVar[bool] = False
+    needs_classes: ClassVar[bool] = False
+    """Whether it works on class labels or scores, so that it cannot learn a regression."""
     at_rest: ClassVar[Mapping[str, Any]] = {}
     """Settings under which a learning rate of 0 changes no model, where the chosen ones would go on shrinking it."""
 
@@ -356,10 +363,27 @@ class Method(ABC, Generic[S, C, D, U]):
         del state, down, view
         return {}
 
+    def routes(self, state: C, down: D, view: ClientView) -> Tensor | None:
+        """This client's share of each cluster ``[C]``, adding up to 1, for the record; None if the method has no clusters."""
+        del state, down, view
+        return None
+
     def ranks(self, server: S) -> dict[str, int]:
         """Ranks of the server's low-rank weights by name, for the record; empty if the method has none."""
         del server
         return {}
+
+
+def pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
+    """The loss of each example ``[b]``: cross-entropy with labels ``[b]``, or ½ ‖score - y‖² with real targets ``[b, d]``."""
+    if y.is_floating_point():
+        return (scores - y).square().flatten(1).sum(1) / 2
+    return functional.cross_entropy(scores, y, reduction="none")
+
+
+def task_loss(scores: Tensor, batch: Batch) -> Tensor:
+    """Mean over the batch of :func:`pointwise_loss`: what a client minimises, whether its task has classes or not."""
+    return batch.mean(pointwise_loss(scores, batch.y))
 
 
 def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:

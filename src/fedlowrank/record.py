@@ -26,7 +26,7 @@ from .errors import CheckpointError
 
 FORMAT = 1
 Accuracy = dict[str, dict[str, list[float | None]]]
-"""``accuracy[series][split][i]``: of client i, in [0, 1]; None where the client has no example in that split."""
+"""``accuracy[series][split][i]``: of client i, in [0, 1]; None where the client has no example in that split, or no classes."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class RoundRecord:
         cpu_seconds: the same in CPU time of this process.
         loss: mean loss over the steps of each pass, over all participants.
         accuracy: see :data:`Accuracy`; None in rounds without evaluation.
+        risk: the mean loss of every client's model on its own examples, in the same form.
+        routes: of every client its share of each cluster; None if the method has no clusters, or without evaluation.
         parameters: of each series, how many numbers the model of each client takes
             (:func:`fedlowrank.low_rank.matricise.numbers`); None in rounds without evaluation.
         ranks: of the server's low-rank weights by name, after the round.
@@ -65,6 +67,8 @@ class RoundRecord:
     cpu_seconds: dict[str, float] = field(default_factory=dict)
     loss: dict[str, float] = field(default_factory=dict)
     accuracy: Accuracy | None = None
+    risk: Accuracy | None = None
+    routes: list[list[float]] | None = None
     parameters: dict[str, list[int]] | None = None
     ranks: dict[str, int] = field(default_factory=dict)
 

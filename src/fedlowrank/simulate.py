@@ -114,7 +114,7 @@ def simulate(
                 raise CheckpointError("to resume a run, name its folder")
             return _rounds(run, None, [], progress, on_round)
         described = {**describe(method, federation, chosen), **(config or {})}
-        target = RunFolder(Path(folder), described, federation.describe())
+        target = RunFolder(Path(folder), described, run.clients())
         if resume:
             records = target.restore(run)
             if target.is_finished():
@@ -145,7 +145,7 @@ def reopen(
         CheckpointError: if the configuration or the data are not those of the folder.
     """
     run = Run(method, federation, settings, ENGINES[settings.engine]())
-    RunFolder(folder, {**describe(method, federation, settings), **config}, federation.describe()).read(run)
+    RunFolder(folder, {**describe(method, federation, settings), **config}, run.clients()).read(run)
     return run
 
 

@@ -87,11 +87,11 @@ class LocalData:
         """The batches of a pass, as it trains on them."""
         order = self.order(name)
         if not self.augment.active:
-            yield from (gather(self.examples, index) for index in order)
+            yield from (gather(self.examples, index, step) for step, index in enumerate(order))
             return
         generator = self._generator("augment", name)
-        for index in order:
-            batch = gather(self.examples, index)
+        for step, index in enumerate(order):
+            batch = gather(self.examples, index, step)
             yield replace(batch, x=self.augment.apply(batch.x, generator))
 
     def chunks(self) -> Iterator[Batch]:
@@ -104,13 +104,13 @@ class LocalData:
         return (self.key / purpose / list(self.passes).index(name)).generator()
 
 
-def gather(examples: Examples, index: Tensor) -> Batch:
+def gather(examples: Examples, index: Tensor, step: int = 0) -> Batch:
     """The batch of the examples at ``index [b]``, images in the layout in which convolutions are fastest."""
     index = index.to(examples.y.device)
-    x = examples.x
+    x, y = examples.x, examples.y.index_select(0, index)
     if isinstance(x, dict):
-        return Batch({n: t.index_select(0, index) for n, t in x.items()}, examples.y.index_select(0, index))
-    return Batch(_channels_last(x.index_select(0, index)), examples.y.index_select(0, index))
+        return Batch({n: t.index_select(0, index) for n, t in x.items()}, y, step=step)
+    return Batch(_channels_last(x.index_select(0, index)), y, step=step)
 
 
 class FlopLedger:

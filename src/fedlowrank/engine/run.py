@@ -15,7 +15,7 @@ from .. import tree
 from ..channel import lost_replies, weigh
 from ..choices import check_choices
 from ..data.federation import Federation
-from ..errors import ConfigError
+from ..errors import ConfigError, TaskError
 from ..evaluate import AtClient, at_client, evaluate
 from ..method import ClientInfo, Method, Reply, ServerView
 from ..record import RoundRecord
@@ -30,6 +30,8 @@ class RunSettings:
     Attributes:
         rounds: T, rounds of communication.
         participation: C, share of the clients that take part in a round, in (0, 1].
+        unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the others, by
+            whatever the method does at a client that never took part.
         seed: of everything random: partition, participants, order of examples, initial values.
         engine: sequential; vectorised (clients of like shapes at once); or wire (every message through bytes).
         device: cpu, or cuda where torch finds one.
@@ -44,6 +46,7 @@ class RunSettings:
 
     rounds: int = 50
     participation: float = 1.0
+    unseen: float = 0.0
     seed: int = 0
     engine: Literal["sequential", "vectorised", "wire"] = "sequential"
     device: str = "cpu"
@@ -64,6 +67,8 @@ class RunSettings:
             raise ConfigError(
                 f"run.participation is the share of clients in a round, in (0, 1]; it is {self.participation}"
             )
+        if not 0 <= self.unseen < 1:
+            raise ConfigError(f"run.unseen is the share of clients that never train, in [0, 1); it is {self.unseen}")
         if self.representations < 0:
             raise ConfigError(f"run.representations must be >= 0; it is {self.representations}")
         if not 0 <= self.lost_replies < 1:
@@ -103,6 +108,7 @@ class Run:
     Attributes:
         state: where it stands; replaced as a whole, so that an interrupted round leaves the one before.
         unsaved: identifiers of clients whose state changed since it was last saved.
+        unseen: identifiers of clients that never train.
 
     Raises:
         TaskError: if the method does not fit the federation.
@@ -116,8 +122,15 @@ class Run:
         self.settings = settings
         self.engine = engine
         self.task = federation.task(settings.rounds)
+        if method.needs_classes and self.task.classes == 0:
+            raise TaskError(f"{method.title} works on classes and cannot learn a regression; choose another method")
         self.state = State(0, engine.boundary(method.server_init(self.task)), {})
         self.unsaved: set[int] = set()
+        count = round_half_up(settings.unseen * len(federation.infos))
+        if count >= len(federation.infos):
+            raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
+        draw = torch.randperm(len(federation.infos), generator=(federation.key / "unseen").generator())
+        self.unseen = frozenset(draw[:count].tolist())
         # every client's state can be made: a method that does not fit says so now, not in round 7
         for info in federation.infos:
             method.client_init(self.task, info)
@@ -158,10 +171,16 @@ class Run:
     def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""
         infos = self.federation.infos
-        count = max(1, round_half_up(self.settings.participation * len(infos)))
+        seen = [c.id for c in infos if c.id not in self.unseen]
+        count = max(1, round_half_up(self.settings.participation * len(seen)))
         generator = (self.federation.key / "participants" / round).generator()
-        sampled = sorted(torch.randperm(len(infos), generator=generator)[:count].tolist())
-        return [infos[i] for i in self.method.participants(sampled, [c.id for c in infos])]
+        sampled = sorted(seen[i] for i in torch.randperm(len(seen), generator=generator)[:count].tolist())
+        return [infos[i] for i in self.method.participants(sampled, seen)]
+
+    def clients(self) -> list[dict[str, Any]]:
+        """One row a client, as in ``clients.json``."""
+        rows = zip(self.federation.describe(), self.federation.infos, strict=True)
+        return [{**row, "cluster": i.cluster, "unseen": i.id in self.unseen} for row, i in rows]
 
     def step(self) -> RoundRecord:
         """One round. The run changes only if it succeeds as a whole."""
@@ -234,6 +253,8 @@ class Run:
         return dataclasses.replace(
             record,
             accuracy=None if found is None else found.accuracy,
+            risk=None if found is None else found.risk,
+            routes=None if found is None else found.routes,
             parameters=None if found is None else found.parameters,
             ranks=self.method.ranks(self.state.server),
             seconds=clock.wall,

@@ -195,7 +195,7 @@ def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[
         held = [g[:active] for g in given]
         batch = _pad([next(feed) for feed in feeds[:active]])
         try:
-            values = loss(work, held, batch.x, batch.y, batch.mask)
+            values = loss(work, held, batch.x, batch.y, batch.mask, count)
         except RuntimeError as error:
             raise TaskError(
                 f"{title}: the pass {first.name!r} cannot be vectorised ({error}). Use engine = 'sequential'."
@@ -217,11 +217,11 @@ def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[
 
 
 def _vmap(loss: Callable[..., Tensor], start: Any, given: tuple[Any, ...]) -> Callable[..., Tensor]:
-    def one(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
-        return loss(refill(start, p), Batch(x, y, mask), *refill(given, g))
+    def one(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None, step: int) -> Tensor:
+        return loss(refill(start, p), Batch(x, y, mask, step), *refill(given, g))
 
-    def all_(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
-        out: Tensor = torch.vmap(one, in_dims=(0, 0, 0, 0, None if mask is None else 0))(p, g, x, y, mask)
+    def all_(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None, step: int) -> Tensor:
+        out: Tensor = torch.vmap(one, in_dims=(0, 0, 0, 0, None if mask is None else 0, None))(p, g, x, y, mask, step)
         return out
 
     return all_

@@ -162,6 +162,16 @@ def precondition(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
     return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
 
 
+def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
+    """G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms: for convolutions only the size is put right (appendix D)."""
+
+    def scaled(g: Tensor, other: Tensor) -> Tensor:
+        size: Tensor = torch.linalg.matrix_norm(other.mT @ other, keepdim=True)
+        return g / (size + eps)
+
+    return Pairs(scaled(gradient.u, at.v), scaled(gradient.v, at.u))
+
+
 def centre(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
     """Move the mean update into the base: w + E_c[U_c V_cᵀ], and the best rank-r factors of what is left (appendix E, eq. 37).
 

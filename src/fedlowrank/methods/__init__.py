@@ -7,6 +7,7 @@ from typing import Any
 from ..method import Method
 from .apfl import APFL
 from .ditto import Ditto
+from .ensemble import Ensemble
 from .fd import FD
 from .fedavg import FedAvg
 from .feddyn import FedDyn
@@ -17,9 +18,11 @@ from .fedprox import FedProx
 from .fedrep import FedRep
 from .fedslr import FedSLR
 from .fedspa import FedSpa
+from .floral import Floral
 from .fml import FML
 from .gpgd import GPGD
 from .lg_fedavg import LGFedAvg
+from .local_adaptor import LocalAdaptor
 from .lpgd import LPGD
 from .per_fedavg import PerFedAvg
 from .pfedlora import PFedLoRA
@@ -47,6 +50,9 @@ METHODS: dict[str, type[Method[Any, Any, Any, Any]]] = {
     "fedslr": FedSLR,
     "lpgd": LPGD,
     "gpgd": GPGD,
+    "floral": Floral,
+    "local_adaptor": LocalAdaptor,
+    "ensemble": Ensemble,
 }
 """Every method by the name of its file."""
 
@@ -59,6 +65,7 @@ __all__ = [
     "METHODS",
     "SCAFFOLD",
     "Ditto",
+    "Ensemble",
     "FedAvg",
     "FedDyn",
     "FedKD",
@@ -68,7 +75,9 @@ __all__ = [
     "FedRep",
     "FedSLR",
     "FedSpa",
+    "Floral",
     "LGFedAvg",
+    "LocalAdaptor",
     "PFedLoRA",
     "PerFedAvg",
     "Standalone",

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
 from ..optimiser import Group
 from ..tree import Params, map, mean, tree  # noqa: A004
 
@@ -97,7 +97,7 @@ class APFL(Method[Params, Own, Params, Params]):
             w = map(Tensor.detach, now.w)
             mixed = mixture(now.a if adaptive else now.a.detach(), now.v, w)
             ours, theirs = model.apply(mixed, batch.x), model.apply(now.w, batch.x)
-            return cross_entropy(ours, batch) + cross_entropy(theirs, batch)
+            return task_loss(ours, batch) + task_loss(theirs, batch)
 
         def clipped(now: Joint, _: float) -> Joint:
             return replace(now, a=now.a.clamp(0, 1))

@@ -34,7 +34,7 @@ from ..method import (
     ServerView,
     Task,
     by_examples,
-    cross_entropy,
+    task_loss,
 )
 from ..tree import Params, map, mean  # noqa: A004
 
@@ -84,7 +84,7 @@ class Ditto(Method[Params, Params, Params, Params]):
         model, lam = view.model, self.lam
 
         def loss(theta: Params, batch: Batch, *_: Params) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         def pulled(grads: Params, v: Params, anchor: Params) -> Params:
             return map(lambda g, p, q: torch.add(g, p - q, alpha=lam), grads, v, anchor)

@@ -64,6 +64,7 @@ class FD(Method[Server, Params, Targets, Outputs]):
 
     title = "FD"
     citation = "Jeong et al. 2018, arXiv:1811.11479"
+    needs_classes = True
     heterogeneous = True
 
     def __post_init__(self) -> None:

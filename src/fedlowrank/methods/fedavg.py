@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
 from ..tree import Params, mean
 
 
@@ -54,7 +54,7 @@ class FedAvg(Method[Params, None, Params, Params]):
         model = view.model
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         return None, view.train(loss, down, "local", self.optimiser)
 

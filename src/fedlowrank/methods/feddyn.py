@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, task_loss
 from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
 
 
@@ -88,7 +88,7 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
         model, alpha = view.model, self.alpha
 
         def loss(theta: Params, batch: Batch, _: Params, __: Params) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         def dynamic(grads: Params, theta: Params, anchor: Params, own: Params) -> Params:
             return map(lambda g, p, q, o: torch.add(g - o, p - q, alpha=alpha), grads, theta, anchor, own)

@@ -75,6 +75,7 @@ class FedKD(Method[Server, Models, Download, Compressed]):
 
     title = "FedKD"
     citation = "Wu et al., Nature Communications 2022, arXiv:2108.13323"
+    needs_classes = True
     heterogeneous = True
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
 from ..tree import Params, mean
 
 
@@ -51,7 +51,7 @@ class FedPer(Method[Params, Params, Params, Params]):
         model = view.model
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         end = view.train(loss, down | state, "local", self.optimiser)
         return model.head_of(end), model.body_of(end)

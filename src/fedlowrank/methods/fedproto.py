@@ -70,6 +70,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     title = "FedProto"
     citation = "Tan et al., AAAI 2022, arXiv:2105.00243"
+    needs_classes = True
     heterogeneous = True
 
     def __post_init__(self) -> None:

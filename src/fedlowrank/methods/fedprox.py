@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
 from ..tree import Params, map, mean  # noqa: A004
 
 
@@ -62,7 +62,7 @@ class FedProx(Method[Params, None, Params, Params]):
         model, mu = view.model, self.mu
 
         def loss(theta: Params, batch: Batch, _: Params) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         def proximal(grads: Params, theta: Params, anchor: Params) -> Params:
             return map(lambda g, p, q: torch.add(g, p - q, alpha=mu), grads, theta, anchor)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples, task_loss
 from ..tree import Params, mean
 
 
@@ -68,7 +68,7 @@ class FedRep(Method[Params, Params, Params, Params]):
         model = view.model
 
         def loss(part: Params, batch: Batch, frozen: Params) -> Tensor:
-            return cross_entropy(model.apply(part | frozen, batch.x), batch)
+            return task_loss(model.apply(part | frozen, batch.x), batch)
 
         head = view.train(loss, state, "head", self.optimiser, given=(down,))
         return head, view.train(loss, down, "base", self.optimiser, given=(head,))

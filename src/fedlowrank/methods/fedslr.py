@@ -33,7 +33,7 @@ from ..errors import ConfigError
 from ..low_rank.matricise import Weights, unpack
 from ..low_rank.penalty import Norm, Shrunk, begin, prox, prox_in_step, warn_if_dead
 from ..low_rank.threshold import soft
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task, task_loss
 from ..optimiser import SGD, Optimiser, Schedule
 from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
 
@@ -120,13 +120,13 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         model, eta_g, mu, norm, w = view.model, self.eta_g, self.mu, self.private, unpack(down, view.model.initial)
 
         def loss(theta: Params, batch: Batch, *_: Params) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         def dual(grads: Params, theta: Params, anchor: Params, gamma: Params) -> Params:
             return map(lambda g, v, a, o: torch.add(g - o, v - a, alpha=1 / eta_g), grads, theta, anchor, gamma)
 
         def fused(p: Params, batch: Batch, fixed: Params) -> Tensor:
-            return cross_entropy(model.apply(add(fixed, p), batch.x), batch)
+            return task_loss(model.apply(add(fixed, p), batch.x), batch)
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
             return map(lambda t: soft(t, lr * mu), p) if norm == "sparse" else prox_in_step(p, lr * mu, norm, ())

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, TaskError
 from ..low_rank.matricise import Sparse, Weights
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, task_loss
 from ..optimiser import SGD
 from ..tree import Params, add, mean, sub, tree, zeros_like
 
@@ -139,13 +139,13 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         model, start = view.model, spread(down, state)
 
         def loss(theta: Params, batch: Batch, _: Masks) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         def masked(grads: Params, _: Params, masks: Masks) -> Params:
             return {n: torch.where(masks[n], g, 0.0) if n in masks else g for n, g in grads.items()}
 
         def moved(change: Params, batch: Batch, theta: Params) -> Tensor:
-            return cross_entropy(model.apply(add(theta, change), batch.x), batch)
+            return task_loss(model.apply(add(theta, change), batch.x), batch)
 
         end = view.train(loss, start, "local", self.optimiser, given=(state,), precondition=masked)
         update = on_mask(sub(start, end), state)

@@ -51,6 +51,7 @@ class FML(Method[Params, Params, Params, Params]):
 
     title = "FML"
     citation = "Shen et al. 2020, arXiv:2006.16765"
+    needs_classes = True
     heterogeneous = True
 
     def __post_init__(self) -> None:

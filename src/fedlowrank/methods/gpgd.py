@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..low_rank.matricise import Weights, unpack
 from ..low_rank.penalty import Norm, Shrunk, begin, prox, warn_if_dead
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, task_loss
 from ..optimiser import SGD, Optimiser, Schedule
 from ..tree import Params, mean
 
@@ -75,7 +75,7 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
         model = view.model
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         return None, view.train(loss, unpack(down, model.initial), "local", self.optimiser)
 

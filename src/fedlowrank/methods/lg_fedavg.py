@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import TaskError
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
 from ..tree import Params, mean
 
 
@@ -61,7 +61,7 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
         model = view.model
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         end = view.train(loss, state | down, "local", self.optimiser)
         return model.body_of(end), model.head_of(end)

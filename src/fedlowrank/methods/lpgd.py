@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..low_rank.penalty import Norm, check_exclude, prox_in_step
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, task_loss
 from ..optimiser import SGD, Optimiser, Schedule
 from ..tree import Params, mean
 
@@ -73,7 +73,7 @@ class LPGD(Method[Params, None, Params, Params]):
         model, method = view.model, self
 
         def loss(theta: Params, batch: Batch) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         def prox(theta: Params, lr: float) -> Params:
             return prox_in_step(theta, lr * method.lam, method.shared, method.exclude)

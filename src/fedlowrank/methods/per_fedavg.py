@@ -40,7 +40,7 @@ from ..method import (
     ServerView,
     Task,
     by_examples,
-    cross_entropy,
+    task_loss,
 )
 from ..optimiser import SGD, Optimiser
 from ..tree import Params, add, dot, map, mean, sub  # noqa: A004
@@ -108,7 +108,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
         model, alpha, delta, free = view.model, self.alpha, self.delta, self.variant == "hessian_free"
 
         def risk(theta: Params, batch: Batch) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         def loss(theta: Params, batch: Batch) -> Tensor:
             gradient = torch.func.grad(risk)
@@ -136,7 +136,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
         model = view.model
 
         def risk(theta: Params, batch: Batch) -> Tensor:
-            return cross_entropy(model.apply(theta, batch.x), batch)
+            return task_loss(model.apply(theta, batch.x), batch)
 
         return view.train(risk, down, "adapt", SGD(lr=self.alpha))
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..low_rank.adapter import Adapter, random_adapter, svd_adapter
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples, task_loss
 from ..optimiser import Optimiser
 from ..tree import Params, mean
 
@@ -96,12 +96,12 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
         def of_model(omega: Params, batch: Batch, theta: Adapter) -> Tensor:
             r = model.represent(omega, batch.x)
             first, second = theta.apply(r, relu), model.head(omega, r)
-            return (1 - mu) * cross_entropy(first, batch) + mu * cross_entropy(second, batch)
+            return (1 - mu) * task_loss(first, batch) + mu * task_loss(second, batch)
 
         def of_adapter(theta: Adapter, batch: Batch, omega: Params) -> Tensor:
             with torch.no_grad():
                 r = model.represent(omega, batch.x)
-            return cross_entropy(theta.apply(r, relu), batch)
+            return task_loss(theta.apply(r, relu), batch)
 
         omega = view.train(of_model, state, "model", self.optimiser, given=(down,))
         optimiser = self.adapter_optimiser or self.optimiser

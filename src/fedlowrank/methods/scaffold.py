@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, task_loss
 from ..optimiser import AdamW
 from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
 
@@ -84,7 +84,7 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         model = view.model
 
         def loss(y: Params, batch: Batch, _: Params) -> Tensor:
-            return cross_entropy(model.apply(y, batch.x), batch)
+            return task_loss(model.apply(y, batch.x), batch)
 
         def corrected(grads: Params, _: Params, correction: Params) -> Params:
             return add(grads, correction)

@@ -99,6 +99,19 @@ class Architecture:
             raise wrong
         self._width = int(r.shape[-1])
 
+    def redrawn(self, key: Key) -> Params:
+        """Other initial parameters, drawn by the layers' own rules; those of layers without such a rule stay as they are."""
+
+        def again() -> nn.Module:
+            module = copy.deepcopy(self.module)
+            for layer in module.modules():
+                reset = getattr(layer, "reset_parameters", getattr(layer, "_reset_parameters", None))
+                if callable(reset):
+                    reset()
+            return module
+
+        return {n: p.detach().contiguous() for n, p in build(again, key).named_parameters()}
+
     @property
     def width(self) -> int:
         """Width of the representation, its last dimension."""

@@ -1,0 +1,134 @@
+"""Ensemble: C whole models, of which every client mixes some.
+
+The baseline of Almansoori, Horváth, Takáč, arXiv:2410.03497, Table 1: problem (FML) without weight sharing.
+
+    Each round                                                                              here
+     1  the server sends {w_c} to k ∈ S_t                                                   download
+     2  client k: one SGD on θ^k and all w^k_c of the mixture's loss, π^k = softmax(θ^k)    local_update
+     3  server: w_c ← Σ_k π^k_c N^k w^k_c / Σ_k π^k_c N^k                                   server_update
+
+With optimal routing π^k is the one-hot of the known cluster and only that model travels: FedAvg in every cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..clusters import (
+    Apply,
+    Router,
+    cluster_mean,
+    even,
+    known_cluster,
+    learn_router,
+    reply_weights,
+    select,
+    train_mixture,
+)
+from ..method import ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
+from ..models.architecture import Architecture
+from ..tree import Params, map, tree  # noqa: A004
+
+
+@tree
+class Upload:
+    """The trained models, and π^k where the server does not know it."""
+
+    models: Params
+    pi: Tensor | None
+
+
+@dataclass(frozen=True)
+class Ensemble(Method[Params, Tensor | None, Params, Upload]):
+    """C whole models and a router.
+
+    Attributes:
+        clusters: C, number of models.
+        mixed: outputs, Σ_c π_c f(w_c; x), by C forward passes; or weights, f(Σ_c π_c w_c; x), by one.
+        router: how a client finds its mixture.
+    """
+
+    clusters: int = 4
+    mixed: Literal["outputs", "weights"] = "outputs"
+    router: Router = Router()
+
+    title = "Ensemble"
+    citation = "Almansoori et al. 2024, arXiv:2410.03497"
+
+    def passes(self) -> dict[str, Pass]:
+        """Local training, and the steps in which a newcomer learns its router."""
+        return self.router.passes(self.epochs, self.batch_size)
+
+    def server_init(self, task: Task) -> Params:
+        """C draws of the initial weights ``[C, ...]``, the first that of every other method."""
+        model = task.common_model(self.title)
+        draws = [model.initial, *(model.redrawn(task.key / "ensemble" / c) for c in range(1, self.clusters))]
+        return {n: torch.stack([d[n] for d in draws]) for n in model.initial}
+
+    def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
+        """No θ until the client has trained."""
+        del task
+        if self.router.routing == "optimal":
+            known_cluster(self.title, client, self.clusters)
+        return None
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """All models; with optimal routing only the client's own."""
+        optimal = self.router.routing == "optimal"
+        return select(server, known_cluster(self.title, client, self.clusters)) if optimal else server
+
+    def local_update(self, state: Tensor | None, down: Params, view: ClientView) -> tuple[Tensor | None, Upload]:
+        """Line 2."""
+        theta = even(down) if state is None else state
+        apply = self._apply(view.model)
+        end, theta = train_mixture(self.router, {"models": down}, theta, apply, self.optimiser, view)
+        if self.router.routing == "optimal":
+            return None, Upload(end["models"], None)
+        return theta if self.router.keep else None, Upload(end["models"], self.router.shares(theta))
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Upload]], view: ServerView) -> Params:
+        """Line 3."""
+        del view
+        weights = reply_weights(self.title, replies, [r.upload.pi for r in replies], self.clusters)
+        return cluster_mean(server, [r.upload.models for r in replies], weights)
+
+    def personal(self, state: Tensor | None, down: Params, view: ClientView) -> Params:
+        """Σ_c π^k_c w_c; with mixed outputs the model with the largest share, for one model is not their mixture."""
+        pi = self.router.shares(self._theta(state, down, view))
+        if self.mixed == "outputs":
+            return map(lambda t: t[int(pi.argmax())], down)
+        return map(lambda t: torch.tensordot(pi, t, 1), down)
+
+    def predictor(self, state: Tensor | None, down: Params, view: ClientView) -> Predictor:
+        """The mixture."""
+        pi, apply = self.router.shares(self._theta(state, down, view)), self._apply(view.model)
+        return lambda x: apply({"models": down}, pi, x)
+
+    def routes(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:
+        """π^k, over all clusters also where only one was sent."""
+        if self.router.routing == "optimal":
+            return torch.eye(self.clusters)[known_cluster(self.title, view.info, self.clusters)]
+        return self.router.shares(self._theta(state, down, view))
+
+    def _theta(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:
+        if state is not None:
+            return state
+        return learn_router(self.router, {"models": down}, even(down), self._apply(view.model), view)
+
+    def _apply(self, model: Architecture) -> Apply:
+        outputs = self.mixed == "outputs"
+
+        def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:
+            models: Params = parts["models"]
+            if not outputs:
+                return model.apply({n: torch.tensordot(pi, t, 1) for n, t in models.items()}, x)
+            scores = [model.apply({n: t[c] for n, t in models.items()}, x) for c in range(len(pi))]
+            mixture: Tensor = torch.tensordot(pi, torch.stack(scores), 1)
+            return mixture
+
+        return apply

@@ -1,0 +1,167 @@
+"""FLoRAL: clients mix a few federated low-rank adaptors of one base model.
+
+Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors", arXiv:2410.03497.
+
+    Algorithm 1, simple FLoRAL averaging (u the base, a_c the adaptors, w_c = (u, a_c))     here
+     1  for τ = 0, H, 2H, ...: the server sends u and {a_c} to k ∈ S_τ                      download
+     2  client k: for t = τ, ..., τ+H-1:                                                    local_update
+     3      π^k = softmax(θ^k)                                                              Router.shares
+     4      θ^k ← θ^k - η_θ ∇_θ f^k(Σ_c π^k_c w_c)                                          loss
+     5      (u^k, a^k_c) ← (u^k, a^k_c) - η ∇ f^k(Σ_c π^k_c w_c), preconditioned (app. D)   loss, scaled
+     6  server: u ← Σ_k N^k u^k / Σ_k N^k                                                   server_update
+     7  server: a_c ← Σ_k π^k_c N^k a^k_c / Σ_k π^k_c N^k                                   cluster_mean
+
+θ^k never leaves the client; the C numbers π^k do, for line 7. With optimal routing π^k is the one-hot of the client's known
+cluster, and only that cluster's adaptors travel, both ways. Adaptors add to the weights, so line 5 is one forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..clusters import (
+    Apply,
+    Router,
+    cluster_mean,
+    even,
+    known_cluster,
+    learn_router,
+    reply_weights,
+    select,
+    train_mixture,
+)
+from ..low_rank.adaptors import KINDS, Kind, adaptors, centred, mix, preconditioned, spots
+from ..low_rank.mixture import Construction
+from ..method import ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
+from ..models.architecture import Architecture
+from ..optimiser import SGD, Optimiser
+from ..server_step import Memory, fresh_memory, server_step
+from ..tree import Params, mean, tree
+
+
+@tree
+class Server:
+    """The model {u, a} and what the server's optimiser keeps."""
+
+    model: dict[str, Any]
+    memory: Memory
+
+
+@tree
+class Upload:
+    """The trained {u, a}, and π^k where the server does not know it."""
+
+    model: dict[str, Any]
+    pi: Tensor | None
+
+
+@dataclass(frozen=True)
+class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
+    """Federated low-rank adaptive learning.
+
+    Attributes:
+        clusters: C, number of adaptors of each adapted parameter.
+        rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at least).
+        alpha: α, factor on the adaptors.
+        construction: of adaptors of convolutions.
+        kinds: what is adapted: linear, convolution, embedding, bias, norm.
+        router: how a client finds its mixture.
+        precondition: whether the gradients of low-rank factors are preconditioned (appendix D).
+        centre: whether the server moves the mean adaptor into the base after each round (appendix E).
+        server_optimiser: of the server; SGD with lr 1 averages.
+    """
+
+    clusters: int = 4
+    rank: float = 0.01
+    alpha: float = 1.0
+    construction: Construction = "balanced"
+    kinds: tuple[Kind, ...] = KINDS
+    router: Router = Router()
+    precondition: bool = True
+    centre: bool = False
+    server_optimiser: Optimiser = SGD(lr=1.0)
+
+    title = "FLoRAL"
+    citation = "Almansoori et al. 2024, arXiv:2410.03497"
+
+    def passes(self) -> dict[str, Pass]:
+        """Local training, and the steps in which a newcomer learns its router."""
+        return self.router.passes(self.epochs, self.batch_size)
+
+    def server_init(self, task: Task) -> Server:
+        """u^0, and adaptors that are zero."""
+        model = task.common_model(self.title)
+        where = spots(model.module, self.rank, self.construction, self.kinds)
+        a = adaptors(where, self.clusters, task.key / "adaptors", self.construction, next(iter(model.initial.values())))
+        return Server({"base": model.initial, "adaptors": a}, fresh_memory())
+
+    def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
+        """No θ until the client has trained."""
+        del task
+        if self.router.routing == "optimal":
+            known_cluster(self.title, client, self.clusters)
+        return None
+
+    def download(self, server: Server, client: ClientInfo) -> dict[str, Any]:
+        """u and the adaptors; with optimal routing only the client's own."""
+        if self.router.routing == "learned":
+            return server.model
+        own = known_cluster(self.title, client, self.clusters)
+        return {"base": server.model["base"], "adaptors": select(server.model["adaptors"], own)}
+
+    def local_update(
+        self, state: Tensor | None, down: dict[str, Any], view: ClientView
+    ) -> tuple[Tensor | None, Upload]:
+        """Lines 2 to 5."""
+
+        def scaled(grads: dict[str, Any], p: dict[str, Any], *_: Tensor) -> dict[str, Any]:
+            return {**grads, "adaptors": preconditioned(p["base"], grads["adaptors"], p["adaptors"])}
+
+        theta = even(down["adaptors"]) if state is None else state
+        how = scaled if self.precondition else None
+        model, theta = train_mixture(self.router, down, theta, self._apply(view.model), self.optimiser, view, how)
+        if self.router.routing == "optimal":
+            return None, Upload(model, None)
+        return theta if self.router.keep else None, Upload(model, self.router.shares(theta))
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Upload]], view: ServerView) -> Server:
+        """Lines 6 and 7, and a step of the server's optimiser towards what they give."""
+        weights = reply_weights(self.title, replies, [r.upload.pi for r in replies], self.clusters)
+        u = mean([r.upload.model["base"] for r in replies], by_examples(replies))
+        a = cluster_mean(server.model["adaptors"], [r.upload.model["adaptors"] for r in replies], weights)
+        new = {"base": u, "adaptors": a}
+        model, memory = server_step(self.server_optimiser, server.model, new, server.memory, view.round)
+        if self.centre:
+            p = torch.tensor(weights).sum(0)
+            u, a = centred(model["base"], model["adaptors"], p / p.sum(), self.alpha, self.construction)
+            model = {"base": u, "adaptors": a}
+        return Server(model, memory)
+
+    def personal(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> Params:
+        """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
+        theta = self._theta(state, down, view)
+        return mix(down["base"], down["adaptors"], self.router.shares(theta), self.alpha, self.construction)
+
+    def routes(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> Tensor:
+        """π^k, over all clusters also where only one was sent."""
+        if self.router.routing == "optimal":
+            return torch.eye(self.clusters)[known_cluster(self.title, view.info, self.clusters)]
+        return self.router.shares(self._theta(state, down, view))
+
+    def _theta(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> Tensor:
+        if state is not None:
+            return state
+        return learn_router(self.router, down, even(down["adaptors"]), self._apply(view.model), view)
+
+    def _apply(self, model: Architecture) -> Apply:
+        alpha, construction = self.alpha, self.construction
+
+        def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:
+            return model.apply(mix(parts["base"], parts["adaptors"], pi, alpha, construction), x)
+
+        return apply

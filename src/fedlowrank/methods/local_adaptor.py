@@ -1,0 +1,88 @@
+"""Local Adaptor: a common base, and at every client a low-rank adaptor that it never sends.
+
+The baseline of Almansoori, Horváth, Takáč, arXiv:2410.03497, Table 1: FLoRAL with C = 1 whose adaptor stays at the client.
+
+    Each round                                                                              here
+     1  the server sends u to k ∈ S_t                                                       download
+     2  client k: SGD on (u^k, a_k) of f^k(u^k + a_k), the factors of a_k preconditioned    local_update
+     3  server: u ← Σ_k N^k u^k / Σ_k N^k                                                   server_update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..low_rank.adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, spots
+from ..low_rank.mixture import Construction
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
+from ..tree import Params, mean
+
+
+@dataclass(frozen=True)
+class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
+    """One adaptor a client, which stays there.
+
+    Attributes:
+        rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at least).
+        alpha: α, factor on the adaptor.
+        construction: of adaptors of convolutions.
+        kinds: what is adapted: linear, convolution, embedding, bias, norm.
+        precondition: whether the gradients of low-rank factors are preconditioned.
+    """
+
+    rank: float = 0.01
+    alpha: float = 1.0
+    construction: Construction = "balanced"
+    kinds: tuple[Kind, ...] = KINDS
+    precondition: bool = True
+
+    title = "Local Adaptor"
+    citation = "Almansoori et al. 2024, arXiv:2410.03497"
+
+    def server_init(self, task: Task) -> Params:
+        """u^0."""
+        return task.common_model(self.title).initial
+
+    def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
+        """An adaptor that is zero; its random factors are the same at all clients, as those of FLoRAL's first cluster."""
+        model = task.model(client)
+        where = spots(model.module, self.rank, self.construction, self.kinds)
+        return adaptors(where, 1, task.key / "adaptors", self.construction, next(iter(model.initial.values())))
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """u."""
+        del client
+        return server
+
+    def local_update(self, state: Adaptors, down: Params, view: ClientView) -> tuple[Adaptors, Params]:
+        """Line 2: one SGD on both."""
+        model, alpha, construction = view.model, self.alpha, self.construction
+
+        def loss(p: dict[str, Any], batch: Batch, one: Tensor) -> Tensor:
+            return task_loss(model.apply(mix(p["base"], p["adaptors"], one, alpha, construction), batch.x), batch)
+
+        def scaled(grads: dict[str, Any], p: dict[str, Any], _: Tensor) -> dict[str, Any]:
+            return {**grads, "adaptors": preconditioned(p["base"], grads["adaptors"], p["adaptors"])}
+
+        start: dict[str, Any] = {"base": down, "adaptors": state}
+        how = scaled if self.precondition else None
+        end = view.train(loss, start, "local", self.optimiser, given=(_one(down),), precondition=how)
+        return end["adaptors"], end["base"]
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """Line 3."""
+        del server, view
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Adaptors, down: Params, view: ClientView) -> Params:
+        """u + a_k."""
+        del view
+        return mix(down, state, _one(down), self.alpha, self.construction)
+
+
+def _one(weights: Params) -> Tensor:
+    return next(iter(weights.values())).new_ones(1)

@@ -1,0 +1,58 @@
+"""What a server does with the mean of the replies: take it, or step towards it by an optimiser.
+
+Reddi et al., "Adaptive Federated Optimization", arXiv:2003.00295: the gradient is the old value minus the mean.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .optimiser import SGD, Optimiser
+from .tree import tree as node
+
+T = TypeVar("T")
+
+
+@node
+class Memory:
+    """What a server's optimiser keeps from round to round.
+
+    Attributes:
+        tensors: its running means.
+        count: steps taken.
+    """
+
+    tensors: list[list[Tensor]]
+    count: int
+
+
+def fresh_memory() -> Memory:
+    """Before the first step."""
+    return Memory([], 0)
+
+
+def server_step(optimiser: Optimiser, old: T, mean: T, memory: Memory, round: int) -> tuple[T, Memory]:
+    """One step on the pseudo-gradient old - mean.
+
+    Args:
+        optimiser: of the server; SGD with lr 1 and nothing else takes the mean, bit for bit.
+        old: the server's tree.
+        mean: of the replies, a tree like it.
+        memory: of the optimiser.
+        round: counted from 0, for its schedule.
+    """
+    if isinstance(optimiser, SGD) and optimiser == SGD(lr=1.0):
+        return mean, memory
+    params = [t.detach().clone() for _, t in tree.leaves(old)]
+    paths = [path for path, _ in tree.leaves(old)]
+    towards = dict(tree.leaves(mean))
+    gradient = [p - towards[path] for path, p in zip(paths, params, strict=True)]
+    kept = [[t.clone() for t in ts] for ts in memory.tensors]
+    with torch.no_grad():
+        optimiser.step(params, gradient, kept, optimiser.rates(paths, round), memory.count)
+    new = iter(params)
+    return tree.map(lambda _: next(new), old), Memory(kept, memory.count + 1)
