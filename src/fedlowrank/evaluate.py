@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .method import ClientInfo, Method, Predictor, Task, pointwise_loss
 from .models.architecture import Architecture
 from .record import Accuracy
 from .train import CHUNK, gather
+from .tree import Params
 
 AnyMethod = Method[Any, Any, Any, Any]
 SPLITS = ("val", "test")
@@ -89,12 +90,15 @@ class AtClient:
         parts: see :meth:`fedlowrank.method.Method.parts`.
         model: its architecture.
         routes: see :meth:`fedlowrank.method.Method.routes`.
+        personal: parameters of the whole model, see :meth:`fedlowrank.method.Method.personal`, with the client's own
+            statistics of batch normalisations.
     """
 
     predictors: Mapping[str, Predictor]
     parts: Mapping[str, tuple[Weights, ...]]
     model: Architecture
     routes: Tensor | None
+    personal: Callable[[], Params]
 
     def numbers(self, series: str) -> int:
         """How many numbers the model of a series takes."""
@@ -114,12 +118,14 @@ def at_client(
     """How one client infers, and what its models are made of."""
     trainer = engine.trainer(method, federation, round, info)
     view = client_view(federation, task, round, info, trainer)
+    view = replace(view, model=view.model.locally(lambda: (b.x for b in trainer.data.chunks())))
     with torch.inference_mode(False):
         down = tree.canonical(method.download(server, info))
         made = method.predictor(state, down, view)
         parts = method.parts(state, down, view)
         routes = method.routes(state, down, view)
-    return AtClient(made if isinstance(made, Mapping) else {"personal": made}, parts, view.model, routes)
+    named = made if isinstance(made, Mapping) else {"personal": made}
+    return AtClient(named, parts, view.model, routes, lambda: view.model.complete(method.personal(state, down, view)))
 
 
 @dataclass(frozen=True)

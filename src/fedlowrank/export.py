@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .data.dataset import Inputs
 from .engine.run import Run
 from .errors import ConfigError, did_you_mean
 from .low_rank.deploy import Latency, Layout, Size, compare_latency, deploy, load, save, size_of
@@ -31,7 +32,7 @@ def export(run: Run, client: int, series: str | None = None, layout: Layout = "s
         layout: see :func:`fedlowrank.low_rank.deploy.deploy`.
 
     Raises:
-        ConfigError: if there is no such client or series.
+        ConfigError: if there is no such client or series, or the client infers by more than one model.
     """
     model, parts = _parts(run, client, series)
     return _deployed(model, parts, layout)
@@ -80,8 +81,7 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     x = (data.test if len(data.test) else data.train).x
     with torch.inference_mode():
         ours, theirs = (m(**x) if isinstance(x, dict) else m(x) for m in (thin, dense))
-    some = {n: t[:BATCH] for n, t in x.items()} if isinstance(x, dict) else x[:BATCH]
-    times = compare_latency({"dense": dense, "deployed": thin}, some, repeats)
+    times = compare_latency({"dense": dense, "deployed": thin}, _first(x), repeats)
     return Gain(
         (size_of(dense), size_of(thin)),
         (times["dense"], times["deployed"]),
@@ -106,7 +106,23 @@ def _parts(run: Run, client: int, series: str | None) -> tuple[Architecture, tup
         raise ConfigError(
             f"{run.method.title} does not say what its series {name!r} is made of; only {headline!r} can be exported"
         )
-    return made.model, made.parts[name] if name in made.parts else ({**canonical(run.personal(info))},)
+    if name in made.parts:
+        return made.model, made.parts[name]
+    params = canonical(made.personal())
+    some = _first(run.federation.clients[client].train.x)
+    with torch.inference_mode():
+        whole, inferred = made.model.apply(params, some), made.predictors[name](some)
+    if whole.shape != inferred.shape or not torch.allclose(whole, inferred, rtol=1e-3, atol=1e-4):
+        raise ConfigError(
+            f"{run.method.title} infers by more than one model at client {client} (an ensemble or a mixture of outputs), so no "
+            "single module can be exported for it. Ensemble with mixed = 'weights' and FLoRAL infer by one."
+        )
+    return made.model, ({**params},)
+
+
+def _first(x: Inputs) -> Inputs:
+    """The first examples of some."""
+    return {n: t[:BATCH] for n, t in x.items()} if isinstance(x, dict) else x[:BATCH]
 
 
 def _deployed(model: Architecture, parts: tuple[Weights, ...], layout: Layout) -> nn.Module:

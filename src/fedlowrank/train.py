@@ -95,10 +95,10 @@ class LocalData:
             yield replace(batch, x=self.augment.apply(batch.x, generator))
 
     def chunks(self) -> Iterator[Batch]:
-        """All examples once, in their own order and as they are."""
+        """All examples once, in their own order and as they are, in chunks of like sizes."""
         n = len(self.examples)
-        for at in range(0, n, CHUNK):
-            yield gather(self.examples, torch.arange(at, min(at + CHUNK, n)))
+        for index in torch.arange(n).tensor_split(-(-n // CHUNK)):
+            yield gather(self.examples, index)
 
     def _generator(self, purpose: str, name: str) -> torch.Generator:
         return (self.key / purpose / list(self.passes).index(name)).generator()

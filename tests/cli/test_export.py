@@ -9,6 +9,7 @@ import torch
 from torch.func import functional_call
 
 from fedlowrank import commands, config, experiment
+from fedlowrank.check import federation
 from fedlowrank.engine.run import Run
 from fedlowrank.errors import ConfigError
 from fedlowrank.low_rank import deploy, thin
@@ -93,3 +94,10 @@ def test_what_is_not_there_is_said(
     assert "not a run folder" in refused(capsys, "export", str(tmp_path))
     assert "cannot write" in refused(capsys, "export", str(folder), "-o", "missing/model.safetensors")
     assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_client_that_infers_by_several_models_has_none_to_export() -> None:
+    result = simulate("ensemble", federation(False), rounds=1)
+    with pytest.raises(ConfigError, match=r"Ensemble infers by more than one model at client 2"):
+        result.deploy(2)
+    assert simulate("floral", federation(False), rounds=1).deploy(2)(torch.zeros(2, 6)).shape == (2, 3)

@@ -20,7 +20,7 @@ from ..evaluate import AtClient, at_client, evaluate
 from ..method import ClientInfo, Method, Reply, ServerView
 from ..record import RoundRecord
 from ..tree import Params
-from .base import Engine, Job, Outcome, client_view
+from .base import Engine, Job, Outcome
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,8 @@ class Run:
         return self.engine.boundary(self.method.client_init(self.task, info))
 
     def personal(self, info: ClientInfo) -> Params:
-        """Parameters of the whole model that a client would use now."""
-        t = max(self.round - 1, 0)
-        trainer = self.engine.trainer(self.method, self.federation, t, info)
-        view = client_view(self.federation, self.task, t, info, trainer)
-        down = tree.canonical(self.method.download(self.state.server, info))
-        return self.method.personal(self.state_of(info), down, view)
+        """Parameters of the whole model that a client would use now, with its statistics of batch normalisations."""
+        return self.at_client(info).personal()
 
     def at_client(self, info: ClientInfo) -> AtClient:
         """How a client would infer now, and what its models are made of."""

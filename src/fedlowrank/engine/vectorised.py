@@ -7,7 +7,7 @@ therefore free.
 
 Requests are equal if their functions have the same code *and the same captured values*, so a loss that captures what
 differs between clients is executed client by client: slower, never wrong. So are models with dropout, whose random
-numbers would differ. Uneven data is padded and masked; a client with fewer steps stops while the others go on.
+numbers would differ, and with batch normalisation, which padding would disturb. Uneven data is padded and masked; a client with fewer steps stops while the others go on.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Vectorised(Engine):
         answers: list[Any] = [None] * len(clients)
         for members in groups.values():
             group = [clients[i] for i in members]
-            if len(group) == 1 or group[0].local.random:
+            local = group[0].local
+            if len(group) == 1 or local.random or local.model.couples:
                 found = [_alone(c) for c in group]
             else:
                 found = _together(method.title, group, round)

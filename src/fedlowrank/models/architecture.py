@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..errors import FedlowrankError, TaskError
 from ..key import Key
 from ..tree import Params
+from .normalisation import Chunks, Code, refuse_instance_statistics
 
-_RUNNING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 
@@ -38,22 +37,24 @@ class Architecture:
         initial: the parameters it starts from.
         parameters: their number.
         random: whether training draws random numbers (dropout).
+        couples: whether a batch is normalised by itself, so that padding would change its examples' scores.
+        statistics: names of the running statistics of batch normalisations, which are local; see :mod:`.normalisation`.
 
     Raises:
-        TaskError: if the head does not exist, is not what the forward ends in, or the model keeps running statistics.
+        TaskError: if the head does not exist or is not what the forward ends in, or an InstanceNorm keeps statistics.
     """
 
     def __init__(self, name: str, module: nn.Module, example: Any, head: str | None = None) -> None:
         self.name = name
         self.module = module.eval()
         modules = dict(module.named_modules())
-        stateful = [n for n, m in modules.items() if isinstance(m, _RUNNING) and m.track_running_stats]
-        if stateful:
-            raise TaskError(
-                f"model {name}: {stateful[0]} keeps running statistics, which have no owner in a federation (are they "
-                "averaged or local?). Use GroupNorm, or track_running_stats=False to normalise by the batch."
-            )
+        refuse_instance_statistics(name, module)
+        self._code = Code(module)
+        self.statistics = self._code.names
+        self._chunks: Chunks | None = None
+        self._known: list[tuple[Params, Params]] = []
         self.random = any(isinstance(m, _RANDOM) for m in modules.values())
+        self.couples = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules.values())
         self.initial: Params = {n: p.detach().clone().contiguous() for n, p in module.named_parameters()}
         self.parameters = sum(p.numel() for p in self.initial.values())
         if head is None:
@@ -79,8 +80,9 @@ class Architecture:
                 raise TaskError(
                     f"model {name}: its head {head!r} shares a parameter with the rest, so it cannot be split there"
                 )
-            self._body = copy.deepcopy(module)
-            self._body.set_submodule(head, nn.Identity())
+            body = copy.deepcopy(module)
+            body.set_submodule(head, nn.Identity())
+            self._body, self._head_code = Code(body), Code(self._head)
             self._check_split(example)
 
     def _check_split(self, example: Any) -> None:
@@ -89,10 +91,11 @@ class Architecture:
             "so it cannot be split into a representation and that head"
         )
         with torch.inference_mode():
-            whole = self.apply(self.initial, example)
+            params = self.initial | self._code.neutral()
+            whole = self.apply(params, example)
             try:
-                r = self.represent(self.initial, example)
-                parts = self.head(self.initial, r)
+                r = self.represent(params, example)
+                parts = self.head(params, r)
             except RuntimeError as error:
                 raise wrong from error
         if r.ndim < 2 or parts.shape != whole.shape or not torch.allclose(parts, whole, rtol=1e-4, atol=1e-5):
@@ -127,17 +130,37 @@ class Architecture:
 
     def apply(self, params: Params, x: Any) -> Tensor:
         """Scores ``[b, classes]`` of inputs ``[b, ...]``; a dict of inputs is passed as keyword arguments."""
-        return _call(self.module, params, x)
+        return self._code(self.complete(params), x)
+
+    def complete(self, params: Params) -> Params:
+        """The parameters, and where the client is known the statistics that its training data have under them."""
+        if self._chunks is None or not self.statistics or self.statistics[0] in params:
+            return params
+        for known, whole in self._known:
+            if known.keys() == params.keys() and all(known[n] is params[n] for n in known):
+                return whole
+        whole = params | self._code.statistics(params, self._chunks)
+        # a few models at a time: a method may compare as many as it has series
+        self._known = [*self._known[-3:], (params, whole)]
+        return whole
+
+    def locally(self, chunks: Chunks) -> Architecture:
+        """The same at a client that infers: batch normalisations use the statistics of its training data."""
+        if not self.statistics:
+            return self
+        made = copy.copy(self)
+        made._chunks, made._known = chunks, []
+        return made
 
     def represent(self, params: Params, x: Any) -> Tensor:
         """Representation ``[b, width]`` of inputs ``[b, ...]``; of ``params`` only those of the body are used."""
         self._need_head()
-        return _call(self._body, self.body_of(params), x)
+        return self._body(self.body_of(self.complete(params)), x)
 
     def head(self, params: Params, r: Tensor) -> Tensor:
         """Scores ``[b, classes]`` of representations ``[b, width]``; of ``params`` only those of the head are used."""
         cut = len(f"{self.head_name}.")
-        return _call(self._head, {n[cut:]: p for n, p in self.head_of(params).items()}, r)
+        return self._head_code({n[cut:]: p for n, p in self.head_of(params).items()}, r)
 
     def head_of(self, params: Params) -> Params:
         """The parameters of the head."""
@@ -160,24 +183,22 @@ class Architecture:
         moved = {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         made = copy.copy(self)
         made.module = copy.deepcopy(self.module).to(device)
+        made._code = Code(made.module)
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
         made._example = moved
         if self.head_name is not None:
-            made._body = copy.deepcopy(self._body).to(device)
+            body = copy.deepcopy(made.module)
+            body.set_submodule(self.head_name, nn.Identity())
             made._head = made.module.get_submodule(self.head_name)
+            made._body, made._head_code = Code(body), Code(made._head)
         return made
 
     def training(self, mode: bool) -> None:
         """Switch layers that behave differently in training; only engines do so, around a pass."""
-        self.module.train(mode)
+        self._code.training(mode)
         if self.head_name is not None:
-            self._body.train(mode)
-
-
-def _call(module: nn.Module, params: Params, x: Any) -> Tensor:
-    out: Any = functional_call(module, params, (), x) if isinstance(x, dict) else functional_call(module, params, (x,))
-    scores: Tensor = out if isinstance(out, Tensor) else out.logits
-    return scores
+            self._body.training(mode)
+            self._head_code.training(mode)
 
 
 def architecture_of(
@@ -201,7 +222,7 @@ def architecture_of(
             raise TypeError(f"its factory makes a {type(module).__name__}, not a torch.nn.Module")
         made = Architecture(name, module, example, head)
         with torch.inference_mode():
-            made.apply(made.initial, example)
+            made.apply(made.initial | made._code.neutral(), example)
     except FedlowrankError:
         raise
     except Exception as error:
