@@ -171,11 +171,11 @@ def compare(
         try:
             _one(made, name, federation, folder, force=force, go_on=not force, extra={"vary": values})
         except TaskError as error:
-            refused.append(f"not run: {METHODS[name].title}, seed {seed}: {error}")
+            refused.append(f"not run: {made.title(name)}, seed {seed}: {error}")
             continue
         except NonFiniteError as error:
             # a method that diverges is a result; its record until then belongs in the table
-            refused.append(f"stopped: {METHODS[name].title}, seed {seed}: {error}")
+            refused.append(f"stopped: {made.title(name)}, seed {seed}: {error}")
         records.append(RunRecord.load(folder))
     if records:
         page = out / "report.html"
@@ -203,17 +203,23 @@ def export_(folder: Path, client: int, series: str | None, layout: Layout, out: 
     """Write a client's model, and say what its thin layers gain."""
     stored = _stored(folder, "export by simulate(..., folder=..., resume=True).deploy(client)")
     made = experiment.load(stored["experiment"])
-    config_ = {**made.describe(), "vary": stored["vary"]}
-    run = reopen(made.method(stored["method"]["name"]), made.federation(), folder, made.run, config_)
+    name = stored["method"]["name"]
+    config_ = {**made.describe(name), "vary": stored["vary"]}
+    run = reopen(made.method(name), made.federation(), folder, made.run, config_)
     gain = write(run, client, series, layout, out)
     table = Table("", "dense", "deployed", title=f"{run.method.title}, client {client}, after round {run.round}")
     table.add_row("parameters", *(f"{s.parameters:,}" for s in gain.size))
     table.add_row("bytes", *(f"{s.nbytes:,}" for s in gain.size))
     table.add_row("ms of CPU for 20 inputs", *(f"{t.median:.2f} [{t.lower:.2f}, {t.upper:.2f}]" for t in gain.latency))
     OUT.print(table)
+    # a regression has no classes that could agree
+    same = (
+        f"{100 * gain.agreement:.1f} % of the test examples get the same class; scores"
+        if run.task.classes
+        else "Outputs"
+    )
     OUT.print(
-        f"{100 * gain.agreement:.1f} % of the test examples get the same class; scores differ by {gain.difference:.1e} "
-        f"at most. ms: median and quartiles of calls that take turns, one thread."
+        f"{same} differ by {gain.difference:.1e} at most. ms: median and quartiles of calls that take turns, one thread."
     )
     OUT.print(f"{out}: {gain.file:,} bytes. Load it by fedlowrank.low_rank.deploy.load(module, path).")
     return 0
@@ -324,7 +330,7 @@ def _one(
         resume=go_on and (folder / "checkpoint" / "manifest.json").exists(),
         force=force or (go_on and not (folder / "checkpoint" / "manifest.json").exists()),
         progress=True,
-        config={**made.describe(), **(extra or {})},
+        config={**made.describe(name), **(extra or {})},
         **dataclasses.asdict(made.run),
     )
     _CURRENT.pop()

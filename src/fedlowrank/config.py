@@ -19,8 +19,8 @@ from .errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 SECTIONS = (
-    "name", "title", "paper", "method", "compare", "seeds", "vary", "data", "partition", "split", "augment", "model",
-    "run", "defaults", "methods", "reference",
+    "name", "title", "paper", "method", "compare", "seeds", "vary", "data", "partition", "split", "concept", "augment",
+    "model", "run", "defaults", "methods", "reference",
 )  # fmt: skip
 """What an experiment file may hold at its top level; ``extends`` besides, which names a file to start from."""
 

@@ -12,12 +12,15 @@ from typing import Any
 
 from .config import build, check_sections, varied
 from .data.augment import Augment
+from .data.concept import CONCEPTS, ByNature, Concept, apply_concept
+from .data.counting import at_least
 from .data.dataset import Dataset, Normalisation, normalise, subset
-from .data.divide import divide
+from .data.divide import divide, keep
 from .data.federation import Federation
 from .data.partition import PARTITIONS, Partition
 from .data.sources import SOURCES
 from .data.split import SPLITS, Split
+from .data.synthetic import Synthetic
 from .engine.run import RunSettings
 from .errors import ConfigError, did_you_mean
 from .key import Key
@@ -82,10 +85,20 @@ class Preparation:
     Attributes:
         normalise: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or feature.
         examples: use so many of the official training examples, the same in every run; by default all.
+        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by the seed
+            of the run; validation and test stay whole.
+        keep_at_least: training examples that a client keeps whatever the share, if it has so many.
     """
 
     normalise: Normalisation = "scale"
     examples: int | None = None
+    keep: float = 1.0
+    keep_at_least: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ConfigError(f"data.keep must be a share above 0 and at most 1, not {self.keep!r}.")
+        at_least("data.keep_at_least", self.keep_at_least, 1)
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,7 @@ class Experiment:
         augment: how the images of training batches are changed at random.
         partition: of the data set among clients.
         split: of each client's examples.
+        concept: what differs between groups of clients.
     """
 
     tables: dict[str, Any]
@@ -109,6 +123,7 @@ class Experiment:
     augment: Augment
     partition: Partition
     split: Split
+    concept: Concept
 
     @property
     def name(self) -> str:
@@ -123,11 +138,23 @@ class Experiment:
     def method(self, name: str) -> Method[Any, Any, Any, Any]:
         """A method with the settings of ``[defaults]``, overlaid by those of ``[methods.NAME]``.
 
+        A table that names a ``method`` is a variant of it under a name of its own, with an own ``title`` if it has one.
+
         Raises:
             ConfigError: if there is no such method or a setting is wrong.
         """
-        own = _table(_table(self.tables, "methods"), name)
-        return build(method_class(name), {**_table(self.tables, "defaults"), **own}, f"methods.{name}")
+        own = self._own(name)
+        own.pop("title", None)
+        kind = str(own.pop("method", name))
+        return build(method_class(kind), {**_table(self.tables, "defaults"), **own}, f"methods.{name}")
+
+    def title(self, name: str) -> str:
+        """How reports call a method or a variant."""
+        own = self._own(name)
+        return str(own.get("title", name if "method" in own else method_class(name).title))
+
+    def _own(self, name: str) -> dict[str, Any]:
+        return _table(_table(self.tables, "methods"), name)
 
     def federation(self) -> Federation:
         """The clients, from the seed of the run.
@@ -136,23 +163,27 @@ class Experiment:
             DataError: if the data cannot be read or shared out so.
             TaskError: if a model does not fit.
         """
-        source, settings = _tagged(self.tables, "data", "source", "digits")
-        own = {f.name: settings.pop(f.name) for f in dataclasses.fields(Preparation) if f.name in settings}
-        prepared = build(Preparation, own, "data")
+        source, prepared, settings = _data_settings(self.tables)
         dataset = _dataset(source, json.dumps(settings, sort_keys=True), prepared.normalise)
         if prepared.examples is not None:
             dataset = subset(dataset, prepared.examples)
         key = Key((self.run.seed,))
         data = divide(dataset, self.partition, self.split, key)
+        if prepared.keep < 1:
+            data = keep(data, prepared.keep, prepared.keep_at_least, key / "keep")
+        data = apply_concept(self.concept, data, len(dataset.classes))
         x = data[0].train.x
         if isinstance(x, dict):
             raise ConfigError(
                 "data: the built-in models take one tensor; use Federation.from_arrays for dicts of inputs"
             )
-        factories = self.model.factories(tuple(x.shape[1:]), len(dataset.classes))
+        factories = self.model.factories(tuple(x.shape[1:]), dataset.outputs)
         models = {n: architecture_of(n, f, x[:1], self.model.head, key / "init" / n) for n, f in factories.items()}
         names = self.model.names
-        infos = [ClientInfo(i, len(d.train), names[i % len(names)]) for i, d in enumerate(data)]
+        infos = [
+            ClientInfo(i, len(d.train), names[i % len(names)], cluster=self.concept.cluster(i))
+            for i, d in enumerate(data)
+        ]
         held = {i.architecture for i in infos}
         notes = tuple(n for d in data for n in d.notes)
         return Federation(
@@ -166,13 +197,20 @@ class Experiment:
             self.augment,
         )
 
-    def describe(self) -> dict[str, Any]:
-        """Entries of ``run.json`` besides what :func:`fedlowrank.simulate.describe` knows."""
+    def describe(self, name: str | None = None) -> dict[str, Any]:
+        """Entries of ``run.json`` besides what :func:`fedlowrank.simulate.describe` knows.
+
+        Args:
+            name: of the method or variant that runs; by default the experiment's.
+        """
         t = self.tables
+        name = self.header.method if name is None else name
         return {
+            "variant": {"name": name, "title": self.title(name)},
             "title": self.header.title or self.name,
             "paper": self.header.paper,
             **{s: _table(t, s) for s in ("data", "partition", "split")},
+            **({"concept": _table(t, "concept")} if "concept" in t else {}),
             "model": dataclasses.asdict(self.model),
             "reference": self._reference(),
             "experiment": t,
@@ -212,7 +250,11 @@ def load(tables: dict[str, Any]) -> Experiment:
     check_sections(tables)
     top = {f.name: tables[f.name] for f in dataclasses.fields(Header) if f.name in tables}
     parts = []
-    for section, known, default in (("partition", PARTITIONS, "iid"), ("split", SPLITS, "local")):
+    for section, known, default in (
+        ("partition", PARTITIONS, "iid"),
+        ("split", SPLITS, "local"),
+        ("concept", CONCEPTS, "none"),
+    ):
         kind, fields = _tagged(tables, section, "kind", default)
         parts.append(build(_known(kind, known, section), fields, section))
     experiment = Experiment(
@@ -225,7 +267,10 @@ def load(tables: dict[str, Any]) -> Experiment:
     )
     for name in {*experiment.compared, experiment.header.method, *_table(tables, "methods")}:
         experiment.method(name)
-    _known(_tagged(tables, "data", "source", "digits")[0], SOURCES, "data")
+    experiment.concept.check(experiment.partition, experiment.augment)
+    source, prepared, settings = _data_settings(tables)
+    if issubclass(cls := _known(source, SOURCES, "data"), Synthetic):
+        _check_synthetic(build(cls, settings, "data"), prepared, experiment.concept)
     experiment.describe()
     return experiment
 
@@ -251,6 +296,27 @@ def _table(tables: Mapping[str, Any], section: str) -> dict[str, Any]:
 def _tagged(tables: Mapping[str, Any], section: str, tag: str, default: str) -> tuple[str, dict[str, Any]]:
     fields = _table(tables, section)
     return str(fields.pop(tag, default)), fields
+
+
+def _data_settings(tables: Mapping[str, Any]) -> tuple[str, Preparation, dict[str, Any]]:
+    """The source of the data, what is done to them, and the source's own fields."""
+    source, fields = _tagged(tables, "data", "source", "digits")
+    own = {f.name: fields.pop(f.name) for f in dataclasses.fields(Preparation) if f.name in fields}
+    return source, build(Preparation, own, "data"), fields
+
+
+def _check_synthetic(source: Synthetic, prepared: Preparation, concept: Concept) -> None:
+    """Refuse what would make another task of a synthetic regression without a word."""
+    if prepared.normalise != "none":
+        raise ConfigError(
+            f"data.normalise is {prepared.normalise!r}, but the targets of a synthetic source are a function of its inputs "
+            "as they were drawn. Set data.normalise to 'none'."
+        )
+    if isinstance(concept, ByNature) and concept.clusters != source.clusters:
+        raise ConfigError(
+            f"concept.clusters is {concept.clusters}, but data.clusters is {source.clusters}: both number the same "
+            "ground-truth tasks. Make them equal."
+        )
 
 
 def _known(name: str, known: Mapping[str, type[Any]], section: str) -> type[Any]:

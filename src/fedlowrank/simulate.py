@@ -84,7 +84,8 @@ def simulate(
         force: move an existing folder aside.
         progress: show a progress bar.
         on_round: called with the record of every round, the one before training included.
-        config: further entries of ``run.json`` (how data and models came about).
+        config: further entries of ``run.json`` (how data and models came about); ``variant`` with ``name`` and
+            ``title`` tells apart runs of one method with other settings.
         **settings: fields of :class:`fedlowrank.engine.run.RunSettings`: ``rounds=50, participation=0.1, ...``.
 
     Returns:
@@ -113,8 +114,7 @@ def simulate(
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
             return _rounds(run, None, [], progress, on_round)
-        described = {**describe(method, federation, chosen), **(config or {})}
-        target = RunFolder(Path(folder), described, run.clients())
+        target = RunFolder(Path(folder), _described(run, config or {}), run.clients())
         if resume:
             records = target.restore(run)
             if target.is_finished():
@@ -145,8 +145,15 @@ def reopen(
         CheckpointError: if the configuration or the data are not those of the folder.
     """
     run = Run(method, federation, settings, ENGINES[settings.engine]())
-    RunFolder(folder, {**describe(method, federation, settings), **config}, run.clients()).read(run)
+    RunFolder(folder, _described(run, config), run.clients()).read(run)
     return run
+
+
+def _described(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes into ``run.json``; an entry ``variant`` names the method as the experiment does."""
+    found = {**describe(run.method, run.federation, run.settings), **config}
+    found["method"] |= found.pop("variant", {})
+    return found
 
 
 def describe(method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class LocalData:
         key: of this client and round; the order and the augmentation depend on the place of a pass among the passes
             and not on its name, so that all methods see the same.
         augment: what happens to the images of the batches of a pass.
+        quarter_turns: by how many the images are turned already, so that they are mirrored along their own axis.
     """
 
     info: ClientInfo
@@ -58,6 +59,7 @@ class LocalData:
     passes: Mapping[str, Pass]
     key: Key
     augment: Augment = UNCHANGED
+    quarter_turns: int = 0
     _orders: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, name: str) -> Pass:
@@ -92,7 +94,7 @@ class LocalData:
         generator = self._generator("augment", name)
         for step, index in enumerate(order):
             batch = gather(self.examples, index, step)
-            yield replace(batch, x=self.augment.apply(batch.x, generator))
+            yield replace(batch, x=self.augment.apply(batch.x, generator, self.quarter_turns))
 
     def chunks(self) -> Iterator[Batch]:
         """All examples once, in their own order and as they are, in chunks of like sizes."""

@@ -265,7 +265,8 @@ def crooked(shape, classes):
     return nn.Linear(shape[0] + 1, classes)
 
 def normalised(shape, classes):
-    return nn.Sequential(nn.BatchNorm1d(shape[0]), nn.Linear(shape[0], classes))
+    norm = nn.InstanceNorm1d(1, track_running_stats=True)
+    return nn.Sequential(nn.Unflatten(1, (1, -1)), norm, nn.Flatten(), nn.Linear(shape[0], classes))
 """
 
 

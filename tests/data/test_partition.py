@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlowrank.data.counting import largest_remainder
-from fedlowrank.data.partition import PARTITIONS, Dirichlet, EqualDirichlet, Iid, Natural, Pathological
+from fedlowrank.data.partition import PARTITIONS, Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
 from fedlowrank.errors import ConfigError, DataError
 from fedlowrank.key import Key
 
@@ -40,6 +40,7 @@ ALL = {
     "equal_dirichlet": EqualDirichlet(7, 0.5),
     "pathological": Pathological(7, 3),
     "natural": Natural(7),
+    "label_groups": LabelGroups(5, 7),
 }
 
 
@@ -55,7 +56,7 @@ def test_equal_keys_give_equal_clients_and_others_do_not(name):
     assert len(first) == 7
     assert same(first, again)
     assert not same(first, other)
-    assert_disjoint(first, len(LABELS), cover=name in ("iid", "dirichlet", "pathological"))
+    assert_disjoint(first, len(LABELS), cover=name in ("iid", "dirichlet", "pathological", "label_groups"))
 
 
 @quick
@@ -154,6 +155,57 @@ def test_natural_follows_the_ids():
         Natural(4).split(np.zeros(7, dtype=np.int64), 1, KEY, natural)
     with pytest.raises(DataError, match="no natural clients"):
         Natural().split(np.zeros(7, dtype=np.int64), 1, KEY)
+
+
+@quick
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 9), seeds)
+def test_label_groups_share_their_own_classes_alone(groups, width, more, seed):
+    clients, classes = groups + more, groups * width
+    labels = np.random.default_rng(seed).integers(0, classes, 400)
+    parts = LabelGroups(groups, clients).split(labels, classes, Key((seed,)))
+    assert len(parts) == clients
+    assert_disjoint(parts, 400, cover=True)
+    for k, part in enumerate(parts):
+        first = k % groups * width
+        assert set(labels[part].tolist()) <= set(range(first, first + width))
+    for g in range(groups):
+        sizes = [len(part) for part in parts[g::groups]]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_label_groups_deal_at_random_within_a_group():
+    # Of 600 examples of two classes, each of two clients gets each class's half, up to chance (7 standard deviations).
+    labels = np.repeat([0, 1], 300)
+    for seed in range(5):
+        for part in LabelGroups(1, 2).split(labels, 2, Key((seed,))):
+            assert len(part) == 300
+            assert abs((labels[part] == 0).sum() - 150) < 7 * (600 / 16) ** 0.5
+            assert (part > 10).any()
+            assert set(part.tolist()) != set(range(0, 600, 2))
+
+
+def test_label_groups_that_do_not_fit_are_refused():
+    with pytest.raises(DataError, match="10 classes cannot be divided into 4 groups"):
+        LabelGroups(4, 8).split(LABELS, 10, KEY)
+    with pytest.raises(DataError, match="the 3 clients of group 1 cannot share the 2 examples"):
+        LabelGroups(2, 6).split(np.array([0, 0, 0, 0, 1, 1]), 2, KEY)
+    with pytest.raises(ConfigError, match="too few for one in each of 10 groups"):
+        LabelGroups(10, 9)
+    with pytest.raises(ConfigError, match="groups"):
+        LabelGroups(0)
+
+
+def test_only_partitions_that_look_at_no_labels_share_out_a_regression():
+    targets = np.random.default_rng(0).normal(size=(70, 3))
+    natural = np.arange(70) % 7
+    for name, partition in ALL.items():
+        if name in ("iid", "natural"):
+            parts = partition.split(targets, 0, KEY, natural)
+            assert_disjoint(parts, 70, cover=True)
+            assert [len(p) for p in parts] == [10] * 7
+        else:
+            with pytest.raises(DataError, match=r"regression. Use partition 'iid' or 'natural'"):
+                partition.split(targets, 0, KEY, natural)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 5.0])

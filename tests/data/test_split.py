@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from fedlowrank.data.dataset import Dataset, Examples
 from fedlowrank.data.describe import class_counts
-from fedlowrank.data.divide import divide
-from fedlowrank.data.partition import Dirichlet, Iid, Natural, Pathological
-from fedlowrank.data.split import SPLITS, Local, Matched, OwnTest, WholeTest
+from fedlowrank.data.divide import divide, keep
+from fedlowrank.data.partition import Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
+from fedlowrank.data.split import SPLITS, Local, Matched, OwnTest, TestShare, WholeTest
 from fedlowrank.errors import ConfigError, DataError
 from fedlowrank.key import Key
 
@@ -87,8 +87,9 @@ def test_pool_all_shares_out_the_official_test_part_too(named):
 def test_equal_keys_give_equal_clients_and_others_do_not():
     for name, kind in SPLITS.items():
         natural = torch.arange(400) % 4, torch.arange(200) % 4
+        partition = Iid(4) if name == "test_share" else Natural()
         first, again, other = (
-            divide(numbered(400, 200, 4, *natural), Natural(), kind(), k) for k in (KEY, Key((3,)), Key((4,)))
+            divide(numbered(400, 200, 4, *natural), partition, kind(), k) for k in (KEY, Key((3,)), Key((4,)))
         )
         assert [everything(c) for c in first] == [everything(c) for c in again], name
         assert [everything(c) for c in first] != [everything(c) for c in other], name
@@ -151,6 +152,82 @@ def test_own_test_follows_the_natural_client():
         divide(numbered(natural=natural, natural_test=torch.ones(200, dtype=torch.int64)), Natural(), OwnTest(), KEY)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 30), st.integers(30, 90), st.sampled_from([0.0, 0.2]), st.integers(0, 1000))
+def test_test_share_gives_every_test_example_to_one_client(clients, n_test, val, seed):
+    data = numbered(120, n_test)
+    shared = divide(data, Iid(clients), TestShare(val), Key((seed,)))
+    assert sorted(i for c in shared for i in ids(c.test)) == list(range(10_000, 10_000 + n_test))
+    assert sorted(i for c in shared for i in ids(c.train) + ids(c.val)) == list(range(120))
+    sizes = [len(c.test) for c in shared]
+    assert max(sizes) - min(sizes) <= 1
+    assert all((len(c.val) > 0) == (val > 0) for c in shared)
+    # the training part is shared out as with any other split
+    whole = divide(data, Iid(clients), WholeTest(val), Key((seed,)))
+    assert [ids(c.train) for c in shared] == [ids(c.train) for c in whole]
+
+
+def test_test_share_of_300_clients_as_floral_shares_mnist():
+    clients = divide(numbered(600, 10_000), Iid(300), TestShare(), KEY)
+    assert sorted({len(c.test) for c in clients}) == [33, 34]
+    assert {len(c.val) for c in clients} == {0}
+
+
+def test_test_share_draws_its_own_deal():
+    for c in divide(numbered(200, 200), Iid(4), TestShare(), KEY):
+        assert ids(c.test) != [10_000 + i for i in ids(c.train)]
+
+
+def test_test_share_follows_the_groups_of_labels():
+    clients = divide(numbered(), LabelGroups(2, 6), TestShare(), KEY)
+    assert sorted(i for c in clients for i in ids(c.test)) == list(range(10_000, 10_200))
+    for k, c in enumerate(clients):
+        assert set(c.test.y.tolist()) | set(c.train.y.tolist()) <= ({0, 1} if k % 2 == 0 else {2, 3})
+        assert len(c.test) in (33, 34)
+
+
+def test_test_share_refuses_partitions_that_draw_mixtures():
+    natural = {"natural": torch.arange(400) % 5, "natural_test": torch.arange(200) % 5}
+    for partition in (Dirichlet(5), EqualDirichlet(5), Pathological(5), Natural()):
+        with pytest.raises(DataError, match=rf"{type(partition).__name__} cannot.*'iid' or 'label_groups'.*own_test"):
+            divide(numbered(**natural), partition, TestShare(), KEY)
+    with pytest.raises(DataError, match="no official test part"):
+        divide(numbered(400, 0), Iid(5), TestShare(), KEY)
+    with pytest.raises(DataError, match="official test part: 11 clients cannot share 10 examples"):
+        divide(numbered(400, 10), Iid(11), TestShare(), KEY)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(0.01, 1), st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
+def test_keep_leaves_so_many_of_the_training_examples_and_all_others(share, least, clients, seed):
+    before = divide(numbered(), Iid(clients), Local(), Key((seed,)))
+    after = keep(before, share, least, Key((seed,)))
+    for old, new in zip(before, after, strict=True):
+        n = len(old.train)
+        assert len(new.train) == min(n, max(least, round(share * n)))
+        assert set(ids(new.train)) <= set(ids(old.train))
+        assert ids(new.train) == sorted(set(ids(new.train)))
+        assert (new.train.y == torch.tensor(ids(new.train)) % 4).all()
+        assert new.val is old.val
+        assert new.test is old.test
+    assert [ids(c.train) for c in keep(before, share, least, Key((seed,)))] == [ids(c.train) for c in after]
+
+
+def test_keep_draws_for_each_client_from_a_key_of_its_own():
+    (one,) = divide(numbered(), Iid(1), Local(), KEY)
+    kept = [ids(c.train) for c in keep([one] * 3, 0.1, 1, KEY)]
+    assert len({tuple(k) for k in kept}) == 3
+    # a client more or less changes nothing for the others
+    assert [ids(c.train) for c in keep([one] * 2, 0.1, 1, KEY)] == kept[:2]
+    often = np.zeros(400)
+    for seed in range(200):
+        often[ids(keep([one], 0.1, 1, Key((seed,)))[0].train)] += 1
+    mine = often[ids(one.train)]
+    # binomial, 200 draws at 1/10
+    assert mine.sum() == 200 * 32
+    assert abs(mine - 20).max() < 6 * (200 * 0.1 * 0.9) ** 0.5
+
+
 def test_natural_clients_with_the_parts_together():
     data = numbered(natural=torch.arange(400) % 5, natural_test=torch.arange(200) % 5)
     for i, c in enumerate(divide(data, Natural(), Local(pool="all"), KEY)):
@@ -190,7 +267,7 @@ def test_settings_are_checked():
             Local(**wrong)
     with pytest.raises(ConfigError, match="pool"):
         Local(pool="test")
-    for kind in (Matched, WholeTest, OwnTest):
+    for kind in (Matched, WholeTest, OwnTest, TestShare):
         for val in (-0.1, 1.0, float("nan")):
             with pytest.raises(ConfigError, match=r"split\.val"):
                 kind(val=val)

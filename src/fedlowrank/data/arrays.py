@@ -25,9 +25,10 @@ class Arrays:
     """An ``.npz`` file with ``x_train`` and ``y_train``, and optionally ``x_test`` and ``y_test``; or ``x`` and ``y``.
 
     Inputs of unsigned bytes are taken for pixels and divided by 255; other numbers are taken as they are. Labels are
-    whole numbers from 0 on, or text. ``client_train`` and ``client_test`` (or ``client``, for the training part)
-    hold the natural client of each example: whole numbers, negative for none, or text. ``classes``, text, names the
-    classes. Arrays under unlike names are ignored. Pickled objects in the file are refused.
+    whole numbers from 0 on, or text; floating-point targets ``y`` [n, d] make a regression. ``client_train`` and
+    ``client_test`` (or ``client``, for the training part) hold the natural client of each example: whole numbers,
+    negative for none, or text. ``classes``, text, names the classes. Arrays under unlike names are ignored. Pickled
+    objects in the file are refused.
 
     Attributes:
         path: the file.
@@ -61,7 +62,14 @@ class Arrays:
             raise DataError(f"{where} holds both 'client' and 'client_train'.")
         parts = [end, "_test"] if "x_test" in arrays or "y_test" in arrays else [end]
         inputs = [self._inputs(_get(arrays, "x" + part, where), where) for part in parts]
-        labels, classes = encode_labels([_get(arrays, "y" + part, where) for part in parts], f"the labels in {where}")
+        given = [_get(arrays, "y" + part, where) for part in parts]
+        if all(y.dtype.kind == "f" and y.ndim == 2 for y in given):
+            if "classes" in arrays:
+                raise DataError(f"{where} names classes, but its targets are real numbers, a regression.")
+            targets = f"the targets in {where}"
+            labels, classes = [to_inputs(y, targets, bytes_are_pixels=False) for y in given], tuple[str, ...]()
+        else:
+            labels, classes = encode_labels(given, f"the labels in {where}")
         if "classes" in arrays:
             classes = _named_classes(arrays, classes, where)
         ids = [arrays.get("client" + end, arrays.get("client")), arrays.get("client_test")]

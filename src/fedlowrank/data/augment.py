@@ -21,7 +21,8 @@ class Augment:
     before inference is one). Statistics over the training data, validation and test see the images as they are.
 
     Attributes:
-        flip: mirror each image left to right with probability 1/2.
+        flip: mirror each image left to right with probability 1/2. Images that were turned by a quarter before, as
+            concept 'rotation' does, are mirrored along the axis that was left to right before the turn.
         crop: pixels of padding on each side before a crop of the original size at a random place; 0 does not crop.
         fill: value of the padding in the units of the inputs. 0 is the darkest value of the training part with
             data.normalise = "scale" (black, where it has a black pixel), black with "none" and the mean of each channel
@@ -67,13 +68,15 @@ class Augment:
                 f"they are {x.shape[2]}×{x.shape[3]}."
             )
 
-    def apply(self, x: Inputs, generator: torch.Generator) -> Inputs:
+    def apply(self, x: Inputs, generator: torch.Generator, quarter_turns: int = 0) -> Inputs:
         """Images changed at random.
 
         Args:
             x: images [b, channels, height, width] on any device; they are left alone.
             generator: on the CPU, so that every device sees the same draws. One number is drawn for each image, in
                 order: two batches draw like one that holds both.
+            quarter_turns: by which the images were turned before; after an odd number of them they are mirrored top to
+                bottom, so that the turned image is mirrored as the upright one would be.
 
         Returns:
             New images of the same shape in channels-last layout; ``x`` itself if nothing is to be changed.
@@ -89,7 +92,12 @@ class Augment:
         draw = torch.randint((1 + self.flip) * places**2, (b, 1), generator=generator).to(x.device)
         mirrored, top, left = draw >= places**2, draw // places % places, draw % places
         down, across = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
-        across = torch.where(mirrored, across.flip(0), across) + left
+        # rot90(mirror left to right) = (mirror top to bottom)(rot90)
+        if quarter_turns % 2:
+            down = torch.where(mirrored, down.flip(0), down)
+        else:
+            across = torch.where(mirrored, across.flip(0), across)
+        across = across + left
         rows = torch.arange(b, device=x.device)[:, None] * (height + 2 * p) + top + down
         pixels = (rows * (width + 2 * p))[:, :, None] + across[:, None, :]
         padded = functional.pad(x, (p, p, p, p), value=self.fill) if p else x

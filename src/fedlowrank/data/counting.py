@@ -46,25 +46,32 @@ def deal(pieces: Sequence[Sequence[Index]], clients: int) -> list[Index]:
     return [np.sort(np.concatenate([piece[client] for piece in pieces])) for client in range(clients)]
 
 
-def check_labels(labels: np.ndarray, classes: int, clients: int) -> int:
+def check_labels(labels: np.ndarray, classes: int, clients: int, *, regression: bool = False) -> int:
     """Number of examples, after a look at what every partition takes for granted.
 
     Args:
-        labels: label of each example.
-        classes: number of classes.
+        labels: label of each example; for a regression its targets.
+        classes: number of classes; 0 for a regression.
         clients: number of clients, each of whom needs an example.
+        regression: whether the partition looks at no labels, so that it serves a regression too.
 
     Returns:
         Number of examples.
 
     Raises:
-        DataError: if labels are not integers [n] in 0..classes-1, or if there are more clients than examples.
+        DataError: if labels are not integers [n] in 0..classes-1, if there are more clients than examples, or if a
+            partition by labels is asked to share out a regression.
     """
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
+    real = classes == 0 and labels.dtype.kind == "f"
+    if real and not regression:
+        raise DataError(
+            "this partition goes by class labels, but these data are a regression. Use partition 'iid' or 'natural'."
+        )
+    if not real and (labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer)):
         raise DataError(f"a partition needs integer labels [n], not {labels.dtype} {list(labels.shape)}.")
     if len(labels) == 0:
         raise DataError("there are no examples to share out.")
-    if labels.min() < 0 or labels.max() >= classes:
+    if not real and (labels.min() < 0 or labels.max() >= classes):
         raise DataError(f"labels must lie in 0..{classes - 1}; these lie in {labels.min()}..{labels.max()}.")
     if clients > len(labels):
         raise DataError(f"{clients} clients cannot share {len(labels)} examples. Lower partition.clients.")

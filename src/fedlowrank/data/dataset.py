@@ -24,11 +24,11 @@ _CHUNK = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Inputs and labels of n examples (n may be 0: a client may go without validation data).
+    """Inputs and targets of n examples (n may be 0: a client may go without validation data).
 
     Attributes:
         x: inputs, float32 [n, ...]; or a dictionary of tensors of any type, each [n, ...], for text.
-        y: labels, int64 [n].
+        y: labels, int64 [n]; or the real targets of a regression, float32 [n, d].
 
     Raises:
         DataError: on construction, if the types or the lengths are not as above.
@@ -38,8 +38,11 @@ class Examples:
     y: Tensor
 
     def __post_init__(self) -> None:
-        if self.y.dtype != torch.int64 or self.y.ndim != 1:
-            raise DataError(f"the labels must be int64 [n], not {_form(self.y)}.")
+        form = self.y.dtype, self.y.ndim
+        if form not in ((torch.int64, 1), (torch.float32, 2)) or (self.y.ndim == 2 and self.y.shape[1] == 0):
+            raise DataError(
+                f"the labels must be int64 [n], or for a regression the targets float32 [n, d], not {_form(self.y)}."
+            )
         if isinstance(self.x, dict):
             if not self.x:
                 raise DataError("the inputs are a dictionary without a tensor.")
@@ -55,6 +58,11 @@ class Examples:
 
     def __len__(self) -> int:
         return len(self.y)
+
+    @property
+    def regression(self) -> bool:
+        """Whether the targets are real numbers."""
+        return self.y.is_floating_point()
 
     def take(self, index: Tensor | np.ndarray) -> Examples:
         """Copies of the examples at these positions, in this order.
@@ -85,30 +93,33 @@ class ClientData:
         val: examples to choose settings and rounds by; may be empty.
         test: examples to report on.
         notes: what a reader of results should know about them, e.g. that there is a single class.
+        quarter_turns: by how many quarter turns, counter-clockwise, the images of all three were turned, for
+            :meth:`fedlowrank.data.augment.Augment.apply`.
     """
 
     train: Examples
     val: Examples
     test: Examples
     notes: tuple[str, ...] = ()
+    quarter_turns: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set for classification, in memory.
+    """A data set for classification or regression, in memory.
 
     Attributes:
         name: name for messages and reports.
         train: the official training part, or all examples where the authors define no test part.
         test: the official test part, or None.
-        classes: names of the classes; label k means ``classes[k]``.
+        classes: names of the classes; label k means ``classes[k]``. Empty for a regression.
         natural: client to whom each training example belongs by its origin (a writer, a hospital, ...), int64 [n], or
             None. A negative number says that the example belongs to no client.
         natural_test: the same for the test part, or None.
 
     Raises:
-        DataError: on construction: an empty part, labels out of range, inputs that are not finite, lengths or shapes
-            that differ.
+        DataError: on construction: an empty part, labels out of range, inputs or targets that are not finite, lengths
+            or shapes that differ.
     """
 
     name: str
@@ -119,8 +130,6 @@ class Dataset:
     natural_test: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not self.classes:
-            raise DataError(f"data set {self.name!r} names no classes.")
         if len(set(self.classes)) != len(self.classes):
             raise DataError(f"data set {self.name!r} names a class twice.")
         self._check_part("training", self.train, self.natural)
@@ -128,14 +137,24 @@ class Dataset:
             self._check_part("test", self.test, self.natural_test)
             if (train := _shapes(self.train.x)) != (test := _shapes(self.test.x)):
                 raise DataError(f"data set {self.name!r}: training inputs are {train}, but test inputs are {test}.")
+            if (train := self.train.y.shape[1:]) != (test := self.test.y.shape[1:]):
+                raise DataError(f"data set {self.name!r}: training targets are {[*train]}, but test targets {[*test]}.")
         elif self.natural_test is not None:
             raise DataError(f"data set {self.name!r} has client ids for a test part, but no test part.")
+
+    @property
+    def outputs(self) -> int:
+        """Width of a model's output: the number of classes, or of the target's numbers."""
+        return len(self.classes) or self.train.y.shape[1]
 
     def _check_part(self, part: str, examples: Examples, natural: Tensor | None) -> None:
         where = f"the {part} part of data set {self.name!r}"
         if len(examples) == 0:
             raise DataError(f"{where} is empty.")
-        low, high = (int(v) for v in examples.y.aminmax())
+        if examples.regression != (not self.classes):
+            found = "real targets but names classes" if self.classes else "class labels but names no classes"
+            raise DataError(f"{where} has {found}; a regression has no classes, a classification has some.")
+        low, high = (0, -1) if examples.regression else (int(v) for v in examples.y.aminmax())
         if low < 0 or high >= len(self.classes):
             wrong = (examples.y < 0) | (examples.y >= len(self.classes))
             first = int(wrong.nonzero()[0])
@@ -143,7 +162,8 @@ class Dataset:
                 f"{where} has labels outside 0..{len(self.classes) - 1}: the first is {int(examples.y[first])}, "
                 f"at example {first} (counted from 0)."
             )
-        for name, tensor in examples.x.items() if isinstance(examples.x, dict) else [("x", examples.x)]:
+        inputs = examples.x if isinstance(examples.x, dict) else {"x": examples.x}
+        for name, tensor in [*inputs.items(), ("the targets", examples.y)]:
             if tensor.numel() == 0:
                 raise DataError(f"{where} has inputs without values: {_form(tensor)}.")
             for start, rows in _chunks(tensor):

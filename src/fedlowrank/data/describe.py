@@ -27,8 +27,10 @@ def class_counts(clients: Sequence[ClientData], classes: int) -> Index:
         classes: number of classes.
 
     Returns:
-        Counts [clients, classes].
+        Counts [clients, classes]; [clients, 0] for a regression, which has no classes.
     """
+    if classes == 0:
+        return np.zeros((len(clients), 0), dtype=np.int64)
     rows = [np.bincount(client.train.y.cpu().numpy(), minlength=classes) for client in clients]
     return np.array(rows, dtype=np.int64).reshape(len(rows), classes)
 
@@ -54,7 +56,7 @@ def class_count_table(clients: Sequence[ClientData], class_names: Sequence[str],
 
     Args:
         clients: data of the clients.
-        class_names: names of the classes.
+        class_names: names of the classes; empty for a regression, whose table shows the sizes alone.
         width: characters to which notes are wrapped, and up to which there is a column for each class.
         top: classes to show of each client if there are too many for columns.
 
@@ -100,6 +102,8 @@ def class_count_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure
     Raises:
         DataError: if the shape of the counts does not fit the names, or if there are no clients.
     """
+    if not class_names:
+        raise DataError("there are no classes to draw: these data are a regression. Leave out the picture.")
     if counts.ndim != 2 or counts.shape[1] != len(class_names) or counts.size == 0:
         raise DataError(f"counts must be [clients, {len(class_names)} classes], not {list(counts.shape)}.")
     clients, classes = counts.shape

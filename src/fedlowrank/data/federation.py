@@ -30,7 +30,7 @@ class Federation:
         clients: data of each client.
         infos: description of each client, in the same order; ``infos[i].id == i``.
         architectures: models by name.
-        classes: names of the classes.
+        classes: names of the classes; empty for a regression.
         seed: of everything random in a run on this federation: participants, order of examples, initial values.
         name: for reports.
         notes: what a reader of the class counts should know.
@@ -58,10 +58,36 @@ class Federation:
                 raise DataError(f"client {i} has no training example")
             if info.architecture not in self.architectures:
                 raise TaskError(f"client {i} holds model {info.architecture!r}; known: {sorted(self.architectures)}")
+            for part in ("train", "val", "test"):
+                if (real := getattr(data, part).regression) == bool(self.classes):
+                    raise DataError(
+                        f"client {i}: {part} has {'real targets' if real else 'class labels'}, but the federation names "
+                        f"{len(self.classes)} classes; a regression has none, and all clients learn the same kind of task"
+                    )
             try:
                 self.augment.check(data.train.x)
             except DataError as error:
                 raise DataError(f"client {i}: {error}") from error
+        if not self.classes:
+            self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        """Refuse models that a regression's loss would broadcast against its targets without a word."""
+        clients = reversed(list(enumerate(self.clients)))
+        targets = {e.y.shape[1]: i for i, d in clients for e in (d.train, d.val, d.test)}
+        if len(targets) > 1:
+            found = ", ".join(f"{d} at client {i}" for d, i in sorted(targets.items()))
+            raise DataError(f"all clients need targets of one width [n, d], but d is {found}")
+        width = next(iter(targets))
+        for info, data in zip(self.infos, self.clients, strict=True):
+            model, x = self.architectures[info.architecture], data.train.x
+            with torch.inference_mode():
+                out = model.apply(model.initial, {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1])
+            if tuple(out.shape) != (1, width):
+                raise TaskError(
+                    f"client {info.id}: model {info.architecture} makes {list(out.shape)} of one example, but its "
+                    f"target is [1, {width}]"
+                )
 
     @property
     def key(self) -> Key:
@@ -87,15 +113,20 @@ class Federation:
         return [_digest(c) for c in self.clients]
 
     def describe(self) -> list[dict[str, Any]]:
-        """One row a client: identifier, architecture, sizes and class counts of its splits."""
+        """One row a client: identifier, architecture, sizes and class counts of its splits, its cluster if known.
+
+        The counts of a regression are empty.
+        """
         rows = []
         for info, data in zip(self.infos, self.clients, strict=True):
             splits = {s: getattr(data, s) for s in ("train", "val", "test")}
             counts = {
-                s: torch.bincount(e.y.reshape(-1), minlength=len(self.classes)).tolist() for s, e in splits.items()
+                s: [] if e.regression else torch.bincount(e.y, minlength=len(self.classes)).tolist()
+                for s, e in splits.items()
             }
             sizes = {s: len(e) for s, e in splits.items()}
-            rows.append({"id": info.id, "architecture": info.architecture, **sizes, "classes": counts})
+            row = {"id": info.id, "architecture": info.architecture, **sizes, "classes": counts}
+            rows.append(row if info.cluster is None else {**row, "cluster": info.cluster})
         return rows
 
     @classmethod
@@ -107,6 +138,7 @@ class Federation:
         head: str | None = None,
         architecture: Sequence[str] | None = None,
         rank: Sequence[int] | None = None,
+        cluster: Sequence[int] | None = None,
         classes: Sequence[str] | int | None = None,
         val: float = 0.1,
         test: float = 0.1,
@@ -118,13 +150,14 @@ class Federation:
 
         Args:
             clients: of each client either inputs and labels ``(x [n, ...], y [n])``, to be divided, or a dict of such
-                pairs under ``train`` and optionally ``val`` and ``test``.
+                pairs under ``train`` and optionally ``val`` and ``test``. Real targets ``y [n, d]`` make a regression.
             model: a module (its parameters are where training starts), a factory of modules (drawn from the seed), or
                 several of them by name.
             head: dotted name of the submodule that is the head; see :class:`Architecture`.
             architecture: name of each client's model. By default client k holds the (k mod number)-th.
             rank: of each client's low-rank parts.
-            classes: their names or their number. By default the largest label plus one.
+            cluster: each client's ground-truth task, counted from 0, for methods with optimal routing.
+            classes: their names or their number. By default the largest label plus one. A regression has none.
             val: share of the examples held back for validation, where the client brings no split of its own.
             test: share held back for testing.
             seed: of everything random.
@@ -139,12 +172,7 @@ class Federation:
         data = [_client_data(c, i, val, test, key / "split" / i) for i, c in enumerate(clients)]
         if not data:
             raise DataError("a federation needs at least one client")
-        top = max(int(e.y.max()) for d in data for e in (d.train, d.val, d.test) if len(e)) + 1
-        if classes is None:
-            classes = top
-        names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
-        if top > len(names):
-            raise DataError(f"there is a label {top - 1} but only {len(names)} classes; labels count from 0")
+        names = _class_names(data, classes)
         x = data[0].train.x
         example = {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1]
         models = model if isinstance(model, Mapping) else {"model": model}
@@ -153,10 +181,40 @@ class Federation:
             list(architecture) if architecture is not None else [list(known)[i % len(known)] for i in range(len(data))]
         )
         ranks = list(rank) if rank is not None else [None] * len(data)
-        if len(held) != len(data) or len(ranks) != len(data):
-            raise DataError(f"{len(data)} clients, but {len(held)} architectures and {len(ranks)} ranks")
-        infos = [ClientInfo(i, len(d.train), a, r) for i, (d, a, r) in enumerate(zip(data, held, ranks, strict=True))]
+        clusters = list(cluster) if cluster is not None else [None] * len(data)
+        if {len(held), len(ranks), len(clusters)} != {len(data)}:
+            raise DataError(
+                f"{len(data)} clients, but {len(held)} architectures, {len(ranks)} ranks and {len(clusters)} clusters"
+            )
+        if any(c is not None and c < 0 for c in clusters):
+            raise DataError(f"clusters count from 0, but there is a {min(c for c in clusters if c is not None)}")
+        infos = [
+            ClientInfo(i, len(d.train), a, r, c)
+            for i, (d, a, r, c) in enumerate(zip(data, held, ranks, clusters, strict=True))
+        ]
         return cls(data, infos, known, names, seed, name, augment=augment)
+
+
+def _class_names(data: Sequence[ClientData], classes: Sequence[str] | int | None) -> tuple[str, ...]:
+    """Names of the classes that users gave or that the labels imply; none for a regression."""
+    kinds = {d.train.regression: i for i, d in reversed(list(enumerate(data)))}
+    if len(kinds) > 1:
+        raise DataError(
+            f"client {kinds[True]} has real targets and client {kinds[False]} class labels; all must learn the same task"
+        )
+    if True in kinds:
+        if classes:
+            raise DataError(
+                f"client {kinds[True]} has real targets, a regression, which has no classes; leave them out"
+            )
+        return ()
+    top = max(int(e.y.max()) for d in data for e in (d.train, d.val, d.test) if len(e) and not e.regression) + 1
+    if classes is None:
+        classes = top
+    names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
+    if top > len(names):
+        raise DataError(f"there is a label {top - 1} but only {len(names)} classes; labels count from 0")
+    return names
 
 
 def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test: float, key: Key) -> ClientData:
@@ -185,7 +243,8 @@ def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test
 def _examples(pair: Pair, client: int) -> Examples:
     try:
         x, labels = pair
-        y = torch.as_tensor(labels).to(torch.int64)
+        y = torch.as_tensor(labels)
+        y = y.to(torch.float32 if y.is_floating_point() and y.ndim == 2 else torch.int64)
         if isinstance(x, Mapping):
             inputs: Tensor | dict[str, Tensor] = {n: torch.as_tensor(a) for n, a in x.items()}
         else:
@@ -195,7 +254,10 @@ def _examples(pair: Pair, client: int) -> Examples:
         raise DataError(f"client {client}: expected a pair (x, y) of arrays: {error}") from error
     except DataError as error:
         raise DataError(f"client {client}: {error}") from error
-    if len(y) and int(y.min()) < 0:
+    if made.regression:
+        if not bool(torch.isfinite(y).all()):
+            raise DataError(f"client {client}: there is a NaN or an infinity among its targets")
+    elif len(y) and int(y.min()) < 0:
         raise DataError(f"client {client}: label {int(y.min())} is negative")
     return made
 

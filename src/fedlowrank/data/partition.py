@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 from ..key import Key
 from .counting import Float, Index, at_least, check_labels, deal, largest_remainder, positive
 
@@ -19,12 +19,17 @@ from .counting import Float, Index, at_least, check_labels, deal, largest_remain
 class Partition(Protocol):
     """A way to share out examples."""
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether further examples can be shared out by the same rule: no client's mixture is drawn at random."""
+        ...
+
     def split(self, labels: np.ndarray, classes: int, key: Key, natural: np.ndarray | None = None) -> list[Index]:
         """Share out n examples.
 
         Args:
-            labels: label of each example, integers [n] in 0..classes-1.
-            classes: number of classes.
+            labels: label of each example, integers [n] in 0..classes-1; of a regression its targets [n, d].
+            classes: number of classes; 0 for a regression, which only ``iid`` and ``natural`` can share out.
             key: the randomness of the partition.
             natural: natural client of each example, integers [n], or None. A negative id belongs to no client.
 
@@ -50,9 +55,14 @@ class Iid:
     def __post_init__(self) -> None:
         at_least("clients", self.clients, 1)
 
+    @property
+    def repeatable(self) -> bool:
+        """See `Partition.repeatable`."""
+        return True
+
     def split(self, labels: np.ndarray, classes: int, key: Key, natural: np.ndarray | None = None) -> list[Index]:  # noqa: ARG002
         """Share out the examples; see `Partition.split`."""
-        n = check_labels(labels, classes, self.clients)
+        n = check_labels(labels, classes, self.clients, regression=True)
         order = (key / "order").numpy().permutation(n)
         return [np.sort(part) for part in np.array_split(order, self.clients)]
 
@@ -82,6 +92,11 @@ class Dirichlet:
         positive("alpha", self.alpha)
         at_least("min_size", self.min_size, 1)
         at_least("max_redraws", self.max_redraws, 1)
+
+    @property
+    def repeatable(self) -> bool:
+        """See `Partition.repeatable`."""
+        return False
 
     def split(self, labels: np.ndarray, classes: int, key: Key, natural: np.ndarray | None = None) -> list[Index]:  # noqa: ARG002
         """Share out the examples; see `Partition.split`."""
@@ -134,6 +149,11 @@ class EqualDirichlet:
     def __post_init__(self) -> None:
         at_least("clients", self.clients, 1)
         positive("alpha", self.alpha)
+
+    @property
+    def repeatable(self) -> bool:
+        """See `Partition.repeatable`."""
+        return False
 
     def split(self, labels: np.ndarray, classes: int, key: Key, natural: np.ndarray | None = None) -> list[Index]:  # noqa: ARG002
         """Share out the examples; see `Partition.split`."""
@@ -192,6 +212,11 @@ class Pathological:
     def __post_init__(self) -> None:
         at_least("clients", self.clients, 1)
         at_least("classes_per_client", self.classes_per_client, 1)
+
+    @property
+    def repeatable(self) -> bool:
+        """See `Partition.repeatable`."""
+        return False
 
     def split(self, labels: np.ndarray, classes: int, key: Key, natural: np.ndarray | None = None) -> list[Index]:  # noqa: ARG002
         """Share out the examples; see `Partition.split`."""
@@ -257,12 +282,17 @@ class Natural:
             at_least("clients", self.clients, 1)
         at_least("min_examples", self.min_examples, 1)
 
+    @property
+    def repeatable(self) -> bool:
+        """See `Partition.repeatable`."""
+        return False
+
     def split(self, labels: np.ndarray, classes: int, key: Key, natural: np.ndarray | None = None) -> list[Index]:
         """Share out the examples, clients in the order of their ids; see `Partition.split`."""
-        check_labels(labels, classes, 1)
+        check_labels(labels, classes, 1, regression=True)
         if natural is None:
             raise DataError("the data set has no natural clients; use another partition, e.g. 'dirichlet'.")
-        if natural.shape != labels.shape:
+        if natural.shape != (len(labels),):
             raise DataError(f"there are {len(labels)} labels, but natural clients of {len(natural)} examples.")
         ids, counts = np.unique(natural[natural >= 0], return_counts=True)
         ids = ids[counts >= self.min_examples]
@@ -279,11 +309,65 @@ class Natural:
         return [order[i:j] for i, j in zip(first, last, strict=True)]
 
 
+@dataclass(frozen=True)
+class LabelGroups:
+    """Groups of clients with classes of their own; within a group examples are dealt out at random.
+
+    The classes are divided into groups of equal size, in order: with 100 classes and 10 groups, classes 0 to 9 are group
+    0. Clients k with k mod groups = g share group g's examples. Covers all examples. Goes with concept ``natural`` and
+    as many clusters. This is how FLoRAL divides CIFAR-100.
+
+    Attributes:
+        groups: number of groups, at least 1; it must divide the number of classes.
+        clients: number of clients, at least one a group. Sizes within a group differ by at most one example.
+    """
+
+    groups: int = 10
+    clients: int = 100
+
+    def __post_init__(self) -> None:
+        at_least("groups", self.groups, 1)
+        at_least("clients", self.clients, 1)
+        if self.clients < self.groups:
+            raise ConfigError(
+                f"partition.clients is {self.clients}, too few for one in each of {self.groups} groups of labels. "
+                "Raise partition.clients or lower partition.groups."
+            )
+
+    @property
+    def repeatable(self) -> bool:
+        """See `Partition.repeatable`."""
+        return True
+
+    def split(self, labels: np.ndarray, classes: int, key: Key, natural: np.ndarray | None = None) -> list[Index]:  # noqa: ARG002
+        """Share out the examples; see `Partition.split`."""
+        check_labels(labels, classes, self.clients)
+        if classes % self.groups:
+            raise DataError(
+                f"{classes} classes cannot be divided into {self.groups} groups of equal size. "
+                "Set partition.groups to a divisor of the number of classes."
+            )
+        group = labels // (classes // self.groups)
+        parts: list[Index] = [np.empty(0, dtype=np.int64)] * self.clients
+        for g in range(self.groups):
+            members = range(g, self.clients, self.groups)
+            own = (key / "order" / g).numpy().permutation(np.flatnonzero(group == g))
+            if len(own) < len(members):
+                raise DataError(
+                    f"the {len(members)} clients of group {g} cannot share the {len(own)} examples of its classes. "
+                    "Lower partition.clients."
+                )
+            for client, part in zip(members, np.array_split(own, len(members)), strict=True):
+                parts[client] = np.sort(part)
+        return parts
+
+
 PARTITIONS: dict[str, type] = {
     "iid": Iid,
     "dirichlet": Dirichlet,
     "equal_dirichlet": EqualDirichlet,
     "pathological": Pathological,
     "natural": Natural,
+    "label_groups": LabelGroups,
 }
 """Partitions by name."""

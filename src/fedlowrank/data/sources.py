@@ -11,6 +11,7 @@ from .dataset import Dataset
 from .huggingface import HuggingFace
 from .idx import Mnist
 from .images import Folder
+from .synthetic import SyntheticLinear, SyntheticMLP
 
 
 class Source(Protocol):
@@ -36,5 +37,7 @@ SOURCES: dict[str, type] = {
     "folder": Folder,
     "arrays": Arrays,
     "huggingface": HuggingFace,
+    "synthetic_linear": SyntheticLinear,
+    "synthetic_mlp": SyntheticMLP,
 }
 """Sources by name."""

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError, DataError
@@ -28,8 +29,8 @@ class Pool:
     dataset: Dataset
 
     @cached_property
-    def labels(self) -> Index:
-        """Labels of all examples, [n]."""
+    def labels(self) -> npt.NDArray[Any]:
+        """Labels of all examples, [n]; of a regression its targets, [n, d]."""
         return _joined([part.y for part in self.parts])
 
     @cached_property
@@ -37,7 +38,10 @@ class Pool:
         """Natural clients of all examples, [n], or None unless every part has them."""
         ids = [self.dataset.natural, self.dataset.natural_test][: len(self.parts)]
         known = [i for i in ids if i is not None]
-        return _joined(known) if len(known) == len(ids) else None
+        if len(known) < len(ids):
+            return None
+        joined: Index = _joined(known)
+        return joined
 
     @property
     def parts(self) -> list[Examples]:
@@ -55,6 +59,9 @@ class Pool:
         return np.arange(self.train_size, len(self.labels))
 
 
+Use: TypeAlias = Literal["unused", "merged", "shared", "whole"]
+
+
 class Positions(NamedTuple):
     """Positions of one client's examples in the pool, with notes for the reader."""
 
@@ -68,13 +75,13 @@ class Split(Protocol):
     """A way to give each client training, validation and test examples."""
 
     @property
-    def merges_test(self) -> bool:
-        """Whether the official test part is shared out among the clients with the rest."""
-        ...
+    def official_test(self) -> Use:
+        """What becomes of the official test part.
 
-    @property
-    def needs_test(self) -> bool:
-        """Whether the data set must have an official test part."""
+        ``unused``: nothing. ``merged``: the partition shares it out together with the training part, if there is one.
+        ``shared``: the partition shares it out by itself, by the same rule as the training part. ``whole``: every client
+        sees all of it. The last two need one.
+        """
         ...
 
     def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
@@ -82,7 +89,8 @@ class Split(Protocol):
 
         Args:
             pool: the whole data set.
-            own: sorted positions that the partition gave to the client.
+            own: sorted positions that the partition gave to the client; of test examples, too, if the official test
+                part is merged or shared.
             client: its number, for messages.
             key: randomness of this client.
 
@@ -120,14 +128,9 @@ class Local:
             raise ConfigError(f"split.pool must be 'train' or 'all', not {self.pool!r}.")
 
     @property
-    def merges_test(self) -> bool:
-        """Whether the official test part is shared out among the clients with the rest."""
-        return self.pool == "all"
-
-    @property
-    def needs_test(self) -> bool:
-        """Whether the data set must have an official test part."""
-        return False
+    def official_test(self) -> Use:
+        """See `Split.official_test`."""
+        return "merged" if self.pool == "all" else "unused"
 
     def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:  # noqa: ARG002
         """Divide the examples of one client; see `Split.cut`."""
@@ -169,19 +172,19 @@ class Matched:
         at_least("test_per_client", self.test_per_client, 1)
 
     @property
-    def merges_test(self) -> bool:
-        """Whether the official test part is shared out among the clients with the rest."""
-        return False
-
-    @property
-    def needs_test(self) -> bool:
-        """Whether the data set must have an official test part."""
-        return True
+    def official_test(self) -> Use:
+        """See `Split.official_test`."""
+        return "whole"
 
     def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
         """Divide the examples of one client; see `Split.cut`."""
-        train, val = _hold_out(own, self.val, client, key)
         names = pool.dataset.classes
+        if not names:
+            raise DataError(
+                "split 'matched' draws test examples by class labels, but these data are a regression. Use split "
+                "'local', 'whole_test' or 'own_test'."
+            )
+        train, val = _hold_out(own, self.val, client, key)
         wanted = largest_remainder(np.bincount(pool.labels[own], minlength=len(names)), self.test_per_client)
         draws = (key / "test").numpy()
         test, notes = [], []
@@ -213,14 +216,9 @@ class WholeTest:
         _check_val(self.val)
 
     @property
-    def merges_test(self) -> bool:
-        """Whether the official test part is shared out among the clients with the rest."""
-        return False
-
-    @property
-    def needs_test(self) -> bool:
-        """Whether the data set must have an official test part."""
-        return True
+    def official_test(self) -> Use:
+        """See `Split.official_test`."""
+        return "whole"
 
     def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
         """Divide the examples of one client; see `Split.cut`."""
@@ -241,14 +239,9 @@ class OwnTest:
         _check_val(self.val)
 
     @property
-    def merges_test(self) -> bool:
-        """Whether the official test part is shared out among the clients with the rest."""
-        return False
-
-    @property
-    def needs_test(self) -> bool:
-        """Whether the data set must have an official test part."""
-        return True
+    def official_test(self) -> Use:
+        """See `Split.official_test`."""
+        return "whole"
 
     def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
         """Divide the examples of one client; see `Split.cut`."""
@@ -263,7 +256,42 @@ class OwnTest:
         return Positions(*_hold_out(own, self.val, client, key), test)
 
 
-SPLITS: dict[str, type] = {"local": Local, "matched": Matched, "whole_test": WholeTest, "own_test": OwnTest}
+@dataclass(frozen=True)
+class TestShare:
+    """The official test part is shared out among the clients by the rule that shares out the training part.
+
+    No test example occurs twice. It goes with the partitions whose rule draws no mixture of classes at random, ``iid``
+    and ``label_groups``; ``own_test`` does the same for ``natural``.
+
+    Attributes:
+        val: share of the client's training examples for validation, from 0 to below 1; above 0 it is at least one.
+    """
+
+    __test__: ClassVar[bool] = False  # pytest would take it for a class of tests
+
+    val: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_val(self.val)
+
+    @property
+    def official_test(self) -> Use:
+        """See `Split.official_test`."""
+        return "shared"
+
+    def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
+        """Divide the examples of one client; see `Split.cut`."""
+        mine = own < pool.train_size
+        return Positions(*_hold_out(own[mine], self.val, client, key), own[~mine])
+
+
+SPLITS: dict[str, type] = {
+    "local": Local,
+    "matched": Matched,
+    "whole_test": WholeTest,
+    "own_test": OwnTest,
+    "test_share": TestShare,
+}
 """Splits by name."""
 
 
@@ -286,6 +314,6 @@ def _hold_out(own: Index, val: float, client: int, key: Key) -> tuple[Index, Ind
     return np.sort(order[held:]), np.sort(order[:held])
 
 
-def _joined(parts: Sequence[torch.Tensor]) -> Index:
-    joined: Index = torch.cat(list(parts)).numpy()
+def _joined(parts: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
+    joined: npt.NDArray[Any] = torch.cat(list(parts)).numpy()
     return joined

@@ -62,7 +62,8 @@ class Engine(ABC):
     def trainer(self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo) -> LocalTrainer:
         """Execution of training for one client alone."""
         key = client_key(federation, client.id, round)
-        data = LocalData(client, federation.clients[client.id].train, method.passes(), key, federation.augment)
+        held = federation.clients[client.id]
+        data = LocalData(client, held.train, method.passes(), key, federation.augment, held.quarter_turns)
         models = federation.architectures
         return LocalTrainer(models[client.architecture], models.values(), data, round, self.ledger)
 

@@ -129,8 +129,8 @@ class Run:
         count = round_half_up(settings.unseen * len(federation.infos))
         if count >= len(federation.infos):
             raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
-        draw = torch.randperm(len(federation.infos), generator=(federation.key / "unseen").generator())
-        self.unseen = frozenset(draw[:count].tolist())
+        order = (federation.key / "unseen").numpy().permutation(len(federation.infos))
+        self.unseen = frozenset(order[:count].tolist())
         # every client's state can be made: a method that does not fit says so now, not in round 7
         for info in federation.infos:
             method.client_init(self.task, info)

@@ -71,3 +71,40 @@ class CNN(nn.Module):
         """Scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
         scores: Tensor = self.head(self.hidden(self.features(x)))
         return scores
+
+
+class FloralCNN(nn.Module):
+    """The CNN of FLoRAL (Almansoori et al.) for CIFAR-10.
+
+    conv 5×5, 32 → ReLU → max-pool 2 → conv 3×3, 64 → ReLU → max-pool 3 → FC 64 → ReLU → FC, without padding: 32×32
+    images shrink to 28, 14, 12 and 4 pixels, so that FC 64 has 1,024 inputs, and there are 87,178 parameters at 3×32×32
+    and 10 classes. Images too small for that (below 14 pixels) keep the form with padding by 2 and 1. The
+    representation is the input of the last layer.
+
+    Args:
+        shape: of one image, channels × height × width, at least 6×6.
+        classes: number of classes.
+    """
+
+    head_name = "head"
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        channels, height, width = shape
+        if min(height, width) < 6:
+            raise ConfigError(f"cnn_floral needs images of at least 6×6 pixels; these are {height}×{width}")
+        padding = (0, 0) if min(height, width) >= 14 else (2, 1)
+        self.features = nn.Sequential(
+            *(nn.Conv2d(channels, 32, 5, padding=padding[0]), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(32, 64, 3, padding=padding[1]), nn.ReLU(), nn.MaxPool2d(3)),
+            nn.Flatten(),
+        )
+        with torch.no_grad():
+            flat = self.features(torch.zeros(1, *shape)).shape[1]
+        self.hidden = nn.Sequential(nn.Linear(flat, 64), nn.ReLU())
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores ``[b, classes]`` of images ``[b, channels, height, width]``."""
+        scores: Tensor = self.head(self.hidden(self.features(x)))
+        return scores

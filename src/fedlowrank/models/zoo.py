@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
 
 from ..errors import ConfigError, did_you_mean
-from .cnn import CNN, FAMILY
-from .mlp import MLP
+from .cnn import CNN, FAMILY, FloralCNN
+from .mlp import MLP, LinearModel
 from .resnet import RESNETS, ResNet18
+from .vgg import VGG8
 
 Shape = tuple[int, ...]
 
@@ -25,6 +27,10 @@ MODELS: dict[str, str] = {
     "resnet18": "ResNet-18 of FedSLR: GroupNorm, 3×3 stem for CIFAR; 11,173,952 parameters for 10 classes",
     "resnet18_tiny": "ResNet-18 of FedSLR for TinyImageNet: the same with a 7×7 stem and a max-pool",
     "resnet18_w16": "ResNet-18 with a quarter of the channels: 701,456 parameters for 10 classes",
+    "cnn_floral": "CNN of FLoRAL: convolutions 5×5 of 32 and 3×3 of 64, FC 64: 87,178 parameters at 3×32×32",
+    "vgg8": "VGG-8 of FLoRAL: 5 convolutions, 2 × FC 512 with dropout: 1,264,388 parameters at 3×32×32, 100 classes",
+    "vgg8_bn": "VGG-8 with BatchNorm after each convolution",
+    "linear": "one linear layer, with or without a constant by model.bias",
     "mlp": "multi-layer perceptron, hidden widths by model.hidden",
 }
 """Every built-in model by name, with a line about it."""
@@ -40,12 +46,14 @@ class ModelSettings:
         split: of the CNNs: the representation is the output of ``fc1`` or of ``fc2`` (the default: of the last hidden
             layer).
         hidden: of the MLP: widths of its hidden layers.
+        bias: of ``mlp`` and ``linear``: whether layers add a constant.
         head: of one's own models: dotted name of the submodule that is the head, where the model does not declare it.
     """
 
     names: tuple[str, ...] = ("cnn1",)
     split: str | None = None
     hidden: tuple[int, ...] = (200,)
+    bias: bool = True
     head: str | None = None
 
     def __post_init__(self) -> None:
@@ -57,7 +65,7 @@ class ModelSettings:
 
         Args:
             shape: of one example, without the leading batch dimension.
-            classes: number of classes.
+            classes: number of classes, or width of a regression's target.
 
         Raises:
             ConfigError: if a name is unknown.
@@ -67,11 +75,11 @@ class ModelSettings:
     def _factory(self, name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
         if ":" in name:
             return _own(name, shape, classes)
+        inputs = math.prod(shape)
         if name == "mlp":
-            inputs = 1
-            for n in shape:
-                inputs *= n
-            return lambda: MLP(inputs, self.hidden, classes)
+            return lambda: MLP(inputs, self.hidden, classes, self.bias)
+        if name == "linear":
+            return lambda: LinearModel(inputs, classes, self.bias)
         if name not in MODELS:
             raise ConfigError(f"model.names: there is no model {name!r}. {did_you_mean(name, MODELS)}")
         if len(shape) != 3:
@@ -80,6 +88,10 @@ class ModelSettings:
         if name in RESNETS:
             form = RESNETS[name]
             return lambda: ResNet18((channels, height, width), classes, form.width, form.large)
+        if name == "cnn_floral":
+            return lambda: FloralCNN((channels, height, width), classes)
+        if name in ("vgg8", "vgg8_bn"):
+            return lambda: VGG8((channels, height, width), classes, norm=name == "vgg8_bn")
         filters, hidden = FAMILY[name]
         return lambda: CNN((channels, height, width), classes, filters, hidden, self.split)
 

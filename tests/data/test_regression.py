@@ -1,0 +1,365 @@
+"""Real targets from arrays and data sets to a run, and the synthetic regressions of FLoRAL."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fedlowrank import Federation, config, experiment, simulate
+from fedlowrank.data.arrays import Arrays
+from fedlowrank.data.dataset import Dataset, Examples, normalise, subset
+from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
+from fedlowrank.data.divide import divide, keep
+from fedlowrank.data.partition import Iid, Natural
+from fedlowrank.data.split import Local, Matched, OwnTest, TestShare, WholeTest
+from fedlowrank.data.synthetic import SyntheticLinear, SyntheticMLP
+from fedlowrank.errors import ConfigError, DataError, TaskError
+from fedlowrank.evaluate import measure
+from fedlowrank.key import Key
+from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.optimiser import SGD
+
+KEY = Key((1,))
+
+
+def numbered(n_train: int = 40, n_test: int = 20, width: int = 2) -> Dataset:
+    """Each example is its own number, and its target this number times 1, 2, ..."""
+
+    def part(start: int, n: int) -> Examples:
+        x = torch.arange(start, start + n).float()[:, None]
+        return Examples(x, x * torch.arange(1, width + 1))
+
+    natural = torch.arange(n_train) % 4, torch.arange(n_test) % 4
+    return Dataset("numbers", part(0, n_train), part(1000, n_test), (), *natural)
+
+
+# -- data sets and their division --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("partition", "split"),
+    [
+        (Iid(4), Local()),
+        (Iid(4), Local(pool="all")),
+        (Iid(4), WholeTest()),
+        (Iid(4), TestShare()),
+        (Natural(), OwnTest(0.0)),
+        (Natural(), Local(pool="all")),
+    ],
+)
+def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) -> None:
+    data = numbered()
+    clients = divide(data, partition, split, KEY)
+    for c in clients:
+        assert c.notes == ()
+        for part in (c.train, c.val, c.test):
+            assert part.y.shape == (len(part), 2)
+            assert torch.equal(part.y, part.x * torch.tensor([1.0, 2.0]))
+    train = sorted(x for c in clients for part in (c.train, c.val) for x in part.x[:, 0].tolist())
+    assert len(set(train)) == len(train)
+    if not isinstance(split, Local):
+        assert train == list(range(40))
+    if isinstance(split, TestShare | OwnTest):
+        assert sorted(x for c in clients for x in c.test.x[:, 0].tolist()) == list(range(1000, 1020))
+    assert class_counts(clients, 0).shape == (4, 0)
+    table = class_count_table(clients, ()).split("\n")
+    assert table[0].split() == ["client", "train", "val", "test"]
+    assert len(table) == 1 + 4 + 2
+    assert all(len(c.train) == 3 for c in keep(clients, 0.01, 3, KEY))
+
+
+def test_what_goes_by_classes_refuses_a_regression() -> None:
+    with pytest.raises(DataError, match=r"split 'matched' .* regression"):
+        divide(numbered(), Iid(4), Matched(), KEY)
+    with pytest.raises(DataError, match="no classes to draw"):
+        class_count_figure(np.zeros((4, 0)), ())
+
+
+def test_preparation_keeps_targets() -> None:
+    data = numbered()
+    assert torch.equal(normalise(data, "standard").train.y, data.train.y)
+    some = subset(data, 7)
+    assert torch.equal(some.train.y, some.train.x * torch.tensor([1.0, 2.0]))
+    assert data.outputs == 2
+    assert Dataset("toy", Examples(torch.zeros(2, 1), torch.tensor([0, 1])), None, ("a", "b", "c")).outputs == 3
+
+
+def test_targets_that_do_not_fit_are_refused() -> None:
+    x, y = torch.zeros(3, 2), torch.zeros(3, 2)
+    for wrong in (y.double(), y[:, 0], torch.zeros(3, 0), torch.zeros(3, 1, 1)):
+        with pytest.raises(DataError, match=r"float32 \[n, d\]"):
+            Examples(x, wrong)
+    with pytest.raises(DataError, match="real targets but names classes"):
+        Dataset("toy", Examples(x, y), None, ("a",))
+    with pytest.raises(DataError, match="class labels but names no classes"):
+        Dataset("toy", Examples(x, torch.tensor([0, 0, 0])), None, ())
+    with pytest.raises(DataError, match=r"test part .* has class labels but names no classes"):
+        Dataset("toy", Examples(x, y), Examples(x, torch.tensor([0, 0, 0])), ())
+    with pytest.raises(DataError, match=r"training targets are \[2\], but test targets \[1\]"):
+        Dataset("toy", Examples(x, y), Examples(x, y[:, :1]), ())
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(DataError, match=r"NaN or an infinity in the targets.*example 1"):
+            Dataset("toy", Examples(x, torch.tensor([[0.0], [bad], [0.0]])), None, ())
+
+
+def test_arrays_of_real_targets(tmp_path: Any) -> None:
+    x, y = np.arange(8.0).reshape(4, 2), np.arange(12.0).reshape(4, 3) / 7
+    np.savez(tmp_path / "r.npz", x_train=x, y_train=y, x_test=x[:1], y_test=y[:1])
+    data = Arrays(str(tmp_path / "r.npz")).load()
+    assert data.classes == ()
+    assert torch.equal(data.train.y, torch.from_numpy(y).float())
+    assert data.test is not None
+    assert data.test.y.shape == (1, 3)
+    np.savez(tmp_path / "r.npz", x=x, y=y, classes=np.array(["a", "b"]))
+    with pytest.raises(DataError, match="names classes, but its targets are real"):
+        Arrays(str(tmp_path / "r.npz")).load()
+
+
+# -- federations -------------------------------------------------------------------------------------------------------
+
+
+def pairs(clients: int = 3, width: int = 2, kind: Any = np.float64) -> list[Any]:
+    draws = np.random.default_rng(0)
+    return [(draws.normal(size=(20, 4)), draws.normal(size=(20, width)).astype(kind)) for _ in range(clients)]
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64])
+def test_a_federation_of_real_targets(kind: Any) -> None:
+    given = pairs(kind=kind)
+    made = Federation.from_arrays(given, lambda: nn.Linear(4, 2), cluster=[0, 1, 0])
+    assert made.classes == ()
+    assert made.task(1).classes == 0
+    assert [i.cluster for i in made.infos] == [0, 1, 0]
+    for (x, y), c in zip(given, made.clients, strict=True):
+        rows = torch.cat([torch.cat([p.x, p.y], 1) for p in (c.train, c.val, c.test)])
+        wanted = np.concatenate([x, y], 1).astype(np.float32)
+        assert sorted(rows.tolist()) == sorted(wanted.tolist())
+    for row in made.describe():
+        assert row["classes"] == {"train": [], "val": [], "test": []}
+        assert (row["train"], row["val"], row["test"]) == (16, 2, 2)
+    assert [r["cluster"] for r in made.describe()] == [0, 1, 0]
+    other = [given[0], given[1], (given[2][0], given[2][1] + 1e-3)]
+    prints, others = made.fingerprint(), Federation.from_arrays(other, lambda: nn.Linear(4, 2)).fingerprint()
+    assert [a == b for a, b in zip(prints, others, strict=True)] == [True, True, False]
+
+
+def test_clusters_are_unknown_unless_given_and_checked() -> None:
+    made = Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2))
+    assert [i.cluster for i in made.infos] == [None] * 3
+    assert "cluster" not in made.describe()[0]
+    with pytest.raises(DataError, match=r"3 clients, but .* 2 clusters"):
+        Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2), cluster=[0, 1])
+    with pytest.raises(DataError, match="there is a -1"):
+        Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2), cluster=[0, 1, -1])
+
+
+def test_federations_that_mix_tasks_or_widths_are_refused() -> None:
+    labels = (np.zeros((20, 4)), np.arange(20) % 2)
+    with pytest.raises(DataError, match="client 0 has real targets and client 2 class labels"):
+        Federation.from_arrays([*pairs(2), labels], lambda: nn.Linear(4, 2))
+    with pytest.raises(DataError, match="client 0 has real targets, a regression, which has no classes"):
+        Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2), classes=2)
+    with pytest.raises(DataError, match="2 at client 0, 3 at client 2"):
+        Federation.from_arrays([*pairs(2), *pairs(1, 3)], lambda: nn.Linear(4, 2))
+    with pytest.raises(DataError, match="2 at client 0, 3 at client 0"):
+        Federation.from_arrays([{"train": pairs()[0], "test": pairs(1, 3)[0]}], lambda: nn.Linear(4, 2))
+    with pytest.raises(DataError, match="client 1: there is a NaN"):
+        Federation.from_arrays([pairs()[0], (np.zeros((5, 4)), np.full((5, 2), np.nan))], lambda: nn.Linear(4, 2))
+    # a width of 1 would broadcast against the targets and train on nonsense
+    with pytest.raises(
+        TaskError, match=r"client 0: model model makes \[1, 1\] of one example, but its target is \[1, 2\]"
+    ):
+        Federation.from_arrays(pairs(), lambda: nn.Linear(4, 1))
+    made = Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2))
+    with pytest.raises(DataError, match="client 0: train has real targets, but the federation names 2 classes"):
+        replace(made, classes=("a", "b"))
+    split = {"train": pairs()[0], "test": labels}
+    with pytest.raises(DataError, match="client 0: test has class labels, but the federation names 0 classes"):
+        Federation.from_arrays([split], lambda: nn.Linear(4, 2))
+
+
+def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
+    given = [{"train": p, "test": p} for p in pairs()]
+    start = nn.Linear(4, 2, bias=False)
+    weight = start.weight.detach().numpy().astype(np.float64)
+    made = Federation.from_arrays(given, start)
+    result = simulate(FedAvg(batch_size=20, optimiser=SGD(lr=0.1)), made, rounds=1, representations=0)
+    gradient = np.mean([((x @ weight.T - y).T @ x) / 20 for x, y in pairs()], 0)
+    after = weight - 0.1 * gradient
+    for k, (x, y) in enumerate(pairs()):
+        found = result.personal(k)
+        assert np.allclose(found["weight"].numpy(), after, atol=1e-5)
+        model = made.architectures["model"]
+        score = measure(lambda rows, p=found, m=model: m.apply(p, rows), made.clients[k].test)
+        assert score.accuracy is None
+        assert score.risk == pytest.approx(np.mean(((x @ after.T - y) ** 2).sum(1)) / 2, rel=1e-4)
+
+
+# -- synthetic regressions ---------------------------------------------------------------------------------------------
+
+
+def solve(x: torch.Tensor, y: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The weight that explains the examples exactly; it must."""
+    found, _, rank, _ = np.linalg.lstsq(x.double().numpy(), y.double().numpy(), rcond=None)
+    assert rank == x.shape[1]
+    assert np.allclose(x.double().numpy() @ found, y.double().numpy(), atol=1e-5)
+    return found.T
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 100), st.sampled_from([0.5, 2.0]))
+def test_linear_targets_differ_between_clusters_by_low_rank_alone(rank: int, seed: int, alpha: float) -> None:
+    source = SyntheticLinear(clients=6, clusters=3, inputs=9, outputs=7, rank=rank, alpha=alpha, test=40, seed=seed)
+    data = source.load()
+    weights = []
+    for k in range(6):
+        mine = data.natural_test == k
+        assert int(mine.sum()) == 40
+        assert int((data.natural == k).sum()) == 16  # 0.25 · 63 = 15.75
+        weight = solve(data.test.x[mine], data.test.y[mine])
+        train = data.natural == k
+        assert np.allclose(data.train.x[train].numpy() @ weight.T, data.train.y[train].numpy(), atol=1e-4)
+        weights.append(weight)
+    for k in range(3):
+        assert np.allclose(weights[k], weights[k + 3], atol=1e-4)
+    # W + α U_a V_aᵀ - W - α U_b V_bᵀ has rank 2r
+    values = np.linalg.svd(weights[0] - weights[1], compute_uv=False)
+    assert (values[: 2 * rank] > 1e-4).all()
+    assert (values[2 * rank :] < 1e-4).all()
+
+
+def test_parameters_have_the_standard_deviation_one_over_the_root_of_the_inputs() -> None:
+    # With a tiny α the weights are W: 40·50 numbers of variance 1/50.
+    data = SyntheticLinear(1, 1, 50, 40, alpha=1e-9, test=60).load()
+    weight = solve(data.test.x, data.test.y)
+    assert weight.var() == pytest.approx(1 / 50, rel=6 * (2 / 2000) ** 0.5)
+    # α U Vᵀ of full rank 50: sums of 50 products, each of variance 1/50², times α² = 4; W besides.
+    data = SyntheticLinear(1, 1, 50, 40, rank=50, alpha=2.0, test=60).load()
+    weight = solve(data.test.x, data.test.y)
+    assert weight.var() == pytest.approx(1 / 50 + 4 * 50 / 50**2, rel=0.2)
+    x = SyntheticLinear(test=5000).load().test.x
+    assert abs(float(x.mean())) < 0.01
+    assert float(x.var()) == pytest.approx(1, rel=0.01)
+
+
+def test_the_papers_sizes_and_the_seed() -> None:
+    data = SyntheticLinear().load()
+    assert (data.train.x.shape, data.train.y.shape) == ((80, 10), (80, 3))  # 10 clients · 0.25 · 30 = 7.5, half up
+    assert (data.test.x.shape, data.test.y.shape) == ((10_000, 10), (10_000, 3))
+    mlp = SyntheticMLP().load()
+    assert (mlp.train.x.shape, mlp.train.y.shape) == ((1000, 10), (1000, 1))  # 20 clients · 0.5 · 100
+    for kind in (SyntheticLinear, SyntheticMLP):
+        first, again, other = (kind(seed=s).load() for s in (0, 0, 1))
+        assert torch.equal(first.train.x, again.train.x)
+        assert torch.equal(first.train.y, again.train.y)
+        assert not torch.equal(first.train.x, other.train.x)
+        assert len(torch.unique(first.train.x, dim=0)) == len(first.train)
+
+
+def test_mlp_targets_are_those_of_the_network_in_the_paper() -> None:
+    # Drawn again by the names of the parameters, computed by numpy.
+    source = SyntheticMLP(clients=5, clusters=2, inputs=6, hidden=8, outputs=2, rank=2, alpha=1.5, test=30, seed=4)
+    data = source.load()
+    key = Key(("synthetic_mlp", 4))
+
+    def normal(at: Key, *shape: int) -> np.ndarray[Any, Any]:
+        return torch.randn(shape, generator=at.generator(), dtype=torch.float64).numpy()
+
+    phi = normal(key / "phi", 2, 8) / np.sqrt(8)
+    for k in range(5):
+        c = k % 2
+        u, v = (normal(key / n / c, rows, 2) / np.sqrt(6) for n, rows in (("U", 8), ("V", 6)))
+        weight = normal(key / "W", 8, 6) / np.sqrt(6) + 1.5 * u @ v.T
+        for part, ids in ((data.train, data.natural), (data.test, data.natural_test)):
+            x, y = part.x[ids == k].double().numpy(), part.y[ids == k].numpy()
+            assert np.allclose(y, np.maximum(x @ weight.T, 0) @ phi.T, atol=1e-5)
+
+
+def test_synthetic_settings_are_checked() -> None:
+    for name in ("clients", "clusters", "inputs", "outputs", "rank", "test"):
+        for kind in (SyntheticLinear, SyntheticMLP):
+            with pytest.raises(ConfigError, match=rf"data\.{name}"):
+                kind(**{name: 0})
+    with pytest.raises(ConfigError, match=r"data\.hidden"):
+        SyntheticMLP(hidden=0)
+    for name in ("alpha", "share"):
+        with pytest.raises(ConfigError, match=rf"data\.{name}"):
+            SyntheticLinear(**{name: 0.0})
+    with pytest.raises(ConfigError, match="some clusters would be empty"):
+        SyntheticLinear(clients=2, clusters=3)
+
+
+LINEAR = """
+method = "fedavg"
+[data]
+source = "synthetic_linear"
+normalise = "none"
+clients = 4
+clusters = 2
+test = 20
+[partition]
+kind = "natural"
+[split]
+kind = "own_test"
+val = 0.0
+[concept]
+kind = "natural"
+clusters = 2
+[model]
+names = ["linear"]
+bias = false
+[defaults]
+batch_size = 4
+optimiser = { kind = "sgd", lr = 0.1 }
+"""
+
+
+def load(folder: Any, *overrides: str) -> experiment.Experiment:
+    (folder / "e.toml").write_text(LINEAR)
+    return experiment.load(config.read(folder / "e.toml", overrides))
+
+
+def test_an_experiment_on_a_synthetic_regression_runs(tmp_path: Any) -> None:
+    made = load(tmp_path)
+    federation = made.federation()
+    assert [i.cluster for i in federation.infos] == [0, 1, 0, 1]
+    assert [len(c.train) for c in federation.clients] == [8] * 4
+    assert [len(c.test) for c in federation.clients] == [20] * 4
+    (model,) = federation.architectures.values()
+    assert {n: tuple(p.shape) for n, p in model.initial.items()} == {"linear.weight": (3, 10)}
+    again = load(tmp_path, "run.seed=7").federation()
+    assert again.fingerprint() == federation.fingerprint()
+    simulate(made.method("fedavg"), federation, rounds=2, folder=tmp_path / "run", representations=0)
+
+
+def test_an_experiment_keeps_a_share_of_the_training_data(tmp_path: Any) -> None:
+    federation = load(tmp_path, "data.keep=0.5", "data.keep_at_least=3").federation()
+    assert [len(c.train) for c in federation.clients] == [i.examples for i in federation.infos] == [4] * 4
+    assert [len(c.test) for c in federation.clients] == [20] * 4
+    federation = load(tmp_path, "data.keep=0.1", "data.keep_at_least=3").federation()
+    assert [len(c.train) for c in federation.clients] == [3] * 4
+    for wrong in ("0.0", "1.5", "-1.0", "nan"):
+        with pytest.raises(ConfigError, match=r"data\.keep"):
+            load(tmp_path, f"data.keep={wrong}")
+    with pytest.raises(ConfigError, match=r"data\.keep_at_least"):
+        load(tmp_path, "data.keep_at_least=0")
+
+
+def test_synthetic_inputs_are_not_normalised(tmp_path: Any) -> None:
+    for how in ("scale", "standard"):
+        with pytest.raises(ConfigError, match=r"Set data\.normalise to 'none'"):
+            load(tmp_path, f"data.normalise={how}")
+
+
+def test_clusters_of_the_source_and_of_the_concept_must_agree(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"concept\.clusters is 4, but data\.clusters is 2"):
+        load(tmp_path, "concept.clusters=4")
+    with pytest.raises(ConfigError, match=r"data\.rnak.*rank"):
+        load(tmp_path, "data.rnak=1")
