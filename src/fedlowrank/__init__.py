@@ -13,6 +13,7 @@ from .data.augment import Augment
 from .data.federation import Federation
 from .engine.run import RunSettings
 from .errors import FedlowrankError
+from .floral import Floral
 from .key import Key
 from .method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, cross_entropy
 from .methods import METHODS
@@ -29,6 +30,7 @@ __all__ = [
     "ClientView",
     "Federation",
     "FedlowrankError",
+    "Floral",
     "Group",
     "Key",
     "Method",

@@ -14,8 +14,10 @@ from . import tree
 from .choices import check_choices
 from .errors import ConfigError, TaskError
 from .key import Key
-from .method import Batch, ClientInfo, ClientView, Pass, Reply, pointwise_loss, task_loss
+from .method import Batch, ClientInfo, ClientView, Pass, Reply, Task, pointwise_loss, task_loss
+from .models.architecture import Architecture
 from .optimiser import SGD, Group, Optimiser
+from .tree import Params
 
 T = TypeVar("T")
 
@@ -212,3 +214,24 @@ def cluster_mean(old: T, uploads: Sequence[T], weights: Sequence[Sequence[float]
 def select(value: T, cluster: int) -> T:
     """One cluster of a tree whose tensors begin with the axis of clusters, the axis kept: ``[1, ...]``."""
     return tree.map(lambda t: t[cluster : cluster + 1], value)
+
+
+def initial_models(title: str, task: Task, count: int) -> Params:
+    """C draws of the initial weights ``[C, ...]``: the first that of every other method, the rest equal in all with clusters.
+
+    Raises:
+        ConfigError: if C < 1.
+        TaskError: if the clients hold different architectures.
+    """
+    if count < 1:
+        raise ConfigError(f"{title}: there must be at least one model; clusters is {count}")
+    model = task.common_model(title)
+    draws = [model.initial, *(model.redrawn(task.key / "ensemble" / c) for c in range(1, count))]
+    return {n: torch.stack([d[n] for d in draws]) for n in model.initial}
+
+
+def losses_of(model: Architecture, models: Params, batch: Batch) -> Tensor:
+    """The loss of each example under each of C models: ``[C, b]`` of weights ``[C, ...]``."""
+    count = len(next(iter(models.values())))
+    scores = [model.apply({n: t[c] for n, t in models.items()}, batch.x) for c in range(count)]
+    return torch.stack([pointwise_loss(s, batch.y) for s in scores])

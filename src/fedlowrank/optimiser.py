@@ -269,6 +269,12 @@ Optimiser = Annotated[Annotated[SGD, Tag("sgd")] | Annotated[AdamW, Tag("adamw")
 """One of the above; in a configuration file ``kind`` says which, ``sgd`` if it is left out."""
 
 
+def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
+    """Gradients scaled so that the norm of all together is at most ``bound``."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
+
+
 def _add_scaled(to: list[Tensor], what: list[Tensor], scales: list[float]) -> None:
     """``to += scale * what``, in one call where all scales are equal."""
     if all(s == scales[0] for s in scales):

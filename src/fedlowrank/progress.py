@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .record import RoundRecord
+from .record import Accuracy, RoundRecord
 
 CONSOLE = Console(stderr=True)
 
 
 @contextmanager
 def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecord], None]]:
-    """A bar over the rounds of one run, with the mean test accuracy beside it.
+    """A bar over the rounds of one run, with the mean test accuracy beside it, of a regression the mean test loss.
 
     Args:
         title: of the method.
@@ -38,9 +38,16 @@ def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecor
 
         def show(record: RoundRecord) -> None:
             progress.update(task, completed=record.round)
-            if record.accuracy:
-                known = [a for a in next(iter(record.accuracy.values()))["test"] if a is not None]
-                if known:
-                    progress.update(task, accuracy=f"test {100 * sum(known) / len(known):5.1f} %")
+            right, lost = (_mean_test(kind) for kind in (record.accuracy, record.risk))
+            if right is not None:
+                progress.update(task, accuracy=f"test {100 * right:5.1f} %")
+            elif lost is not None:
+                progress.update(task, accuracy=f"test loss {lost:.3g}")
 
         yield show
+
+
+def _mean_test(kind: Accuracy | None) -> float | None:
+    """Mean over the clients of the headline series, None without a number."""
+    known = [v for v in next(iter(kind.values()))["test"] if v is not None] if kind else []
+    return sum(known) / len(known) if known else None

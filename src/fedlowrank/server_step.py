@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .optimiser import SGD, Optimiser
+from .optimiser import SGD, Optimiser, clip
 from .tree import tree as node
 
 T = TypeVar("T")
@@ -50,9 +50,17 @@ def server_step(optimiser: Optimiser, old: T, mean: T, memory: Memory, round: in
     params = [t.detach().clone() for _, t in tree.leaves(old)]
     paths = [path for path, _ in tree.leaves(old)]
     towards = dict(tree.leaves(mean))
-    gradient = [p - towards[path] for path, p in zip(paths, params, strict=True)]
+    gradient = [_moved(p, towards[path]) for path, p in zip(paths, params, strict=True)]
+    if optimiser.clip is not None:
+        gradient = clip(gradient, optimiser.clip)
     kept = [[t.clone() for t in ts] for ts in memory.tensors]
     with torch.no_grad():
         optimiser.step(params, gradient, kept, optimiser.rates(paths, round), memory.count)
     new = iter(params)
     return tree.map(lambda _: next(new), old), Memory(kept, memory.count + 1)
+
+
+def _moved(old: Tensor, mean: Tensor) -> Tensor:
+    """Old minus mean; 0 where they differ by rounding alone, which an optimiser that divides by its size would blow up."""
+    gap = old - mean
+    return torch.where(gap.abs() <= 4 * torch.finfo(gap.dtype).eps * old.abs(), 0.0, gap)

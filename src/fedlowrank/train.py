@@ -18,6 +18,7 @@ from .errors import NonFiniteError, TaskError
 from .key import Key
 from .method import Batch, ClientInfo, Pass, Request
 from .models.architecture import Architecture
+from .optimiser import clip
 
 T = TypeVar("T")
 
@@ -252,12 +253,6 @@ def descend(request: Request, batches: Iterator[Batch], round: int) -> tuple[Any
                 for p, q in zip(params, tensors_like(now, request.prox(now, lr, *given)), strict=True):
                     p.copy_(q)
     return now, torch.stack(losses)
-
-
-def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
-    """Gradients scaled so that the norm of all together is at most ``bound``."""
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-    return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
 
 
 def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:

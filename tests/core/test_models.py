@@ -224,7 +224,6 @@ def test_a_model_without_a_head_can_be_applied_but_not_split() -> None:
             use()
 
 
-
 @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.BatchNorm1d(6, track_running_stats=False)])
 def test_norms_without_running_statistics_are_fine(norm: nn.Module) -> None:
     a = Architecture("normed", nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 2)), torch.randn(4, 6))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.errors import ConfigError
-from fedlowrank.optimiser import SGD, AdamW, Group, Rates, Schedule
-from fedlowrank.train import clip
+from fedlowrank.optimiser import SGD, AdamW, Group, Rates, Schedule, clip
 
 SHAPES = ((3, 4), (5,), (), (2, 3, 2, 2))
 

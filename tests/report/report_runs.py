@@ -129,6 +129,44 @@ def curve(method: str, seed: int, count: int = 10, rounds: int = 20) -> list[dic
     return rounds_of(test)
 
 
+def with_risk(rows: list[dict], risk: Sequence[Sequence[float | None]], *, regression: bool = False) -> list[dict]:
+    """The rows with a test loss of each client in each round; of a regression without accuracies."""
+    for row, values in zip(rows, risk, strict=True):
+        names = list(row["accuracy"])
+        row["risk"] = {name: {"val": list(values), "test": list(values)} for name in names}
+        if regression:
+            row["accuracy"] = {name: {"val": [None] * len(values), "test": [None] * len(values)} for name in names}
+    return rows
+
+
+def regression_of(risk: Sequence[Sequence[float | None]]) -> list[dict]:
+    """One row a round of a task without classes."""
+    return with_risk(rounds_of(risk), risk, regression=True)
+
+
+def with_routes(rows: list[dict], routes: Sequence[Sequence[Sequence[float]] | None]) -> list[dict]:
+    """The rows with each client's shares of the clusters in each round."""
+    for row, shares in zip(rows, routes, strict=True):
+        row["routes"] = shares
+    return rows
+
+
+def in_clusters(truth: Sequence[int | None], unseen: Sequence[int] = (), classes: bool = True) -> list[dict]:
+    """Rows of ``clients.json`` with true clusters, some of the clients never training."""
+    rows = members(len(truth))
+    for i, (row, cluster) in enumerate(zip(rows, truth, strict=True)):
+        row |= {"cluster": cluster, "unseen": i in unseen}
+        if not classes:
+            row["classes"] = {"train": [], "val": [], "test": []}
+    return rows
+
+
+def one_hot(chosen: Sequence[int], clusters: int, sure: float = 1.0) -> list[list[float]]:
+    """Routes that give each client's chosen cluster a share of at least ``sure``, the others the rest in equal parts."""
+    rest = (1 - sure) / max(1, clusters - 1)
+    return [[sure if c == k else rest for c in range(clusters)] for k in chosen]
+
+
 def cloud(n: int, clients: int = 4, classes: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Representations in clumps, one a class."""
     random = np.random.default_rng(n)

@@ -11,8 +11,9 @@ from matplotlib.lines import Line2D
 from report_runs import cloud, rounds_of
 
 from fedlowrank.report import figures, pictures
+from fedlowrank.report.courses import curve
 from fedlowrank.report.gallery import save_figures
-from fedlowrank.report.groups import aggregate, curve
+from fedlowrank.report.groups import aggregate
 from fedlowrank.report.style import DASHES, LIGHT, drawing, legend, new_figure, styles, to_svg
 
 

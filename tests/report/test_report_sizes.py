@@ -11,7 +11,8 @@ from rich.console import Console
 from scipy import stats
 
 from fedlowrank.report import comparison, render_terminal
-from fedlowrank.report.groups import aggregate, shown_series
+from fedlowrank.report.courses import shown_series
+from fedlowrank.report.groups import aggregate
 from fedlowrank.report.sizes import downlink, last_ranks, model_size, ranks, sizes_differ
 from fedlowrank.report.summary import summarise
 from fedlowrank.report.tables import to_csv, to_html, to_markdown

@@ -7,7 +7,8 @@ therefore free.
 
 Requests are equal if their functions have the same code *and the same captured values*, so a loss that captures what
 differs between clients is executed client by client: slower, never wrong. So are models with dropout, whose random
-numbers would differ, and with batch normalisation, which padding would disturb. Uneven data is padded and masked; a client with fewer steps stops while the others go on.
+numbers would differ, and with batch normalisation, which padding would disturb. Uneven data is padded and masked; a
+client with fewer steps stops while the others go on.
 """
 
 from __future__ import annotations

@@ -5,22 +5,36 @@ of the γ, β of a normalisation is an offset. All of them add to the weights, s
 forward pass, and a layer that is used twice, or a weight that two layers share, is adapted once.
 
 BatchNorm is adapted with respect to the main statistics. That is the reparameterised form of eq. 42: with
-γ_i → (σ̂_i/σ̂) γ_i and β_i → β_i + ((μ̂_i - μ̂)/σ̂) γ_i the output of the adapted layer is x̂ (γ + γ_i) + β + β_i.
+γ_i → (σ̂_i/σ̂) γ_i and β_i → β_i + ((μ̂_i - μ̂)/σ̂) γ_i the output of the adapted layer is x̂ (γ + γ_i) + β + β_i. In training,
+where both normalise by the batch, the two forms have the same gradients too.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import ConfigError, TaskError
+from ..errors import ConfigError, TaskError, did_you_mean
 from ..key import Key
 from ..tree import Params
-from .mixture import EPS, Construction, Pairs, begin, centre, fold_of, precondition, precondition_convolution
+from .mixture import (
+    EPS,
+    Construction,
+    Factor,
+    Fold,
+    Pairs,
+    begin,
+    centre,
+    fold_of,
+    precondition,
+    precondition_convolution,
+)
 
 Kind = Literal["linear", "convolution", "embedding", "bias", "norm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -38,6 +52,8 @@ _MATRICES: dict[type[nn.Module], Kind] = {
     nn.EmbeddingBag: "embedding",
 }
 _NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_BIASES = ("bias", "in_proj_bias", "bias_k", "bias_v")
 
 
 @dataclass(frozen=True)
@@ -50,6 +66,7 @@ class Spot:
         shape: of the parameter.
         rank: of each adaptor; 0 for an offset.
         numbers: that each adaptor takes.
+        note: what a person should know: a rank that is not the one asked for, other layers that share the parameter.
     """
 
     layer: str
@@ -57,6 +74,7 @@ class Spot:
     shape: tuple[int, ...]
     rank: int
     numbers: int
+    note: str = ""
 
 
 def spots(
@@ -69,53 +87,81 @@ def spots(
     """The parameters of a module that get adaptors, by name.
 
     Args:
-        module: any module; layers other than linear, attention, convolution, embedding and normalisation get none.
+        module: any module; layers other than linear, attention, convolution, embedding and normalisation get none, and
+            neither do parameters that a subclass of these adds.
         rank: an integer, at most that of the weight; or a budget ρ in (0, 1), see :meth:`Fold.rank`.
         construction: of convolutions.
         kinds: what is adapted.
-        include: which layers are; by default all.
+        include: which layers are, asked of each layer that holds a parameter; by default all. A parameter that several
+            layers share is adapted if one of them is.
 
     Raises:
-        TaskError: if nothing is left to adapt, a parameter is not yet initialised, or an embedding renormalises its rows.
-        ConfigError: if the rank is neither an integer nor a budget.
+        TaskError: if nothing is left to adapt, a parameter is not yet initialised or not of floating point, or an
+            embedding renormalises its rows or has sparse gradients.
+        ConfigError: if the rank is neither an integer nor a budget, or a kind or the construction is unknown.
     """
+    _check_words(kinds, construction)
+    # where only offsets are adapted no other line would look at the rank
+    Fold((1, 1), (0,)).rank(rank)
     first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
     found: dict[str, Spot] = {}
     for name, layer in module.named_modules():
-        if include is not None and not include(name, layer):
-            continue
-        for parameter in layer.parameters(recurse=False):
-            kind = _kind(layer, parameter)
-            if kind is None or kind not in kinds or first[id(parameter)] in found:
+        for local, parameter in layer.named_parameters(recurse=False):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise TaskError(f"{_where(name, layer)} is lazy and has no shape yet; run one forward pass first")
+            kind = _kind(layer, local, parameter)
+            if kind is None or kind not in kinds or (include is not None and not include(name, layer)):
                 continue
             _check(name, layer, parameter)
-            found[first[id(parameter)]] = _spot(name, kind, tuple(parameter.shape), rank, construction)
+            own = first[id(parameter)]
+            if own in found:
+                found[own] = replace(found[own], note=_joined(found[own].note, f"shared with {name}"))
+            else:
+                found[own] = _spot(name, kind, tuple(parameter.shape), rank, construction)
     if not found:
-        there = sorted(
-            {type(m).__name__ for m in module.modules() if next(m.parameters(recurse=False), None) is not None}
-        )
+        there = sorted({type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))})
         raise TaskError(
             f"there is no layer to adapt: the module has parameters in {there or 'no layer'}, and linear layers, attention, "
-            f"convolutions, embeddings and normalisations can be adapted (asked for: {', '.join(kinds)}"
-            + (", by the predicate include)." if include is not None else ").")
+            f"convolutions, embeddings and normalisations can be adapted (asked for: {', '.join(kinds) or 'nothing'}"
+            + (", of the layers that the predicates let through)." if include is not None else ").")
         )
     return found
 
 
-def _kind(layer: nn.Module, parameter: nn.Parameter) -> Kind | None:
+def _check_words(kinds: tuple[Kind, ...], construction: Construction) -> None:
+    for word, known in [*((k, KINDS) for k in kinds), (construction, get_args(Construction))]:
+        if word not in known:
+            what = "construction" if known is not KINDS else "kinds"
+            raise ConfigError(f"{what}: {word!r} is no choice. {did_you_mean(str(word), known)}")
+
+
+def _kind(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | None:
+    # by name, for a subclass may hold more: the size of a normalised weight, say, to which nothing can be added
+    if local not in _WEIGHTS + _BIASES or parameter.numel() == 0:
+        return None
     if isinstance(layer, _NORMS):
         return "norm"
     kinds = [kind for base, kind in _MATRICES.items() if isinstance(layer, base)]
     if not kinds:
         return None
-    # uninitialised parameters of lazy layers have no dimensions; the check that follows says so
-    return kinds[0] if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.ndim > 1 else "bias"
+    return kinds[0] if local in _WEIGHTS and parameter.ndim > 1 else "bias"
+
+
+def _where(name: str, layer: nn.Module) -> str:
+    return f"layer {name or '(the module itself)'} ({type(layer).__name__})"
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
 
 
 def _check(name: str, layer: nn.Module, parameter: nn.Parameter) -> None:
-    where = f"layer {name or '(the module itself)'} ({type(layer).__name__})"
-    if isinstance(parameter, nn.parameter.UninitializedParameter):
-        raise TaskError(f"{where} is lazy and has no shape yet; run one forward pass through the module first")
+    where = _where(name, layer)
+    if not parameter.is_floating_point():
+        raise TaskError(
+            f"{where} holds numbers of type {parameter.dtype}, to which no adaptor can be added; exclude it, or "
+            "convert the module to floating point"
+        )
     if getattr(layer, "max_norm", None) is not None:
         raise TaskError(
             f"{where} renormalises its rows in place (max_norm), which an adaptor cannot follow; exclude it"
@@ -128,12 +174,22 @@ def _spot(layer: str, kind: Kind, shape: tuple[int, ...], rank: float, construct
     if kind in ("bias", "norm"):
         return Spot(layer, kind, shape, 0, torch.Size(shape).numel())
     fold = fold_of(shape, construction)
-    r = min(fold.rank(rank), *fold.size)
-    return Spot(layer, kind, shape, r, r * sum(fold.size))
+    asked, most = fold.rank(rank), min(fold.size)
+    r, note = min(asked, most), ""
+    if rank < 1 and sum(fold.size) * fold.times > rank * torch.Size(shape).numel() * (1 + 1e-9):
+        note = f"the budget is below rank {fold.times}, the least there is"
+    if asked > most:
+        note = _joined(note, f"rank {asked} is more than the weight has; {most} taken")
+    return Spot(layer, kind, shape, r, r * sum(fold.size), note)
 
 
 def adaptors(
-    where: Mapping[str, Spot], count: int, key: Key, construction: Construction = "balanced", like: Tensor | None = None
+    where: Mapping[str, Spot],
+    count: int,
+    key: Key,
+    construction: Construction = "balanced",
+    like: Tensor | Params | None = None,
+    random: Factor = "v",
 ) -> Adaptors:
     """C adaptors of every spot, all of which begin at zero; the draws of each differ.
 
@@ -142,21 +198,25 @@ def adaptors(
         count: C ≥ 1.
         key: of the random factors.
         construction: of convolutions.
-        like: a tensor with the dtype and device to have.
+        like: a tensor with the dtype and device to have, or one for every spot by name; by default float32.
+        random: which factor is drawn, the other being zero; of embeddings always V, for a row of U that is zero stays so,
+            and with it the row of a padding token.
 
     Raises:
         ConfigError: if C < 1.
     """
     if count < 1:
         raise ConfigError(f"there must be at least one cluster of adaptors; clusters is {count}")
-    like = torch.zeros(0) if like is None else like
     found: Adaptors = {}
     for name, spot in where.items():
+        t = like[name] if isinstance(like, dict) else torch.zeros(0) if like is None else like
         if spot.rank == 0:
-            found[name] = like.new_zeros((count, *spot.shape))
+            found[name] = t.new_zeros((count, *spot.shape))
             continue
-        pairs = begin(fold_of(spot.shape, construction), spot.rank, count, key / name, like.dtype)
-        found[name] = Pairs(pairs.u.to(like.device), pairs.v.to(like.device))
+        # the rank of a spot is the final one, which filter-wise construction has multiplied already
+        fold, drawn = replace(fold_of(spot.shape, construction), times=1), "v" if spot.kind == "embedding" else random
+        pairs = begin(fold, spot.rank, count, key / name, t.dtype, drawn)
+        found[name] = Pairs(pairs.u.to(t.device), pairs.v.to(t.device))
     return found
 
 
@@ -171,14 +231,18 @@ def mix(
         pi: shares ``[C]``.
         alpha: α.
         construction: of convolutions.
+
+    Returns:
+        All weights, each with the dtype it had; an adaptor may have another, such as float32 beside half precision.
     """
     mixed = dict(weights)
     for name, a in adapted.items():
         w = weights[name]
         if isinstance(a, Pairs):
-            mixed[name] = torch.add(w, fold_of(tuple(w.shape), construction).unfold(a.mixed(pi)), alpha=alpha)
+            update = fold_of(tuple(w.shape), construction).unfold(a.mixed(_like(pi, a.u)))
         else:
-            mixed[name] = torch.add(w, torch.tensordot(pi, a, 1), alpha=alpha)
+            update = torch.tensordot(_like(pi, a), a, 1)
+        mixed[name] = torch.add(w, update.to(w.dtype), alpha=alpha)
     return mixed
 
 
@@ -222,10 +286,44 @@ def centred(
         w = weights[name]
         if isinstance(a, Pairs):
             fold = fold_of(tuple(w.shape), construction)
-            # centre() adds the mean itself; α is taken out of the weight first and put back after
-            moved, left[name] = centre(fold.fold(w) / alpha, a, shares)
-            base[name] = fold.unfold(moved * alpha).contiguous()
+            # α multiplies the mean in the weight, so the weight itself is not what centre() may add to
+            mean, left[name] = centre(torch.zeros_like(a.u[0, :1, :1]), a, _like(shares, a.u))
+            base[name] = torch.add(w, fold.unfold(mean).to(w.dtype), alpha=alpha).contiguous()
         else:
-            mean = torch.tensordot(shares, a, 1)
-            base[name], left[name] = torch.add(w, mean, alpha=alpha), a - mean
+            mean = torch.tensordot(_like(shares, a), a, 1)
+            base[name], left[name] = torch.add(w, mean.to(w.dtype), alpha=alpha), a - mean
     return base, left
+
+
+def _like(shares: Tensor, a: Tensor) -> Tensor:
+    return shares.to(a.device, a.dtype)
+
+
+def norms_with_statistics(module: nn.Module, where: Mapping[str, Spot]) -> dict[str, tuple[str, str]]:
+    """Names of γ and β, by layer, of the adapted BatchNorm layers that normalise by running statistics.
+
+    One that keeps none always normalises by the batch, as its adaptors would: there an offset is the same thing.
+
+    Raises:
+        TaskError: if such a layer shares γ or β with another, or spans processes.
+    """
+    holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    found: dict[str, tuple[str, str]] = {}
+    for name, layer in module.named_modules():
+        if (
+            not isinstance(layer, _BatchNorm)
+            or layer.running_mean is None
+            or layer.weight is None
+            or layer.bias is None
+        ):
+            continue
+        gamma, beta = (f"{name}.{local}".lstrip(".") for local in ("weight", "bias"))
+        if holders[id(layer.weight)] > 1 or holders[id(layer.bias)] > 1 or isinstance(layer, nn.SyncBatchNorm):
+            raise TaskError(
+                f"{_where(name, layer)}: adaptors with statistics of their own "
+                "(reparameterise=False) need a BatchNorm of one process that shares no parameter with another layer; "
+                "use reparameterise=True or exclude it"
+            )
+        if gamma in where and beta in where:
+            found[name] = (gamma, beta)
+    return found

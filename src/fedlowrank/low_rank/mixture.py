@@ -18,16 +18,19 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import ConfigError
 from ..key import Key
 from ..tree import tree
 
 Construction = Literal["balanced", "filter", "channel", "reshaped"]
+Factor = Literal["u", "v"]
 EPS = 1e-5
 """ε of the preconditioner, as in the authors' code."""
 
@@ -116,6 +119,8 @@ def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> 
         shape: of the weight, outputs and inputs first, then the kernel (of a transposed convolution inputs and outputs).
         construction: of a convolution; see the module's docstring.
     """
+    if len(shape) == 2:
+        return Fold(shape, (0,))
     kernel = range(2, len(shape))
     if construction == "filter":
         # of one kernel axis there is nothing to share out: it stays with the inputs, as k1 does
@@ -131,8 +136,10 @@ def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> 
     return min(found, key=lambda f: sum(f.size))
 
 
-def begin(fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = torch.float32) -> Pairs:
-    """C updates that are zero: V is drawn from ±√(6 / columns), U is zero.
+def begin(
+    fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = torch.float32, random: Factor = "v"
+) -> Pairs:
+    """C updates that are zero: one factor is drawn from ±√(6 / its rows), the other is zero.
 
     Args:
         fold: of the weight.
@@ -140,11 +147,13 @@ def begin(fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = to
         count: C.
         key: of the draw; each c has its own.
         dtype: of the weight.
+        random: which factor is drawn.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
-    bound = math.sqrt(6 / columns)
-    draws = [torch.rand(columns, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
-    return Pairs(torch.zeros(count, rows, r, dtype=dtype), (2 * torch.stack(draws) - 1) * bound)
+    drawn, zero = (columns, rows) if random == "v" else (rows, columns)
+    draws = [torch.rand(drawn, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
+    one, other = (2 * torch.stack(draws) - 1) * math.sqrt(6 / drawn), torch.zeros(count, zero, r, dtype=dtype)
+    return Pairs(other, one) if random == "v" else Pairs(one, other)
 
 
 def precondition(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
@@ -152,12 +161,13 @@ def precondition(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
 
     So the step that U Vᵀ takes does not depend on how its size is shared between the factors.
     """
-    eye = eps * torch.eye(at.rank, dtype=at.u.dtype, device=at.u.device)
+    eye = eps * torch.eye(at.rank, dtype=_wide(at.u).dtype, device=at.u.device)
 
     def solved(g: Tensor, other: Tensor) -> Tensor:
         # the matrix is symmetric, so dividing from the right is solving for the transpose
-        found: Tensor = torch.linalg.solve(other.mT @ other + eye, g.mT)
-        return found.mT
+        gram = _wide(other).mT @ _wide(other)
+        found: Tensor = torch.linalg.solve(gram + eye, _wide(g).mT)
+        return found.mT.to(g.dtype)
 
     return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
 
@@ -182,13 +192,131 @@ def centre(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
 
     Returns:
         The base, and updates that share their singular values evenly between the factors. What rank r cannot hold is lost.
+        Where a singular value is nothing but rounding, U is zero and V a unit vector: with both at zero no gradient would
+        ever move them again.
     """
-    mean = pairs.mixed(weights)
-    u, s, vt = torch.linalg.svd(pairs.dense() - mean, full_matrices=False)
+    mean, dense = pairs.mixed(weights), _wide(pairs.dense())
+    u, s, vt = torch.linalg.svd(dense - mean, full_matrices=False)
     r = pairs.rank
-    root = s[:, None, :r].sqrt()
-    left, right = u[..., :r] * root, vt.mT[..., :r] * root
+    s = s[:, None, :r]
+    alive = s > 10 * torch.finfo(s.dtype).eps * torch.linalg.matrix_norm(dense).amax()
+    left = u[..., :r] * torch.where(alive, s.sqrt(), 0.0)
+    right = vt.mT[..., :r] * torch.where(alive, s.sqrt(), 1.0)
     short = r - left.shape[-1]
     if short > 0:
-        left, right = (torch.nn.functional.pad(t, (0, short)) for t in (left, right))
-    return w + mean, Pairs(left.contiguous(), right.contiguous())
+        left, right = (functional.pad(t, (0, short)) for t in (left, right))
+    dtype = pairs.u.dtype
+    return w + mean, Pairs(left.contiguous().to(dtype), right.contiguous().to(dtype))
+
+
+Statistics = tuple[Tensor, Tensor]
+"""Mean and variance by which a BatchNorm normalises, ``[d]`` or ``[C, d]``."""
+
+
+def reparameterise(
+    gamma: Tensor, beta: Tensor, main: Statistics, own: Statistics, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """γ_i and β_i that the adaptor's own BatchNorm must be given, so that γ_i, β_i are offsets of the main one (eq. 42).
+
+    With them BN(x; γ, β) + BN_i(x; γ_i', β_i') = x̂ (γ + γ_i) + β + β_i, where x̂ is normalised by the main statistics.
+
+    Args:
+        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``. No gradient reaches it through β_i' (the paper's stop-gradient).
+        beta: β_i, like it.
+        main: mean and variance of the main BatchNorm ``[d]``.
+        own: of the adaptor's, like ``gamma``.
+        eps: ε of the layer, which is added to both variances.
+
+    Returns:
+        γ_i' = (σ_i/σ) γ_i and β_i' = β_i + ((μ_i - μ)/σ) sg(γ_i).
+    """
+    (mean, var), (own_mean, own_var) = main, own
+    deviation = (var + eps).sqrt()
+    return (own_var + eps).sqrt() / deviation * gamma, beta + (own_mean - mean) / deviation * gamma.detach()
+
+
+def as_offsets(
+    gamma: Tensor, beta: Tensor, main: Statistics, own: Statistics, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """Inverse of :func:`reparameterise`: the offsets of the main γ and β that BN_i(x; γ_i, β_i) amounts to.
+
+    Args:
+        gamma: γ_i of the adaptor's own BatchNorm, ``[d]`` or ``[C, d]``.
+        beta: β_i, like it.
+        main: mean and variance of the main BatchNorm ``[d]``.
+        own: of the adaptor's, like ``gamma``.
+        eps: ε of the layer.
+
+    Returns:
+        (σ/σ_i) γ_i and β_i + ((μ - μ_i)/σ_i) γ_i.
+    """
+    (mean, var), (own_mean, own_var) = main, own
+    slope = gamma / (own_var + eps).sqrt()
+    return (var + eps).sqrt() * slope, beta + (mean - own_mean) * slope
+
+
+def main_statistics(layer: _BatchNorm) -> Statistics:
+    """Running mean and variance of a layer that keeps them."""
+    return cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)
+
+
+class Factors(nn.Module):
+    """C low-rank updates of one parameter."""
+
+    def __init__(self, pairs: Pairs) -> None:
+        super().__init__()
+        self.u, self.v = nn.Parameter(pairs.u), nn.Parameter(pairs.v)
+
+
+class Offsets(nn.Module):
+    """C offsets of one parameter."""
+
+    def __init__(self, offset: Tensor) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(offset)
+
+
+class OwnStatistics(Offsets):
+    """The γ_c ``[C, d]`` of a BatchNorm's adaptors, each of which normalises by running statistics of its own (app. F.2)."""
+
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
+    def __init__(self, offset: Tensor, layer: _BatchNorm) -> None:
+        super().__init__(offset)
+        mean, var = main_statistics(layer)
+        self.register_buffer("running_mean", mean.repeat(len(offset), 1))
+        self.register_buffer("running_var", var.repeat(len(offset), 1))
+        self.register_buffer("num_batches_tracked", torch.zeros(len(offset), dtype=torch.long, device=mean.device))
+
+    @property
+    def statistics(self) -> Statistics:
+        """Running means and variances ``[C, d]``."""
+        return self.running_mean, self.running_var
+
+    def term(self, x: Tensor, beta: Tensor, pi: Tensor, layer: _BatchNorm, training: bool) -> Tensor:
+        """Σ_c π_c BN_c(x; γ_c, β_c) in one pass: by the batch in training, else by the running statistics."""
+        pi = pi.to(self.offset.dtype)
+        if not training:
+            slope = self.offset / (self.running_var + layer.eps).sqrt()
+            shift = beta - slope * self.running_mean
+            form = (1, -1, *[1] * (x.ndim - 2))
+            return x * (pi @ slope).view(form) + (pi @ shift).view(form)
+        # with momentum 1 these come back as the statistics of the batch, which all adaptors share
+        mean, var = torch.zeros_like(self.running_mean[0]), torch.ones_like(self.running_var[0])
+        y = functional.batch_norm(x, mean, var, pi @ self.offset, pi @ beta, True, 1.0, layer.eps)
+        with torch.no_grad():
+            # an adaptor without a share takes no part in the layer and has seen nothing
+            took = (pi > 0).to(mean.dtype)
+            self.num_batches_tracked += pi > 0
+            seen = self.num_batches_tracked.clamp(min=1).to(mean.dtype)
+            step = (took / seen if layer.momentum is None else took * layer.momentum)[:, None]
+            self.running_mean += step * (mean - self.running_mean)
+            self.running_var += step * (var - self.running_var)
+        return y
+
+
+def _wide(t: Tensor) -> Tensor:
+    # torch.linalg has no half precision
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

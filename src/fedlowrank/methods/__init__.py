@@ -11,6 +11,7 @@ from .ensemble import Ensemble
 from .fd import FD
 from .fedavg import FedAvg
 from .feddyn import FedDyn
+from .fedem import FedEM
 from .fedkd import FedKD
 from .fedper import FedPer
 from .fedproto import FedProto
@@ -21,6 +22,7 @@ from .fedspa import FedSpa
 from .floral import Floral
 from .fml import FML
 from .gpgd import GPGD
+from .ifca import IFCA
 from .lg_fedavg import LGFedAvg
 from .local_adaptor import LocalAdaptor
 from .lpgd import LPGD
@@ -53,6 +55,8 @@ METHODS: dict[str, type[Method[Any, Any, Any, Any]]] = {
     "floral": Floral,
     "local_adaptor": LocalAdaptor,
     "ensemble": Ensemble,
+    "fedem": FedEM,
+    "ifca": IFCA,
 }
 """Every method by the name of its file."""
 
@@ -61,6 +65,7 @@ __all__ = [
     "FD",
     "FML",
     "GPGD",
+    "IFCA",
     "LPGD",
     "METHODS",
     "SCAFFOLD",
@@ -68,6 +73,7 @@ __all__ = [
     "Ensemble",
     "FedAvg",
     "FedDyn",
+    "FedEM",
     "FedKD",
     "FedPer",
     "FedProto",

@@ -24,6 +24,7 @@ from ..clusters import (
     Router,
     cluster_mean,
     even,
+    initial_models,
     known_cluster,
     learn_router,
     reply_weights,
@@ -66,9 +67,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``, the first that of every other method."""
-        model = task.common_model(self.title)
-        draws = [model.initial, *(model.redrawn(task.key / "ensemble" / c) for c in range(1, self.clusters))]
-        return {n: torch.stack([d[n] for d in draws]) for n in model.initial}
+        return initial_models(self.title, task, self.clusters)
 
     def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
         """No θ until the client has trained."""

@@ -36,7 +36,7 @@ from ..clusters import (
     train_mixture,
 )
 from ..low_rank.adaptors import KINDS, Kind, adaptors, centred, mix, preconditioned, spots
-from ..low_rank.mixture import Construction
+from ..low_rank.mixture import Construction, Factor
 from ..method import ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
 from ..models.architecture import Architecture
 from ..optimiser import SGD, Optimiser
@@ -70,6 +70,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         alpha: α, factor on the adaptors.
         construction: of adaptors of convolutions.
         kinds: what is adapted: linear, convolution, embedding, bias, norm.
+        random: the factor of U Vᵀ that is random at first; the other is zero.
         router: how a client finds its mixture.
         precondition: whether the gradients of low-rank factors are preconditioned (appendix D).
         centre: whether the server moves the mean adaptor into the base after each round (appendix E).
@@ -81,6 +82,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
     alpha: float = 1.0
     construction: Construction = "balanced"
     kinds: tuple[Kind, ...] = KINDS
+    random: Factor = "v"
     router: Router = Router()
     precondition: bool = True
     centre: bool = False
@@ -97,7 +99,8 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         """u^0, and adaptors that are zero."""
         model = task.common_model(self.title)
         where = spots(model.module, self.rank, self.construction, self.kinds)
-        a = adaptors(where, self.clusters, task.key / "adaptors", self.construction, next(iter(model.initial.values())))
+        key = task.key / "adaptors"
+        a = adaptors(where, self.clusters, key, self.construction, model.initial, self.random)
         return Server({"base": model.initial, "adaptors": a}, fresh_memory())
 
     def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
@@ -108,7 +111,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         return None
 
     def download(self, server: Server, client: ClientInfo) -> dict[str, Any]:
-        """u and the adaptors; with optimal routing only the client's own."""
+        """What is shared, u and the adaptors; with optimal routing only the client's own."""
         if self.router.routing == "learned":
             return server.model
         own = known_cluster(self.title, client, self.clusters)
@@ -137,7 +140,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         new = {"base": u, "adaptors": a}
         model, memory = server_step(self.server_optimiser, server.model, new, server.memory, view.round)
         if self.centre:
-            p = torch.tensor(weights).sum(0)
+            p = torch.tensor(weights, dtype=torch.float64).sum(0)
             u, a = centred(model["base"], model["adaptors"], p / p.sum(), self.alpha, self.construction)
             model = {"base": u, "adaptors": a}
         return Server(model, memory)

@@ -54,7 +54,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         return adaptors(where, 1, task.key / "adaptors", self.construction, next(iter(model.initial.values())))
 
     def download(self, server: Params, client: ClientInfo) -> Params:
-        """u."""
+        """U."""
         del client
         return server
 
@@ -79,7 +79,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         return mean([r.upload for r in replies], by_examples(replies))
 
     def personal(self, state: Adaptors, down: Params, view: ClientView) -> Params:
-        """u + a_k."""
+        """U + a_k."""
         del view
         return mix(down, state, _one(down), self.alpha, self.construction)
 

@@ -6,19 +6,24 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from .courses import Floats
 from .groups import Group
+from .measure import ACCURACY, Measure, spans
 from .style import Style
 from .units import tick
 
 Styles = Mapping[str, Style]
-ACCURACY = "test accuracy / %"
 LOG_FROM = 20
 """Ratio of the largest to the smallest positive value from which an axis is logarithmic."""
+
+DECADES = 100.0
+"""Ratio of the largest to the smallest loss beyond which an axis of losses is logarithmic."""
 
 THIN = 1.0
 """Width of the line of a further series of a method, in points."""
@@ -46,6 +51,79 @@ def around(axes: Axes, means: Sequence[float]) -> None:
     pad = max(1.0, 0.06 * (high - low))
     axes.set_ylim(*within((low - pad, high + pad)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+
+
+def judged_axis(axis: Axis, measure: Measure, means: Sequence[float]) -> None:
+    """Label, scale, limits and ticks of an axis of accuracies or losses around these means.
+
+    Losses are on a logarithmic axis where all are positive and they span more than two decades.
+    """
+    vertical = not isinstance(axis, XAxis)
+    axes = axis.axes
+    if measure == ACCURACY:
+        axis.set_label_text(measure.axis)
+        if vertical:
+            around(axes, means)
+        return
+    log = spans(means, DECADES)
+    axis.set_label_text(f"{measure.axis}, logarithmic" if log else measure.axis)
+    low, high = min(means), max(means)
+    if log:
+        (axes.set_yscale if vertical else axes.set_xscale)("log")
+        pad = (high / low) ** 0.05
+        limits = (low / pad, high * pad)
+        axis.set_major_locator(LogLocator(numticks=8))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        # a loss has no scale of its own: equal ones still need an axis
+        pad = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
+        limits = (low - pad, high + pad)
+        axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
+    (axes.set_ylim if vertical else axes.set_xlim)(*limits)
+
+
+def points_axis(axes: Axes, measure: Measure, means: Sequence[float], margin: float) -> None:
+    """The vertical axis of a scatter chart of accuracies or losses, with a margin for the markers on all sides."""
+    judged_axis(axes.yaxis, measure, means)
+    axes.autoscale()
+    axes.margins(margin)
+    if measure == ACCURACY:
+        axes.set_ylim(*within(axes.get_ylim()))
+
+
+def line(
+    axes: Axes, x: Floats, mean: Floats, ci: Floats | None, style: Style, scale: float = 1.0, *, thin: bool = False
+) -> Line2D:
+    """Draw means with their interval over seeds as a band.
+
+    Args:
+        axes: where to.
+        x: ``[n]`` places.
+        mean: ``[n]`` means.
+        ci: ``[n]`` half-widths of the interval, or None for one seed.
+        style: look of the method.
+        scale: factor of means and half-widths to the unit of the axis.
+        thin: a further line of the method, without a band.
+
+    Returns:
+        The entry of a legend.
+    """
+    if ci is not None and not thin:
+        low = mean - ci
+        if (mean > 0).all() and axes.get_yscale() == "log":
+            # below zero a logarithmic axis has no place
+            low = np.maximum(low, mean.min() / DECADES)
+        axes.fill_between(x, scale * low, scale * (mean + ci), color=style.colour, alpha=0.15, linewidth=0)
+    # One evaluation is a point; a line through it would show nothing.
+    key = handle(style, marker=style.marker if len(mean) == 1 else "")
+    if thin:
+        key.set(linewidth=THIN, markerfacecolor="none")
+    axes.plot(
+        x, scale * mean, color=style.colour, linestyle=style.line, marker=key.get_marker(), dash_capstyle="butt",
+        linewidth=key.get_linewidth(), markerfacecolor=key.get_markerfacecolor(),
+    )  # fmt: skip
+    return key
 
 
 def within(limits: tuple[float, float]) -> tuple[float, float]:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from .rows import Row
-from .units import NONE, number, percent, percent_pair, plain, seconds, si, si_pair
+from .measure import ACCURACY, LOSS, Measure
+from .rows import Row, key
+from .units import NONE, loss_pair, number, percent_pair, plain, seconds, si, si_pair
 
-Block = Literal["Accuracy", "Size of a client's model", "Cost of one run", "To target"]
-BLOCKS: tuple[Block, ...] = ("Accuracy", "Size of a client's model", "Cost of one run", "To target")
+Block = Literal["Accuracy", "Test loss", "Size of a client's model", "Cost of one run", "To target"]
+BLOCKS: tuple[Block, ...] = ("Accuracy", "Test loss", "Size of a client's model", "Cost of one run", "To target")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,21 @@ def columns_of(rows: Sequence[Row], sized: bool) -> Iterable[Column]:
         rows: the rows.
         sized: whether model sizes are more than those of the architectures (:func:`fedlowrank.report.sizes.sizes_differ`).
     """
-    yield from _accuracies(rows)
+    judged = {row["judged_by"] for row in rows}
+    if ACCURACY.noun in judged or LOSS.noun not in judged:
+        yield from _results(rows, ACCURACY, "Accuracy")
+        yield from _papers(rows)
+        if LOSS.noun not in judged:
+            if _any(rows, "loss_last"):
+                yield Column(
+                    "test loss", "", lambda r: loss_pair(_float(r, "loss_last"), _float(r, "loss_ci95_seeds")),
+                    note="mean over clients of the mean loss on their test examples, at the last evaluated round; over "
+                    "several seeds ± half-width of the 95 % confidence interval",
+                )  # fmt: skip
+            yield from _remarks(rows, "Accuracy")
+    if LOSS.noun in judged:
+        yield from _results(rows, LOSS, "Test loss")
+        yield from _remarks(rows, "Test loss")
     yield from _model_sizes(rows, sized)
     yield from _costs(rows)
     if any(row["target"] is not None for row in rows):
@@ -62,33 +77,57 @@ def columns_of(rows: Sequence[Row], sized: bool) -> Iterable[Column]:
         yield _number("train + server", "target_seconds", seconds, "To target", "")
 
 
-def _accuracies(rows: Sequence[Row]) -> Iterable[Column]:
-    yield Column(
-        "last round", "%", lambda r: percent_pair(_float(r, "accuracy_last"), _float(r, "std_clients")),
-        note="mean ± standard deviation over clients of test accuracy, each client counting once, at the last "
-        "evaluated round; over several seeds, the means of both",
+def _results(rows: Sequence[Row], measure: Measure, block: Block) -> Iterable[Column]:
+    """What a measure says: the last round, the spread over seeds and clients, other rounds, further series."""
+    lossy = measure == LOSS
+
+    def pair(title: str, name: str, spread: str | None, note: str, wide: bool = False) -> Column:
+        show = loss_pair if lossy else percent_pair
+        at, beside = key(measure, name), None if spread is None else key(measure, spread)
+        return Column(
+            title, measure.unit, lambda r: show(_float(r, at), None if beside is None else _float(r, beside)), block,
+            note=note, wide=wide,
+        )  # fmt: skip
+
+    apart = ", those that never train left out" if _any_unseen(rows) else ""
+    yield pair(
+        "last round", "last", "std_clients",
+        f"mean ± standard deviation over clients of {measure.noun}, each client counting once{apart}, at the last evaluated "
+        "round; over several seeds, the means of both" + ("; lower is better" if lossy else ""),
     )  # fmt: skip
     if any((_float(row, "seeds") or 0) > 1 for row in rows):
-        yield Column("n", "", lambda r: str(r["seeds"]), note="seeds that were evaluated")
-        yield Column(
-            "over seeds", "%", lambda r: percent_pair(_float(r, "accuracy_last"), _float(r, "ci95_seeds")),
-            note="mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of freedom",
+        yield Column("n", "", lambda r: str(r["seeds"]), block, note="seeds that were evaluated")
+        yield pair(
+            "over seeds", "last", "ci95_seeds",
+            "mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of freedom",
         )  # fmt: skip
-    if any(_apart(row, "accuracy_last_weighted", "accuracy_last") for row in rows):
-        yield _percent(
-            "by examples", "accuracy_last_weighted", "mean at the last round, clients weighted by test examples",
-            wide=True,
+    if _any(rows, key(measure, "unseen")):
+        yield pair(
+            "unseen clients", "unseen", "std_unseen",
+            f"mean ± standard deviation of {measure.noun} over the clients that never train, at the last evaluated round; "
+            "no other column counts them",
         )  # fmt: skip
-    yield _percent("worst 10 %", "worst_tenth", "mean of the lowest tenth of clients, rounded up, at the last round")
-    if _any(rows, "best_by_validation"):
-        yield _percent(
-            "best by validation", "best_by_validation",
-            "test accuracy at the round of the highest mean validation accuracy, the earliest on ties",
+    if any(_apart(row, key(measure, "last_weighted"), key(measure, "last")) for row in rows):
+        yield pair(
+            "by examples", "last_weighted", None, "mean at the last round, clients weighted by test examples", wide=True
+        )
+    yield pair(
+        "worst 10 %", "worst_tenth", None,
+        f"mean of the {'highest' if lossy else 'lowest'} tenth of clients, rounded up, at the last round",
+    )  # fmt: skip
+    if _any(rows, key(measure, "best_by_validation")):
+        yield pair(
+            "best by validation", "best_by_validation", None,
+            f"{measure.noun} at the round of the {'lowest' if lossy else 'highest'} mean validation "
+            f"{'loss' if lossy else 'accuracy'}, the earliest on ties",
         )  # fmt: skip
-    yield _percent("last 10", "last_ten", "mean over the last ten evaluations, the one before training left out")
-    for end in _ends(rows, "series"):
+    yield pair("last 10", "last_ten", None, "mean over the last ten evaluations, the one before training left out")
+    for end in _ends(rows, key(measure, "series")):
         name = plain(end[1:])
-        yield _percent(name, f"series{end}", f"test accuracy of the series {name} at the last evaluated round")
+        yield pair(name, f"series{end}", None, f"{measure.noun} of the series {name} at the last evaluated round")
+
+
+def _papers(rows: Sequence[Row]) -> Iterable[Column]:
     for end in ("", *_ends(rows, "reference_percent")):
         if _any(rows, f"reference_percent{end}") or any(row.get(f"reference_not_converged{end}") for row in rows):
             name = plain(end[1:])
@@ -97,8 +136,20 @@ def _accuracies(rows: Sequence[Row]) -> Iterable[Column]:
                 f"difference {name}".rstrip(), "points", partial(_difference, end=end),
                 note=f"{name or 'last round'} minus the paper's number, in percentage points",
             )  # fmt: skip
+
+
+def _remarks(rows: Sequence[Row], block: Block) -> Iterable[Column]:
+    if _any(rows, "recovery"):
+        yield Column(
+            "cluster recovery (ARI)", "", _recovery, block,
+            note="adjusted Rand index of the clients' largest shares against the clusters that their data come from, at the "
+            "last evaluated round: 1 for the same clusters, about 0 for a draw; over several seeds ± half-width of the 95 % "
+            "confidence interval",
+        )  # fmt: skip
     if any(row["status"] for row in rows):
-        yield Column("status", "", lambda r: str(r["status"] or ""), align="left", note="runs that are not finished")
+        yield Column(
+            "status", "", lambda r: str(r["status"] or ""), block, align="left", note="runs that are not finished"
+        )
 
 
 def _model_sizes(rows: Sequence[Row], sized: bool) -> Iterable[Column]:
@@ -143,10 +194,6 @@ def _costs(rows: Sequence[Row]) -> Iterable[Column]:
     yield _number("evaluate", "seconds_evaluate", seconds, block, "")
 
 
-def _percent(title: str, key: str, note: str, wide: bool = False) -> Column:
-    return Column(title, "%", lambda r: percent(_float(r, key)), note=note, wide=wide)
-
-
 def _number(
     title: str, key: str, show: Callable[[float | None], str], block: Block, note: str, wide: bool = False
 ) -> Column:
@@ -177,6 +224,17 @@ def _paper(row: Row, end: str = "") -> str:
 def _difference(row: Row, end: str = "") -> str:
     value = _float(row, f"difference_points{end}")
     return NONE if value is None else f"{value:+.2f}".replace("-", "−")
+
+
+def _recovery(row: Row) -> str:
+    value, half = _float(row, "recovery"), _float(row, "recovery_ci95_seeds")
+    if value is None:
+        return NONE
+    return (f"{value:.2f}" if half is None else f"{value:.2f} ± {half:.2f}").replace("-", "−")
+
+
+def _any_unseen(rows: Sequence[Row]) -> bool:
+    return any(row["clients_unseen"] not in (0, None) for row in rows)
 
 
 def _model_size(row: Row, end: str) -> str:

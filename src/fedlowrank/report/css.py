@@ -39,6 +39,8 @@ thead th{{border-bottom:2px solid var(--soft);vertical-align:bottom;font-weight:
 tbody th{{font-weight:500;min-width:9rem;max-width:16rem;overflow-wrap:anywhere}}
 tbody th,thead th:first-child{{position:sticky;left:0;background:var(--paper);z-index:1}}
 .right{{text-align:right}}
+.ablation tbody th,.ablation thead th:first-child{{position:static;min-width:0}}
+.ablation tbody th:last-of-type,.ablation thead th:not(.right){{padding-right:1.6rem}}
 .unit{{color:var(--soft);font-weight:400;white-space:nowrap}}
 .figures{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,27rem),1fr));gap:1.4rem 2rem;
 margin:1rem 0;align-items:start}}

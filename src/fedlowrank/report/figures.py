@@ -1,6 +1,7 @@
 """Figures that compare methods. Each takes groups and styles and returns a picture, or None with nothing to draw.
 
-Accuracy is in percent throughout, of the test examples, as the unweighted mean over clients.
+Accuracy is in percent throughout, of the test examples, as the unweighted mean over the clients that can train. Where
+there are no classes, the mean test loss takes its place.
 """
 
 from __future__ import annotations
@@ -12,134 +13,171 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cbook import boxplot_stats
-from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from .axes import (
-    ACCURACY,
     LOG_FROM,
-    THIN,
     Styles,
-    around,
     handle,
+    judged_axis,
+    line,
     methods,
+    points_axis,
     prefixed,
     rgb,
     rounds_axis,
     seeds_note,
-    within,
 )
-from .groups import Curve, Group, Spread, curve, shown_series, spread, value_text
+from .courses import Curve, Shown, curve, shown_series
+from .groups import Group, Spread, measure_of, spread, value_text
+from .measure import ACCURACY, LOSS, Measure
 from .style import INK, WIDTH, Picture, Style, drawing, legend, new_figure
-from .units import percent, plain, si
+from .units import plain, si
 
 
 def accuracy_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Accuracy against rounds, one line a method, with the 95 % interval over seeds as a band.
 
-    Further series of a method are thin lines in its colour, unless that made too many lines
-    (:func:`fedlowrank.report.groups.shown_series`).
+    Further series of a method, and the clients that never train, are thin lines in its colour, unless that made too many
+    lines (:func:`fedlowrank.report.courses.shown_series`).
     """
+    judged = [group for group in groups if group.measure == ACCURACY]
+    return _over_rounds(shown_series(judged, unseen=True), groups, styles, ACCURACY)
+
+
+def loss_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | None:
+    """Test loss against rounds: in all detail where it is what methods are judged by, else of the headlines."""
+    if measure_of(groups) == LOSS:
+        return _over_rounds(shown_series(groups, unseen=True), groups, styles, LOSS)
+    heads = [Shown(group, group.headline, 0, group.short) for group in groups if group.headline is not None]
+    return _over_rounds(heads, groups, styles, LOSS)
+
+
+def _over_rounds(shown: Sequence[Shown], groups: Sequence[Group], styles: Styles, measure: Measure) -> Picture | None:
     found = [
-        (one, styles[one.group.short].further(one.place), line)
-        for one in shown_series(groups)
-        if (line := curve(one.group, one.series)) is not None
+        (one, styles[one.group.short].further(one.place), course)
+        for one in shown
+        if (course := curve(one.group, one.series, measure, unseen=one.unseen)) is not None
     ]
     if not found:
         return None
     count = len({one.group.label for one, *_ in found})
     with drawing():
         figure, axes = new_figure(3.1)
-        handles = [_line(axes, line.rounds, line, style, thin=one.place > 0) for one, style, line in found]
-        axes.set(xlabel="round", ylabel=ACCURACY)
+        axes.set(xlabel="round")
+        # before the bands, which have to know the scale
+        judged_axis(axes.yaxis, measure, [float(value) for *_, course in found for value in course.mean])
+        handles = [
+            line(axes, course.rounds, course.mean, course.ci, style, measure.scale, thin=one.place > 0)
+            for one, style, course in found
+        ]
         rounds_axis(axes.xaxis)
-        around(axes, [float(value) for *_, line in found for value in line.mean])
         legend(figure, handles, [one.label for one, *_ in found])
-    ends = ", ".join(f"{one.label} {percent(float(line.mean[-1]))} %" for one, _, line in found)
-    thin = " Thin lines, without a band: further models of a method, named after the colon."
+    ends = ", ".join(f"{one.label} {measure.text(float(course.mean[-1]))}" for one, _, course in found)
+    thin = [one for one, *_ in found if one.place]
+    more = " Thin lines, without a band: further models of a method, named after the colon." if thin else ""
+    if any(one.unseen for one in thin):
+        more = (
+            " Thin lines, without a band, are named after the colon: further models of a method, and its mean over the"
+        )
+        more += " clients that never train, which are left out of all others."
     return Picture(
         figure,
-        "Accuracy over rounds",
-        f"Line chart of test accuracy against rounds for {methods(count)}. At the end: {ends}.",
-        f"Mean test accuracy over clients after each evaluated round{seeds_note(groups)} "
-        f"Round 0 is the state before training.{thin if any(one.place for one, *_ in found) else ''}",
+        f"{measure.title} over rounds",
+        f"Line chart of {measure.noun} against rounds for {methods(count)}. At the end: {ends}.",
+        f"Mean {measure.noun} over clients after each evaluated round{seeds_note(groups)} "
+        f"Round 0 is the state before training.{more}",
     )
 
 
 def accuracy_over_bytes(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Accuracy against the bytes sent both ways since the start; logarithmic where methods differ widely."""
-    found = [(group, line) for group in groups if (line := curve(group)) is not None]
-    if not found or all(line.bytes[-1] <= 0 for _, line in found):
+    measure = measure_of(groups)
+    found = [(group, course) for group in groups if (course := curve(group, None, measure)) is not None]
+    if not found or all(course.bytes[-1] <= 0 for _, course in found):
         return None
-    positive = [float(x) for _, line in found for x in line.bytes if x > 0]
-    ends = [float(line.bytes[-1]) for _, line in found if line.bytes[-1] > 0]
+    positive = [float(x) for _, course in found for x in course.bytes if x > 0]
+    ends = [float(course.bytes[-1]) for _, course in found if course.bytes[-1] > 0]
     log = max(ends) / min(ends) >= LOG_FROM
     with drawing():
         figure, axes = new_figure(3.1)
+        judged_axis(axes.yaxis, measure, [float(value) for _, course in found for value in course.mean])
         handles = []
-        for group, line in found:
+        for group, course in found:
             style = styles[group.short]
-            if line.bytes[-1] <= 0:
-                axes.axhline(100 * line.mean[-1], color=style.colour, linestyle=style.line)
+            if course.bytes[-1] <= 0:
+                axes.axhline(measure.scale * course.mean[-1], color=style.colour, linestyle=style.line)
                 handles.append(handle(style, marker=""))
             else:
-                kept = line.bytes > 0 if log else np.ones(len(line.bytes), dtype=bool)
+                kept = course.bytes > 0 if log else np.ones(len(course.bytes), dtype=bool)
                 cut = Curve(
-                    line.rounds[kept], line.mean[kept], None if line.ci is None else line.ci[kept], line.bytes[kept]
-                )
-                handles.append(_line(axes, cut.bytes, cut, style))
+                    course.rounds[kept], course.mean[kept], None if course.ci is None else course.ci[kept],
+                    course.bytes[kept],
+                )  # fmt: skip
+                handles.append(line(axes, cut.bytes, cut.mean, cut.ci, style, measure.scale))
         prefixed(axes.xaxis, "B", positive if log else None)
-        axes.set(xlabel=f"sent both ways{', logarithmic' if log else ''}", ylabel=ACCURACY)
-        around(axes, [float(value) for _, line in found for value in line.mean])
+        axes.set(xlabel=f"sent both ways{', logarithmic' if log else ''}")
         legend(figure, handles, [group.short for group, _ in found])
-    silent = any(line.bytes[-1] <= 0 for _, line in found)
+    silent = any(course.bytes[-1] <= 0 for _, course in found)
     return Picture(
         figure,
-        "Accuracy over communication",
-        f"Line chart of test accuracy against bytes sent for {methods(len(found))}. Sent in all: "
-        + ", ".join(f"{group.short} {si(float(line.bytes[-1]), 'B')}" for group, line in found)
+        f"{measure.title} over communication",
+        f"Line chart of {measure.noun} against bytes sent for {methods(len(found))}. Sent in all: "
+        + ", ".join(f"{group.short} {si(float(course.bytes[-1]), 'B')}" for group, course in found)
         + ".",
-        f"Mean test accuracy over clients against the bytes of all messages so far, both ways{seeds_note(groups)}"
-        + (" A level line is the final accuracy of a method that sends nothing." if silent else ""),
+        f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways{seeds_note(groups)}"
+        + (f" A level line is the final {measure.noun} of a method that sends nothing." if silent else ""),
     )
 
 
 def client_boxes(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Box plot of the clients' accuracies at the last evaluated round, one box a method, ``+`` at the mean."""
-    found = [(group, [100 * v for one in group.last for v in one.values]) for group in groups if group.last]
+    measure = measure_of(groups)
+    found = [
+        (group, [measure.scale * v for one in scores for v in one.values])
+        for group in groups
+        if (scores := group.last_of(group.headline, measure))
+    ]
     if not found:
         return None
     with drawing():
         figure, axes = new_figure(0.9 + 0.36 * len(found))
+        judged_axis(axes.xaxis, measure, [value for _, values in found for value in values])
         for y, (group, values) in enumerate(found):
             _box(axes, y, values, styles[group.short])
         axes.set_yticks(range(len(found)), [plain(group.short, 28) for group, _ in found])
-        axes.set(ylim=(len(found) - 0.5, -0.5), xlabel=ACCURACY)
+        axes.set(ylim=(len(found) - 0.5, -0.5))
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
     seeds = max(len(group.runs) for group, _ in found)
     pooled = f" The clients of all {seeds} seeds are pooled." if seeds > 1 else ""
-    medians = ", ".join(f"{group.short} {np.median(values):.1f} %" for group, values in found)
+    medians = ", ".join(f"{group.short} {_median(values, measure)}" for group, values in found)
     return Picture(
         figure,
         "Spread over clients",
-        f"Box plot of the test accuracy of clients for {methods(len(found))}. Medians: {medians}.",
-        "Test accuracy of each client at the last evaluated round. Box: quartiles; line: median; +: mean; whiskers: "
-        f"the furthest client within 1.5 box lengths; dots: clients beyond.{pooled}",
+        f"Box plot of the {measure.noun} of clients for {methods(len(found))}. Medians: {medians}.",
+        f"{measure.noun.capitalize()} of each client at the last evaluated round. Box: quartiles; line: median; +: mean; "
+        f"whiskers: the furthest client within 1.5 box lengths; dots: clients beyond.{pooled}",
     )
+
+
+def _median(values: Sequence[float], measure: Measure) -> str:
+    middle = float(np.median(values))
+    return f"{middle:.1f} %" if measure == ACCURACY else measure.text(middle)
 
 
 def trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Accuracy against computation, with marker areas that grow with the bytes sent."""
+    measure = measure_of(groups)
     found: list[tuple[Group, Spread, float, float]] = []
     for group in groups:
-        accuracy = group.accuracy
+        result = group.final(measure)
         flops = spread(one.totals.flops for one in group.runs)
         size = spread(one.totals.bytes for one in group.runs)
-        if accuracy is not None and flops is not None and size is not None and flops.mean > 0:
-            found.append((group, accuracy, flops.mean, size.mean))
+        if result is not None and flops is not None and size is not None and flops.mean > 0:
+            found.append((group, result, flops.mean, size.mean))
     if not found:
         return None
     largest = max(size for *_, size in found) or 1.0
@@ -152,32 +190,32 @@ def trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
             style = styles[group.short]
             side = math.sqrt(36 + 700 * sent / largest)
             axes.plot(
-                [at], [100 * reached.mean], marker=style.marker, markersize=side, linestyle="",
+                [at], [measure.scale * reached.mean], marker=style.marker, markersize=side, linestyle="",
                 markerfacecolor=(*rgb(style.colour), 0.35), markeredgecolor=style.colour, markeredgewidth=1.4,
             )  # fmt: skip
         handles = [handle(styles[group.short], line="") for group, *_ in found]
         prefixed(axes.xaxis, "FLOP", flops_all if log else None)
-        axes.set(xlabel=f"training computation per run{', logarithmic' if log else ''}", ylabel=ACCURACY)
-        axes.margins(0.16)
-        axes.set_ylim(*within(axes.get_ylim()))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+        axes.set(xlabel=f"training computation per run{', logarithmic' if log else ''}")
+        points_axis(axes, measure, [reached.mean for _, reached, *_ in found], 0.16)
         legend(figure, handles, [f"{plain(group.short, 30)} ({si(size, 'B')})" for group, _, _, size in found])
     said = "; ".join(
-        f"{group.short} {percent(accuracy.mean)} %, {si(flops, 'FLOP')}, {si(size, 'B')}"
-        for group, accuracy, flops, size in found
+        f"{group.short} {measure.text(reached.mean)}, {si(flops, 'FLOP')}, {si(size, 'B')}"
+        for group, reached, flops, size in found
     )
     return Picture(
         figure,
-        "Accuracy, computation and communication",
+        f"{measure.title}, computation and communication",
         f"Scatter chart for {methods(len(found))}: {said}.",
-        "Mean test accuracy at the last evaluated round against the floating-point operations of training; the area of "
-        "a marker grows with the bytes sent both ways, given in the legend. High, to the left and small is better.",
+        f"Mean {measure.noun} at the last evaluated round against the floating-point operations of training; the area of "
+        f"a marker grows with the bytes sent both ways, given in the legend. {'High' if measure.higher else 'Low'}, to the "
+        "left and small is better.",
     )
 
 
 def sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Final accuracy against the varied setting, one line a method, with the 95 % interval over seeds."""
-    found = [(group, accuracy) for group in groups if group.vary and (accuracy := group.accuracy) is not None]
+    measure = measure_of(groups)
+    found = [(group, result) for group in groups if group.vary and (result := group.final(measure)) is not None]
     settings = list(dict.fromkeys(_vary_key(group) for group, _ in found))
     if len(settings) < 2:
         return None
@@ -193,35 +231,36 @@ def sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
         shorts = list(dict.fromkeys(group.short for group, _ in found))
         for i, short in enumerate(shorts):
             rows = sorted(((places[_vary_key(g)], a) for g, a in found if g.short == short), key=lambda row: row[0])
-            y = np.array([accuracy.mean for _, accuracy in rows])
-            ci = np.array([accuracy.ci or 0.0 for _, accuracy in rows])
+            y = measure.scale * np.array([result.mean for _, result in rows])
+            ci = measure.scale * np.array([result.ci or 0.0 for _, result in rows])
             style, x = styles[short], [at for at, _ in rows]
             # Side by side by a few points on paper, so that bars at one value do not hide each other.
             aside = ScaledTranslation((i - (len(shorts) - 1) / 2) * 4 / 72, 0, figure.dpi_scale_trans)
-            axes.errorbar(x, 100 * y, yerr=100 * ci if ci.any() else None, color=style.colour, linestyle=style.line,
+            axes.errorbar(x, y, yerr=ci if ci.any() else None, color=style.colour, linestyle=style.line,
                           marker=style.marker, markersize=5, capsize=2, elinewidth=1,
                           transform=axes.transData + aside)  # fmt: skip
             handles.append(handle(style))
             labels.append(short)
         _sweep_axis(axes, places, numeric)
-        axes.set(xlabel=", ".join(name.rpartition(".")[2] for name in names), ylabel=ACCURACY)
-        means = [accuracy.mean for _, accuracy in found]
-        room = max(means) - min(means) + 0.02
-        bars = [(accuracy.mean, min(accuracy.ci or 0.0, room)) for _, accuracy in found]
-        around(axes, [mean + sign * bar for mean, bar in bars for sign in (-1, 1)])
+        axes.set(xlabel=", ".join(name.rpartition(".")[2] for name in names))
+        means = [result.mean for _, result in found]
+        room = max(means) - min(means) + (0.02 if measure == ACCURACY else 0.0)
+        bars = [(result.mean, min(result.ci or 0.0, room)) for _, result in found]
+        ends = [mean + sign * bar for mean, bar in bars for sign in (-1, 1)]
+        judged_axis(axes.yaxis, measure, ends if min(ends) > 0 or measure == ACCURACY else [*means, max(ends)])
         legend(figure, handles, labels)
-    said = "; ".join(f"{group.label} {percent(accuracy.mean)} %" for group, accuracy in found)
+    said = "; ".join(f"{group.label} {measure.text(result.mean)}" for group, result in found)
     return Picture(
         figure,
-        f"Accuracy against {', '.join(name.rpartition('.')[2] for name in names)}",
-        f"Line chart of final test accuracy: {said}.",
-        f"Mean test accuracy over clients at the last evaluated round for each value of {', '.join(names)}"
+        f"{measure.title} against {', '.join(name.rpartition('.')[2] for name in names)}",
+        f"Line chart of final {measure.noun}: {said}.",
+        f"Mean {measure.noun} over clients at the last evaluated round for each value of {', '.join(names)}"
         + (", mean over seeds with bars of the 95 % interval." if any(a.n > 1 for _, a in found) else "."),
     )
 
 
 def _vary_key(group: Group) -> tuple[str, ...]:
-    return tuple(f"{key}={value_text(value)}" for key, value in group.vary)
+    return tuple(f"{key.rpartition('.')[2]}={value_text(value)}" for key, value in group.vary)
 
 
 def _sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric: bool) -> None:
@@ -240,26 +279,10 @@ def _sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric: bo
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
     else:
-        texts = [plain(", ".join(part.rpartition(".")[2] for part in key), 24) for key in places]
+        texts = [plain(", ".join(key), 32) for key in places]
         axes.set_xlim(-0.4, len(x) - 0.6)
         wide = sum(map(len, texts)) > 50
         axes.set_xticks(list(places.values()), texts, rotation=30 if wide else 0, ha="right" if wide else "center")
-
-
-def _line(axes: Axes, x: Any, line: Curve, style: Style, thin: bool = False) -> Line2D:
-    if line.ci is not None and not thin:
-        axes.fill_between(
-            x, 100 * (line.mean - line.ci), 100 * (line.mean + line.ci), color=style.colour, alpha=0.15, linewidth=0
-        )
-    # One evaluation is a point; a line through it would show nothing.
-    key = handle(style, marker=style.marker if len(line.mean) == 1 else "")
-    if thin:
-        key.set(linewidth=THIN, markerfacecolor="none")
-    axes.plot(
-        x, 100 * line.mean, color=style.colour, linestyle=style.line, marker=key.get_marker(), dash_capstyle="butt",
-        linewidth=key.get_linewidth(), markerfacecolor=key.get_markerfacecolor(),
-    )  # fmt: skip
-    return key
 
 
 def _box(axes: Axes, y: int, values: Sequence[float], style: Style) -> None:

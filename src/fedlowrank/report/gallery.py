@@ -10,7 +10,7 @@ import matplotlib
 
 from fedlowrank.record import RunRecord, as_checkpoint_error
 
-from . import figures, low_rank_figures, pictures
+from . import figures, low_rank_figures, pictures, route_figures
 from .groups import Group, aggregate, vary_text
 from .style import Picture, Style, drawing, real_colours, styles
 
@@ -33,11 +33,14 @@ def gallery(groups: Sequence[Group], looks: dict[str, Style]) -> Iterator[tuple[
         some = [group for group in groups if vary_text(group.vary) == text]
         drawn = [
             figures.accuracy_over_rounds(some, looks),
+            figures.loss_over_rounds(some, looks),
             figures.accuracy_over_bytes(some, looks),
             figures.client_boxes(some, looks),
             low_rank_figures.relative_accuracy(some, looks),
             figures.trade_off(some, looks),
             low_rank_figures.accuracy_over_size(some, looks),
+            route_figures.recovery_over_rounds(some, looks),
+            *route_figures.routes(some),
             low_rank_figures.downlink_over_rounds(some, looks),
             low_rank_figures.rank_over_rounds(some, looks),
             pictures.class_counts(some[0].first),
@@ -71,9 +74,10 @@ def save_figures(runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] =
             looks = styles([group.short for group in groups])
             into.mkdir(parents=True, exist_ok=True)
             matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"
+            used: set[str] = set()
             for heading, drawn in gallery([g for g in groups if g.name == name], looks):
                 for picture in drawn:
-                    stem = _slug(f"{heading} {picture.title}")
+                    stem = _unused(_slug(f"{heading} {picture.title}"), used)
                     for kind in kinds:
                         path = into / f"{stem}.{kind}"
                         # no date inside, so that equal runs give equal files
@@ -81,6 +85,14 @@ def save_figures(runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] =
                         picture.figure.savefig(path, facecolor="white", metadata=stamp)
                         made.append(path)
     return made
+
+
+def _unused(stem: str, used: set[str]) -> str:
+    """The stem, with a number if it is taken: titles may differ in nothing that a file's name can hold."""
+    names = (stem, *(f"{stem}-{i}" for i in range(2, len(used) + 2)))
+    free = next(name for name in names if name not in used)
+    used.add(free)
+    return free
 
 
 def _slug(text: str) -> str:

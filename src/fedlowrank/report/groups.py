@@ -9,23 +9,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
 from fedlowrank.errors import ConfigError
 from fedlowrank.record import RunRecord
 
-from .summary import RunSummary, Score, highest_all_reached, part, run_target, scores, summarise
+from .measure import ACCURACY, LOSS, Measure, judged
+from .summary import RunSummary, Score, highest_all_reached, part, run_target, summarise
 from .units import plain
 
 CONFIDENCE = 0.95
-LINES = 14
-"""Most lines of a figure with the further series of methods; with more, the headlines alone are drawn."""
-
-PARTS = ("data", "partition", "split", "augment", "model", "run")
+PARTS = ("data", "partition", "split", "concept", "augment", "model", "run")
 """Parts of ``run.json`` that the methods of an experiment share."""
 
 _NOT_SETTINGS = ("seed", "target")
+
+_BEFORE = {"run.unseen": "0.0"}
+"""What runs did that were recorded before a setting existed; so old and new runs are of one setting."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,11 @@ class Group:
         return self.runs[0].run
 
     @property
+    def measure(self) -> Measure:
+        """What its runs are judged by; accuracy if none was evaluated."""
+        return next((one.measure for one in self.runs if one.main is not None and one.main.last is not None), ACCURACY)
+
+    @property
     def headline(self) -> str | None:
         """Name of the headline series."""
         return next((one.headline for one in self.runs if one.headline is not None), None)
@@ -99,54 +104,34 @@ class Group:
         names = dict.fromkeys(name for one in self.runs for name in one.series)
         return sorted(names, key=lambda name: name != self.headline)
 
-    def last_of(self, series: str) -> list[Score]:
-        """Test scores of a series at the last evaluated round, one a seed that has one."""
-        found = [one.series[series].last for one in self.runs if series in one.series]
-        return [score for score in found if score is not None]
+    def last_of(self, series: str | None, measure: Measure | None = None) -> list[Score]:
+        """Test scores of a series at the last evaluated round, one a seed that has one.
+
+        Args:
+            series: its name.
+            measure: accuracy or loss; None for what the group is judged by.
+        """
+        found = [one.by(measure or self.measure).get(series or "") for one in self.runs]
+        return [one.last for one in found if one is not None and one.last is not None]
 
     @property
     def last(self) -> list[Score]:
-        """Headline test scores at the last evaluated round, one a seed that has one."""
-        return [one.main.last for one in self.runs if one.main is not None and one.main.last is not None]
+        """Headline test scores at the last evaluated round, one a seed that has one, in what the group is judged by."""
+        return self.last_of(self.headline)
+
+    def final(self, measure: Measure | None = None) -> Spread | None:
+        """Headline test accuracy or loss at the last evaluated round, over seeds; None for what it is judged by."""
+        return spread(one.mean for one in self.last_of(self.headline, measure))
+
+    def unseen(self, measure: Measure | None = None) -> list[Score]:
+        """The same of the clients that never train, one a seed that has such."""
+        found = [one.by(measure or self.measure).get(self.headline or "") for one in self.runs]
+        return [one.unseen for one in found if one is not None and one.unseen is not None]
 
     @property
     def accuracy(self) -> Spread | None:
         """Headline test accuracy at the last evaluated round, over seeds."""
-        return spread(one.mean for one in self.last)
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A series of a method as figures show it.
-
-    Attributes:
-        group: the method.
-        series: name of the series.
-        place: 0 for the headline, then 1, 2, ...
-        label: the method, with the series after a colon unless it is the headline.
-    """
-
-    group: Group
-    series: str
-    place: int
-    label: str
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Test accuracy of one series of a group over training, at the rounds that all its evaluated seeds share.
-
-    Attributes:
-        rounds: ``[n]`` rounds completed.
-        mean: ``[n]`` mean over seeds.
-        ci: ``[n]`` half-width of the 95 % interval over seeds, or None for one seed.
-        bytes: ``[n]`` bytes both ways since the start, mean over seeds.
-    """
-
-    rounds: NDArray[np.float64]
-    mean: NDArray[np.float64]
-    ci: NDArray[np.float64] | None
-    bytes: NDArray[np.float64]
+        return self.final(ACCURACY)
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
@@ -169,55 +154,10 @@ def half_width(std: float, n: int) -> float:
     return float(stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1)) * std / math.sqrt(n)
 
 
-def shown_series(groups: Sequence[Group], most: int = LINES) -> list[Shown]:
-    """The headline of every group that was evaluated, each followed by the group's further series.
-
-    Args:
-        groups: the groups.
-        most: if there were more than so many in all, only the headlines.
-    """
-    found = [
-        Shown(group, name, place, f"{group.short}: {plain(name)}" if place else group.short)
-        for group in groups
-        for place, name in enumerate(group.series)
-        if group.last_of(name)
-    ]
-    return found if len(found) <= most else [one for one in found if not one.place]
-
-
-def curve(group: Group, series: str | None = None) -> Curve | None:
-    """The group's accuracy over training, or None if none of its runs was evaluated.
-
-    Args:
-        group: the group.
-        series: the series; None for the headline.
-    """
-    tracks = []
-    for one in group.runs:
-        name = one.headline if series is None else series
-        if name is None:
-            continue
-        spent = np.cumsum([record.bytes_up + record.bytes_down for record in one.run.rounds], dtype=np.float64)
-        until = {record.round: float(total) for record, total in zip(one.run.rounds, spent, strict=True)}
-        track = {got.round: (got.mean, until[got.round]) for got in scores(one.run, name)}
-        if track:
-            tracks.append(track)
-    shared = shared_rounds(tracks)
-    if not shared:
-        return None
-    values = np.array([[track[at] for at in shared] for track in tracks])
-    accuracy, sent = values[:, :, 0], values[:, :, 1]
-    return Curve(np.array(shared, dtype=np.float64), accuracy.mean(axis=0), interval(accuracy), sent.mean(axis=0))
-
-
-def shared_rounds(tracks: Sequence[Mapping[int, Any]]) -> list[int]:
-    """The rounds that all seeds have, ascending; none without seeds."""
-    return sorted(set.intersection(*(set(track) for track in tracks))) if tracks else []
-
-
-def interval(values: NDArray[np.float64]) -> NDArray[np.float64] | None:
-    """Half-width of the 95 % interval over the seeds of ``values [seeds, n]``, or None for one seed."""
-    return half_width(1.0, len(values)) * values.std(axis=0, ddof=1) if len(values) > 1 else None
+def measure_of(groups: Sequence[Group]) -> Measure:
+    """What the groups of one experiment are compared by: loss only where none has an accuracy."""
+    losses = any(group.final(LOSS) is not None for group in groups)
+    return LOSS if losses and all(group.final(ACCURACY) is None for group in groups) else ACCURACY
 
 
 def choose_target(runs: Sequence[RunRecord], target: float | None = None) -> Target:
@@ -230,9 +170,12 @@ def choose_target(runs: Sequence[RunRecord], target: float | None = None) -> Tar
     Raises:
         ConfigError: if the target given is not in (0, 1].
     """
+    if target is not None and not 0 < target <= 1:
+        raise ConfigError(f"the target accuracy is a fraction in (0, 1], not {target:g}")
+    kinds = {judged(run) for run in runs}
+    if LOSS in kinds and ACCURACY not in kinds:
+        return Target(None, "no target: these runs have no accuracy")
     if target is not None:
-        if not 0 < target <= 1:
-            raise ConfigError(f"the target accuracy is a fraction in (0, 1], not {target:g}")
         return Target(target, "as asked for")
     own = {run_target(run) for run in runs}
     if len(own) == 1 and None not in own:
@@ -287,7 +230,7 @@ def seed(run: RunRecord) -> str:
 
 def settings(run: RunRecord) -> dict[str, str]:
     """Everything but the seed that could make two runs differ, as ``part.key`` to JSON text."""
-    found: dict[str, str] = {}
+    found: dict[str, str] = dict(_BEFORE)
     _flatten("method", part(part(run.config, "method"), "fields"), found)
     for name in PARTS:
         _flatten(name, part(run.config, name), found)

@@ -10,12 +10,13 @@ from fedlowrank.errors import ConfigError
 from fedlowrank.record import RunRecord
 
 from . import words
+from .ablation import ablations
 from .css import CSS
 from .gallery import gallery
 from .groups import PARTS, Group, aggregate, experiment
 from .style import Picture, Style, styles, to_svg
 from .summary import part
-from .tables import compare, to_html
+from .tables import ablation_html, compare, to_html
 from .units import plain
 
 
@@ -41,6 +42,13 @@ def page(runs: Sequence[RunRecord], target: float | None = None, command: str = 
     warning = words.mixed(runs)
     if warning:
         body.append(_note([warning]))
+    joined = [one for one in ablations(groups) if one.experiments > 1]
+    if joined:
+        body += [
+            '<section class="experiment"><h2>Ablations over experiments</h2>',
+            *map(ablation_html, joined),
+            "</section>",
+        ]
     for i, (name, own) in enumerate(zip(names, titles, strict=True)):
         some = [group for group in groups if group.name == name]
         body.append(_experiment(some, looks, f"e{i}", own if len(names) > 1 else ""))

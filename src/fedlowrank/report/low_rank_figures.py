@@ -16,12 +16,14 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
-from .axes import ACCURACY, LOG_FROM, Styles, handle, methods, prefixed, rgb, rounds_axis, seeds_note, within
-from .groups import Group, seed, shown_series, spread
-from .sizes import Course, Rank, downlink, group_size, ranks
+from .axes import LOG_FROM, Styles, handle, methods, points_axis, prefixed, rgb, rounds_axis, seeds_note
+from .courses import Course, shown_series
+from .groups import Group, measure_of, seed, spread
+from .measure import ACCURACY, Measure
+from .sizes import Rank, downlink, group_size, ranks
 from .style import INK, WIDTH, Picture, Style, drawing, legend, new_figure
-from .summary import RunSummary
-from .units import percent, plain, si
+from .summary import RunSummary, unseen_clients
+from .units import plain, si
 
 PANELS = 24
 """Most panels of ranks; of a deeper model, so many weights are drawn, evenly spaced in depth."""
@@ -139,12 +141,12 @@ def downlink_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | N
 
 
 def relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Violin plot of each client's accuracy minus its accuracy under a reference method, seeds pooled."""
+    """Violin plot of each client's accuracy, or loss, minus that under a reference method, seeds pooled."""
     judged = [group for group in groups if group.last]
     if len({group.label for group in judged}) < 2:
         return None
-    reference = _reference(judged)
-    base = {seed(one.run): by_client(one, one.headline) for one in reference.runs}
+    reference, measure = _reference(judged), measure_of(judged)
+    base = {seed(one.run): by_client(one, one.headline, measure) for one in reference.runs}
     if max(len(one.run.clients) for one in reference.runs) < CLIENTS:
         return None
     found = []
@@ -152,10 +154,10 @@ def relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | None
         if one.group is reference and not one.place:
             continue
         gaps = [
-            100 * (accuracy - base[name][client])
+            measure.scale * (value - base[name][client])
             for run in one.group.runs
             if (name := seed(run.run)) in base
-            for client, accuracy in by_client(run, one.series).items()
+            for client, value in by_client(run, one.series, measure).items()
             if client in base[name]
         ]
         if gaps:
@@ -168,37 +170,40 @@ def relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | None
         for y, (one, values) in enumerate(found):
             _violin(axes, y, values, styles[one.group.short], 0.1 if one.place else 0.3)
         axes.set_yticks(range(len(found)), [plain(one.label, 28) for one, _ in found])
+        unit = " / points" if measure == ACCURACY else ""
         axes.set(
-            ylim=(len(found) - 0.5, -0.5), xlabel=f"test accuracy minus that of {plain(reference.short, 24)} / points"
+            ylim=(len(found) - 0.5, -0.5), xlabel=f"{measure.noun} minus that of {plain(reference.short, 24)}{unit}"
         )
         axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
-    medians = ", ".join(f"{one.label} {_points(float(np.median(values)))}" for one, values in found)
+    medians = ", ".join(f"{one.label} {_points(float(np.median(values)), measure)}" for one, values in found)
     count = len({one.group.label for one, _ in found})
     seeds = max(len(one.group.runs) for one, _ in found)
+    points = " in percentage points" if measure == ACCURACY else ""
     return Picture(
         figure,
-        f"Accuracy relative to {reference.short}",
-        f"Violin plot of the test accuracy of clients minus that under {reference.short}, for {methods(count)}. "
-        f"Medians in percentage points: {medians}.",
-        f"Test accuracy of each client at the last evaluated round minus that of the same client under "
-        f"{reference.short} with the same seed, in percentage points; right of the line is better. Thick line: median; "
-        "thin lines: quartiles; shape: density of the clients, all shapes equally wide at their widest."
-        + (f" The clients of all {seeds} seeds are pooled." if seeds > 1 else ""),
+        f"{measure.title} relative to {reference.short}",
+        f"Violin plot of the {measure.noun} of clients minus that under {reference.short}, for {methods(count)}. "
+        f"Medians{points}: {medians}.",
+        f"{measure.noun.capitalize()} of each client at the last evaluated round minus that of the same client under "
+        f"{reference.short} with the same seed{',' if points else ''}{points}; {'right' if measure.higher else 'left'} of "
+        "the line is better. Thick line: median; thin lines: quartiles; shape: density of the clients, all shapes equally "
+        "wide at their widest." + (f" The clients of all {seeds} seeds are pooled." if seeds > 1 else ""),
     )
 
 
 def accuracy_over_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Accuracy against the numbers that a client's model takes, a marker for every series of every method."""
+    measure = measure_of(groups)
     found: list[tuple[str, Style, int, float, float]] = []
     for group in groups:
         known = {name: held[0].mean for name in group.series if (held := group_size(group, name)) is not None}
         for place, name in enumerate(group.series):
-            reached = spread(score.mean for score in group.last_of(name))
+            reached = spread(score.mean for score in group.last_of(name, measure))
             if reached is not None and known.get(name, 0.0) > 0:
                 label = f"{plain(group.short, 24)} {plain(name, 10)}" if len(known) > 1 else plain(group.short, 32)
-                found.append((label, styles[group.short], place, 100 * reached.mean, known[name]))
+                found.append((label, styles[group.short], place, reached.mean, known[name]))
     sizes = [size for *_, size in found]
     if len(set(sizes)) < 2:
         return None
@@ -206,43 +211,46 @@ def accuracy_over_size(groups: Sequence[Group], styles: Styles) -> Picture | Non
     with drawing():
         figure, axes = new_figure(3.1)
         handles = []
-        for _, style, place, accuracy, size in found:
+        for _, style, place, mean, size in found:
             face: Any = "none" if place else (*rgb(style.colour), 0.5)
             look: Any = {"markerfacecolor": face, "markeredgecolor": style.colour, "markeredgewidth": 1.4}
-            axes.plot([size], [accuracy], marker=style.marker, markersize=6 if place else 10, linestyle="", **look)
+            axes.plot(
+                [size], [measure.scale * mean], marker=style.marker, markersize=6 if place else 10, linestyle="", **look
+            )
             handles.append(handle(style, line=""))
             handles[-1].set(markersize=5 if place else 8, **look)
         prefixed(axes.xaxis, "", sizes if log else None)
-        axes.set(xlabel=f"numbers in a client's model{', logarithmic' if log else ''}", ylabel=ACCURACY)
-        axes.margins(0.1)
+        axes.set(xlabel=f"numbers in a client's model{', logarithmic' if log else ''}")
+        points_axis(axes, measure, [mean for *_, mean, _ in found], 0.1)
         if not log:
             axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
-        axes.set_ylim(*within(axes.get_ylim()))
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
         legend(figure, handles, [f"{label} ({si(size, digits=4)})" for label, *_, size in found])
-    said = "; ".join(
-        f"{label} {si(size, digits=4)}, {percent(accuracy / 100)} %" for label, *_, accuracy, size in found
-    )
+    said = "; ".join(f"{label} {si(size, digits=4)}, {measure.text(mean)}" for label, *_, mean, size in found)
     several = max(len(group.runs) for group in groups) > 1
     hollow = " Small and hollow: further models of a method." if any(place for _, _, place, *_ in found) else ""
     return Picture(
         figure,
-        "Accuracy and model size",
-        f"Scatter chart of test accuracy against model size: {said}.",
-        "Mean test accuracy at the last evaluated round against the numbers that a client's model takes then, mean over "
+        f"{measure.title} and model size",
+        f"Scatter chart of {measure.noun} against model size: {said}.",
+        f"Mean {measure.noun} at the last evaluated round against the numbers that a client's model takes then, mean over "
         f"clients{' and seeds' if several else ''}: the factors of low-rank weights, of sparse ones the "
-        f"entries other than zero, of any other all entries.{hollow} High and to the left is better.",
+        f"entries other than zero, of any other all entries.{hollow} {'High' if measure.higher else 'Low'} and to the left is "
+        "better.",
     )
 
 
-def by_client(one: RunSummary, series: str | None) -> Mapping[int, float]:
-    """Test accuracy of each client that has one, at the last evaluated round with any; clients by number."""
-    summary = one.series.get(series) if series is not None else None
+def by_client(one: RunSummary, series: str | None, measure: Measure = ACCURACY) -> Mapping[int, float]:
+    """Test accuracy or loss of each client that has one and can train, at the last evaluated round with any."""
+    summary = one.by(measure).get(series) if series is not None else None
     if summary is None or summary.last is None:
         return {}
     record = next(record for record in one.run.rounds if record.round == summary.last.round)
-    values = (record.accuracy or {})[summary.name]["test"]
-    return {client: value for client, value in enumerate(values) if value is not None and math.isfinite(value)}
+    values, apart = measure.of(record)[summary.name]["test"], unseen_clients(one.run)
+    return {
+        client: value
+        for client, value in enumerate(values)
+        if value is not None and math.isfinite(value) and client not in apart
+    }
 
 
 def _reference(groups: Sequence[Group]) -> Group:
@@ -294,5 +302,5 @@ def _course(sent: Course) -> str:
     return first if first == last else f"{first} → {last}"
 
 
-def _points(value: float) -> str:
-    return f"{value:+.1f}".replace("-", "−")
+def _points(value: float, measure: Measure) -> str:
+    return (f"{value:+.1f}" if measure == ACCURACY else f"{value:+.3g}").replace("-", "−")

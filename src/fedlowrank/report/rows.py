@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from .groups import Group, experiment, seed, spread
+from .measure import ACCURACY, LOSS, MEASURES, Measure
+from .routing import final_recovery
 from .sizes import group_size, last_ranks
-from .summary import RunSummary, Score, SeriesSummary, ToTarget, part
+from .summary import RunSummary, ToTarget, part, unseen_clients
 from .units import plain
 
 FLOAT32 = 4
@@ -28,7 +30,6 @@ def row_of(group: Group) -> Row:
     method that often fails.
     """
     runs = group.runs
-    over_seeds = group.accuracy
     evaluated = len(group.last)
     reached = [one.to_target for one in runs if one.to_target is not None]
     all_reached = reached if evaluated and len(reached) == evaluated else []
@@ -44,16 +45,15 @@ def row_of(group: Group) -> Row:
         "clients_without_test": _same([score.without for score in group.last]),
         "clients_not_finite": _same([score.non_finite for score in group.last]),
         "last_round": _same([score.round for score in group.last]),
-        "accuracy_last": None if over_seeds is None else over_seeds.mean,
-        "std_seeds": None if over_seeds is None else over_seeds.std,
-        "ci95_seeds": None if over_seeds is None else over_seeds.ci,
-        "std_clients": _mean(_scores(group, lambda score: score.std)),
-        "accuracy_last_weighted": _mean(_scores(group, lambda score: score.weighted)),
-        "worst_tenth": _mean(_scores(group, lambda score: score.worst)),
-        "best_by_validation": _mean(_series(runs, lambda one: None if one.best is None else one.best.mean)),
-        "best_round": _same(_series(runs, lambda one: None if one.best is None else one.best.round)),
-        "last_ten": _mean(_series(runs, lambda one: one.last_ten)),
-        "max_test_over_rounds": _mean(_series(runs, lambda one: one.max_test)),
+        "judged_by": group.measure.noun if evaluated else None,
+        "clients_unseen": _same([len(unseen_clients(one.run)) for one in runs]),
+    }
+    for measure in MEASURES:
+        row |= _judged(group, measure)
+    recovered = final_recovery(group)
+    row["recovery"] = None if recovered is None else recovered.mean
+    row["recovery_ci95_seeds"] = None if recovered is None else recovered.ci
+    row |= {
         "bytes_up": _mean([one.totals.bytes_up for one in runs]),
         "bytes_down": _mean([one.totals.bytes_down for one in runs]),
         "parameters_up": _mean([one.totals.parameters_up for one in runs]),
@@ -89,12 +89,46 @@ def row_of(group: Group) -> Row:
     for name in group.series:
         if name != group.headline:
             end = f".{plain(name)}"
-            row[f"series{end}"] = _mean([score.mean for score in group.last_of(name)])
+            row[f"series{end}"] = _mean([score.mean for score in group.last_of(name, ACCURACY)])
+            losses = group.last_of(name, LOSS)
+            if losses:
+                row[f"loss_series{end}"] = _mean([score.mean for score in losses])
             # only what there is: few methods have such a series, and few papers a number for it
             row |= {key: value for key, value in _size(group, name, end).items() if value is not None}
             if any(f"{group.method}.{name}" in part(reference, kind) for kind in ("accuracy", "parameters")):
                 row |= _reference(group, name, row[f"series{end}"], end)
     return row
+
+
+def key(measure: Measure, name: str) -> str:
+    """The name of a value of a measure: those of accuracy are shorter, for they came first."""
+    if measure == LOSS:
+        return f"loss_{name}"
+    return f"accuracy_{name}" if name in ("last", "last_weighted", "unseen", "std_unseen") else name
+
+
+def _judged(group: Group, measure: Measure) -> Row:
+    """What a measure says about the headline of a group."""
+    over_seeds, last, unseen = group.final(measure), group.last_of(group.headline, measure), group.unseen(measure)
+    series = [mine for one in group.runs if (mine := one.by(measure).get(group.headline or "")) is not None]
+    bests = [one.best for one in series if one.best is not None]
+    found: Row = {
+        "last": None if over_seeds is None else over_seeds.mean,
+        "std_seeds": None if over_seeds is None else over_seeds.std,
+        "ci95_seeds": None if over_seeds is None else over_seeds.ci,
+        "std_clients": _mean([one.std for one in last]),
+        "last_weighted": _mean([one.weighted for one in last]),
+        "worst_tenth": _mean([one.worst for one in last]),
+        "best_by_validation": _mean([one.mean for one in bests]),
+        "best_round": _same([one.round for one in bests]),
+        "last_ten": _mean([one.last_ten for one in series]),
+        "max_test_over_rounds" if measure == ACCURACY else "min_test_over_rounds": _mean(
+            [one.max_test for one in series]
+        ),
+        "unseen": _mean([one.mean for one in unseen]),
+        "std_unseen": _mean([one.std for one in unseen]),
+    }
+    return {key(measure, name): value for name, value in found.items()}
 
 
 def _size(group: Group, series: str | None, end: str) -> Row:
@@ -132,14 +166,6 @@ def _status(runs: Sequence[RunSummary]) -> str:
     return "; ".join(f"seed {name}: {status}" for name, status in said)
 
 
-def _scores(group: Group, value: Callable[[Score], float | None]) -> list[float | None]:
-    return [value(score) for score in group.last]
-
-
-def _series(runs: Sequence[RunSummary], value: Callable[[SeriesSummary], float | None]) -> list[float | None]:
-    return [value(one.main) for one in runs if one.main is not None]
-
-
 def _cost(reached: Sequence[ToTarget], value: Callable[[ToTarget], float]) -> float | None:
     return _mean([value(one) for one in reached])
 
@@ -160,4 +186,4 @@ def _same(values: Sequence[float | None]) -> Value:
     return distinct[0] if len(distinct) == 1 else " ".join(str(value) for value in values) or None
 
 
-__all__ = ["Row", "Value", "experiment", "row_of"]
+__all__ = ["Row", "Value", "experiment", "key", "row_of"]

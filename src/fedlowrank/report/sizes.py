@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedlowrank.record import RoundRecord, RunRecord
 
-from .groups import Group, Spread, interval, shared_rounds, spread, vary_text
+from .courses import Course, course, shared_rounds
+from .groups import Group, Spread, spread, vary_text
 from .summary import RunSummary, SeriesSummary
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -30,21 +28,6 @@ class Size:
 
     mean: float
     std: float
-
-
-@dataclass(frozen=True)
-class Course:
-    """A quantity of the server over training, at the rounds that all seeds share.
-
-    Attributes:
-        rounds: ``[n]`` rounds completed.
-        mean: ``[n]`` mean over seeds.
-        ci: ``[n]`` half-width of the 95 % interval over seeds, or None for one seed.
-    """
-
-    rounds: Floats
-    mean: Floats
-    ci: Floats | None
 
 
 @dataclass(frozen=True)
@@ -118,7 +101,7 @@ def ranks(group: Group) -> dict[str, Rank]:
             continue
         values = np.array([[track[at][name] for at in shared] for track in tracks], dtype=np.float64)
         found[name] = Rank(
-            _course(shared, 100 * values / full[:, None]), float(full.mean()), float(values[:, -1].mean())
+            course(shared, 100 * values / full[:, None]), float(full.mean()), float(values[:, -1].mean())
         )
     return found
 
@@ -137,7 +120,7 @@ def downlink(group: Group) -> Course | None:
     tracks: list[Mapping[int, float]] = [_sent(one.run) for one in group.runs]
     tracks = [track for track in tracks if track]
     shared = shared_rounds(tracks)
-    return _course(shared, np.array([[track[at] for at in shared] for track in tracks])) if shared else None
+    return course(shared, np.array([[track[at] for at in shared] for track in tracks])) if shared else None
 
 
 def _sent(run: RunRecord) -> dict[int, float]:
@@ -145,8 +128,3 @@ def _sent(run: RunRecord) -> dict[int, float]:
         return record.bytes_down / len(record.participants)
 
     return {record.round: each(record) for record in run.rounds if record.participants}
-
-
-def _course(rounds: Sequence[int], values: Floats) -> Course:
-    """Over the seeds of ``values [seeds, n]``."""
-    return Course(np.array(rounds, dtype=np.float64), values.mean(axis=0), interval(values))

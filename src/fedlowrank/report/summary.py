@@ -2,7 +2,7 @@
 
 Accuracies are fractions in [0, 1]. A client without test examples has no accuracy; it is left out and counted, never
 scored as zero. The standard deviation over clients divides by their number: the clients of a federation are all there
-are, not a sample of them.
+are, not a sample of them. Clients that never train are judged apart from the others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 
 from fedlowrank.record import RoundRecord, RunRecord
 
+from .measure import ACCURACY, LOSS, Measure, judged
+
 LAST = 10
 """Evaluations in the mean over the end of a run."""
 
@@ -25,17 +27,17 @@ REACHED = 1e-12
 
 @dataclass(frozen=True)
 class Score:
-    """Accuracy of one evaluation over clients.
+    """Accuracy or loss of one evaluation over clients.
 
     Attributes:
         round: rounds completed at the evaluation.
-        values: accuracy of each client that has one.
+        values: of each client that has one.
         mean: unweighted mean over those clients.
         weighted: mean weighted by test examples; None if their numbers are not known.
         std: standard deviation over those clients, dividing by their number.
-        worst: mean of the lowest ceil(10 %) of those clients.
+        worst: mean of the worst ceil(10 %) of those clients.
         without: clients without examples in the split.
-        non_finite: clients whose accuracy is NaN or infinite, left out as well.
+        non_finite: clients whose number is NaN or infinite, left out as well.
     """
 
     round: int
@@ -50,15 +52,16 @@ class Score:
 
 @dataclass(frozen=True)
 class SeriesSummary:
-    """Test accuracy of one series of a run.
+    """Test accuracy, or loss, of one series of a run, over the clients that can train.
 
     Attributes:
         name: the series, such as ``personal`` or ``global``.
         last: at the last evaluated round. This is the headline.
-        best: at the round whose mean validation accuracy is highest, the earliest on ties; None without validation.
+        best: at the round whose mean validation accuracy is best, the earliest on ties; None without validation.
         last_ten: mean over the last ten evaluations, the one before training left out.
-        max_test: max test over rounds (as some libraries report). It selects on the test examples, so it is an
-            optimistic number and never the default one.
+        max_test: max test over rounds (as some libraries report), the least of a loss. It selects on the test examples,
+            so it is an optimistic number and never the default one.
+        unseen: at the round of ``last``, over the clients that never train; None where there are none.
     """
 
     name: str
@@ -66,6 +69,7 @@ class SeriesSummary:
     best: Score | None
     last_ten: float | None
     max_test: float | None
+    unseen: Score | None = None
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,9 @@ class RunSummary:
     Attributes:
         run: the run.
         headline: name of the method's first series, or None if the run was never evaluated.
-        series: every series by name.
+        measure: what the run is judged by.
+        accuracy: test accuracy of every series by name.
+        risk: test loss of every series by name; empty for runs recorded before losses were.
         totals: costs of the whole run.
         target: target accuracy, in [0, 1], or None.
         to_target: when and at what cost it was reached, or None if it was not.
@@ -134,19 +140,30 @@ class RunSummary:
 
     run: RunRecord
     headline: str | None
-    series: dict[str, SeriesSummary]
+    measure: Measure
+    accuracy: dict[str, SeriesSummary]
+    risk: dict[str, SeriesSummary]
     totals: Totals
     target: float | None
     to_target: ToTarget | None
 
+    def by(self, measure: Measure) -> dict[str, SeriesSummary]:
+        """Every series by name, as a measure sees it."""
+        return self.accuracy if measure == ACCURACY else self.risk
+
+    @property
+    def series(self) -> dict[str, SeriesSummary]:
+        """Every series by name, in what the run is judged by."""
+        return self.by(self.measure)
+
     @property
     def main(self) -> SeriesSummary | None:
-        """The headline series."""
-        return None if self.headline is None else self.series[self.headline]
+        """The headline series, in what the run is judged by."""
+        return None if self.headline is None else self.series.get(self.headline)
 
     @property
     def _last_evaluation(self) -> int:
-        found = [one.round for one in self.run.rounds if "test" in (one.accuracy or {}).get(self.headline or "", {})]
+        found = [one.round for one in self.run.rounds if "test" in self.measure.of(one).get(self.headline or "", {})]
         return max(found, default=0)
 
     @property
@@ -160,20 +177,24 @@ class RunSummary:
         if self.main is None or self.main.last is None:
             said.append("no evaluation")
         elif self.main.last.round < self._last_evaluation:
-            said.append(f"no finite accuracy after round {self.main.last.round}")
+            noun = "accuracy" if self.measure == ACCURACY else self.measure.noun
+            said.append(f"no finite {noun} after round {self.main.last.round}")
         return ", ".join(said)
 
 
-def score(values: Sequence[float | None], weights: Sequence[float] | None = None, at: int = 0) -> Score | None:
+def score(
+    values: Sequence[float | None], weights: Sequence[float] | None = None, at: int = 0, measure: Measure = ACCURACY
+) -> Score | None:
     """Statistics over clients of one evaluation.
 
     Args:
-        values: accuracy of each client, None for one without examples.
+        values: accuracy or loss of each client, None for one without examples.
         weights: examples of each client, or None if not known.
         at: the round, for the record.
+        measure: what the values are, for which of them are the worst.
 
     Returns:
-        The statistics, or None if no client has an accuracy.
+        The statistics, or None if no client has a value.
     """
     present = [i for i, value in enumerate(values) if value is not None]
     kept = [i for i in present if math.isfinite(values[i] or 0.0)]
@@ -184,14 +205,14 @@ def score(values: Sequence[float | None], weights: Sequence[float] | None = None
     if weights is not None and len(weights) == len(values):
         w = np.array([weights[i] for i in kept], dtype=np.float64)
         weighted = float((x * w).sum() / w.sum()) if w.sum() > 0 else None
-    lowest = np.sort(x)[: math.ceil(len(x) / 10)]
+    worst = sorted(x, key=measure.rank, reverse=True)[: math.ceil(len(x) / 10)]
     return Score(
         round=at,
         values=tuple(float(value) for value in x),
         mean=float(x.mean()),
         weighted=weighted,
         std=float(x.std()),
-        worst=float(lowest.mean()),
+        worst=float(np.mean(worst)),
         without=len(values) - len(present),
         non_finite=len(present) - len(kept),
     )
@@ -200,27 +221,39 @@ def score(values: Sequence[float | None], weights: Sequence[float] | None = None
 def headline_series(run: RunRecord) -> str | None:
     """The first series that the method reports, or None if the run was never evaluated."""
     for record in run.rounds:
-        if record.accuracy:
-            return next(iter(record.accuracy))
+        for measure in (ACCURACY, LOSS):
+            if measure.of(record):
+                return next(iter(measure.of(record)))
     return None
 
 
-def scores(run: RunRecord, series: str, split: str = "test") -> list[Score]:
+def unseen_clients(run: RunRecord) -> frozenset[int]:
+    """Identifiers of the clients that never train; none in runs recorded before there were such."""
+    return frozenset(row.get("id", i) for i, row in enumerate(run.clients) if row.get("unseen") is True)
+
+
+def scores(
+    run: RunRecord, series: str, split: str = "test", measure: Measure = ACCURACY, *, unseen: bool = False
+) -> list[Score]:
     """Statistics of every evaluation of one series, in the order of the rounds.
 
     Args:
         run: the run.
         series: such as ``personal``.
         split: ``test`` or ``val``.
+        measure: accuracy or loss.
+        unseen: over the clients that never train instead of those that can.
     """
     sizes = {row.get("id", i): float(row.get(split) or 0) for i, row in enumerate(run.clients)}
+    apart = unseen_clients(run)
     found = []
     for record in run.rounds:
-        values = (record.accuracy or {}).get(series, {}).get(split)
+        values = measure.of(record).get(series, {}).get(split)
         if values is None:
             continue
-        weights = [sizes[i] for i in range(len(values))] if all(i in sizes for i in range(len(values))) else None
-        one = score(values, weights, record.round)
+        kept = [i for i in range(len(values)) if (i in apart) == unseen]
+        weights = [sizes[i] for i in kept] if all(i in sizes for i in kept) else None
+        one = score([values[i] for i in kept], weights, record.round, measure)
         if one is not None:
             found.append(one)
     return found
@@ -240,21 +273,23 @@ def totals(records: Sequence[RoundRecord]) -> Totals:
     )
 
 
-def summarise_series(run: RunRecord, series: str) -> SeriesSummary:
-    """Test accuracy of one series at the rounds that a report may choose."""
-    test = scores(run, series, "test")
+def summarise_series(run: RunRecord, series: str, measure: Measure = ACCURACY) -> SeriesSummary:
+    """Test accuracy or loss of one series at the rounds that a report may choose."""
+    test = scores(run, series, "test", measure)
     if not test:
         return SeriesSummary(series, None, None, None, None)
-    validation = {one.round: one.mean for one in scores(run, series, "val")}
+    validation = {one.round: one.mean for one in scores(run, series, "val", measure)}
     candidates = [one for one in test if one.round in validation]
-    best = max(candidates, key=lambda one: (validation[one.round], -one.round)) if candidates else None
+    best = min(candidates, key=lambda one: (measure.rank(validation[one.round]), one.round)) if candidates else None
     trained = [one.mean for one in test if one.round > 0] or [one.mean for one in test]
+    never = {one.round: one for one in scores(run, series, "test", measure, unseen=True)}
     return SeriesSummary(
         name=series,
         last=test[-1],
         best=best,
         last_ten=math.fsum(trained[-LAST:]) / len(trained[-LAST:]),
-        max_test=max(one.mean for one in test),
+        max_test=min((one.mean for one in test), key=measure.rank),
+        unseen=never.get(test[-1].round),
     )
 
 
@@ -286,11 +321,17 @@ def summarise(run: RunRecord, target: float | None = None) -> RunSummary:
     """
     target = run_target(run) if target is None else target
     headline = headline_series(run)
-    names = dict.fromkeys(name for record in run.rounds for name in record.accuracy or {})
+
+    def each(measure: Measure) -> dict[str, SeriesSummary]:
+        names = dict.fromkeys(name for record in run.rounds for name in measure.of(record))
+        return {name: summarise_series(run, name, measure) for name in names}
+
     return RunSummary(
         run=run,
         headline=headline,
-        series={name: summarise_series(run, name) for name in names},
+        measure=judged(run) or ACCURACY,
+        accuracy=each(ACCURACY),
+        risk=each(LOSS),
         totals=totals(run.rounds),
         target=target,
         to_target=to_target(run, headline, target),

@@ -17,8 +17,10 @@ from rich.text import Text
 
 from fedlowrank.record import RunRecord
 
+from .ablation import Ablation, ablations
 from .columns import BLOCKS, Block, Column, columns_of
 from .groups import Group, Target, aggregate
+from .routing import collapse_notes
 from .rows import Row, row_of
 from .sizes import sizes_differ
 from .units import number, plain
@@ -34,6 +36,8 @@ class Comparison:
         columns: the columns shown; the method itself is not among them.
         targets: target of each experiment, by name.
         footnotes: ``(term, meaning)``, one line each.
+        ablations: results against what was varied.
+        warnings: what a reader must not miss.
     """
 
     groups: tuple[Group, ...]
@@ -41,6 +45,8 @@ class Comparison:
     columns: tuple[Column, ...]
     targets: Mapping[str, Target]
     footnotes: tuple[tuple[str, str], ...]
+    ablations: tuple[Ablation, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def block(self, name: Block) -> list[Column]:
         """Columns of one block."""
@@ -88,11 +94,17 @@ def compare(groups: Sequence[Group]) -> Comparison:
         if target.value is not None:
             said = f"mean test accuracy of {number(100 * target.value)} %{where}, {target.source}"
             notes.append(("target", said + "; costs are summed up to the first evaluated round that reached it"))
-    notes.append(
-        ("max test", "max test over rounds (as some libraries report) chooses on test examples; it is in the CSV only")
-    )
+    if any(row["accuracy_last"] is not None for row in rows) or not any(row["judged_by"] for row in rows):
+        notes.append(
+            (
+                "max test",
+                "max test over rounds (as some libraries report) chooses on test examples; it is in the CSV only",
+            )
+        )
     notes += [("paper", label) for label in dict.fromkeys(str(row["reference"]) for row in rows if row["reference"])]
-    return Comparison(tuple(groups), rows, columns, targets, tuple(notes))
+    return Comparison(
+        tuple(groups), rows, columns, targets, tuple(notes), tuple(ablations(groups)), tuple(collapse_notes(groups))
+    )
 
 
 def to_csv(table: Comparison) -> str:
@@ -110,8 +122,14 @@ def to_csv(table: Comparison) -> str:
 
 
 def to_markdown(table: Comparison) -> str:
-    """One Markdown table a block, with footnotes."""
-    parts = []
+    """One Markdown table an ablation and a block, with footnotes; warnings come first."""
+    parts = [f"> {_markdown(said)}" for said in table.warnings]
+    for one in table.ablations:
+        heads = [_markdown(name) for name in (*one.fields, *one.columns)]
+        lines = [f"**{_markdown(one.title)}**", "", _pipes(heads)]
+        lines.append(_pipes([":---"] * len(one.fields) + ["---:"] * len(one.columns)))
+        lines += [_pipes([_markdown(text) for text in (*values, *cells)]) for values, cells in one.rows]
+        parts.append("\n".join([*lines, "", _markdown(one.note)]))
     for block in BLOCKS:
         columns = table.block(block)
         if not columns:
@@ -129,8 +147,8 @@ def to_markdown(table: Comparison) -> str:
 
 
 def to_html(table: Comparison) -> str:
-    """One HTML table a block, each in a box of its own that scrolls sideways; without footnotes."""
-    parts = []
+    """One HTML table an ablation and a block, each in a box of its own that scrolls sideways; without footnotes."""
+    parts = [ablation_html(one) for one in table.ablations]
     for block in BLOCKS:
         columns = table.block(block)
         if not columns:
@@ -149,6 +167,25 @@ def to_html(table: Comparison) -> str:
     return "\n".join(parts)
 
 
+def ablation_html(table: Ablation) -> str:
+    """An ablation as an HTML table, in a box of its own that scrolls sideways, with its note."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.fields)
+    head += "".join(f'<th scope="col" class="right">{escape(name)}</th>' for name in table.columns)
+    body = [
+        "<tr>"
+        + "".join(f'<th scope="row">{escape(text)}</th>' for text in values)
+        + "".join(f'<td class="right">{escape(text)}</td>' for text in cells)
+        + "</tr>"
+        for values, cells in table.rows
+    ]
+    caption = escape(table.title)
+    return (
+        f'<div class="scroll ablation" role="region" tabindex="0" aria-label="{caption}"><table><caption>{caption}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        f'<p class="sub">{escape(table.note)}</p>'
+    )
+
+
 TERMINAL = 80
 """Characters of a line in a terminal; a block that needs more goes on in a further table."""
 
@@ -157,8 +194,8 @@ LABEL = 24
 
 
 def render_terminal(table: Comparison) -> RenderableType:
-    """Rich tables for a terminal, one a block or as many as its width takes, with footnotes below."""
-    parts: list[RenderableType] = []
+    """Rich tables for a terminal, one an ablation and a block or as many as its width takes, with footnotes below."""
+    parts: list[RenderableType] = [made for one in table.ablations for made in _ablation(one)]
     labels = [table.label(row) for row in table.rows]
     for block in BLOCKS:
         columns = [column for column in table.block(block) if not column.wide]
@@ -174,7 +211,35 @@ def render_terminal(table: Comparison) -> RenderableType:
                 one.add_row(Text(label), *(Text(column.text(row)) for column in some))
             parts.append(one)
     parts += [Text(f"{term}: {said}.", style="dim") for term, said in table.footnotes]
+    parts += [Text(said, style="yellow") for said in table.warnings]
     return Stack(*parts)
+
+
+def _ablation(table: Ablation) -> list[RenderableType]:
+    """As many tables as the width of a terminal takes, the fields in front of each."""
+    wide = sum(3 + max(len(name), *(len(values[i]) for values, _ in table.rows)) for i, name in enumerate(table.fields))
+    shares: list[list[int]] = []
+    left = 0
+    for i, name in enumerate(table.columns):
+        # a long head takes several lines
+        need = 3 + max(min(len(name), LABEL), *(len(cells[i]) for _, cells in table.rows))
+        if not shares or need > left:
+            shares.append([])
+            left = TERMINAL - 2 - wide
+        shares[-1].append(i)
+        left -= need
+    made: list[RenderableType] = []
+    for place, share in enumerate(shares):
+        title = table.title + (", continued" if place else "")
+        one = RichTable(title=Text(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for name in table.fields:
+            one.add_column(Text(name), no_wrap=True)
+        for i in share:
+            one.add_column(Text(table.columns[i]), justify="right", overflow="fold", max_width=LABEL)
+        for values, cells in table.rows:
+            one.add_row(*map(Text, values), *(Text(cells[i]) for i in share))
+        made.append(one)
+    return [*made, Text(table.note, style="dim")]
 
 
 def _fitting(table: Comparison, columns: Sequence[Column], label: int) -> list[list[Column]]:

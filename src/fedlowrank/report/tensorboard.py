@@ -9,14 +9,18 @@ from pathlib import Path
 from fedlowrank.errors import ConfigError
 from fedlowrank.record import RoundRecord, RunRecord
 
-from .summary import score
+from .measure import ACCURACY, LOSS
+from .routing import recovery_by_round
+from .summary import score, unseen_clients
 
 
 def export_tensorboard(run: RunRecord, folder: Path) -> None:
     """Write one event file with a run's accuracies, bytes, losses and seconds.
 
-    Tags are ``accuracy/<series>/<split>`` (unweighted mean over clients, in [0, 1]), ``bytes/up``, ``bytes/down`` and
-    ``bytes/total`` (cumulative), ``loss/<pass>`` and ``seconds/<kind>``; the step is the number of rounds completed.
+    Tags are ``accuracy/<series>/<split>`` (unweighted mean over clients, in [0, 1]) and ``loss/<series>/<split>`` (the mean
+    loss on the same examples), with ``/unseen`` behind them for the clients that never train, whom no other tag counts;
+    ``bytes/up``, ``bytes/down`` and ``bytes/total`` (cumulative), ``loss/<pass>`` (in training), ``routes/recovery`` (adjusted
+    Rand index) and ``seconds/<kind>``; the step is the number of rounds completed.
 
     Args:
         run: the run.
@@ -33,21 +37,25 @@ def export_tensorboard(run: RunRecord, folder: Path) -> None:
         ) from error
     writer = SummaryWriter(log_dir=str(folder))
     try:
-        sent = 0
+        sent, apart, recovered = 0, unseen_clients(run), recovery_by_round(run)
         for record in run.rounds:
             sent += record.bytes_up + record.bytes_down
-            for tag, value in _scalars(record, sent):
+            for tag, value in _scalars(record, sent, apart):
                 writer.add_scalar(tag, value, record.round)
+            if record.round in recovered:
+                writer.add_scalar("routes/recovery", recovered[record.round], record.round)
     finally:
         writer.close()
 
 
-def _scalars(record: RoundRecord, sent: int) -> Iterator[tuple[str, float]]:
-    for series, splits in (record.accuracy or {}).items():
-        for split, values in splits.items():
-            one = score(values)
-            if one is not None:
-                yield f"accuracy/{series}/{split}", one.mean
+def _scalars(record: RoundRecord, sent: int, apart: frozenset[int]) -> Iterator[tuple[str, float]]:
+    for measure, name in ((ACCURACY, "accuracy"), (LOSS, "loss")):
+        for series, splits in measure.of(record).items():
+            for split, values in splits.items():
+                for end, unseen in (("", False), ("/unseen", True)):
+                    one = score([value for i, value in enumerate(values) if (i in apart) == unseen])
+                    if one is not None:
+                        yield f"{name}/{series}/{split}{end}", one.mean
     yield "bytes/up", record.bytes_up
     yield "bytes/down", record.bytes_down
     yield "bytes/total", sent

@@ -58,6 +58,18 @@ def percent_pair(value: float | None, plus_minus: float | None) -> str:
     return f"{percent(value)} ± {percent(plus_minus)}"
 
 
+def loss(value: float | None, digits: int = 4) -> str:
+    """A loss with that many significant digits, such as ``0.01234`` or ``1.234e-06``."""
+    return NONE if value is None or not math.isfinite(value) else f"{value:#.{digits}g}".rstrip(".")
+
+
+def loss_pair(value: float | None, plus_minus: float | None) -> str:
+    """A loss and its spread, such as ``0.01234 ± 0.0011``."""
+    if plus_minus is None or not math.isfinite(plus_minus):
+        return loss(value)
+    return f"{loss(value)} ± {loss(plus_minus, 2)}"
+
+
 def seconds(value: float | None) -> str:
     """A duration: seconds below two minutes, then minutes, then hours."""
     if value is None or not math.isfinite(value):

@@ -9,8 +9,10 @@ from typing import Any
 
 from fedlowrank.record import RunRecord
 
-from .groups import Group, Spread, experiment, seed, settings, value_text, vary_text
-from .summary import part
+from .groups import Group, Spread, experiment, measure_of, seed, settings, value_text, vary_text
+from .measure import ACCURACY, LOSS, Measure
+from .routing import collapse_notes
+from .summary import part, unseen_clients
 from .units import percent, plain
 
 SAME = 5e-5
@@ -29,10 +31,19 @@ def what_was_run(groups: Sequence[Group]) -> str:
         f"{count(len(run.clients), 'client')} with {sizes[0]} training, {sizes[1]} validation and {sizes[2]} test "
         f"examples in all."
     )
+    never = len(unseen_clients(run))
+    if never:
+        said.append(
+            f"{never} of the clients never train and stand apart in all results: means are over the other "
+            f"{len(run.clients) - never}."
+        )
     if partition:
         said.append(f"Partition: {_described(partition, ('kind', 'name'))}.")
     if split:
         said.append(f"Split: {_described(split, ('kind', 'name'))}.")
+    concept = part(run.config, "concept")
+    if concept:
+        said.append(f"Concept: {_described(concept, ('kind', 'name'))}.")
     changed = part(run.config, "augment")
     if changed:
         said.append(f"Training images are changed at random: {_described(changed, ())}.")
@@ -44,9 +55,12 @@ def what_was_run(groups: Sequence[Group]) -> str:
     seeds = list(dict.fromkeys(seed(one.run) for group in groups for one in group.runs))
     said.append(f"{count(len(seeds), 'seed')}: {', '.join(seeds)}." if len(seeds) > 1 else f"One seed: {seeds[0]}.")
     swept = dict.fromkeys(key for group in groups for key, _ in group.vary)
+    over = []
     for key in swept:
         values = dict.fromkeys(value_text(dict(group.vary).get(key)) for group in groups)
-        said.append(f"Varied: {key} over {', '.join(values)}; settings above are those of the first.")
+        over.append(f"{key} over {', '.join(values)}")
+    if over:
+        said.append(f"Varied: {'; '.join(over)}; settings above are those of the first.")
     return " ".join(said)
 
 
@@ -63,49 +77,79 @@ def finding(groups: Sequence[Group]) -> list[str]:
     if len(variants) == 1:
         return [_one_finding(groups)]
     each = [f"{text or 'Without variation'}: {_one_finding(some)}" for text, some in zip(variants, parts, strict=True)]
-    leads = [(_ranked(some)[0][0].short, _clear(some)) for some in parts if _ranked(some)]
-    if len(dict.fromkeys(group.short for group in groups)) < 2 or not leads:
+    measure = measure_of(groups)
+    leads = [(ranked[0][0].short, _clear(ranked)) for some in parts if (ranked := _ranked(some, measure))]
+    if not leads:
         return each
+    if len(dict.fromkeys(group.short for group in groups)) < 2:
+        return [_best_setting(groups, measure), *each]
     wins = Counter(name for name, _ in leads)
     said = "; ".join(f"{name} leads at {n} of {len(leads)} settings" for name, n in wins.most_common())
     clear = sum(clear for _, clear in leads)
     return [f"{said}. The lead is outside the 95 % intervals over seeds at {clear} of {len(leads)}.", *each]
 
 
-def _ranked(groups: Sequence[Group]) -> list[tuple[Group, Spread]]:
-    found = [(group, accuracy) for group in groups if (accuracy := group.accuracy) is not None]
-    return sorted(found, key=lambda pair: -pair[1].mean)
+def _best_setting(groups: Sequence[Group], measure: Measure) -> str:
+    """Which setting of the one method is best, and whether the intervals over seeds say so."""
+    ranked = _ranked(groups, measure)
+    best, result = ranked[0]
+    said = f"{best.short} is best with {vary_text(best.vary) or 'no variation'}, {measure.text(result.mean)}, "
+    if _clear(ranked):
+        return f"{said}and its 95 % interval over seeds overlaps that of no other setting."
+    return (
+        f"{said}but its 95 % interval over seeds overlaps others or is not known: these runs alone do not establish it."
+    )
 
 
-def _apart(high: Spread, low: Spread) -> bool:
-    return high.ci is not None and low.ci is not None and high.mean - low.mean > high.ci + low.ci
+Ranked = Sequence[tuple[Group, Spread]]
 
 
-def _clear(groups: Sequence[Group]) -> bool:
-    ranked = _ranked(groups)
+def _ranked(groups: Sequence[Group], measure: Measure) -> Ranked:
+    """The groups that have a result, the best first."""
+    found = [(group, result) for group in groups if (result := group.final(measure)) is not None]
+    return sorted(found, key=lambda pair: measure.rank(pair[1].mean))
+
+
+def _apart(one: Spread, other: Spread) -> bool:
+    return one.ci is not None and other.ci is not None and abs(one.mean - other.mean) > one.ci + other.ci
+
+
+def _clear(ranked: Ranked) -> bool:
     return len(ranked) > 1 and all(_apart(ranked[0][1], other) for _, other in ranked[1:])
 
 
+def _level(one: Spread, other: Spread, measure: Measure) -> bool:
+    """Whether two results print as equal."""
+    if measure == ACCURACY:
+        return abs(one.mean - other.mean) < SAME
+    return measure.text(one.mean) == measure.text(other.mean)
+
+
 def _one_finding(groups: Sequence[Group]) -> str:
-    ranked = _ranked(groups)
+    measure = measure_of(groups)
+    ranked = _ranked(groups, measure)
     if not ranked:
         return "No run was evaluated, so there is nothing to compare."
     (lead, best), rest = ranked[0], ranked[1:]
-    value = f"{percent(best.mean)} % mean test accuracy at the last evaluated round"
+    value = f"{measure.text(best.mean)} mean {measure.noun} at the last evaluated round"
+    if measure == LOSS:
+        value = f"a mean {measure.noun} of {measure.text(best.mean)} at the last evaluated round"
     if not rest:
-        return f"{lead.short} reached {value}{_interval(best)}."
+        return f"{lead.short} reached {value}{_interval(best, measure)}."
     second, other = rest[0]
-    gap = best.mean - other.mean
-    if gap < SAME:
-        level = [group.short for group, accuracy in ranked if best.mean - accuracy.mean < SAME]
+    if _level(best, other, measure):
+        level = [group.short for group, result in ranked if _level(best, result, measure)]
         return f"{' and '.join(level)} are level with {value}."
-    said = f"{lead.short} leads with {value}, {percent(gap)} percentage points ahead of {second.short}. "
+    gap = abs(best.mean - other.mean)
+    behind = f"{percent(gap)} percentage points ahead of" if measure == ACCURACY else f"{measure.text(gap)} below"
+    way = "" if measure.higher else " (lower is better)"
+    said = f"{lead.short} leads{way} with {value}, {behind} {second.short}. "
     if best.ci is None or other.ci is None:
         return said + "At least one of them ran with one seed, so whether the order would hold again is not known."
     n = f"{best.n} seeds" if best.n == other.n else f"{best.n} and {other.n} seeds"
     if not _apart(best, other):
         return said + f"Their 95 % intervals over {n} overlap: these runs alone do not establish the order."
-    level = [group.short for group, accuracy in rest if not _apart(best, accuracy)]
+    level = [group.short for group, result in rest if not _apart(best, result)]
     if level:
         return said + f"Their 95 % intervals over {n} do not overlap; that of {', '.join(level)} does or is not known."
     others = "that of any other method" if len(rest) > 1 else f"that of {second.short}"
@@ -122,9 +166,10 @@ def notes(groups: Sequence[Group]) -> list[str]:
         status = [f"seed {seed(one.run)} {one.status}" for one in group.runs if one.status]
         if status:
             said.append(f"{group.label}: {'; '.join(status)}. Its numbers are those of the rounds it has.")
-        bad = sum(score.non_finite for score in group.last)
-        if bad:
-            said.append(f"{group.label}: {count(bad, 'client accuracy', 'client accuracies')} not finite, left out.")
+        for measure, one, many in ((ACCURACY, "accuracy", "accuracies"), (LOSS, "loss", "losses")):
+            bad = sum(score.non_finite for score in group.last_of(group.headline, measure))
+            if bad:
+                said.append(f"{group.label}: {count(bad, f'client {one}', f'client {many}')} not finite, left out.")
         without = max((score.without for score in group.last), default=0)
         if without:
             said.append(f"{group.label}: {count(without, 'client')} without test examples left out of all means.")
@@ -133,10 +178,11 @@ def notes(groups: Sequence[Group]) -> list[str]:
         named = "; ".join(
             f"{name}: {', '.join(g.label for g in groups if g.headline == name)}" for name in series if name is not None
         )
-        said.append(f"The methods are judged by different series of accuracy ({plain(named)}).")
+        said.append(f"The methods are judged by different series of {groups[0].measure.noun} ({plain(named)}).")
     counts = {len(group.last) for group in groups}
     if len(counts) > 1:
         said.append("The methods have different numbers of seeds.")
+    said += collapse_notes(groups)
     said += _differences(groups)
     return said
 
@@ -179,8 +225,9 @@ def _described(values: Mapping[str, Any], first: Sequence[str]) -> str:
     return f"{flat(values[name])} ({inner})" if inner else flat(values[name])
 
 
-def _interval(value: Spread) -> str:
-    return "" if value.ci is None else f" (± {percent(value.ci)} points, 95 % interval over {value.n} seeds)"
+def _interval(value: Spread, measure: Measure) -> str:
+    points = " points" if measure == ACCURACY else ""
+    return "" if value.ci is None else f" (± {measure.number(value.ci)}{points}, 95 % interval over {value.n} seeds)"
 
 
 def count(n: int, noun: str, plural: str = "") -> str:

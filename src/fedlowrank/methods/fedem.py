@@ -1,0 +1,124 @@
+"""FedEM: federated multi-task learning under a mixture of distributions.
+
+O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal. NeurIPS 2021. arXiv:2108.10252, Algorithm 1 (its long form, 2).
+
+    server, each round t:   send θ_1, ..., θ_C to each client k of the sample S_t                download
+    client k, E-step:       q_k(z_i = c) ∝ π_kc exp(-l(h_{θ_c}(x_i), y_i)) for every example i   shares_of_examples
+              M-step:       π_kc ← Σ_i q_k(z_i = c) / n_k                                        mixture
+                            θ_kc ← SGD on Σ_i q_k(z_i = c) l(h_{θ_kc}(x_i), y_i) / n_k, E epochs local_update
+                            keep π_k; send every θ_kc
+    server:                 θ_c ← Σ_k n_k θ_kc / Σ_k n_k                                         server_update
+    inference:              Σ_c π_kc softmax(h_{θ_c}(x)); of a regression Σ_c π_kc h_{θ_c}(x)    predictor
+
+The E-step takes the models received and π_k of the round before, and holds during local training: every batch finds the q of
+its examples again from those models, C forward passes more. Scores are the logarithm of the mixture. A client without π_k
+begins at even shares; one that never took part takes ``adapt`` EM steps on π_k alone, on its training data, before it infers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..clusters import even, initial_models, losses_of
+from ..errors import ConfigError
+from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..models.architecture import Architecture
+from ..tree import Params, map, mean  # noqa: A004
+
+
+def shares_of_examples(model: Architecture, models: Params, pi: Tensor, batch: Batch) -> Tensor:
+    """The q ``[C, b]``: how likely each component is to have made each example."""
+    return (pi.log()[:, None] - losses_of(model, models, batch)).softmax(0)
+
+
+def mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
+    """π ``[C]`` after one EM step with fixed models."""
+    model = view.model
+
+    def counted(models: Params, batch: Batch, pi: Tensor) -> Tensor:
+        return batch.total(shares_of_examples(model, models, pi, batch).mT)
+
+    return view.total(counted, models, given=(pi,)) / view.info.examples
+
+
+@dataclass(frozen=True)
+class FedEM(Method[Params, Tensor | None, Params, Params]):
+    """C common component models; every client has its own shares of them.
+
+    Attributes:
+        clusters: C, number of components.
+        adapt: EM steps on the shares of a client that never took part, before it infers; 0 leaves them even.
+    """
+
+    clusters: int = 4
+    adapt: int = 10
+
+    title = "FedEM"
+    citation = "Marfoq et al., NeurIPS 2021, arXiv:2108.10252"
+    at_rest: ClassVar[dict[str, int]] = {"adapt": 1}  # the one EM step of a round moves the shares, whoever learns
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adapt < 0:
+            raise ConfigError(f"FedEM: adapt must be >= 0; it is {self.adapt}")
+
+    def server_init(self, task: Task) -> Params:
+        """C draws of the initial weights ``[C, ...]``."""
+        return initial_models(self.title, task, self.clusters)
+
+    def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
+        """No shares until the client has trained."""
+        del task, client
+        return None
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """All components."""
+        del client
+        return server
+
+    def local_update(self, state: Tensor | None, down: Params, view: ClientView) -> tuple[Tensor | None, Params]:
+        """The E-step, then the M-step of π and of the components."""
+        pi, model = even(down).softmax(0) if state is None else state, view.model
+
+        def loss(models: Params, batch: Batch, received: Params, pi: Tensor) -> Tensor:
+            q = shares_of_examples(model, received, pi, batch)
+            return batch.mean((q * losses_of(model, models, batch)).sum(0))
+
+        return mixture(down, pi, view), view.train(loss, down, "local", self.optimiser, given=(down, pi))
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+        """The mean of every component, weighted by n_k and not by the shares."""
+        del server, view
+        return mean([r.upload for r in replies], by_examples(replies))
+
+    def personal(self, state: Tensor | None, down: Params, view: ClientView) -> Params:
+        """The component with the largest share, for one model is not their mixture."""
+        chosen = int(self.routes(state, down, view).argmax())
+        return map(lambda t: t[chosen], down)
+
+    def predictor(self, state: Tensor | None, down: Params, view: ClientView) -> Predictor:
+        """The mixture."""
+        pi, model, regression = self.routes(state, down, view), view.model, view.task.classes == 0
+        components = [{n: t[c] for n, t in down.items()} for c in range(len(pi))]
+
+        def predict(x: Any) -> Tensor:
+            outputs = torch.stack([model.apply(component, x) for component in components])
+            if regression:
+                return pi @ outputs.movedim(0, 1)
+            return (outputs.log_softmax(-1) + pi.log()[:, None, None]).logsumexp(0)
+
+        return predict
+
+    def routes(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:
+        """π_k."""
+        if state is not None:
+            return state
+        pi = even(down).softmax(0)
+        for _ in range(self.adapt):
+            pi = mixture(down, pi, view)
+        return pi

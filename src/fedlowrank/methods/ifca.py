@@ -1,0 +1,106 @@
+"""IFCA: an efficient framework for clustered federated learning.
+
+A. Ghosh, J. Chung, D. Yin, K. Ramchandran. NeurIPS 2020. arXiv:2006.04088, Algorithm 1, option II (model averaging).
+
+    server, each round t:   send θ_1, ..., θ_C to each client k of the sample S_t                download
+    client k:               ĵ = argmin_j F_k(θ_j); s_k the one-hot of ĵ                          nearest
+                            θ_k ← SGD on F_k from θ_ĵ, E epochs; send θ_k and s_k                local_update
+    server:                 θ_j ← Σ_k s_kj n_k θ_k / Σ_k s_kj n_k                                server_update
+    inference:              θ_ĵ, with ĵ chosen anew from the models received                     personal
+
+F_k is the mean loss over all training examples of the client. A model that nobody picked stays as it was. The paper takes
+the plain mean of the members; so does ``weights = "uniform"``. The models begin at different draws, all layers are their
+own, and a client keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..clusters import cluster_mean, initial_models, losses_of, select
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
+from ..tree import Params, map, tree  # noqa: A004
+
+
+@tree
+class Upload:
+    """The trained model ``[1, ...]``, and s_k ``[C]``."""
+
+    model: Params
+    choice: Tensor
+
+
+def nearest(down: Params, view: ClientView) -> int:
+    """The model with the lowest loss on the client's training data; the first of equals."""
+    model = view.model
+
+    def lost(models: Params, batch: Batch) -> Tensor:
+        return batch.total(losses_of(model, models, batch).mT)
+
+    return int(view.total(lost, down).argmin())
+
+
+@dataclass(frozen=True)
+class IFCA(Method[Params, None, Params, Upload]):
+    """C whole models, of which every client trains the one that fits it best.
+
+    Attributes:
+        clusters: C, number of models.
+        weights: of a reply: the client's number of training examples n_k, or uniform.
+    """
+
+    clusters: int = 4
+    weights: Literal["examples", "uniform"] = "examples"
+
+    title = "IFCA"
+    citation = "Ghosh et al., NeurIPS 2020, arXiv:2006.04088"
+
+    def server_init(self, task: Task) -> Params:
+        """C draws of the initial weights ``[C, ...]``."""
+        return initial_models(self.title, task, self.clusters)
+
+    def client_init(self, task: Task, client: ClientInfo) -> None:
+        """A client keeps nothing."""
+        del task, client
+
+    def download(self, server: Params, client: ClientInfo) -> Params:
+        """All models."""
+        del client
+        return server
+
+    def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Upload]:
+        """Choose, and train what was chosen."""
+        del state
+        model, chosen = view.model, nearest(down, view)
+
+        def loss(p: Params, batch: Batch) -> Tensor:
+            return task_loss(model.apply({n: t[0] for n, t in p.items()}, batch.x), batch)
+
+        trained = view.train(loss, select(down, chosen), "local", self.optimiser)
+        return None, Upload(trained, self._one_hot(chosen, down))
+
+    def server_update(self, server: Params, replies: Sequence[Reply[Upload]], view: ServerView) -> Params:
+        """The mean of the members of each cluster."""
+        del view
+        sizes = by_examples(replies) if self.weights == "examples" else [1.0] * len(replies)
+        weights = [[s * n for s in r.upload.choice.tolist()] for r, n in zip(replies, sizes, strict=True)]
+        return cluster_mean(server, [r.upload.model for r in replies], weights)
+
+    def personal(self, state: None, down: Params, view: ClientView) -> Params:
+        """The model that fits the client's training data best."""
+        del state
+        chosen = nearest(down, view)
+        return map(lambda t: t[chosen], down)
+
+    def routes(self, state: None, down: Params, view: ClientView) -> Tensor:
+        """The one-hot of the client's choice."""
+        del state
+        return self._one_hot(nearest(down, view), down)
+
+    def _one_hot(self, chosen: int, like: Params) -> Tensor:
+        return torch.eye(self.clusters)[chosen].to(next(iter(like.values())))

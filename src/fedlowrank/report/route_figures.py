@@ -1,0 +1,187 @@
+"""Figures of routes: which cluster has which share of each client, how that came about, and how true it is.
+
+As in :mod:`fedlowrank.report.figures`, they are made from groups and styles, and None or nothing where there is none to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path
+from matplotlib.ticker import FixedLocator, MaxNLocator
+
+from .axes import Styles, line, methods, rgb, rounds_axis, seeds_note
+from .courses import Floats
+from .groups import Group, seed
+from .routing import recovered, routed, true_clusters
+from .style import INK, WIDTH, Picture, colour, drawing, legend, new_figure
+from .summary import unseen_clients
+from .units import plain
+
+PANELS = 5
+"""Most rounds of which a figure shows the routes."""
+
+CLIENTS = 300
+"""Most rows of a heat map; of more clients, so many are drawn, evenly spaced."""
+
+CELLS = 6000
+"""Cells of all panels together beyond which there are fewer rows, down to :data:`FEWEST`: each is a path in the page."""
+
+FEWEST = 100
+LEVELS = 16
+"""Shades of a share: neighbours cannot be told apart, and cells of one shade make one path of the drawing."""
+
+ALL_TICKS = 5
+"""Most clusters that are all named along an axis."""
+
+
+def routes(groups: Sequence[Group]) -> list[Picture]:
+    """Heat maps clients x clusters of the first seed of every method that has routes, at a few rounds up to the last."""
+    return [picture for group in groups if (picture := _routes(group)) is not None]
+
+
+def recovery_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | None:
+    """Cluster recovery against rounds, one line a method, with the 95 % interval over seeds as a band."""
+    found = [(group, course) for group in groups if (course := recovered(group)) is not None]
+    if not found:
+        return None
+    with drawing():
+        figure, axes = new_figure(2.6)
+        handles = [line(axes, course.rounds, course.mean, course.ci, styles[group.short]) for group, course in found]
+        lowest = min(float(course.mean.min()) for _, course in found)
+        axes.set(xlabel="round", ylabel="adjusted Rand index", ylim=(min(-0.04, lowest - 0.04), 1.04))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+        rounds_axis(axes.xaxis)
+        legend(figure, handles, [group.short for group, _ in found])
+    ends = ", ".join(f"{group.short} {course.mean[-1]:.2f}" for group, course in found)
+    return Picture(
+        figure,
+        "Cluster recovery over rounds",
+        f"Line chart of the adjusted Rand index of routes and true clusters against rounds for {methods(len(found))}. At "
+        f"the end: {ends}.",
+        "Adjusted Rand index of the clients' largest shares against the clusters that their data come from: 1 where both "
+        f"divide the clients alike, about 0 where routes say nothing{seeds_note([group for group, _ in found])}",
+    )
+
+
+def _routes(group: Group) -> Picture | None:
+    run = group.first
+    rounds = routed(run)
+    if not rounds:
+        return None
+    names = sorted(rounds)
+    # evenly spaced in rounds: the first evaluations are often closer to each other than the later ones
+    wanted = np.linspace(names[0], names[-1], PANELS) if len(names) > PANELS else np.array(names)
+    shown = sorted({min(names, key=lambda at: (abs(at - want), at)) for want in wanted.tolist()})
+    clients, clusters = rounds[names[-1]].shape
+    truth = true_clusters(run, clients)
+    order = sorted(range(clients), key=lambda i: (truth[i] is None, truth[i] or 0, i))
+    most = min(clients, CLIENTS, max(FEWEST, CELLS // (clusters * len(shown))))
+    rows = [order[i] for i in np.linspace(0, clients - 1, most).round().astype(int)]
+    apart = unseen_clients(run)
+    with drawing():
+        height = 0.9 + min(3.3, max(1.5, 0.07 * len(rows)))
+        figure = Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(wspace=0.06))
+        ratios = [1.0] * len(shown) + [0.12 * max(1.0, len(shown) / 3)]
+        *panels, key = figure.subplots(1, len(shown) + 1, width_ratios=ratios, squeeze=False)[0]
+        for axes, at in zip(panels, shown, strict=True):
+            shades(axes, rounds[at][rows])
+            axes.set_title(f"round {at}", fontsize=9.5, pad=4)
+            axes.xaxis.set_major_locator(
+                FixedLocator(range(clusters)) if clusters <= ALL_TICKS else MaxNLocator(4, integer=True)
+            )
+            axes.set_yticks([])
+        _rows_of(panels[0], [truth[i] for i in rows], rows)
+        for axes in panels:
+            _borders(axes, [truth[i] for i in rows])
+        unseen = [y for y, i in enumerate(rows) if i in apart]
+        if unseen:
+            # an empty line outside the axes would have no place, and upset the layout
+            beside = panels[-1].get_yaxis_transform()
+            look = {"marker": "<", "markersize": 3, "color": INK, "clip_on": False}
+            panels[-1].plot([1.07] * len(unseen), unseen, linestyle="", transform=beside, **look)
+        panels[len(panels) // 2].set_xlabel("cluster of the method")
+        _key(key)
+    known = [c for c in truth if c is not None]
+    sorted_by = "their true cluster, with lines between clusters, then by number" if known else "number"
+    chosen = np.bincount(np.nan_to_num(rounds[names[-1]], nan=-1.0).argmax(axis=1), minlength=clusters)
+    notes = [f" {len(rows)} of {clients} clients are drawn, evenly spaced." if len(rows) < clients else ""]
+    notes.append(" A triangle marks a client that never trained." if unseen else "")
+    bad = int((~np.isfinite(rounds[names[-1]])).any(axis=1).sum())
+    notes.append(f" Rows of {bad} clients whose shares are not finite are empty." if bad else "")
+    return Picture(
+        figure,
+        f"Routes: {group.short}",
+        f"Heat maps of the shares of {clusters} clusters at {clients} clients under {group.short}, at "
+        f"{len(shown)} of the evaluated rounds. At round {names[-1]}, clients with their largest share at cluster 0, 1, ...: "
+        f"{', '.join(map(str, chosen))}.",
+        f"Share of each cluster (columns) at each client (rows), seed {seed(run)}, from round {shown[0]} to round "
+        f"{shown[-1]}. Clients are sorted by {sorted_by}. The method's clusters have no order: a good router gives the "
+        f"clients of one true cluster one column, whichever it is.{''.join(notes)}",
+    )
+
+
+def shades(axes: Axes, shares: Floats) -> None:
+    """Draw shares ``[rows, columns]`` as cells, the darker the larger; the first row is on top.
+
+    Cells are paths with an opacity, not pixels, so that they take the page's colours, and print sharp.
+    """
+    rows, columns = shares.shape
+    level = np.round(np.nan_to_num(shares, nan=0.0).clip(0, 1) * LEVELS).astype(int)
+    for shade in range(1, LEVELS + 1):
+        boxes: list[tuple[float, float]] = []
+        codes: list[np.uint8] = []
+        for x in range(columns):
+            for top, bottom in _stretches(level[:, x] == shade):
+                corners = ((x - 0.5, top), (x + 0.5, top), (x + 0.5, bottom), (x - 0.5, bottom), (x - 0.5, top))
+                boxes += [(left, y - 0.5) for left, y in corners]
+                codes += [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
+        if boxes:
+            axes.add_patch(
+                PathPatch(Path(boxes, codes), facecolor=(*rgb(colour(0)), shade / LEVELS), linewidth=0, gid=f"{shade}")
+            )
+    axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
+    axes.grid(visible=False)
+    for spine in axes.spines.values():
+        spine.set(visible=True, alpha=0.4, linewidth=0.8)
+
+
+def _stretches(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[tuple[int, int]]:
+    """Where runs of True begin and, one further, end."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], flags.astype(int), [0]])))
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _borders(axes: Axes, truth: Sequence[int | None]) -> None:
+    at = [y - 0.5 for y in range(1, len(truth)) if truth[y] != truth[y - 1]]
+    axes.hlines(at, *axes.get_xlim(), color=INK, linewidth=0.7, alpha=0.7)
+
+
+def _rows_of(axes: Axes, truth: Sequence[int | None], rows: Sequence[int]) -> None:
+    """Label the rows: true clusters in the middle of their clients, or the clients' numbers where none is known."""
+    if all(cluster is None for cluster in truth):
+        some = sorted({int(y) for y in np.linspace(0, len(rows) - 1, min(5, len(rows)))})
+        axes.set_yticks(some, [str(rows[y]) for y in some])
+        axes.set_ylabel("client")
+        return
+    names = list(dict.fromkeys(truth))
+    middles = [float(np.mean([y for y, cluster in enumerate(truth) if cluster == name])) for name in names]
+    step = -(-len(names) // 12)
+    axes.set_yticks(middles[::step], ["?" if name is None else plain(name) for name in names][::step])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylabel("clients, by true cluster")
+
+
+def _key(axes: Axes) -> None:
+    """What shade is which share."""
+    shades(axes, np.linspace(1, 0, LEVELS + 1)[:, None])
+    axes.set_xticks([])
+    axes.yaxis.tick_right()
+    axes.set_yticks([0, LEVELS / 2, LEVELS], ["1", "½", "0"])
+    axes.tick_params(axis="y", length=2)
+    axes.set_title("share", fontsize=9.5, pad=4)

@@ -1,0 +1,157 @@
+"""Routes of Floral, what it refuses, and what it says about itself."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fedlowrank import Floral
+from fedlowrank.clusters import Router
+from fedlowrank.errors import ConfigError, TaskError
+
+from .test_floral_module import TINY, network, randn, shake
+
+
+def test_the_router() -> None:
+    model = Floral(nn.Linear(4, 3), rank=1, num_clusters=3, router=Router(temperature=2.0, top=2))
+    assert model.pi.tolist() == pytest.approx([1 / 3] * 3)
+    assert not model.pi.requires_grad
+    with torch.no_grad():
+        model.theta.copy_(torch.tensor([2.0, 0.0, 1.0]))
+    e = torch.tensor([1.0, 0.5]).exp()
+    assert model.pi.tolist() == pytest.approx([float(e[0] / e.sum()), 0.0, float(e[1] / e.sum())])
+    groups = Floral(nn.Linear(4, 3).requires_grad_(False), router=Router(lr=0.7)).parameter_groups()
+    assert (groups[1]["lr"], groups[1]["weight_decay"], len(groups[0]["params"])) == (0.7, 0.0, 3)
+
+
+def test_noise_is_of_training_alone_and_of_its_own_generator() -> None:
+    x = randn(2, 4)
+    router = Router(noise=1.0)
+    model = shake(Floral(nn.Linear(4, 3).double(), rank=1, num_clusters=3, router=router))
+    before = torch.get_rng_state()
+    outs = [model(x) for _ in range(3)]
+    assert not torch.equal(outs[0], outs[1])
+    assert not torch.equal(outs[1], outs[2])
+    again = shake(Floral(copy.deepcopy(model.base), rank=1, num_clusters=3, router=router))
+    assert torch.equal(again(x), outs[0])
+    other = shake(Floral(copy.deepcopy(model.base), rank=1, num_clusters=3, router=router, seed=1))
+    assert not torch.equal(other(x), outs[0])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(model.eval()(x), model(x))
+    torch.testing.assert_close(model(x), model.merge()(x), **TINY)
+    # a fixed route has nothing to be noisy about
+    model.train().route(1)
+    assert torch.equal(model(x), model(x))
+
+
+def test_routes() -> None:
+    model = shake(Floral(nn.Linear(4, 3).double(), rank=1, num_clusters=3))
+    x = randn(2, 4)
+    learned = model(x)
+    for c in range(3):
+        model.route(c)
+        assert model.pi.tolist() == [float(i == c) for i in range(3)]
+        torch.testing.assert_close(model(x), model.merge(c)(x), **TINY)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert model.theta.grad is None
+    u = model.adapted()["weight"].u.grad
+    assert u is not None
+    assert [bool(u[c].any()) for c in range(3)] == [False, False, True]
+    for mixture in ([0.5, 0.25, 0.25], torch.tensor([0.5, 0.25, 0.25])):
+        model.route(mixture)
+        torch.testing.assert_close(model(x), model.merge([0.5, 0.25, 0.25])(x), **TINY)
+    model.route(None)
+    assert torch.equal(model(x), learned)
+    bad: list[Any] = [3, -1, True, [0.5, 0.5], [0.5, 0.6, 0.5], [1.5, -0.5, 0.0], [float("nan"), 0.5, 0.5]]
+    for wrong in bad:
+        with pytest.raises(ConfigError, match=r"no cluster|numbers >= 0"):
+            model.route(wrong)
+        with pytest.raises(ConfigError, match=r"no cluster|numbers >= 0"):
+            model.merge(wrong)
+    known = Floral(nn.Linear(4, 3), router=Router(routing="optimal"))
+    with pytest.raises(TaskError, match=r"route\(cluster\)"):
+        known(torch.ones(1, 4))
+    known.route(0)
+    known(torch.ones(1, 4))
+
+
+class Checkpointed(nn.Module):
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).tanh()
+
+
+def test_activation_checkpointing_inside_is_refused_and_around_is_exact() -> None:
+    model = shake(Floral(Checkpointed().double(), rank=2))
+    x = randn(2, 3)
+    model(x).sum().backward()
+    plain = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, plain)
+    model.base.gradient_checkpointing = True
+    with pytest.raises(TaskError, match=r"Checkpointed.*gradient_checkpointing"):
+        model(x)
+    with torch.no_grad():
+        model(x)
+    model.eval()(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"num_clusters": 0}, ConfigError, "num_clusters.*>= 1; it is 0"),
+        ({"num_clusters": 2.0}, ConfigError, "num_clusters"),
+        ({"rank": 0}, ConfigError, "not 0"),
+        ({"rank": -1}, ConfigError, "not -1"),
+        ({"rank": 1.5}, ConfigError, "not 1.5"),
+        ({"rank": "8"}, ConfigError, "rank.*'8'"),
+        ({"rank": True}, ConfigError, "rank"),
+        ({"alpha": 0.0}, ConfigError, "alpha"),
+        ({"alpha": float("inf")}, ConfigError, "alpha"),
+        ({"construction": "reshape"}, ConfigError, "'reshaped'"),
+        ({"kinds": ("conv",)}, ConfigError, "kinds.*'conv'"),
+        ({"router": Router(update="mfl")}, ConfigError, "mfl"),
+        ({"exclude": lambda *_: True}, TaskError, "predicates"),
+    ],
+)
+def test_settings_out_of_range(options: dict[str, Any], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        Floral(network(), **options)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_modules_that_cannot_be_wrapped() -> None:
+    with pytest.raises(TaskError, match=r"no layer to adapt.*'PReLU'"):
+        Floral(nn.Sequential(nn.PReLU()))
+    with pytest.raises(TaskError, match=r"layer 0 .*lazy"):
+        Floral(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), exclude=lambda n, _: n == "0")
+    with pytest.raises(TaskError, match="given function"):
+        Floral(network)
+    shared = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    shared[1].weight = shared[0].weight
+    Floral(shared)
+    with pytest.raises(TaskError, match=r"layer 0 .*reparameterise=True"):
+        Floral(shared, reparameterise=False)
+
+
+def test_the_example_runs_as_written() -> None:
+    runner = doctest.DocTestRunner()
+    for example in doctest.DocTestFinder(recurse=False).find(
+        Floral, globs={"torch": torch, "nn": nn, "Floral": Floral}
+    ):
+        runner.run(example)
+    assert runner.tries > 4
+    assert runner.failures == 0
