@@ -22,7 +22,7 @@ from fedlowrank.low_rank.mixture import Construction, Pairs, as_offsets, centre,
 
 torch.set_num_threads(1)
 KEY = Key((0,))
-ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped")
+ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped", "input")
 REAL = torch.float64
 
 
@@ -208,7 +208,7 @@ def by_entries(u: Tensor, v: Tensor, shape: tuple[int, ...], rows: tuple[int, ..
 
 @pytest.mark.parametrize(
     ("construction", "rows"),
-    [("balanced", (0, 3)), ("filter", (0, 3)), ("channel", (0, 2, 3)), ("reshaped", (0, 2, 3))],
+    [("balanced", (0, 3)), ("filter", (0, 3)), ("channel", (0, 2, 3)), ("reshaped", (0, 2, 3)), ("input", (0,))],
 )
 def test_the_mixed_weights_of_a_module_entry_by_entry(construction: Construction, rows: tuple[int, ...]) -> None:
     # 3·10 + 4 rows and columns of the one channel-wise way are less than 3 + 4·10 of the other

@@ -16,7 +16,7 @@ from fedlowrank import Floral
 from fedlowrank.low_rank.mixture import Construction, Pairs, fold_of
 
 torch.set_num_threads(1)
-ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped")
+ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped", "input")
 REAL = torch.float64
 TINY = {"rtol": 1e-10, "atol": 1e-10}
 

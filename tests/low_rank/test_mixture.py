@@ -18,7 +18,7 @@ from fedlowrank.low_rank.mixture import Construction, Fold, Pairs, begin, centre
 
 torch.set_num_threads(1)
 KEY = Key((0,))
-ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped")
+ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped", "input")
 sizes = st.integers(1, 5)
 
 
@@ -84,6 +84,7 @@ def test_numbers_for_a_rank_are_those_of_the_paper(o: int, i: int, k1: int, k2: 
     assert per_rank["filter"] == (o * k2 + i * k1) * o
     assert per_rank["channel"] == low * k1 * k2 + high
     assert per_rank["reshaped"] == o * k1 * k2 + i
+    assert per_rank["input"] == o + i * k1 * k2
 
 
 @settings(max_examples=80, deadline=None)

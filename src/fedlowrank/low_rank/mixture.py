@@ -11,6 +11,7 @@ Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the numbers t
     filter      O k2 × I k1 at the rank O r: r filters of two steps for every output             (O k2 + I k1) O r       (eq. 39)
     channel     O k1 k2 × I, or O × I k1 k2 where that is less                                   (c_min k1 k2 + c_max) r (eq. 38)
     reshaped    O k1 k2 × I                                                                      (O k1 k2 + I) r         (eq. 41)
+    input       O × I k1 k2                                                                  (O + I k1 k2) r         (Table 4)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..errors import ConfigError
 from ..key import Key
 from ..tree import tree
 
-Construction = Literal["balanced", "filter", "channel", "reshaped"]
+Construction = Literal["balanced", "filter", "channel", "reshaped", "input"]
 Factor = Literal["u", "v"]
 EPS = 1e-5
 """ε of the preconditioner, as in the authors' code."""
@@ -130,7 +131,7 @@ def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> 
         everything = [c for n in range(len(shape) - 1) for c in itertools.combinations(kernel, n)]
     elif construction == "channel":
         everything = [(), tuple(kernel)]
-    else:
+    elif construction == "reshaped":
         everything = [tuple(kernel)]
     found = [Fold(shape, (0, *axes)) for axes in everything]
     return min(found, key=lambda f: sum(f.size))
