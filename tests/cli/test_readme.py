@@ -1,5 +1,6 @@
 """What the README shows works as shown."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -24,11 +25,14 @@ def test_the_python_examples_run_one_after_another(
     scope: dict[str, object] = {}
     for text in blocks("python"):
         exec(compile(text, "README.md", "exec"), scope)
-    first, second = capsys.readouterr().out.splitlines()
+    first, *budget, routes, last = capsys.readouterr().out.splitlines()
     accuracy, sent = first.split()
     assert 0 <= float(accuracy) <= 1
     assert int(sent) > 0
-    sizes = re.match(r"(\d+) -> (\d+) {", second)
+    # the whole module has 12·64+64 + 64·8+8 + 8·3+3 numbers
+    assert budget[-1] == "The base has 1,379 numbers. Not adapted: none."
+    assert sum(json.loads(routes)) == pytest.approx(1)
+    sizes = re.match(r"(\d+) -> (\d+) {", last)
     assert sizes is not None
     assert 0 < int(sizes[2]) < int(sizes[1])
 
