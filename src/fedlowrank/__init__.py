@@ -15,7 +15,8 @@ from .engine.run import RunSettings
 from .errors import FedlowrankError
 from .floral import Floral
 from .key import Key
-from .method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, cross_entropy
+from .loss import cross_entropy, task_loss
+from .method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
 from .methods import METHODS
 from .optimiser import SGD, AdamW, Group, Schedule
 from .simulate import Result, simulate
@@ -43,4 +44,5 @@ __all__ = [
     "Task",
     "cross_entropy",
     "simulate",
+    "task_loss",
 ]

@@ -14,7 +14,8 @@ from . import tree
 from .choices import check_choices
 from .errors import ConfigError, TaskError
 from .key import Key
-from .method import Batch, ClientInfo, ClientView, Pass, Reply, Task, pointwise_loss, task_loss
+from .loss import pointwise_loss, task_loss
+from .method import Batch, ClientInfo, ClientView, Pass, Reply, Task
 from .models.architecture import Architecture
 from .optimiser import SGD, Group, Optimiser
 from .tree import Params

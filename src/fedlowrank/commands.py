@@ -21,7 +21,9 @@ from rich.table import Table
 
 from . import config, experiment
 from .check import check_method
+from .clusters import Router
 from .data.augment import Augment
+from .data.concept import CONCEPTS
 from .data.describe import class_count_figure, class_count_table, class_counts
 from .data.federation import Federation
 from .data.partition import PARTITIONS
@@ -75,6 +77,7 @@ def list_(method: str | None) -> int:
         ("Data (data.source)", _lines(SOURCES)),
         ("Partitions (partition.kind)", _lines(PARTITIONS)),
         ("Splits (split.kind)", _lines(SPLITS)),
+        ("Concepts (concept.kind)", _lines(CONCEPTS)),
     ):
         table = Table("name", "", title=title)
         for name, line in known.items():
@@ -104,10 +107,12 @@ def field_help() -> str:
     sections += [(f"data, source = {n}", c) for n, c in SOURCES.items()]
     sections += [(f"partition, kind = {n}", c) for n, c in PARTITIONS.items()]
     sections += [(f"split, kind = {n}", c) for n, c in SPLITS.items()]
+    sections += [(f"concept, kind = {n}", c) for n, c in CONCEPTS.items() if dataclasses.fields(c)]
     sections += [("augment", Augment)]
     sections += [("defaults.optimiser, kind = sgd", SGD), ("defaults.optimiser, kind = adamw", AdamW)]
     sections += [("defaults.optimiser.schedule", Schedule)]
     sections += [(f"methods.{n}", c) for n, c in METHODS.items()]
+    sections += [("methods.floral.router, methods.ensemble.router", Router)]
     for title, cls in sections:
         lines.append(f"\n[{title}]")
         lines += [f"  {f.name} = {f.default}\n      {f.meaning}" for f in config.fields_of(cls)]
@@ -322,9 +327,12 @@ def _one(
     go_on: bool = False,
     extra: dict[str, Any] | None = None,
 ) -> None:
+    method = made.method(name)
+    for remark in method.remarks(federation.task(made.run.rounds)):
+        OUT.print(f"{made.title(name)}: {remark}", style="yellow", markup=False)
     _CURRENT.append(folder)
     simulate(
-        made.method(name),
+        method,
         federation,
         folder=folder,
         resume=go_on and (folder / "checkpoint" / "manifest.json").exists(),

@@ -13,8 +13,9 @@ from . import tree
 from .data.dataset import Examples
 from .data.federation import Federation
 from .engine.base import Engine, client_view
+from .loss import pointwise_loss
 from .low_rank.matricise import Weights, numbers
-from .method import ClientInfo, Method, Predictor, Task, pointwise_loss
+from .method import ClientInfo, Method, Predictor, Task
 from .models.architecture import Architecture
 from .record import Accuracy
 from .train import CHUNK, gather

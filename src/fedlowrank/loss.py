@@ -8,6 +8,23 @@ from torch.nn import functional
 from .method import Batch
 
 
+def pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
+    """The loss of each example ``[b]``: cross-entropy with labels ``[b]``, or ½ ‖score - y‖² with real targets ``[b, d]``."""
+    if y.is_floating_point():
+        return (scores - y).square().flatten(1).sum(1) / 2
+    return functional.cross_entropy(scores, y, reduction="none")
+
+
+def task_loss(scores: Tensor, batch: Batch) -> Tensor:
+    """Mean over the batch of :func:`pointwise_loss`: what a client minimises, whether its task has classes or not."""
+    return batch.mean(pointwise_loss(scores, batch.y))
+
+
+def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:
+    """Mean cross-entropy of ``scores [b, classes]`` with the labels of the batch."""
+    return batch.mean(functional.cross_entropy(scores, batch.y, reduction="none"))
+
+
 def kl_divergence(teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
     """KL(teacher ‖ student) = Σ_j p_j log(p_j / q_j), the mean over the examples of the batch.
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .choices import check_choices
 from .errors import ConfigError, TaskError
@@ -312,6 +311,11 @@ class Method(ABC, Generic[S, C, D, U]):
                 f"{self.title}: epochs and batch_size must be >= 1; they are {self.epochs} and {self.batch_size}"
             )
 
+    def remarks(self, task: Task) -> list[str]:
+        """What a user should know of how the settings fit the task, such as a rank that is not the one asked for."""
+        del task
+        return []
+
     def passes(self) -> dict[str, Pass]:
         """Named passes over the local data in one round."""
         return {"local": Pass(self.epochs, self.batch_size)}
@@ -372,23 +376,6 @@ class Method(ABC, Generic[S, C, D, U]):
         """Ranks of the server's low-rank weights by name, for the record; empty if the method has none."""
         del server
         return {}
-
-
-def pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
-    """The loss of each example ``[b]``: cross-entropy with labels ``[b]``, or ½ ‖score - y‖² with real targets ``[b, d]``."""
-    if y.is_floating_point():
-        return (scores - y).square().flatten(1).sum(1) / 2
-    return functional.cross_entropy(scores, y, reduction="none")
-
-
-def task_loss(scores: Tensor, batch: Batch) -> Tensor:
-    """Mean over the batch of :func:`pointwise_loss`: what a client minimises, whether its task has classes or not."""
-    return batch.mean(pointwise_loss(scores, batch.y))
-
-
-def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:
-    """Mean cross-entropy of ``scores [b, classes]`` with the labels of the batch."""
-    return batch.mean(functional.cross_entropy(scores, batch.y, reduction="none"))
 
 
 def by_examples(replies: Sequence[Reply[Any]]) -> list[float]:

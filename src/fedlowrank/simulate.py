@@ -175,7 +175,8 @@ def describe(method: Method[Any, Any, Any, Any], federation: Federation, setting
         "fingerprint": federation.fingerprint(),
         "vary": {},
         "reference": None,
-        # left out where it does nothing, as in the runs that were made before it existed
+        # both left out where they do nothing, as in the runs that were made before they existed
+        **({"remarks": said} if (said := method.remarks(federation.task(settings.rounds))) else {}),
         **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.active else {}),
     }
 

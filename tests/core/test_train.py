@@ -21,7 +21,8 @@ from fedlowrank.engine.sequential import Sequential
 from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import NonFiniteError, TaskError
 from fedlowrank.key import Key
-from fedlowrank.method import Batch, ClientInfo, ClientView, Pass, cross_entropy
+from fedlowrank.loss import cross_entropy
+from fedlowrank.method import Batch, ClientInfo, ClientView, Pass
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.pfedlora import PFedLoRA

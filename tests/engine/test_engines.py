@@ -23,7 +23,8 @@ from fedlowrank.engine import ENGINES, Sequential, Vectorised
 from fedlowrank.engine.run import Run, RunSettings
 from fedlowrank.engine.vectorised import identity
 from fedlowrank.errors import NonFiniteError, TaskError
-from fedlowrank.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from fedlowrank.loss import cross_entropy
+from fedlowrank.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA

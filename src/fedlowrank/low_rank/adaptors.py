@@ -183,6 +183,14 @@ def _spot(layer: str, kind: Kind, shape: tuple[int, ...], rank: float, construct
     return Spot(layer, kind, shape, r, r * sum(fold.size), note)
 
 
+def rank_remarks(where: Mapping[str, Spot]) -> list[str]:
+    """The notes of the spots, each with the names of its parameters."""
+    said = {
+        note: [n for n, spot in where.items() if spot.note == note] for note in (s.note for s in where.values()) if note
+    }
+    return [f"{', '.join(names)}: {note}" for note, names in said.items()]
+
+
 def adaptors(
     where: Mapping[str, Spot],
     count: int,

@@ -27,7 +27,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
+from ..loss import task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..optimiser import Group
 from ..tree import Params, map, mean, tree  # noqa: A004
 

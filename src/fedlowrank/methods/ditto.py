@@ -23,19 +23,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import (
-    Batch,
-    ClientInfo,
-    ClientView,
-    Method,
-    Pass,
-    Predictor,
-    Reply,
-    ServerView,
-    Task,
-    by_examples,
-    task_loss,
-)
+from ..loss import task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task, by_examples
 from ..tree import Params, map, mean  # noqa: A004
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..loss import soft_cross_entropy
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, cross_entropy
+from ..loss import cross_entropy, soft_cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
 from ..tree import Params, tree
 
 

@@ -18,7 +18,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
+from ..loss import task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean
 
 

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, task_loss
+from ..loss import task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task
 from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
 
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..loss import kl_divergence, square_error
+from ..loss import cross_entropy, kl_divergence, square_error
 from ..low_rank.factored import Compressed, compress, decompress
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, add, mean, nbytes, sub, tree
 
 

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, cross_entropy
+from ..loss import cross_entropy
+from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task
 from ..tree import Params, tree
 
 

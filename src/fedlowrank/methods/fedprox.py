@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
+from ..loss import task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, map, mean  # noqa: A004
 
 

@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..loss import task_loss
 from ..low_rank.matricise import Weights, unpack
 from ..low_rank.penalty import Norm, Shrunk, begin, prox, prox_in_step, warn_if_dead
 from ..low_rank.threshold import soft
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task, task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
 from ..optimiser import SGD, Optimiser, Schedule
 from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
 

@@ -34,8 +34,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, TaskError
+from ..loss import task_loss
 from ..low_rank.matricise import Sparse, Weights
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
 from ..optimiser import SGD
 from ..tree import Params, add, mean, sub, tree, zeros_like
 

@@ -35,7 +35,7 @@ from ..clusters import (
     select,
     train_mixture,
 )
-from ..low_rank.adaptors import KINDS, Kind, adaptors, centred, mix, preconditioned, spots
+from ..low_rank.adaptors import KINDS, Kind, Spot, adaptors, centred, mix, preconditioned, rank_remarks, spots
 from ..low_rank.mixture import Construction, Factor
 from ..method import ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
 from ..models.architecture import Architecture
@@ -91,17 +91,19 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
     title = "FLoRAL"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
 
+    def remarks(self, task: Task) -> list[str]:
+        """Layers that are too small for the budget."""
+        return rank_remarks(self._spots(task))
+
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
         return self.router.passes(self.epochs, self.batch_size)
 
     def server_init(self, task: Task) -> Server:
         """u^0, and adaptors that are zero."""
-        model = task.common_model(self.title)
-        where = spots(model.module, self.rank, self.construction, self.kinds)
-        key = task.key / "adaptors"
-        a = adaptors(where, self.clusters, key, self.construction, model.initial, self.random)
-        return Server({"base": model.initial, "adaptors": a}, fresh_memory())
+        u, key = task.common_model(self.title).initial, task.key / "adaptors"
+        a = adaptors(self._spots(task), self.clusters, key, self.construction, u, self.random)
+        return Server({"base": u, "adaptors": a}, fresh_memory())
 
     def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
         """No θ until the client has trained."""
@@ -155,6 +157,9 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         if self.router.routing == "optimal":
             return torch.eye(self.clusters)[known_cluster(self.title, view.info, self.clusters)]
         return self.router.shares(self._theta(state, down, view))
+
+    def _spots(self, task: Task) -> dict[str, Spot]:
+        return spots(task.common_model(self.title).module, self.rank, self.construction, self.kinds)
 
     def _theta(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> Tensor:
         if state is not None:

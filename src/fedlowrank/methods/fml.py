@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..loss import kl_divergence
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, cross_entropy
+from ..loss import cross_entropy, kl_divergence
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean, tree
 
 

@@ -21,9 +21,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..loss import task_loss
 from ..low_rank.matricise import Weights, unpack
 from ..low_rank.penalty import Norm, Shrunk, begin, prox, warn_if_dead
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
 from ..optimiser import SGD, Optimiser, Schedule
 from ..tree import Params, mean
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ..clusters import cluster_mean, initial_models, losses_of, select
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
+from ..loss import task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, map, tree  # noqa: A004
 
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import TaskError
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
+from ..loss import task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..low_rank.adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, spots
+from ..loss import task_loss
+from ..low_rank.adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, rank_remarks, spots
 from ..low_rank.mixture import Construction
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples, task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean
 
 
@@ -42,6 +43,11 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
     title = "Local Adaptor"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
+
+    def remarks(self, task: Task) -> list[str]:
+        """Layers that are too small for the budget."""
+        model = task.common_model(self.title)
+        return rank_remarks(spots(model.module, self.rank, self.construction, self.kinds))
 
     def server_init(self, task: Task) -> Params:
         """u^0."""

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..loss import task_loss
 from ..low_rank.penalty import Norm, check_exclude, prox_in_step
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
 from ..optimiser import SGD, Optimiser, Schedule
 from ..tree import Params, mean
 

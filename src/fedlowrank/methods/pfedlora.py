@@ -30,8 +30,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..loss import task_loss
 from ..low_rank.adapter import Adapter, random_adapter, svd_adapter
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples, task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
 from ..optimiser import Optimiser
 from ..tree import Params, mean
 

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, task_loss
+from ..loss import task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
 from ..optimiser import AdamW
 from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, task_loss
+from ..loss import task_loss
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
 from ..tree import Params
 
 

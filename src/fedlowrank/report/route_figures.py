@@ -184,4 +184,5 @@ def _key(axes: Axes) -> None:
     axes.yaxis.tick_right()
     axes.set_yticks([0, LEVELS / 2, LEVELS], ["1", "½", "0"])
     axes.tick_params(axis="y", length=2)
-    axes.set_title("share", fontsize=9.5, pad=4)
+    axes.yaxis.set_label_position("right")
+    axes.set_ylabel("share", fontsize=9.5)
