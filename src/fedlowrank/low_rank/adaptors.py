@@ -197,7 +197,7 @@ def adaptors(
     key: Key,
     construction: Construction = "balanced",
     like: Tensor | Params | None = None,
-    random: Factor = "v",
+    random: Factor = "u",
 ) -> Adaptors:
     """C adaptors of every spot, all of which begin at zero; the draws of each differ.
 

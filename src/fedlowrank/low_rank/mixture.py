@@ -138,9 +138,9 @@ def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> 
 
 
 def begin(
-    fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = torch.float32, random: Factor = "v"
+    fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = torch.float32, random: Factor = "u"
 ) -> Pairs:
-    """C updates that are zero: one factor is drawn from ±√(6 / its rows), the other is zero.
+    """C updates that are zero: one factor is drawn from ±√(6 / columns), as the weight itself would be; the other is zero.
 
     Args:
         fold: of the weight.
@@ -148,12 +148,12 @@ def begin(
         count: C.
         key: of the draw; each c has its own.
         dtype: of the weight.
-        random: which factor is drawn.
+        random: which factor is drawn; by default U, as in the paper.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
     drawn, zero = (columns, rows) if random == "v" else (rows, columns)
     draws = [torch.rand(drawn, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
-    one, other = (2 * torch.stack(draws) - 1) * math.sqrt(6 / drawn), torch.zeros(count, zero, r, dtype=dtype)
+    one, other = (2 * torch.stack(draws) - 1) * math.sqrt(6 / columns), torch.zeros(count, zero, r, dtype=dtype)
     return Pairs(other, one) if random == "v" else Pairs(one, other)
 
 

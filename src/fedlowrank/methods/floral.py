@@ -82,7 +82,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
     alpha: float = 1.0
     construction: Construction = "balanced"
     kinds: tuple[Kind, ...] = KINDS
-    random: Factor = "v"
+    random: Factor = "u"
     router: Router = Router()
     precondition: bool = True
     centre: bool = False
