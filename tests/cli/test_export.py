@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_of(folder: Path) -> Run:
     made = experiment.load(RunRecord.load(folder).config["experiment"])
-    return reopen(made.method("fedslr"), made.federation(), folder, made.run, {**made.describe(), "vary": {}})
+    return reopen(made.method("fedslr"), made.federation(), folder, made.run, {**made.describe("fedslr"), "vary": {}})
 
 
 @pytest.mark.parametrize("series", ["mixed", "gkr"])

@@ -187,12 +187,22 @@ def test_adaptors_begin_at_zero_by_name_with_the_type_of_their_weight() -> None:
     assert isinstance(one, Pairs)
     assert isinstance(other, Pairs)
     assert (one.u.dtype, other.u.dtype) == (torch.float32, torch.float64)
-    assert not torch.equal(one.v.double(), other.v)
+    assert not torch.equal(one.u.double(), other.u)
     for pi in torch.eye(3):
         mixed = mix(weights_of(m), a, pi)
         assert all(torch.equal(mixed[n], p) and mixed[n].dtype == p.dtype for n, p in m.named_parameters())
     with pytest.raises(ConfigError, match="at least one"):
         adaptors(spots(m, 2), 0, KEY)
+
+
+def test_the_random_factor_is_the_one_asked_for_but_of_embeddings_v() -> None:
+    m = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4))
+    for random, drawn in (("u", ("v", "u")), ("v", ("v", "v"))):
+        a = adaptors(spots(m, 2), 2, KEY, random=random)  # type: ignore[arg-type]
+        for name, factor in zip(("0.weight", "1.weight"), drawn, strict=True):
+            other = "u" if factor == "v" else "v"
+            assert bool(getattr(a[name], factor).all())
+            assert not bool(getattr(a[name], other).any())
 
 
 def by_entries(u: Tensor, v: Tensor, shape: tuple[int, ...], rows: tuple[int, ...]) -> Tensor:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.nn import functional
 
 from fedlowrank import tree
 from fedlowrank.errors import ConfigError
 from fedlowrank.key import Key
-from fedlowrank.low_rank.mixture import Construction, Fold, Pairs, begin, centre, fold_of, precondition
+from fedlowrank.low_rank.mixture import Construction, Factor, Fold, Pairs, begin, centre, fold_of, precondition
 
 torch.set_num_threads(1)
 KEY = Key((0,))
@@ -102,17 +103,20 @@ def test_a_rank_is_a_whole_number_or_a_budget(asked: float) -> None:
         fold_of((4, 5)).rank(asked)
 
 
-def test_updates_begin_at_zero_and_differ_between_clusters() -> None:
+@pytest.mark.parametrize("random", ["u", "v"])
+def test_updates_begin_at_zero_and_differ_between_clusters(random: Factor) -> None:
     fold = fold_of((20, 30))
-    p = begin(fold, 3, 4, KEY)
+    p = begin(fold, 3, 4, KEY, random=random)
     assert not p.dense().any()
-    assert float(p.v.abs().max()) <= np.sqrt(6 / 30)
-    assert float(p.v.abs().max()) > 0.9 * np.sqrt(6 / 30)
+    drawn: Tensor = getattr(p, random)
+    # the range of a weight of 30 inputs, whichever factor is drawn
+    assert float(drawn.abs().max()) <= np.sqrt(6 / 30)
+    assert float(drawn.abs().max()) > 0.9 * np.sqrt(6 / 30)
     for a, b in itertools.combinations(range(4), 2):
-        assert not torch.equal(p.v[a], p.v[b])
+        assert not torch.equal(drawn[a], drawn[b])
     # a cluster's draw does not depend on how many there are
-    assert torch.equal(begin(fold, 3, 2, KEY).v, p.v[:2])
-    assert tree.equal(begin(fold, 3, 4, KEY), p)
+    assert torch.equal(getattr(begin(fold, 3, 2, KEY, random=random), random), drawn[:2])
+    assert tree.equal(begin(fold, 3, 4, KEY, random=random), p)
 
 
 def test_the_mixture_is_the_weighted_sum() -> None:

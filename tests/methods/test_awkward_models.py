@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import Federation, simulate
-from fedlowrank.errors import TaskError
 from fedlowrank.method import Method
 from fedlowrank.methods import METHODS
 from fedlowrank.optimiser import SGD
@@ -81,12 +80,19 @@ def test_roles_come_from_shapes_and_never_from_names(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedslr", "gpgd", "lpgd"])
-def test_batch_norm_is_refused_by_name_with_a_way_out(name: str) -> None:
+def test_batch_norm_is_no_matrix_and_its_statistics_are_the_client_s(name: str) -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
 
-    with pytest.raises(TaskError, match=r"1 keeps running statistics.*GroupNorm"):
-        simulate(made(name), federation(model), rounds=1)
+    result = simulate(made(name), federation(model), rounds=1)
+    assert not {"1.weight", "1.bias"} & set(result.rounds[-1].ranks)
+    plain = model().eval()
+    assert set(plain.load_state_dict(result.personal(1), strict=False).missing_keys) <= {"1.num_batches_tracked"}
+    x = result.run.federation.clients[1].train.x
+    predict = next(iter(result.run.at_client(result.run.federation.infos[1]).predictors.values()))
+    torch.testing.assert_close(plain(x).detach(), predict(x).detach())
+    before = plain[0](x).transpose(0, 1).flatten(1)
+    torch.testing.assert_close(result.personal(1)["1.running_var"], before.var(1).detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_client_that_never_took_part_has_no_personal_part() -> None:

@@ -63,7 +63,7 @@ def golden(method: Floral, engine: type[Engine], products: bool = False, **wante
     federation = alike(cluster=KNOWN)
     run = run_of(method, federation, engine=engine, **SAMPLE)
     adaptors = adaptors_of(method.server_init(run.task).model["adaptors"])
-    assert any(v.any() for _, v, _ in adaptors)
+    assert any(u.any() for u, _, _ in adaptors)
     net, a, thetas = reference.floral(
         start_of(federation)[0], adaptors, train_data(federation), plan(run), LR, alpha=method.alpha, **wanted
     )
@@ -96,7 +96,7 @@ def test_a_learned_router(router: dict[str, Any], wanted: dict[str, Any], engine
     shares = [method.router.shares(s) for s in states(run)]
     assert all(float(pi.sum()) == pytest.approx(1) for pi in shares)
     # the router has moved, or half of this would test nothing
-    assert max(float(pi.max() - pi.min()) for pi in shares) > 0.01
+    assert max(float(pi.max() - pi.min()) for pi in shares) > 0.005
     if method.router.top == 2:
         assert any(int((pi == 0).sum()) == 1 for pi in shares)
 
