@@ -19,7 +19,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/fedlowrank compare experiments/demo/heterogeneous.toml -o runs/demo/heterogeneous --force
 	$(BIN)/fedlowrank compare experiments/demo/homogeneous.toml -o runs/demo/homogeneous --force
-	$(BIN)/fedlowrank report runs/demo/heterogeneous runs/demo/homogeneous -o runs/demo/report.html
+	$(BIN)/fedlowrank compare experiments/demo/clusters.toml -o runs/demo/clusters --force
+	$(BIN)/fedlowrank report runs/demo/heterogeneous runs/demo/homogeneous runs/demo/clusters -o runs/demo/report.html
 	@echo
 	@echo "Open runs/demo/report.html in a browser."
 
