@@ -174,16 +174,19 @@ def known_cluster(title: str, client: ClientInfo, count: int) -> int:
     return client.cluster
 
 
+def known_route(title: str, client: ClientInfo, count: int) -> Tensor:
+    """π* ``[C]``, the one-hot of :func:`known_cluster`."""
+    return torch.eye(count)[known_cluster(title, client, count)]
+
+
 def reply_weights(
     title: str, replies: Sequence[Reply[Any]], pis: Sequence[Tensor | None], count: int
 ) -> list[list[float]]:
     """π^k_c N^k of every reply; where a client sent no π^k, it is the one-hot of its known cluster."""
     found = []
     for reply, pi in zip(replies, pis, strict=True):
-        if pi is None:
-            own = known_cluster(title, reply.client, count)
-            pi = torch.eye(count)[own]
-        found.append([p * reply.client.examples for p in pi.tolist()])
+        route = known_route(title, reply.client, count) if pi is None else pi
+        found.append([p * reply.client.examples for p in route.tolist()])
     return found
 
 

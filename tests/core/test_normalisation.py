@@ -135,3 +135,11 @@ def test_the_split_at_the_head_holds_with_a_normalisation_in_the_body() -> None:
     whole = local.apply(made.initial, x[:3])
     torch.testing.assert_close(local.head(made.initial, local.represent(made.initial, x[:3])), whole)
     np.testing.assert_allclose(whole.detach().numpy(), by_hand(made.initial, x, x[:3]), atol=1e-5)
+
+
+def test_a_regression_takes_a_model_that_normalises_by_the_batch() -> None:
+    g = torch.Generator().manual_seed(1)
+    data = [(torch.randn(40, 4, generator=g), torch.randn(40, 3, generator=g)) for _ in range(2)]
+    record = simulate("fedavg", Federation.from_arrays(data, Net), rounds=1).rounds[-1]
+    assert record.risk is not None
+    assert all(v is not None for v in record.risk["personal"]["test"])

@@ -18,7 +18,16 @@ from fedlowrank.errors import ConfigError, TaskError
 from fedlowrank.key import Key
 from fedlowrank.low_rank.adaptors import KINDS, Adaptors, Spot, adaptors, centred, mix, preconditioned, spots
 from fedlowrank.low_rank.budget import budget
-from fedlowrank.low_rank.mixture import Construction, Pairs, as_offsets, centre, fold_of, precondition, reparameterise
+from fedlowrank.low_rank.mixture import (
+    Construction,
+    Factor,
+    Pairs,
+    as_offsets,
+    centre,
+    fold_of,
+    precondition,
+    reparameterise,
+)
 
 torch.set_num_threads(1)
 KEY = Key((0,))
@@ -197,8 +206,9 @@ def test_adaptors_begin_at_zero_by_name_with_the_type_of_their_weight() -> None:
 
 def test_the_random_factor_is_the_one_asked_for_but_of_embeddings_v() -> None:
     m = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4))
-    for random, drawn in (("u", ("v", "u")), ("v", ("v", "v"))):
-        a = adaptors(spots(m, 2), 2, KEY, random=random)  # type: ignore[arg-type]
+    expected: dict[Factor, tuple[Factor, Factor]] = {"u": ("v", "u"), "v": ("v", "v")}
+    for random, drawn in expected.items():
+        a = adaptors(spots(m, 2), 2, KEY, random=random)
         for name, factor in zip(("0.weight", "1.weight"), drawn, strict=True):
             other = "u" if factor == "v" else "v"
             assert bool(getattr(a[name], factor).all())

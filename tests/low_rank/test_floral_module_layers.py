@@ -108,10 +108,14 @@ def test_a_layer(name: str, reparameterise: bool) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_convolutions_of_any_shape(data: st.DataObject) -> None:
-    draw = lambda low, high, name: data.draw(st.integers(low, high), name)  # noqa: E731
+    def draw(low: int, high: int, name: str) -> int:
+        return data.draw(st.integers(low, high), name)
+
+    def pair(low: int, high: int, name: str) -> tuple[int, int]:
+        return draw(low, high, name), draw(low, high, name)
+
     groups, transposed = draw(1, 3, "groups"), data.draw(st.booleans(), "transposed")
     channels = groups * draw(1, 3, "in"), groups * draw(1, 3, "out")
-    pair = lambda low, high, name: (draw(low, high, name), draw(low, high, name))  # noqa: E731
     kernel, stride, padding, dilation = pair(1, 3, "k"), pair(1, 3, "stride"), pair(0, 2, "pad"), pair(1, 2, "dilation")
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     size = pair(3, 6, "size")

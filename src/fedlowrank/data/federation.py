@@ -82,7 +82,7 @@ class Federation:
         for info, data in zip(self.infos, self.clients, strict=True):
             model, x = self.architectures[info.architecture], data.train.x
             with torch.inference_mode():
-                out = model.apply(model.initial, {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1])
+                out = model.probe({n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1])
             if tuple(out.shape) != (1, width):
                 raise TaskError(
                     f"client {info.id}: model {info.architecture} makes {list(out.shape)} of one example, but its "

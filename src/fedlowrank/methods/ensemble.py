@@ -26,6 +26,7 @@ from ..clusters import (
     even,
     initial_models,
     known_cluster,
+    known_route,
     learn_router,
     reply_weights,
     select,
@@ -111,7 +112,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
     def routes(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:
         """π^k, over all clusters also where only one was sent."""
         if self.router.routing == "optimal":
-            return torch.eye(self.clusters)[known_cluster(self.title, view.info, self.clusters)]
+            return known_route(self.title, view.info, self.clusters)
         return self.router.shares(self._theta(state, down, view))
 
     def _theta(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:

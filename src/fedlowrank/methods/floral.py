@@ -30,6 +30,7 @@ from ..clusters import (
     cluster_mean,
     even,
     known_cluster,
+    known_route,
     learn_router,
     reply_weights,
     select,
@@ -155,7 +156,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
     def routes(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> Tensor:
         """π^k, over all clusters also where only one was sent."""
         if self.router.routing == "optimal":
-            return torch.eye(self.clusters)[known_cluster(self.title, view.info, self.clusters)]
+            return known_route(self.title, view.info, self.clusters)
         return self.router.shares(self._theta(state, down, view))
 
     def _spots(self, task: Task) -> dict[str, Spot]:

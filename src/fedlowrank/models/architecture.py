@@ -102,6 +102,10 @@ class Architecture:
             raise wrong
         self._width = int(r.shape[-1])
 
+    def probe(self, x: Any) -> Tensor:
+        """Scores of a few inputs by the initial parameters; a batch normalisation lets them pass, for they are no batch."""
+        return self.apply(self.initial | self._code.neutral(), x)
+
     def redrawn(self, key: Key) -> Params:
         """Other initial parameters, drawn by the layers' own rules; those of layers without such a rule stay as they are."""
 
@@ -222,7 +226,7 @@ def architecture_of(
             raise TypeError(f"its factory makes a {type(module).__name__}, not a torch.nn.Module")
         made = Architecture(name, module, example, head)
         with torch.inference_mode():
-            made.apply(made.initial | made._code.neutral(), example)
+            made.probe(example)
     except FedlowrankError:
         raise
     except Exception as error:

@@ -39,23 +39,6 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Test accuracy or loss of one series of a group over training, at the rounds that its evaluated seeds share.
-
-    Attributes:
-        rounds: ``[n]`` rounds completed.
-        mean: ``[n]`` mean over seeds.
-        ci: ``[n]`` half-width of the 95 % interval over seeds, or None for one seed.
-        bytes: ``[n]`` bytes both ways since the start, mean over seeds.
-    """
-
-    rounds: Floats
-    mean: Floats
-    ci: Floats | None
-    bytes: Floats
-
-
-@dataclass(frozen=True)
 class Course:
     """A quantity over training, at the rounds that all seeds share.
 
@@ -68,6 +51,17 @@ class Course:
     rounds: Floats
     mean: Floats
     ci: Floats | None
+
+
+@dataclass(frozen=True)
+class Curve(Course):
+    """Test accuracy or loss of one series of a group over training, with what had been sent by then.
+
+    Attributes:
+        bytes: ``[n]`` bytes both ways since the start, mean over seeds.
+    """
+
+    bytes: Floats
 
 
 def shown_series(groups: Sequence[Group], most: int = LINES, *, unseen: bool = False) -> list[Shown]:
