@@ -29,5 +29,5 @@ class Pair:
         return self.b @ self.a
 
 
-Pairs = dict[str, Pair]
+Factors = dict[str, Pair]
 """A factor pair of every adapted weight, by the name of its layer."""
