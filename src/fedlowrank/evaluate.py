@@ -125,7 +125,8 @@ def at_client(
         made = method.predictor(state, down, view)
         parts = method.parts(state, down, view)
         routes = method.routes(state, down, view)
-    named = made if isinstance(made, Mapping) else {"personal": made}
+        whole = method.server_predictor(server, state, view)
+    named = {**(made if isinstance(made, Mapping) else {"personal": made}), **whole}
     return AtClient(named, parts, view.model, routes, lambda: view.model.complete(method.personal(state, down, view)))
 
 

@@ -372,6 +372,19 @@ class Method(ABC, Generic[S, C, D, U]):
         del state, down, view
         return None
 
+    def server_predictor(self, server: S, state: C, view: ClientView) -> dict[str, Predictor]:
+        """How the server's own model infers on a client's inputs, by series, where it is not what clients are sent.
+
+        Evaluated beside the client's own series; ``state`` is for what only the client has, such as a personal head.
+        """
+        del server, state, view
+        return {}
+
+    def observed(self, server: S) -> dict[str, dict[str, float]]:
+        """Numbers by name to record of the server after a round, such as the weight of each reply; keys are strings."""
+        del server
+        return {}
+
     def ranks(self, server: S) -> dict[str, int]:
         """Ranks of the server's low-rank weights by name, for the record; empty if the method has none."""
         del server

@@ -53,6 +53,7 @@ class RoundRecord:
         parameters: of each series, how many numbers the model of each client takes
             (:func:`fedlowrank.low_rank.matricise.numbers`); None in rounds without evaluation.
         ranks: of the server's low-rank weights by name, after the round.
+        observed: what the method says of its server after the round, such as the weight of each client's reply.
     """
 
     round: int
@@ -72,6 +73,7 @@ class RoundRecord:
     routes: list[list[float]] | None = None
     parameters: dict[str, list[int]] | None = None
     ranks: dict[str, int] = field(default_factory=dict)
+    observed: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def untimed(self) -> dict[str, Any]:
         """All fields but the clocks: what must be equal between two runs of one configuration."""

@@ -253,6 +253,7 @@ class Run:
             routes=None if found is None else found.routes,
             parameters=None if found is None else found.parameters,
             ranks=self.method.ranks(self.state.server),
+            observed=self.method.observed(self.state.server),
             seconds=clock.wall,
             cpu_seconds=clock.cpu,
         )

@@ -12,16 +12,24 @@ from .fd import FD
 from .fedavg import FedAvg
 from .feddyn import FedDyn
 from .fedem import FedEM
+from .fedex_lora import FedExLoRA
+from .fedhl import FedHL
+from .fedit import FedIT
 from .fedkd import FedKD
 from .fedper import FedPer
 from .fedproto import FedProto
 from .fedprox import FedProx
 from .fedrep import FedRep
+from .fedsa_lora import FedSALoRA
 from .fedslr import FedSLR
 from .fedspa import FedSpa
+from .ffa_lora import FFALoRA
+from .flexlora import FlexLoRA
+from .flora import FLoRA
 from .floral import Floral
 from .fml import FML
 from .gpgd import GPGD
+from .hetlora import HetLoRA
 from .ifca import IFCA
 from .lg_fedavg import LGFedAvg
 from .local_adaptor import LocalAdaptor
@@ -57,6 +65,14 @@ METHODS: dict[str, type[Method[Any, Any, Any, Any]]] = {
     "ensemble": Ensemble,
     "fedem": FedEM,
     "ifca": IFCA,
+    "fedit": FedIT,
+    "hetlora": HetLoRA,
+    "flexlora": FlexLoRA,
+    "flora": FLoRA,
+    "fedhl": FedHL,
+    "ffa_lora": FFALoRA,
+    "fedsa_lora": FedSALoRA,
+    "fedex_lora": FedExLoRA,
 }
 """Every method by the name of its file."""
 
@@ -71,17 +87,25 @@ __all__ = [
     "SCAFFOLD",
     "Ditto",
     "Ensemble",
+    "FFALoRA",
+    "FLoRA",
     "FedAvg",
     "FedDyn",
     "FedEM",
+    "FedExLoRA",
+    "FedHL",
+    "FedIT",
     "FedKD",
     "FedPer",
     "FedProto",
     "FedProx",
     "FedRep",
+    "FedSALoRA",
     "FedSLR",
     "FedSpa",
+    "FlexLoRA",
     "Floral",
+    "HetLoRA",
     "LGFedAvg",
     "LocalAdaptor",
     "PFedLoRA",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import FedlowrankError, TaskError
 from ..key import Key
+from ..low_rank.lora import LoRA, lora_of
 from ..tree import Params
 from .normalisation import Chunks, Code, refuse_instance_statistics
 
@@ -19,6 +20,9 @@ _RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
 
 class Architecture:
     """The code of a model; parameters are given at every call, as a dict by name.
+
+    A parameter that requires no gradient belongs to the code: it is never trained, copied, stored or sent, and all clients
+    share the one tensor.
 
     The model is ``head(represent(x))``: ``head`` is the submodule of that name and ``represent`` is everything before it.
     Any module whose forward ends in a named submodule can be split so; a module without a head can still be trained by
@@ -34,8 +38,9 @@ class Architecture:
     Attributes:
         name: of the architecture.
         module: the code, in evaluation mode.
-        initial: the parameters it starts from.
-        parameters: their number.
+        initial: the parameters it starts from, those that can be trained.
+        parameters: the number of all, frozen ones included.
+        autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of the tensors.
         random: whether training draws random numbers (dropout).
         couples: whether a batch is normalised by itself, so that padding would change its examples' scores.
         statistics: names of the running statistics of batch normalisations, which are local; see :mod:`.normalisation`.
@@ -53,10 +58,17 @@ class Architecture:
         self.statistics = self._code.names
         self._chunks: Chunks | None = None
         self._known: list[tuple[Params, Params]] = []
+        self._lora: LoRA | None = None
         self.random = any(isinstance(m, _RANDOM) for m in modules.values())
         self.couples = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules.values())
-        self.initial: Params = {n: p.detach().clone().contiguous() for n, p in module.named_parameters()}
-        self.parameters = sum(p.numel() for p in self.initial.values())
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        if not trained and any(True for _ in module.parameters()):
+            raise TaskError(
+                f"model {name}: all its parameters are frozen (requires_grad=False), so nothing can be learnt"
+            )
+        self.initial: Params = {n: p.detach().clone().contiguous() for n, p in trained.items()}
+        self.parameters = sum(p.numel() for p in module.parameters())
+        self.autocast: torch.dtype | None = None
         if head is None:
             declared = getattr(module, "head_name", None)
             head = declared if declared is not None else "head" if "head" in modules else None
@@ -80,7 +92,8 @@ class Architecture:
                 raise TaskError(
                     f"model {name}: its head {head!r} shares a parameter with the rest, so it cannot be split there"
                 )
-            body = copy.deepcopy(module)
+            # its parameters are shared with the module: a large frozen base is held once
+            body = copy.deepcopy(module, {id(p): p for p in module.parameters()})
             body.set_submodule(head, nn.Identity())
             self._body, self._head_code = Code(body), Code(self._head)
             self._check_split(example)
@@ -117,7 +130,26 @@ class Architecture:
                     reset()
             return module
 
-        return {n: p.detach().contiguous() for n, p in build(again, key).named_parameters()}
+        return {n: p.detach().contiguous() for n, p in build(again, key).named_parameters() if n in self.initial}
+
+    @property
+    def lora(self) -> LoRA:
+        """Where its weights take low-rank updates.
+
+        Raises:
+            TaskError: if it has no layer that can be adapted.
+        """
+        if self._lora is None:
+            self._lora = lora_of(self.module, self.head_name)
+        return self._lora
+
+    def rest(self) -> Params:
+        """The initial values of what is trained beside LoRA factors: the head, and whatever else is not frozen."""
+        sites = self.lora.sites.values()
+        factors = {n for s in sites for n in (s.a, s.b) if n is not None}
+        if factors:
+            return {n: p for n, p in self.initial.items() if n not in factors}
+        return {} if self.head_name is None else self.head_of(self.initial)
 
     @property
     def width(self) -> int:
@@ -133,8 +165,15 @@ class Architecture:
             )
 
     def apply(self, params: Params, x: Any) -> Tensor:
-        """Scores ``[b, classes]`` of inputs ``[b, ...]``; a dict of inputs is passed as keyword arguments."""
-        return self._code(self.complete(params), x)
+        """Scores ``[b, classes]`` of inputs ``[b, ...]``; a dict of inputs is passed as keyword arguments.
+
+        Parameters that are not given are those of the module: the frozen ones.
+        """
+        if self.autocast is None:
+            return self._code(self.complete(params), x)
+        first = next(iter(x.values())) if isinstance(x, dict) else x
+        with torch.autocast(first.device.type, self.autocast):
+            return self._code(self.complete(params), x).float()
 
     def complete(self, params: Params) -> Params:
         """The parameters, and where the client is known the statistics that its training data have under them."""
@@ -186,7 +225,7 @@ class Architecture:
         example = self._example
         moved = {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         made = copy.copy(self)
-        made.module = copy.deepcopy(self.module).to(device)
+        made.module, made._lora = copy.deepcopy(self.module).to(device), None
         made._code = Code(made.module)
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
         made._example = moved

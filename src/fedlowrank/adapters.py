@@ -1,0 +1,233 @@
+"""What the methods of federated LoRA share: how a client's factors begin, are trained and are sent (Hu et al. 2021).
+
+A client of rank r holds factors B ``[d, r]`` and A ``[r, k]`` of every adapted weight; its model is W_0 + s·B A. A server works
+on updates in the unit of the weights: an upload is multiplied by s, what is sent is divided by it, so that no aggregator
+knows of α or r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .choices import check_choices
+from .errors import ConfigError, TaskError
+from .loss import task_loss
+from .low_rank.lora import LoRA, first
+from .low_rank.pair import Factors, Pair
+from .low_rank.wire_form import Packed, Wire, pack, unpack
+from .method import Batch, ClientInfo, ClientView, Predictor, Task
+from .models.architecture import Architecture
+from .optimiser import Optimiser
+from .tree import Params, tree
+
+Leaves = dict[str, dict[str, Tensor]]
+"""What is trained: ``a`` and ``b``, the factors by layer, and ``rest``, parameters trained whole, by name."""
+
+Penalty = Callable[[Leaves], Tensor]
+
+
+@tree
+class Scaling:
+    """The scale s of a client's update by its rank: ``scale · (rank0 / r)^power``.
+
+    Attributes:
+        scale: s at rank0.
+        rank0: the rank that the adapter's configuration names.
+        power: 0 for equal scales; 1 for α/r and 1/2 for α/√r with one α.
+    """
+
+    scale: float
+    rank0: int
+    power: float
+
+    def at(self, rank: int) -> float:
+        """S of a client of that rank."""
+        return self.scale * float((self.rank0 / rank) ** self.power)
+
+
+@tree
+class Message:
+    """What travels: factors, and where they are shared the parameters that are trained whole."""
+
+    factors: Packed
+    rest: Params
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How LoRA clients train and what they send.
+
+    Attributes:
+        rank: of clients that do not bring one.
+        scaling: equal: all clients have the scale of the configuration, α_i = c·r_i; alpha: they have its α, so that the
+            scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
+        head: what is trained beside the factors, a classification head say: shared, averaged by examples; personal, kept by
+            each client; frozen, at its initial values.
+        wire: the form in which factors travel: float32 (as they are), bfloat16 or int8.
+    """
+
+    rank: int = 8
+    scaling: Literal["equal", "alpha"] = "equal"
+    head: Literal["shared", "personal", "frozen"] = "shared"
+    wire: Wire = "float32"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.rank < 1:
+            raise ConfigError(f"tuning.rank must be at least 1; it is {self.rank}")
+
+    def rank_of(self, client: ClientInfo) -> int:
+        """Rank of a client's factors."""
+        return self.rank if client.rank is None else client.rank
+
+    def ranks(self, task: Task, method: str) -> list[int]:
+        """The rank of every client, after it was checked against the layers.
+
+        Raises:
+            TaskError: if models differ, or a rank is above a dimension.
+        """
+        lora = task.common_model(method).lora
+        found = [self.rank_of(client) for client in task.clients]
+        for client, rank in {r: (c, r) for c, r in zip(task.clients, found, strict=True)}.values():
+            lora.check_rank(rank, f"client {client.id}")
+        return found
+
+    def equal_rank(self, task: Task, method: str) -> int:
+        """The one rank of all clients.
+
+        Raises:
+            TaskError: if ranks differ.
+        """
+        found = self.ranks(task, method)
+        if len(set(found)) > 1:
+            other = next(i for i, r in enumerate(found) if r != found[0])
+            raise TaskError(
+                f"{method} averages factors entry by entry, so all clients need one rank, but client {task.clients[0].id} has "
+                f"{found[0]} and client {task.clients[other].id} has {found[other]}. Give all the same rank, or choose a method "
+                "for unequal ranks: fedhl, hetlora, flexlora or flora."
+            )
+        return found[0]
+
+    def scaling_of(self, lora: LoRA) -> Scaling:
+        """The scale of each rank under a model's configuration."""
+        power = 0.0 if self.scaling == "equal" else 0.5 if lora.rslora else 1.0
+        return Scaling(lora.scale, self.rank if lora.rank is None else lora.rank, power)
+
+    def shared_rest(self, model: Architecture) -> Params:
+        """What is trained whole and lies with the server."""
+        return model.rest() if self.head == "shared" else {}
+
+    def own_rest(self, model: Architecture) -> Params:
+        """What is trained whole and lies with each client."""
+        return model.rest() if self.head == "personal" else {}
+
+    def message(self, factors: Factors, rest: Params) -> Message:
+        """Factors and rest as they travel; a personal rest does not."""
+        return Message(pack(factors, self.wire), rest if self.head == "shared" else {})
+
+
+def random_a(task: Task, rank: int) -> dict[str, Tensor]:
+    """A ``[rank, k]`` of every layer, the same for all clients and methods, in the type of the factors."""
+    model = next(iter(task.architectures.values()))
+    return model.lora.draw(rank, task.key / "lora", next(iter(model.initial.values())))
+
+
+def fresh(drawn: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]], rank: int) -> Factors:
+    """A random A, its first rows where more were drawn, and B = 0."""
+    return {n: Pair(a.new_zeros(shapes[n][0], rank), a[:rank].contiguous()) for n, a in drawn.items()}
+
+
+def scaled(factors: Factors, scale: float) -> Factors:
+    """Factors of ``scale`` times the product, both factors by its root, so that they stay of one size."""
+    root = scale**0.5
+    return {n: Pair(p.b * root, p.a * root) for n, p in factors.items()}
+
+
+def cut(factors: Factors, rank: int) -> Factors:
+    """The first columns of every B and rows of every A."""
+    return {n: first(p, rank) for n, p in factors.items()}
+
+
+def leaves_of(factors: Factors, rest: Params) -> Leaves:
+    """Factors and rest as they are trained."""
+    return {"a": {n: p.a for n, p in factors.items()}, "b": {n: p.b for n, p in factors.items()}, "rest": rest}
+
+
+def factors_of(leaves: Leaves) -> Factors:
+    """The factors among trained leaves."""
+    return {n: Pair(b, leaves["a"][n]) for n, b in leaves["b"].items()}
+
+
+def placed(model: Architecture, leaves: Leaves, scale: float, frozen: Factors, moved: Params) -> Params:
+    """The parameters of a client's model.
+
+    Args:
+        model: its architecture.
+        leaves: factors and rest.
+        scale: s.
+        frozen: a second adapter that is not trained, of scale 1; may be empty.
+        moved: weights of the base that are no longer the initial ones; may be empty.
+    """
+    return model.lora.place(factors_of(leaves), scale, frozen, moved) | leaves["rest"]
+
+
+def tune(
+    view: ClientView,
+    start: Leaves,
+    scale: float,
+    optimiser: Optimiser,
+    *,
+    fixed: Leaves | None = None,
+    frozen: Factors | None = None,
+    moved: Params | None = None,
+    penalty: Penalty | None = None,
+) -> Leaves:
+    """Train some leaves by the pass ``local``.
+
+    Args:
+        view: the client's.
+        start: what is trained.
+        scale: s.
+        optimiser: of the pass.
+        fixed: leaves that are not trained.
+        frozen: see :func:`placed`.
+        moved: see :func:`placed`.
+        penalty: added to the loss, a function of the trained leaves.
+
+    Returns:
+        The trained leaves.
+
+    Raises:
+        TaskError: if no factor changed although the learning rate is not 0: no gradient reaches them.
+    """
+    model, held = view.model, fixed or {}
+
+    def loss(leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params) -> Tensor:
+        params = placed(model, fixed | leaves, scale, frozen, moved)
+        value = task_loss(model.apply(params, batch.x), batch)
+        return value if penalty is None else value + penalty(leaves)
+
+    end: Leaves = view.train(loss, start, "local", optimiser, given=(held, frozen or {}, moved or {}))
+    factors = [k for k in ("a", "b") if start.get(k)]
+    rates = optimiser.rates([f"/{k}" for k in factors], view.round).lr if not optimiser.groups else [1.0]
+    if any(rates) and factors and all(torch.equal(t, end[k][n]) for k in factors for n, t in start[k].items()):
+        raise TaskError(
+            f"client {view.info.id}, round {view.round}: training changed no LoRA factor. No gradient reaches them; is the "
+            "adapted layer used in the forward pass, and is the adapter active?"
+        )
+    return end
+
+
+def infer(view: ClientView, params: Params) -> Predictor:
+    """How a model with these parameters infers."""
+    return lambda x: view.model.apply(params, x)
+
+
+def received(message: Message) -> Factors:
+    """The factors of a message."""
+    return unpack(message.factors)

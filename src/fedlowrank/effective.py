@@ -1,0 +1,173 @@
+"""A server's effective delta between rounds: what clients begin with, how their replies are weighed, the model of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .choices import check_choices
+from .errors import ConfigError
+from .low_rank.delta import Delta, Split, split, tail_energy, truncation
+from .low_rank.factored import Factored
+from .low_rank.pair import Factors, Pair
+from .models.architecture import Architecture
+from .tree import Params
+
+
+def first_components(
+    deltas: Mapping[str, Delta], drawn: Mapping[str, Tensor], rank: int, how: Split, scale: float
+) -> Factors:
+    """Factors of the best approximation of a rank, for a client of scale s: s·B A = W^{r}.
+
+    Where W has less rank, the rows of A that nothing fills are random ones and their columns of B zero: the product is the same,
+    and a gradient reaches them.
+
+    Args:
+        deltas: W by layer.
+        drawn: A ``[r_max, k]`` of every layer, in the type that factors have.
+        rank: r.
+        how: which factor takes the singular values.
+        scale: s.
+    """
+    power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[how]
+    found: Factors = {}
+    for name, delta in deltas.items():
+        triplets, like = truncation(delta, rank), drawn[name]
+        pair = split(triplets, rank, how)
+        b, a = (pair.b / scale**power).to(like), (pair.a / scale ** (1 - power)).to(like)
+        a[triplets.rank :] = like[triplets.rank : rank]
+        found[name] = Pair(b.contiguous(), a.contiguous())
+    return found
+
+
+def whole(model: Architecture, deltas: Mapping[str, Delta], rest: Params) -> Params:
+    """Parameters of the base with all of W: as factors where it is held so, else added to the weights."""
+    factors: Factors = {}
+    dense: dict[str, Tensor] = {}
+    like = next(iter(model.initial.values()))
+    for name, delta in deltas.items():
+        if delta.whole is not None:
+            # the layer's own adapter, if it has one, must add nothing
+            dense[name] = delta.whole.to(torch.promote_types(like.dtype, torch.float32)).to(like.device)
+            d, k = delta.shape
+            factors[name] = Pair(like.new_zeros(d, 1), like.new_zeros(1, k))
+        else:
+            pair = split(truncation(delta, delta.rank), max(delta.rank, 1))
+            factors[name] = Pair(pair.b.to(like), pair.a.to(like))
+    return model.lora.place(factors, 1.0, moved=model.lora.moved(dense)) | rest
+
+
+def remainder(deltas: Mapping[str, Delta], rank: int, like: Mapping[str, Tensor]) -> Factors:
+    """Factors of W - W^{r} by layer, in the type of ``like``; W must be held as factors."""
+    found: Factors = {}
+    for name, d in deltas.items():
+        left = Factored(d.u[:, rank:], d.s[rank:].to(d.u.dtype), d.v[:, rank:])
+        pair = split(left, left.rank)
+        found[name] = Pair(pair.b.to(like[name]), pair.a.to(like[name]))
+    return found
+
+
+def weighted_blocks(
+    weights: Mapping[str, Sequence[float]], scales: Sequence[float], factors: Sequence[Factors]
+) -> dict[str, list[tuple[float, Pair]]]:
+    """The terms p_i s_i B_i A_i of every layer, for :func:`fedlowrank.low_rank.delta.advance`.
+
+    Args:
+        weights: p_i of every reply, by layer.
+        scales: s_i of every reply.
+        factors: of every reply.
+    """
+    return {n: [(p * s, f[n]) for p, s, f in zip(ps, scales, factors, strict=True)] for n, ps in weights.items()}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a round's replies.
+
+    Attributes:
+        weights: p_i of every reply by layer, each adding up to 1.
+        errors: ‖W - W^{r_i}‖² / ‖W‖² over all layers, of every reply.
+    """
+
+    weights: dict[str, list[float]]
+    errors: list[float]
+
+    def told(self, clients: Sequence[int]) -> dict[str, dict[str, float]]:
+        """For the record: weight (the mean over layers) and truncation error of every client."""
+        rows = list(self.weights.values())
+        mean = [sum(p[i] for p in rows) / len(rows) for i in range(len(clients))]
+        return {
+            "weights": {str(c): p for c, p in zip(clients, mean, strict=True)},
+            "truncation": {str(c): e for c, e in zip(clients, self.errors, strict=True)},
+        }
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """Weights p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T) (Peng et al., FedHL, eq. 15).
+
+    Attributes:
+        error: r̂_i: relative ‖W - W^{r_i}‖² / ‖W‖²; absolute, without the divisor; or squared, the square of the absolute one, as
+            eq. 8 and eq. 15 read together.
+        eps: ε.
+        temperature: T; 0 leaves eq. 15 as it is.
+        per_layer: weights of their own for every layer; else errors are summed over layers.
+        by_examples: multiply p_i by n_i.
+    """
+
+    error: Literal["relative", "absolute", "squared"] = "relative"
+    eps: float = 1e-2
+    temperature: float = 1.0
+    per_layer: bool = False
+    by_examples: bool = False
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.eps <= 0 or self.temperature < 0:
+            raise ConfigError(
+                f"weighing: need eps > 0 and temperature >= 0; they are {self.eps} and {self.temperature}"
+            )
+
+    def weigh(self, deltas: Mapping[str, Delta], ranks: Sequence[int], examples: Sequence[float]) -> Weights:
+        """The weights of replies.
+
+        Args:
+            deltas: W_t by layer.
+            ranks: r_i of every reply.
+            examples: n_i of every reply.
+        """
+        errors = {n: tail_energy(d, ranks) for n, d in deltas.items()}
+        energy = {n: d.energy for n, d in deltas.items()}
+        together, total = [sum(e) for e in zip(*errors.values(), strict=True)], sum(energy.values())
+        if self.per_layer:
+            weights = {n: self._of(errors[n], energy[n], examples) for n in deltas}
+        else:
+            weights = dict.fromkeys(deltas, self._of(together, total, examples))
+        return Weights(weights, [e / total if total > 0 else 0.0 for e in together])
+
+    def _of(self, errors: Sequence[float], energy: float, examples: Sequence[float]) -> list[float]:
+        # W = 0 truncates to itself at any rank: all errors are 0 and all weights equal
+        unit = energy if self.error == "relative" and energy > 0 else 1.0
+        r = torch.tensor(errors, dtype=torch.float64) / unit
+        p = 1 / ((r.square() if self.error == "squared" else r) + self.eps)
+        p = p / p.sum()
+        if self.temperature > 0:
+            p = torch.softmax(p / self.temperature, 0)
+        if self.by_examples:
+            p = p * torch.tensor(examples, dtype=torch.float64)
+        weights: list[float] = (p / p.sum()).tolist()
+        return weights
+
+
+def energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
+    """‖W‖_F² of every layer."""
+    return {n: d.energy for n, d in deltas.items()}
+
+
+def discarded(deltas: Mapping[str, Delta]) -> dict[str, float]:
+    """‖·‖_F² of what a cap on the rank cut off in the last round, of every layer."""
+    return {n: d.discarded for n, d in deltas.items()}

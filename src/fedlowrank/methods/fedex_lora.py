@@ -1,0 +1,123 @@
+"""FedEx-LoRA: the means of B and A, and what they miss of the mean update added to the base.
+
+Singhal, Ponkshe, Vepakomma, "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation Models",
+ACL 2025. arXiv:2410.09432.
+
+    server, each round t:   send B, A and the residuals that client i lacks                download
+    client i:               W_0 ← W_0 + each residual; train B_i, A_i by E epochs          local_update
+    server:                 B = Σ p_i B_i,  A = Σ p_i A_i,  p_i = n_i / Σ n                 server_update
+                            residual = s Σ p_i B_i A_i - s B A = s Σ p_i B_i (A_i - A)     server_update
+
+The second form of the residual has rank Σ r_i, not Σ r_i + r. It travels as factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, fresh, leaves_of, placed, random_a, received, tune
+from ..base_updates import Base, Keep, Ledger, stacked, weighted
+from ..low_rank.pair import Factors, Pair
+from ..low_rank.wire_form import Packed, pack, unpack
+from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean, tree
+
+
+@tree
+class Server:
+    """The mean factors, the residual of every round, and what is shared beside them."""
+
+    factors: Factors
+    ledger: Ledger
+    rest: Params
+    scaling: Scaling
+
+
+@tree
+class Download:
+    """The mean factors and what is shared, and the residuals that a client lacks."""
+
+    message: Message
+    residuals: list[Packed]
+
+
+@tree
+class Own:
+    """What a client keeps: the sum of the residuals so far, and its head where that is personal."""
+
+    base: Base
+    rest: Params
+
+
+@dataclass(frozen=True)
+class FedExLoRA(Method[Server, Own, Download, Message]):
+    """Means of factors, with an exact residual.
+
+    Attributes:
+        keep: merged: a client adds residuals to its base weights; stacked: it keeps them as a frozen adapter beside.
+        tuning: rank, scale, head and form on the wire.
+    """
+
+    keep: Keep = "merged"
+    tuning: Tuning = Tuning()
+
+    title = "FedEx-LoRA"
+    citation = "Singhal et al., ACL 2025, arXiv:2410.09432"
+
+    def server_init(self, task: Task) -> Server:
+        """A random A, B = 0, no residual."""
+        rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
+        factors, lora = fresh(random_a(task, rank), model.lora.shapes, rank), model.lora
+        return Server(factors, Ledger([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Own:
+        """The base as it is."""
+        return Own(Base({}, {}), self.tuning.own_rest(task.model(client)))
+
+    def download(self, server: Server, client: ClientInfo) -> Download:
+        """Factors, and the residuals that are missing."""
+        residuals = [pack(r, self.tuning.wire) for r in server.ledger.missing(client)]
+        return Download(self.tuning.message(server.factors, server.rest), residuals)
+
+    def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
+        """Add the residuals, then train both factors."""
+        base, start = self._now(state, down)
+        moved = base.moved(view.model.lora)
+        end = tune(view, start, self._scale(view), self.optimiser, frozen=base.stack, moved=moved)
+        kept = end["rest"] if self.tuning.head == "personal" else {}
+        return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+        """Means, and what they miss."""
+        del view
+        # the place of a client in the stack must not depend on when its reply came
+        replies = sorted(replies, key=lambda r: r.client.id)
+        weights = by_examples(replies)
+        held = [received(r.upload) for r in replies]
+        means: Factors = mean(held, weights)
+        apart = [{n: Pair(p.b, p.a - means[n].a) for n, p in f.items()} for f in held]
+        scale = server.scaling.at(next(iter(means.values())).rank)
+        residual = weighted(apart, [scale * w / sum(weights) for w in weights])
+        rest = mean([r.upload.rest for r in replies], weights)
+        return Server(means, server.ledger.grown(residual, replies), rest, server.scaling)
+
+    def personal(self, state: Own, down: Download, view: ClientView) -> Params:
+        """The base with all residuals, and the mean factors."""
+        base, leaves = self._now(state, down)
+        moved = base.moved(view.model.lora)
+        return view.model.initial | placed(view.model, leaves, self._scale(view), base.stack, moved)
+
+    def server_predictor(self, server: Server, state: Own, view: ClientView) -> dict[str, Predictor]:
+        """The same as at every client that has all residuals."""
+        updates = server.ledger.updates
+        leaves = leaves_of(server.factors, state.rest | server.rest)
+        params = placed(view.model, leaves, self._scale(view), stacked(updates) if updates else {}, {})
+        return {"server": lambda x: view.model.apply(params, x)}
+
+    def _now(self, state: Own, down: Download) -> tuple[Base, Leaves]:
+        base = state.base.followed([unpack(r) for r in down.residuals], self.keep)
+        return base, leaves_of(received(down.message), state.rest | down.message.rest)
+
+    def _scale(self, view: ClientView) -> float:
+        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))

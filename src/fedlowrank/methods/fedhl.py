@@ -1,0 +1,145 @@
+"""FedHL: unequal LoRA ranks with an aggregate that truncation does not bias, weighted by truncation errors.
+
+Peng et al., "FedHL: Federated Learning for Heterogeneous Low-Rank Adaptation via Unbiased Aggregation",
+arXiv:2505.18494, Algorithm 1.
+
+     4  (B_t^i, A_t^i) ← SVD(W_t, r_i), one SVD for all clients               server_update; download slices it
+     5  r̂_i ← ‖W_t - W_t^{r_i}‖²                                             Weighing, from singular values
+     9  client i: B ← B_t^i, A ← A_t^i                                        local_update
+    10  K local steps; upload                                                 local_update
+    15  W_{t+1}^i ← B^i A^i                                                   server_update, as factors
+    17  W_{t+1} ← Σ_i p_i [W_t + (W_{t+1}^i - W_t^{r_i})],  p_i by eq. 15     server_update, Weighing
+
+Settled: r̂_i is the squared norm, relative to ‖W_t‖² (eq. 15 is not free of scale otherwise), summed over layers;
+p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T); W_0 = 0 begins with a random A and B = 0, and components that W_t does not fill
+begin so in later rounds too. On a lossy wire exactly what was sent is subtracted. ``weighing.error = "squared"`` is eq. 15 to the
+letter, with the square of eq. 8. Departures, off by default: a cap on the server's rank, and the residual W_t - W_t^{r_i} as a
+frozen second adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..adapters import Message, Scaling, Tuning, factors_of, leaves_of, placed, random_a, received, tune
+from ..effective import Weighing, discarded, energies, first_components, remainder, weighted_blocks, whole
+from ..errors import ConfigError
+from ..low_rank.delta import Delta, Form, Split, advance, start
+from ..low_rank.pair import Factors
+from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean, tree
+
+
+@tree
+class Server:
+    """W of every layer, the random A of components it does not fill, what is shared beside, and the last round's p_i and r̂_i."""
+
+    delta: dict[str, Delta]
+    drawn: dict[str, Tensor]
+    rest: Params
+    scaling: Scaling
+    last: dict[str, dict[str, float]]
+
+
+@tree
+class Download:
+    """The client's components, and where it is asked for the others as a frozen adapter of scale 1."""
+
+    message: Message
+    residual: Factors
+
+
+@dataclass(frozen=True)
+class FedHL(Method[Server, Params, Download, Message]):
+    """Unbiased aggregation of unequal ranks.
+
+    Attributes:
+        weighing: how truncation errors become p_i.
+        split: which factor takes the singular values: sqrt for both, B or A.
+        residual: send clients W - W^{r_i} too, which they do not train; local training then begins at W.
+        form: how the server holds W; ``{kind = "capped", cap = 64}`` bounds its rank.
+        tuning: rank, scale, head and form on the wire.
+    """
+
+    weighing: Weighing = Weighing()
+    split: Split = "sqrt"
+    residual: bool = False
+    form: Form = Form()
+    tuning: Tuning = Tuning()
+
+    title = "FedHL"
+    citation = "Peng et al. 2025, arXiv:2505.18494"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.residual and self.form.kind not in ("exact", "capped"):
+            raise ConfigError(
+                "FedHL: the residual travels as factors, so it needs a server that holds factors; set form.kind to 'exact' or "
+                f"'capped', not {self.form.kind!r}"
+            )
+
+    def server_init(self, task: Task) -> Server:
+        """W_0 = 0."""
+        ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
+        delta = start(model.lora.shapes, self.form, max(ranks))
+        drawn, scaling = random_a(task, max(ranks)), self.tuning.scaling_of(model.lora)
+        return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """The head, where it is personal."""
+        return self.tuning.own_rest(task.model(client))
+
+    def download(self, server: Server, client: ClientInfo) -> Download:
+        """Line 4: the first r_i components."""
+        rank = self.tuning.rank_of(client)
+        factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
+        left = remainder(server.delta, rank, server.drawn) if self.residual else {}
+        return Download(self.tuning.message(factors, server.rest), left)
+
+    def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Message]:
+        """Lines 9 and 10."""
+        first = leaves_of(received(down.message), state | down.message.rest)
+        end = tune(view, first, self._scale(view), self.optimiser, frozen=down.residual)
+        kept = end["rest"] if self.tuning.head == "personal" else {}
+        return kept, self.tuning.message(factors_of(end), end["rest"])
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+        """Lines 15 and 17."""
+        del view
+        held = [received(r.upload) for r in replies]
+        ranks = [self.tuning.rank_of(r.client) for r in replies]
+        scales = [server.scaling.at(r) for r in ranks]
+        found = self.weighing.weigh(server.delta, ranks, by_examples(replies))
+        blocks = weighted_blocks(found.weights, scales, held)
+        sent = {n: list(zip(p, ranks, strict=True)) for n, p in found.weights.items()}
+        if self.tuning.wire != "float32":
+            exact = [received(self.download(server, r.client).message) for r in replies]
+            minus = weighted_blocks(found.weights, [-s for s in scales], exact)
+            blocks, sent = {n: b + minus[n] for n, b in blocks.items()}, {}
+        rest = mean([r.upload.rest for r in replies], by_examples(replies))
+        said = found.told([r.client.id for r in replies])
+        return Server(advance(server.delta, blocks, held=sent), server.drawn, rest, server.scaling, said)
+
+    def personal(self, state: Params, down: Download, view: ClientView) -> Params:
+        """The model with the first r_i components."""
+        leaves = leaves_of(received(down.message), state | down.message.rest)
+        return view.model.initial | placed(view.model, leaves, self._scale(view), down.residual, {})
+
+    def server_predictor(self, server: Server, state: Params, view: ClientView) -> dict[str, Predictor]:
+        """The model with all of W."""
+        params = whole(view.model, server.delta, state | server.rest)
+        return {"server": lambda x: view.model.apply(params, x)}
+
+    def ranks(self, server: Server) -> dict[str, int]:
+        """Rank of W."""
+        return {n: d.rank for n, d in server.delta.items()}
+
+    def observed(self, server: Server) -> dict[str, dict[str, float]]:
+        """p_i and relative truncation errors of the last round, energy of W and what a cap cut off."""
+        return server.last | {"energy": energies(server.delta), "discarded": discarded(server.delta)}
+
+    def _scale(self, view: ClientView) -> float:
+        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))

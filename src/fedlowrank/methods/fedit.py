@@ -1,0 +1,81 @@
+"""FedIT: federated instruction tuning, FedAvg of LoRA factors.
+
+Zhang et al., "Towards Building the Federated GPT: Federated Instruction Tuning", ICASSP 2024. arXiv:2305.05644, Algorithm 1.
+
+    server, each round t:   send B, A to each client of S_t                                download
+    client i:               train B_i, A_i by E epochs                                     local_update
+    server:                 B = Σ n_i B_i / Σ n_i,  A = Σ n_i A_i / Σ n_i                  server_update
+
+The mean of factors is not the factors of the mean: B A holds products B_i A_j of different clients. That is the method, and its
+known error. Entry by entry means need one rank, and one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..adapters import Message, Scaling, Tuning, factors_of, fresh, leaves_of, placed, random_a, received, tune
+from ..low_rank.pair import Factors
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean, tree
+
+
+@tree
+class Server:
+    """The mean factors, and what is shared beside them."""
+
+    factors: Factors
+    rest: Params
+    scaling: Scaling
+
+
+@dataclass(frozen=True)
+class FedIT(Method[Server, Params, Message, Message]):
+    """Means of B and of A.
+
+    Attributes:
+        tuning: rank, scale, head and form on the wire.
+    """
+
+    tuning: Tuning = Tuning()
+
+    title = "FedIT"
+    citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
+
+    def server_init(self, task: Task) -> Server:
+        """A random A, and B = 0."""
+        rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
+        factors = fresh(random_a(task, rank), model.lora.shapes, rank)
+        return Server(factors, self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """The head, where it is personal."""
+        return self.tuning.own_rest(task.model(client))
+
+    def download(self, server: Server, client: ClientInfo) -> Message:
+        """B and A."""
+        del client
+        return self.tuning.message(server.factors, server.rest)
+
+    def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
+        """Train both factors."""
+        start = leaves_of(received(down), state | down.rest)
+        end = tune(view, start, self._scale(view), self.optimiser)
+        kept = end["rest"] if self.tuning.head == "personal" else {}
+        return kept, self.tuning.message(factors_of(end), end["rest"])
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+        """Means, weighted by n_i."""
+        del view
+        weights = by_examples(replies)
+        factors: Factors = mean([received(r.upload) for r in replies], weights)
+        return Server(factors, mean([r.upload.rest for r in replies], weights), server.scaling)
+
+    def personal(self, state: Params, down: Message, view: ClientView) -> Params:
+        """The model with the mean factors."""
+        leaves = leaves_of(received(down), state | down.rest)
+        return view.model.initial | placed(view.model, leaves, self._scale(view), {}, {})
+
+    def _scale(self, view: ClientView) -> float:
+        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))

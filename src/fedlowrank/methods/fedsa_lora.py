@@ -1,0 +1,93 @@
+"""FedSA-LoRA: the matrices A are shared, the matrices B stay with their clients.
+
+Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025. arXiv:2410.01463, Algorithm 1.
+
+    server, each round t:   send A to each client of S_t                                   download
+    client i:               train A_i, B_i by E epochs; keep B_i                           local_update
+    server:                 A = Σ n_i A_i / Σ n_i                                          server_update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..adapters import Leaves, Message, Tuning, fresh, placed, random_a, received, tune
+from ..low_rank.pair import Factors, Pair
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean, tree
+
+
+@tree
+class Server:
+    """The mean A (with a B of no rows), and what is shared beside it."""
+
+    factors: Factors
+    rest: Params
+
+
+@tree
+class Own:
+    """What a client keeps: its B by layer, and its head where that is personal."""
+
+    b: dict[str, Tensor]
+    rest: Params
+
+
+@dataclass(frozen=True)
+class FedSALoRA(Method[Server, Own, Message, Message]):
+    """A averaged, B personal.
+
+    Attributes:
+        tuning: rank, scale, head and form on the wire.
+    """
+
+    tuning: Tuning = Tuning()
+
+    title = "FedSA-LoRA"
+    citation = "Guo et al., ICLR 2025, arXiv:2410.01463"
+
+    def server_init(self, task: Task) -> Server:
+        """A random A."""
+        rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
+        return Server(_without_b(random_a(task, rank)), self.tuning.shared_rest(model))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Own:
+        """B = 0."""
+        model, rank = task.model(client), self.tuning.rank_of(client)
+        factors = fresh(random_a(task, rank), model.lora.shapes, rank)
+        return Own({n: p.b for n, p in factors.items()}, self.tuning.own_rest(model))
+
+    def download(self, server: Server, client: ClientInfo) -> Message:
+        """A."""
+        del client
+        return self.tuning.message(server.factors, server.rest)
+
+    def local_update(self, state: Own, down: Message, view: ClientView) -> tuple[Own, Message]:
+        """Train both factors, send A."""
+        end = tune(view, self._leaves(state, down), self._scale(view), self.optimiser)
+        kept = end["rest"] if self.tuning.head == "personal" else {}
+        return Own(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+        """The mean of A, weighted by n_i."""
+        del server, view
+        weights = by_examples(replies)
+        factors: Factors = mean([received(r.upload) for r in replies], weights)
+        return Server(factors, mean([r.upload.rest for r in replies], weights))
+
+    def personal(self, state: Own, down: Message, view: ClientView) -> Params:
+        """The model with the mean A and the client's own B."""
+        return view.model.initial | placed(view.model, self._leaves(state, down), self._scale(view), {}, {})
+
+    def _leaves(self, state: Own, down: Message) -> Leaves:
+        return {"a": {n: p.a for n, p in received(down).items()}, "b": state.b, "rest": state.rest | down.rest}
+
+    def _scale(self, view: ClientView) -> float:
+        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))
+
+
+def _without_b(a: dict[str, Tensor]) -> Factors:
+    return {n: Pair(t.new_zeros(0, 0), t) for n, t in a.items()}

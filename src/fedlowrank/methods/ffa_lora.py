@@ -1,0 +1,90 @@
+"""FFA-LoRA: A stays at its random initial value, B alone is trained and averaged, so that the mean has no cross terms.
+
+Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024. arXiv:2403.12313.
+
+    server, each round t:   send B to each client of S_t                                   download
+    client i:               train B_i by E epochs, A_0 frozen                              local_update
+    server:                 B = Σ n_i B_i / Σ n_i                                          server_update
+
+A_0 is drawn from the seed that all share, so it never travels. Σ p_i B_i A_0 = (Σ p_i B_i) A_0: the mean is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..adapters import Leaves, Message, Tuning, fresh, leaves_of, placed, random_a, received, tune
+from ..low_rank.pair import Factors, Pair
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean, tree
+
+
+@tree
+class Server:
+    """The mean B (with an A of no rows), and what is shared beside it."""
+
+    factors: Factors
+    rest: Params
+
+
+@dataclass(frozen=True)
+class FFALoRA(Method[Server, Params, Message, Message]):
+    """A frozen, mean of B.
+
+    Attributes:
+        tuning: rank, scale, head and form on the wire.
+    """
+
+    tuning: Tuning = Tuning()
+
+    title = "FFA-LoRA"
+    citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
+
+    def server_init(self, task: Task) -> Server:
+        """B = 0."""
+        rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
+        factors = fresh(random_a(task, rank), model.lora.shapes, rank)
+        return Server(_without_a(factors), self.tuning.shared_rest(model))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """The head, where it is personal."""
+        return self.tuning.own_rest(task.model(client))
+
+    def download(self, server: Server, client: ClientInfo) -> Message:
+        """B."""
+        del client
+        return self.tuning.message(server.factors, server.rest)
+
+    def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
+        """Train B."""
+        fixed, start = self._leaves(state, down, view)
+        end = tune(view, start, self._scale(view), self.optimiser, fixed=fixed)
+        kept = end["rest"] if self.tuning.head == "personal" else {}
+        factors = {n: Pair(b, b.new_zeros(0, 0)) for n, b in end["b"].items()}
+        return kept, self.tuning.message(factors, end["rest"])
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+        """The mean of B, weighted by n_i."""
+        del server, view
+        weights = by_examples(replies)
+        factors: Factors = mean([received(r.upload) for r in replies], weights)
+        return Server(factors, mean([r.upload.rest for r in replies], weights))
+
+    def personal(self, state: Params, down: Message, view: ClientView) -> Params:
+        """The model with the mean B."""
+        fixed, start = self._leaves(state, down, view)
+        return view.model.initial | placed(view.model, fixed | start, self._scale(view), {}, {})
+
+    def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
+        """A, which is not trained, and the rest, which is."""
+        leaves = leaves_of(received(down), state | down.rest)
+        drawn = random_a(view.task, self.tuning.rank_of(view.info))
+        return {"a": drawn}, {"b": leaves["b"], "rest": leaves["rest"]}
+
+    def _scale(self, view: ClientView) -> float:
+        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))
+
+
+def _without_a(factors: Factors) -> Factors:
+    return {n: Pair(p.b, p.a.new_zeros(0, 0)) for n, p in factors.items()}

@@ -1,0 +1,103 @@
+"""FlexLoRA: the mean of whole updates, and for each client its best approximation of the client's rank.
+
+Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources", NeurIPS 2024.
+arXiv:2402.11505, Algorithm 1.
+
+    server, each round t:   W = U Σ Vᵀ; send U_r Σ_r and V_rᵀ to each client i of S_t, r = r_i          download
+    client i:               train B_i, A_i by E epochs                                                  local_update
+    server:                 W = Σ p_i s_i B_i A_i,  p_i = n_i / Σ n                                     server_update
+
+What a client's rank cuts off is lost with the next mean: the bias that FedHL removes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..adapters import Message, Scaling, Tuning, factors_of, leaves_of, placed, random_a, received, tune
+from ..effective import first_components, weighted_blocks, whole
+from ..low_rank.delta import Delta, Form, Split, advance, start
+from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean, tree
+
+
+@tree
+class Server:
+    """The mean update W of every layer, the random A of layers that have none yet, and what is shared beside."""
+
+    delta: dict[str, Delta]
+    drawn: dict[str, Tensor]
+    rest: Params
+    scaling: Scaling
+
+
+@dataclass(frozen=True)
+class FlexLoRA(Method[Server, Params, Message, Message]):
+    """Means of updates, truncated for each client.
+
+    Attributes:
+        split: which factor takes the singular values: B, as in the authors' code, A, or sqrt for both.
+        form: how the server holds W.
+        tuning: rank, scale, head and form on the wire.
+    """
+
+    split: Split = "B"
+    form: Form = Form()
+    tuning: Tuning = Tuning()
+
+    title = "FlexLoRA"
+    citation = "Bai et al., NeurIPS 2024, arXiv:2402.11505"
+
+    def server_init(self, task: Task) -> Server:
+        """W = 0."""
+        ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
+        drawn, lora = random_a(task, max(ranks)), model.lora
+        rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
+        return Server(start(lora.shapes, self.form, max(ranks)), drawn, rest, scaling)
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """The head, where it is personal."""
+        return self.tuning.own_rest(task.model(client))
+
+    def download(self, server: Server, client: ClientInfo) -> Message:
+        """The first r_i components."""
+        rank = self.tuning.rank_of(client)
+        factors = first_components(server.delta, server.drawn, rank, self.split, server.scaling.at(rank))
+        return self.tuning.message(factors, server.rest)
+
+    def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
+        """Train both factors."""
+        end = tune(view, leaves_of(received(down), state | down.rest), self._scale(view), self.optimiser)
+        kept = end["rest"] if self.tuning.head == "personal" else {}
+        return kept, self.tuning.message(factors_of(end), end["rest"])
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+        """W = Σ p_i s_i B_i A_i."""
+        del view
+        weights = by_examples(replies)
+        held = [received(r.upload) for r in replies]
+        scales = [server.scaling.at(next(iter(f.values())).rank) for f in held]
+        shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
+        blocks = weighted_blocks(shares, scales, held)
+        rest = mean([r.upload.rest for r in replies], weights)
+        return Server(advance(server.delta, blocks, previous=0.0), server.drawn, rest, server.scaling)
+
+    def personal(self, state: Params, down: Message, view: ClientView) -> Params:
+        """The model with the first r_i components."""
+        leaves = leaves_of(received(down), state | down.rest)
+        return view.model.initial | placed(view.model, leaves, self._scale(view), {}, {})
+
+    def server_predictor(self, server: Server, state: Params, view: ClientView) -> dict[str, Predictor]:
+        """The model with all of W."""
+        params = whole(view.model, server.delta, state | server.rest)
+        return {"server": lambda x: view.model.apply(params, x)}
+
+    def ranks(self, server: Server) -> dict[str, int]:
+        """Rank of W."""
+        return {n: d.rank for n, d in server.delta.items()}
+
+    def _scale(self, view: ClientView) -> float:
+        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))

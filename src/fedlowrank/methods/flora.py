@@ -1,0 +1,128 @@
+"""FLoRA: factors of unequal rank are stacked, not averaged, and added to the base; every round begins with a fresh adapter.
+
+Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations", NeurIPS 2024.
+arXiv:2409.05976.
+
+    server, each round t:   send the stacks that client i lacks                                       download
+    client i:               W_0 ← W_0 + B A of each stack                                             Base.followed
+                            A_i random, B_i = 0; train both by E epochs                               local_update
+    server:                 B = [p_1 s_1 B_1 | p_2 s_2 B_2 | …],  A = [A_1; A_2; …],  p_i = n_i / Σ n  server_update
+
+The sum B A = Σ p_i s_i B_i A_i is exact. p_i stands on one side only (on both it would be squared).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, fresh, leaves_of, placed, received, tune
+from ..base_updates import Base, Keep, Ledger, stacked, weighted
+from ..low_rank.pair import Factors
+from ..low_rank.wire_form import Packed, pack, unpack
+from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean, tree
+
+
+@tree
+class Server:
+    """The stack of every round, and what is shared beside them."""
+
+    ledger: Ledger
+    rest: Params
+    scaling: Scaling
+
+
+@tree
+class Download:
+    """The stacks that a client lacks, and what is shared beside them."""
+
+    stacks: list[Packed]
+    rest: Params
+
+
+@tree
+class Own:
+    """What a client keeps: the sum of the stacks so far, and its head where that is personal."""
+
+    base: Base
+    rest: Params
+
+
+@dataclass(frozen=True)
+class FLoRA(Method[Server, Own, Download, Message]):
+    """Stacked factors.
+
+    Attributes:
+        keep: merged: a client adds stacks to its base weights; stacked: it keeps them as a frozen adapter beside, for bases
+            that cannot be changed, such as quantised ones.
+        tuning: rank, scale, head and form on the wire.
+    """
+
+    keep: Keep = "merged"
+    tuning: Tuning = Tuning()
+
+    title = "FLoRA"
+    citation = "Wang et al., NeurIPS 2024, arXiv:2409.05976"
+
+    def server_init(self, task: Task) -> Server:
+        """No stack yet."""
+        self.tuning.ranks(task, self.title)
+        model = task.common_model(self.title)
+        return Server(Ledger([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora))
+
+    def client_init(self, task: Task, client: ClientInfo) -> Own:
+        """The base as it is."""
+        return Own(Base({}, {}), self.tuning.own_rest(task.model(client)))
+
+    def download(self, server: Server, client: ClientInfo) -> Download:
+        """The stacks that are missing."""
+        return Download([pack(stack, self.tuning.wire) for stack in server.ledger.missing(client)], server.rest)
+
+    def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
+        """Add the stacks, then train fresh factors."""
+        rank, lora = self.tuning.rank_of(view.info), view.model.lora
+        base = self._base(state, down)
+        like = next(iter(view.model.initial.values()))
+        start = leaves_of(fresh(lora.draw(rank, view.key / "lora", like), lora.shapes, rank), state.rest | down.rest)
+        scale = self.tuning.scaling_of(lora).at(rank)
+        end = tune(view, start, scale, self.optimiser, frozen=base.stack, moved=base.moved(lora))
+        kept = end["rest"] if self.tuning.head == "personal" else {}
+        return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+        """One more stack."""
+        del view
+        # the place of a client in the stack must not depend on when its reply came
+        replies = sorted(replies, key=lambda r: r.client.id)
+        weights = by_examples(replies)
+        held = [received(r.upload) for r in replies]
+        scales = [server.scaling.at(next(iter(f.values())).rank) for f in held]
+        stack = weighted(held, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
+        rest = mean([r.upload.rest for r in replies], weights)
+        return Server(server.ledger.grown(stack, replies), rest, server.scaling)
+
+    def personal(self, state: Own, down: Download, view: ClientView) -> Params:
+        """The base with all stacks; the fresh adapter changes nothing."""
+        base = self._base(state, down)
+        return view.model.initial | _params(view, base, state.rest | down.rest)
+
+    def server_predictor(self, server: Server, state: Own, view: ClientView) -> dict[str, Predictor]:
+        """The base with all stacks, as every client that has them."""
+        updates = server.ledger.updates
+        base = Base({}, stacked(updates)) if updates else Base({}, {})
+        params = _params(view, base, state.rest | server.rest)
+        return {"server": lambda x: view.model.apply(params, x)}
+
+    def _base(self, state: Own, down: Download) -> Base:
+        return state.base.followed([unpack(s) for s in down.stacks], self.keep)
+
+
+def _params(view: ClientView, base: Base, rest: Params) -> Params:
+    leaves: Leaves = leaves_of(base.stack or _none(view), rest)
+    return placed(view.model, leaves, 1.0, {}, base.moved(view.model.lora))
+
+
+def _none(view: ClientView) -> Factors:
+    lora = view.model.lora
+    return fresh(lora.draw(1, view.key / "none", next(iter(view.model.initial.values()))), lora.shapes, 1)

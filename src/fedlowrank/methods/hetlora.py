@@ -1,0 +1,167 @@
+"""HetLoRA: unequal ranks by zero padding and truncation, with rank self-pruning and sparsity-weighted means.
+
+Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024. arXiv:2401.06432,
+Algorithm 1. Without pruning and with weights n_i it is the baseline Zero-padding of FedHL.
+
+    server, each round t:   send the first r_i columns of B, rows of A to each client i of S_t        download
+    client i:               minimise f_i + λ ‖B[:, γr_i:]‖ ‖A[γr_i:, :]‖ by E epochs                  local_update, _tail
+                            if the tail became smaller than it was received: r_i ← γ r_i              local_update
+    server:                 pad every B_i, A_i with zeros to r_max,
+                            B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F               server_update
+
+The factors of the server are those of scale 1: an upload is multiplied by s_i. A component that few clients hold is diluted by
+the zeros of the others; ``per_index`` divides each by the weight of those who hold it. γ r_i is rounded down, but a rank falls by
+one at least and to one at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..adapters import (
+    Leaves,
+    Message,
+    Scaling,
+    Tuning,
+    cut,
+    factors_of,
+    fresh,
+    leaves_of,
+    placed,
+    random_a,
+    received,
+    scaled,
+    tune,
+)
+from ..errors import ConfigError
+from ..low_rank.delta import product_norms
+from ..low_rank.lora import padded, undiluted
+from ..low_rank.pair import Factors
+from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean, tree
+
+
+@tree
+class Server:
+    """Mean factors of rank r_max and scale 1, what is shared beside them, and the ranks of clients that pruned theirs."""
+
+    factors: Factors
+    rest: Params
+    scaling: Scaling
+    ranks: dict[str, int]
+
+
+@dataclass(frozen=True)
+class HetLoRA(Method[Server, Params, Message, Message]):
+    """Zero padding, truncation and self-pruning.
+
+    Attributes:
+        weights: p_i by examples, or by the norm of each client's update.
+        per_index: whether each component is averaged over those clients alone that hold it.
+        prune: γ, share of a client's rank that it keeps when it prunes; 1 prunes never.
+        penalty: λ on the tail of the factors, where it may be pruned.
+        tuning: rank, scale, head and form on the wire.
+    """
+
+    weights: Literal["examples", "norm"] = "examples"
+    per_index: bool = False
+    prune: float = 1.0
+    penalty: float = 1e-3
+    tuning: Tuning = Tuning()
+
+    title = "HetLoRA"
+    citation = "Cho et al., EMNLP 2024, arXiv:2401.06432"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.prune <= 1 or self.penalty < 0:
+            raise ConfigError(
+                f"HetLoRA: need 0 < prune <= 1 and penalty >= 0; they are {self.prune} and {self.penalty}"
+            )
+
+    def server_init(self, task: Task) -> Server:
+        """A random A of the largest rank, and B = 0."""
+        rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
+        factors = fresh(random_a(task, rank), model.lora.shapes, rank)
+        return Server(factors, self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora), {})
+
+    def client_init(self, task: Task, client: ClientInfo) -> Params:
+        """The head, where it is personal."""
+        return self.tuning.own_rest(task.model(client))
+
+    def download(self, server: Server, client: ClientInfo) -> Message:
+        """The first r_i components, in the client's scale."""
+        rank = server.ranks.get(str(client.id), self.tuning.rank_of(client))
+        return self.tuning.message(scaled(cut(server.factors, rank), 1 / server.scaling.at(rank)), server.rest)
+
+    def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
+        """Train, and prune where the tail has shrunk."""
+        start = leaves_of(received(down), state | down.rest)
+        rank = next(iter(start["a"].values())).shape[0]
+        kept = max(1, min(int(self.prune * rank), rank - 1)) if self.prune < 1 else rank
+        penalty = _penalty(self.penalty, kept) if kept < rank and self.penalty > 0 else None
+        end = tune(view, start, self._scaling(view).at(rank), self.optimiser, penalty=penalty)
+        factors = factors_of(end)
+        if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
+            # the scale of a smaller rank may differ, the update must not
+            factors = scaled(cut(factors, kept), self._scaling(view).at(rank) / self._scaling(view).at(kept))
+        own = end["rest"] if self.tuning.head == "personal" else {}
+        return own, self.tuning.message(factors, end["rest"])
+
+    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+        """Means of padded factors."""
+        del view
+        held = [received(r.upload) for r in replies]
+        ranks = [next(iter(f.values())).rank for f in held]
+        units = [scaled(f, server.scaling.at(r)) for f, r in zip(held, ranks, strict=True)]
+        weights = by_examples(replies)
+        if self.weights == "norm":
+            norms = [math.hypot(*product_norms(list(f.values()))) for f in units]
+            weights = norms if sum(norms) > 0 else weights
+        top = max(p.rank for p in server.factors.values())
+        factors: Factors = mean([{n: padded(p, top) for n, p in f.items()} for f in units], weights)
+        if self.per_index:
+            factors = undiluted(factors, server.factors, ranks, weights)
+        rest = mean([r.upload.rest for r in replies], by_examples(replies))
+        pruned = {
+            str(r.client.id): k for r, k in zip(replies, ranks, strict=True) if k != self.tuning.rank_of(r.client)
+        }
+        return Server(factors, rest, server.scaling, server.ranks | pruned)
+
+    def personal(self, state: Params, down: Message, view: ClientView) -> Params:
+        """The model with the first r_i components."""
+        leaves = leaves_of(received(down), state | down.rest)
+        rank = next(iter(leaves["a"].values())).shape[0]
+        return view.model.initial | placed(view.model, leaves, self._scaling(view).at(rank), {}, {})
+
+    def server_predictor(self, server: Server, state: Params, view: ClientView) -> dict[str, Predictor]:
+        """The model with all r_max components."""
+        params = placed(view.model, leaves_of(server.factors, state | server.rest), 1.0, {}, {})
+        return {"server": lambda x: view.model.apply(params, x)}
+
+    def _scaling(self, view: ClientView) -> Scaling:
+        return self.tuning.scaling_of(view.model.lora)
+
+
+def _penalty(weight: float, kept: int) -> Callable[[Leaves], Tensor]:
+    def penalty(leaves: Leaves) -> Tensor:
+        return weight * _tail(leaves, kept)
+
+    return penalty
+
+
+def _tail(leaves: Leaves, kept: int) -> Tensor:
+    """Σ over layers of ‖B[:, kept:]‖_F ‖A[kept:, :]‖_F."""
+    norms = [_norm(b[:, kept:]) * _norm(leaves["a"][n][kept:]) for n, b in leaves["b"].items()]
+    return torch.stack(norms).sum()
+
+
+def _norm(x: Tensor) -> Tensor:
+    # the norm of zeros has no gradient; B is zero at the start
+    return (x.square().sum() + 1e-12).sqrt()
