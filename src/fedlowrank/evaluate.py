@@ -13,12 +13,12 @@ from . import tree
 from .data.dataset import Examples
 from .data.federation import Federation
 from .engine.base import Engine, client_view
+from .local_data import chunk_size, gather
 from .loss import pointwise_loss
 from .low_rank.matricise import Weights, numbers
 from .method import ClientInfo, Method, Predictor, Task
 from .models.architecture import Architecture
 from .record import Accuracy
-from .train import CHUNK, gather
 from .tree import Params
 
 AnyMethod = Method[Any, Any, Any, Any]
@@ -93,6 +93,7 @@ class AtClient:
         routes: see :meth:`fedlowrank.method.Method.routes`.
         personal: parameters of the whole model, see :meth:`fedlowrank.method.Method.personal`, with the client's own
             statistics of batch normalisations.
+        server: parameters of the server's own model, where it is not what clients are sent.
     """
 
     predictors: Mapping[str, Predictor]
@@ -100,6 +101,7 @@ class AtClient:
     model: Architecture
     routes: Tensor | None
     personal: Callable[[], Params]
+    server: Params | None = None
 
     def numbers(self, series: str) -> int:
         """How many numbers the model of a series takes."""
@@ -125,9 +127,12 @@ def at_client(
         made = method.predictor(state, down, view)
         parts = method.parts(state, down, view)
         routes = method.routes(state, down, view)
-        whole = method.server_predictor(server, state, view)
-    named = {**(made if isinstance(made, Mapping) else {"personal": made}), **whole}
-    return AtClient(named, parts, view.model, routes, lambda: view.model.complete(method.personal(state, down, view)))
+        whole = method.server_model(server, state, view)
+    named = {**(made if isinstance(made, Mapping) else {"personal": made})}
+    if whole is not None:
+        named["server"] = lambda x: view.model.apply(whole, x)
+    personal = lambda: view.model.complete(method.personal(state, down, view))  # noqa: E731 - too dear to do unasked
+    return AtClient(named, parts, view.model, routes, personal, whole)
 
 
 @dataclass(frozen=True)
@@ -135,8 +140,9 @@ class Score:
     """What a predictor is worth on some examples; None where there are none.
 
     Attributes:
-        accuracy: share of examples whose highest score is their label's; None for a regression, too.
-        risk: mean loss.
+        accuracy: share of examples whose highest score is their label's (of language models: of tokens that are predicted);
+            None for a regression, too.
+        risk: mean loss; of language models the exponential of it is the perplexity.
     """
 
     accuracy: float | None
@@ -144,17 +150,20 @@ class Score:
 
 
 def measure(predict: Callable[[Any], Tensor], examples: Examples) -> Score:
-    """Accuracy and mean loss of a predictor."""
+    """Accuracy and mean loss of a predictor; of language models, over the tokens that count."""
     n = len(examples)
     if n == 0:
         return Score(None, None)
     right = torch.zeros((), dtype=torch.int64, device=examples.y.device)
-    lost = torch.zeros((), dtype=torch.float64, device=examples.y.device)
-    regression = examples.y.is_floating_point()
-    for at in range(0, n, CHUNK):
-        batch = gather(examples, torch.arange(at, min(at + CHUNK, n)))
+    lost, count = (torch.zeros((), dtype=torch.float64, device=examples.y.device) for _ in range(2))
+    for index in torch.split(torch.arange(n), chunk_size(examples)):
+        batch = gather(examples, index)
         scores = predict(batch.x)
-        lost += pointwise_loss(scores, batch.y).sum()
-        if not regression:
+        each, weights = pointwise_loss(scores, batch.y), batch.weights
+        lost += each.sum() if weights is None else (each * weights).sum()
+        count += len(batch) if weights is None else weights.sum()
+        if examples.tokens:
+            right += (scores[:, :-1].argmax(-1) == batch.y[:, 1:]).sum()
+        elif not examples.regression:
             right += (scores.argmax(-1) == batch.y).sum()
-    return Score(None if regression else int(right) / n, float(lost) / n)
+    return Score(None if examples.regression else float(right / count), float(lost / count))

@@ -8,26 +8,31 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from .adapted import lora_table, split_table, stretched
 from .config import build, check_sections, varied
 from .data.augment import Augment
 from .data.concept import CONCEPTS, ByNature, Concept, apply_concept
 from .data.counting import at_least
-from .data.dataset import Dataset, Normalisation, normalise, subset
+from .data.dataset import Dataset, Inputs, Normalisation, normalise, subset
 from .data.divide import divide, keep
 from .data.federation import Federation
 from .data.partition import PARTITIONS, Partition
 from .data.sources import SOURCES
 from .data.split import SPLITS, Split
 from .data.synthetic import Synthetic
+from .data.text.sources import TEXT_SOURCES
 from .engine.run import RunSettings
 from .errors import ConfigError, did_you_mean
 from .key import Key
 from .method import ClientInfo, Method
 from .methods import METHODS
-from .models.architecture import architecture_of
+from .models.architecture import Architecture, architecture_of
 from .models.zoo import ModelSettings
+
+if TYPE_CHECKING:
+    from .language.federation import Language
 
 Printed = float | str | list[float | str]
 
@@ -163,29 +168,24 @@ class Experiment:
             DataError: if the data cannot be read or shared out so.
             TaskError: if a model does not fit.
         """
-        source, prepared, settings = _data_settings(self.tables)
-        dataset = _dataset(source, json.dumps(settings, sort_keys=True), prepared.normalise)
+        _, prepared, _ = _data_settings(self.tables)
+        key = Key((self.run.seed,))
+        dataset, language = self._data(key)
         if prepared.examples is not None:
             dataset = subset(dataset, prepared.examples)
-        key = Key((self.run.seed,))
         data = divide(dataset, self.partition, self.split, key)
         if prepared.keep < 1:
             data = keep(data, prepared.keep, prepared.keep_at_least, key / "keep")
         data = apply_concept(self.concept, data, len(dataset.classes))
-        x = data[0].train.x
-        if isinstance(x, dict):
-            raise ConfigError(
-                "data: the built-in models take one tensor; use Federation.from_arrays for dicts of inputs"
-            )
-        factories = self.model.factories(tuple(x.shape[1:]), dataset.outputs)
-        models = {n: architecture_of(n, f, x[:1], self.model.head, key / "init" / n) for n, f in factories.items()}
-        names = self.model.names
+        models = self._models(dataset, language, data[0].train.x, key)
+        names = self.model.names if language is None else tuple(models)
+        ranks = stretched(split_table(_table(self.tables, "lora"))[0], len(data))
         infos = [
-            ClientInfo(i, len(d.train), names[i % len(names)], cluster=self.concept.cluster(i))
+            ClientInfo(i, len(d.train), names[i % len(names)], ranks[i], self.concept.cluster(i))
             for i, d in enumerate(data)
         ]
         held = {i.architecture for i in infos}
-        notes = tuple(n for d in data for n in d.notes)
+        notes = (*dataset.notes, *(n for d in data for n in d.notes))
         return Federation(
             data,
             infos,
@@ -195,7 +195,37 @@ class Experiment:
             self.name,
             notes,
             self.augment,
+            language is not None and language.settings.by_length,
+            language,
         )
+
+    def _data(self, key: Key) -> tuple[Dataset, Language | None]:
+        """The data set, and the language model where it is one of texts."""
+        source, prepared, settings = _data_settings(self.tables)
+        if "language" not in self.tables:
+            return _dataset(source, json.dumps(settings, sort_keys=True), prepared.normalise), None
+        from .language.federation import LanguageSettings, prepare
+
+        texts = build(_known(source, TEXT_SOURCES, "data"), _with_path(settings), "data").load()
+        how = build(LanguageSettings, _with_path(_table(self.tables, "language")), "language")
+        return prepare(texts, how, split_table(_table(self.tables, "lora"))[1], key / "init" / "language")
+
+    def _models(self, dataset: Dataset, language: Language | None, x: Inputs, key: Key) -> dict[str, Architecture]:
+        if isinstance(x, dict):
+            if language is None:
+                raise ConfigError(
+                    "data: the built-in models take one tensor; use Federation.from_arrays for dicts of inputs"
+                )
+            return {"language": language.architecture({n: t[:1] for n, t in x.items()})}
+        table, factories = (
+            lora_table(_table(self.tables, "lora")),
+            self.model.factories(tuple(x.shape[1:]), dataset.outputs),
+        )
+        head = self.model.head
+        return {
+            n: architecture_of(n, table.wrapped(f, head, key / "lora" / n), x[:1], head, key / "init" / n)
+            for n, f in factories.items()
+        }
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
         """Entries of ``run.json`` besides what :func:`fedlowrank.simulate.describe` knows.
@@ -210,7 +240,7 @@ class Experiment:
             "title": self.header.title or self.name,
             "paper": self.header.paper,
             **{s: _table(t, s) for s in ("data", "partition", "split")},
-            **({"concept": _table(t, "concept")} if "concept" in t else {}),
+            **{s: _table(t, s) for s in ("concept", "language", "lora") if s in t},
             "model": dataclasses.asdict(self.model),
             "reference": self._reference(),
             "experiment": t,
@@ -269,7 +299,17 @@ def load(tables: dict[str, Any]) -> Experiment:
         experiment.method(name)
     experiment.concept.check(experiment.partition, experiment.augment)
     source, prepared, settings = _data_settings(tables)
-    if issubclass(cls := _known(source, SOURCES, "data"), Synthetic):
+    ranks, rest = split_table(_table(tables, "lora"))
+    if "language" in tables:
+        from .language.federation import check
+
+        check(_with_path(_table(tables, "language")), rest)
+        build(_known(source, TEXT_SOURCES, "data"), settings, "data")
+    elif source in TEXT_SOURCES:
+        raise ConfigError(f"data.source {source!r} is text, which needs a section [language] with the path of a model")
+    else:
+        lora_table({**rest, "ranks": ranks})
+    if "language" not in tables and issubclass(cls := _known(source, SOURCES, "data"), Synthetic):
         _check_synthetic(build(cls, settings, "data"), prepared, experiment.concept)
     experiment.describe()
     return experiment
@@ -328,7 +368,11 @@ def _known(name: str, known: Mapping[str, type[Any]], section: str) -> type[Any]
 @functools.lru_cache(maxsize=1)
 def _dataset(source: str, settings: str, how: Any) -> Dataset:
     """A data set, kept for the next run of a comparison."""
-    fields = json.loads(settings)
-    if isinstance(fields.get("path"), str):
-        fields["path"] = os.path.expandvars(os.path.expanduser(fields["path"]))  # noqa: PTH111 - a hub name is no path
+    fields = _with_path(json.loads(settings))
     return normalise(build(_known(source, SOURCES, "data"), fields, "data").load(), how)
+
+
+def _with_path(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields with ``~`` and environment variables written out in paths."""
+    paths = {n: fields[n] for n in ("path", "test") if isinstance(fields.get(n), str)}
+    return fields | {n: os.path.expandvars(os.path.expanduser(p)) for n, p in paths.items()}  # noqa: PTH111 - a hub name is no path

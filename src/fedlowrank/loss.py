@@ -5,18 +5,27 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
+from .data.dataset import NO_LOSS
 from .method import Batch
 
 
 def pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
-    """The loss of each example ``[b]``: cross-entropy with labels ``[b]``, or ½ ‖score - y‖² with real targets ``[b, d]``."""
+    """The loss of each example ``[b]``.
+
+    Cross-entropy with labels ``[b]``; ½ ‖score - y‖² with real targets ``[b, d]``; and with labels of tokens ``[b, T]`` the mean
+    over the tokens that count, where the scores ``[b, T, V]`` at position t - 1 predict the token at t.
+    """
     if y.is_floating_point():
         return (scores - y).square().flatten(1).sum(1) / 2
+    if y.ndim == 2:
+        targets = y[:, 1:]
+        each = functional.cross_entropy(scores[:, :-1].transpose(1, 2), targets, ignore_index=NO_LOSS, reduction="none")
+        return each.sum(1) / (targets >= 0).sum(1).clamp(min=1)
     return functional.cross_entropy(scores, y, reduction="none")
 
 
 def task_loss(scores: Tensor, batch: Batch) -> Tensor:
-    """Mean over the batch of :func:`pointwise_loss`: what a client minimises, whether its task has classes or not."""
+    """Mean over the batch (of texts, over tokens) of :func:`pointwise_loss`: what a client minimises, whatever its task."""
     return batch.mean(pointwise_loss(scores, batch.y))
 
 

@@ -7,154 +7,37 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from .choices import check_choices
-from .errors import ConfigError, TaskError
+from .errors import ConfigError
 from .key import Key
 from .low_rank.matricise import Weights
 from .models.architecture import Architecture
 from .optimiser import SGD, Optimiser
+from .task import Batch, ClientInfo, Pass, Task
 from .tree import Params
+
+__all__ = [
+    "Batch",
+    "ClientInfo",
+    "ClientView",
+    "Method",
+    "Pass",
+    "Predictor",
+    "Reply",
+    "Request",
+    "ServerView",
+    "Task",
+    "Trainer",
+    "by_examples",
+]
 
 S = TypeVar("S")  # server state
 C = TypeVar("C")  # state that a client keeps
 D = TypeVar("D")  # download: what the server sends to one client
 U = TypeVar("U")  # upload: what one client sends back
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Examples of one step.
-
-    Attributes:
-        x: inputs, a tensor ``[b, ...]`` or a dict of such tensors.
-        y: targets: labels ``[b]``, or real values ``[b, d]`` of a regression.
-        mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
-        step: place among the steps of its pass, counted from 0, for what a method draws anew at each of them.
-    """
-
-    x: Any
-    y: Tensor
-    mask: Tensor | None = None
-    step: int = 0
-
-    def __len__(self) -> int:
-        return len(self.y)
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Mean over the examples, padding left out, of ``values [b]``. Every loss must average by this."""
-        if self.mask is None:
-            return values.mean()
-        return self.total(values) / self.mask.sum().clamp(min=1)
-
-    def total(self, values: Tensor) -> Tensor:
-        """Sum over the examples, padding left out, of ``values [b, ...]``."""
-        if self.mask is None:
-            return values.sum(0)
-        mask = self.mask.reshape(-1, *[1] * (values.ndim - 1))
-        # where, not a product: padding may hold infinities, and 0 * inf is NaN
-        return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(0)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One sweep over the local data of a client.
-
-    Attributes:
-        epochs: times every example is seen.
-        batch_size: examples a step; the last step of an epoch takes what is left.
-        steps: end after so many steps, or None.
-    """
-
-    epochs: int = 1
-    batch_size: int = 64
-    steps: int | None = None
-
-
-@dataclass(frozen=True)
-class ClientInfo:
-    """What both sides know of a client.
-
-    Attributes:
-        id: identifier, its place in the federation.
-        examples: training examples, the usual weight of its reply.
-        architecture: name of its model.
-        rank: rank of its low-rank parts, or None where the method decides.
-        cluster: which of the ground-truth tasks its data come from, or None where nobody knows. Methods with optimal
-            routing use it, and reports compare learned routes with it.
-    """
-
-    id: int
-    examples: int
-    architecture: str
-    rank: int | None = None
-    cluster: int | None = None
-
-
-@dataclass(frozen=True)
-class Task:
-    """What is to be learnt: the models on offer, the clients, the number of classes and rounds.
-
-    Attributes:
-        architectures: by name, each with its initial parameters.
-        clients: all clients of the federation.
-        classes: number of classes; 0 for a regression.
-        rounds: rounds of the whole run, for methods whose settings depend on progress.
-        key: randomness of initial values, common to server and clients.
-    """
-
-    architectures: Mapping[str, Architecture]
-    clients: Sequence[ClientInfo]
-    classes: int
-    rounds: int
-    key: Key
-
-    def model(self, client: ClientInfo) -> Architecture:
-        """The architecture of a client."""
-        return self.architectures[client.architecture]
-
-    def common_model(self, method: str) -> Architecture:
-        """The one architecture of all clients.
-
-        Raises:
-            TaskError: if the clients hold different ones.
-        """
-        if len(self.architectures) > 1:
-            owners = {c.architecture: c.id for c in reversed(self.clients)}
-            held = ", ".join(f"client {i} holds {a}" for a, i in sorted(owners.items(), key=lambda item: item[1]))
-            raise TaskError(
-                f"{method} averages whole models, so all clients must hold the same architecture, but {held}. "
-                "Give model.names one name, or choose a method for heterogeneous models "
-                "(`fedlowrank list` says which)."
-            )
-        return next(iter(self.architectures.values()))
-
-    def common_width(self, method: str) -> int:
-        """The width of the representation, equal in all architectures.
-
-        Raises:
-            TaskError: if it differs; the message names clients and widths.
-        """
-        first = self.clients[0]
-        for client in self.clients:
-            if self.model(client).width != self.model(first).width:
-                raise TaskError(
-                    f"{method} needs representations of one width, but client {first.id} ({first.architecture}) has "
-                    f"{self.model(first).width} and client {client.id} ({client.architecture}) has "
-                    f"{self.model(client).width}. Choose another split point (model.split) or other models."
-                )
-        return self.model(first).width
-
-    def smallest_model(self, name: str | None = None) -> Architecture:
-        """The architecture of that name, or the one with the fewest parameters."""
-        if name is None:
-            return min(self.architectures.values(), key=lambda a: a.parameters)
-        if name not in self.architectures:
-            raise TaskError(f"there is no model {name!r} in this federation; it holds {sorted(self.architectures)}")
-        return self.architectures[name]
 
 
 @dataclass(frozen=True)
@@ -372,13 +255,14 @@ class Method(ABC, Generic[S, C, D, U]):
         del state, down, view
         return None
 
-    def server_predictor(self, server: S, state: C, view: ClientView) -> dict[str, Predictor]:
-        """How the server's own model infers on a client's inputs, by series, where it is not what clients are sent.
+    def server_model(self, server: S, state: C, view: ClientView) -> Params | None:
+        """Parameters of the server's own model, where it is not what clients are sent; None where it is.
 
-        Evaluated beside the client's own series; ``state`` is for what only the client has, such as a personal head.
+        Evaluated on every client's data as the series ``server``; ``state`` is for what only the client has, such as a personal
+        head.
         """
         del server, state, view
-        return {}
+        return None
 
     def observed(self, server: S) -> dict[str, dict[str, float]]:
         """Numbers by name to record of the server after a round, such as the weight of each reply; keys are strings."""

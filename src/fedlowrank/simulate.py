@@ -175,7 +175,8 @@ def describe(method: Method[Any, Any, Any, Any], federation: Federation, setting
         "fingerprint": federation.fingerprint(),
         "vary": {},
         "reference": None,
-        # both left out where they do nothing, as in the runs that were made before they existed
+        # all left out where they do nothing, as in the runs that were made before they existed
+        **({"base": federation.companion.describe()} if federation.companion is not None else {}),
         **({"remarks": said} if (said := method.remarks(federation.task(settings.rounds))) else {}),
         **({"augment": dataclasses.asdict(federation.augment)} if federation.augment.active else {}),
     }
@@ -208,6 +209,8 @@ def _rounds(
             records.append(record)
             if folder is not None:
                 folder.append(record)
+                if record.round in settings.adapters:
+                    folder.write_models(run)
                 if record.round % settings.checkpoint_every == 0 or record.round == settings.rounds:
                     folder.save(run)
             for listener in (show, on_round):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -12,18 +12,14 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from . import tree
-from .data.augment import UNCHANGED, Augment
-from .data.dataset import Examples
-from .errors import NonFiniteError, TaskError
+from .errors import NonFiniteError
 from .key import Key
-from .method import Batch, ClientInfo, Pass, Request
+from .local_data import LocalData, Size, channels_last, gather, size_of
+from .method import Batch, ClientInfo, Request
 from .models.architecture import Architecture
 from .optimiser import clip
 
 T = TypeVar("T")
-
-CHUNK = 256
-"""Examples at once where no gradient is taken: large enough to keep a core busy, small enough for its cache."""
 
 
 @dataclass
@@ -41,94 +37,19 @@ class Meter:
     losses: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class LocalData:
-    """Training examples of one client and the order in which each pass sees them.
-
-    Attributes:
-        info: whose.
-        examples: inputs and labels.
-        passes: of the method.
-        key: of this client and round; the order and the augmentation depend on the place of a pass among the passes
-            and not on its name, so that all methods see the same.
-        augment: what happens to the images of the batches of a pass.
-        quarter_turns: by how many the images are turned already, so that they are mirrored along their own axis.
-    """
-
-    info: ClientInfo
-    examples: Examples
-    passes: Mapping[str, Pass]
-    key: Key
-    augment: Augment = UNCHANGED
-    quarter_turns: int = 0
-    _orders: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def of(self, name: str) -> Pass:
-        """The pass of that name."""
-        if name not in self.passes:
-            raise TaskError(f"the method trains in a pass {name!r} but its passes() are {list(self.passes)}")
-        return self.passes[name]
-
-    def order(self, name: str) -> list[Tensor]:
-        """Indices of the examples of every step."""
-        if name not in self._orders:
-            sweep = self.of(name)
-            generator = self._generator("order", name)
-            n = len(self.examples)
-            epochs = (torch.randperm(n, generator=generator) for _ in range(sweep.epochs))
-            steps = [i for whole in epochs for i in torch.split(whole, sweep.batch_size)]
-            self._orders[name] = steps[: sweep.steps]
-        return self._orders[name]
-
-    def steps(self, name: str) -> int:
-        """Steps of a pass."""
-        sweep = self.of(name)
-        whole = sweep.epochs * -(-len(self.examples) // sweep.batch_size)
-        return whole if sweep.steps is None else min(whole, sweep.steps)
-
-    def batches(self, name: str) -> Iterator[Batch]:
-        """The batches of a pass, as it trains on them."""
-        order = self.order(name)
-        if not self.augment.active:
-            yield from (gather(self.examples, index, step) for step, index in enumerate(order))
-            return
-        generator = self._generator("augment", name)
-        for step, index in enumerate(order):
-            batch = gather(self.examples, index, step)
-            yield replace(batch, x=self.augment.apply(batch.x, generator, self.quarter_turns))
-
-    def chunks(self) -> Iterator[Batch]:
-        """All examples once, in their own order and as they are, in chunks of like sizes."""
-        n = len(self.examples)
-        for index in torch.arange(n).tensor_split(-(-n // CHUNK)):
-            yield gather(self.examples, index)
-
-    def _generator(self, purpose: str, name: str) -> torch.Generator:
-        return (self.key / purpose / list(self.passes).index(name)).generator()
-
-
-def gather(examples: Examples, index: Tensor, step: int = 0) -> Batch:
-    """The batch of the examples at ``index [b]``, images in the layout in which convolutions are fastest."""
-    index = index.to(examples.y.device)
-    x, y = examples.x, examples.y.index_select(0, index)
-    if isinstance(x, dict):
-        return Batch({n: t.index_select(0, index) for n, t in x.items()}, y, step=step)
-    return Batch(_channels_last(x.index_select(0, index)), y, step=step)
-
-
 class FlopLedger:
     """Floating-point operations of a step, counted by torch once for each kind of step and shape of batch."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
 
-    def count(self, kind: Any, sizes: Mapping[int, int], run: Callable[[int], object]) -> int:
+    def count(self, kind: Any, sizes: Mapping[Size, int], run: Callable[[Size], object]) -> int:
         """Operations of a number of steps.
 
         Args:
-            kind: everything but the batch size that the cost depends on.
-            sizes: number of steps for each batch size.
-            run: executes one step of that batch size; called under the counter when the size is new.
+            kind: everything but the batch that the cost depends on.
+            sizes: number of steps for each size of a batch, examples and tokens.
+            run: executes one step of that size; called under the counter when the size is new.
         """
         total = 0
         for size, steps in sizes.items():
@@ -160,6 +81,7 @@ class LocalTrainer:
         data: of the client.
         round: counted from 0.
         ledger: shared by all clients of a run.
+        micro_batch: examples at once in a step, or None for all of its batch.
     """
 
     def __init__(
@@ -169,12 +91,14 @@ class LocalTrainer:
         data: LocalData,
         round: int,
         ledger: FlopLedger,
+        micro_batch: int | None = None,
     ) -> None:
         self.model = model
         self.random = [m for m in models if m.random]
         self.data = data
         self.round = round
         self.ledger = ledger
+        self.micro_batch = micro_batch
         self.meter = Meter()
 
     def steps(self, name: str) -> int:
@@ -185,7 +109,7 @@ class LocalTrainer:
         """See :meth:`fedlowrank.method.ClientView.train`."""
         name = request.name
         with in_training(self.random, self.data.key / name):
-            end, losses = descend(request, self.data.batches(name), self.round)
+            end, losses = descend(request, self.data.batches(name), self.round, self.micro_batch)
         self.account(request, losses)
         check_finite(self.data.info, self.round, name, losses, end)
         return tree.canonical(end)
@@ -193,14 +117,17 @@ class LocalTrainer:
     def account(self, request: Request, losses: Tensor) -> None:
         """Enter a pass into the meter."""
         index = self.data.order(request.name)
-        sizes: dict[int, int] = {}
+        where: dict[Size, Tensor] = {}
+        sizes: dict[Size, int] = {}
         for i in index:
-            sizes[len(i)] = sizes.get(len(i), 0) + 1
+            size = self.data.size(i)
+            where.setdefault(size, i)
+            sizes[size] = sizes.get(size, 0) + 1
         inputs = shapes(self.data.examples.x)
         kind = (code_of(request.loss), self.model.name, inputs, shapes(request.start), shapes(request.given))
 
-        def step(size: int) -> object:
-            some = gather(self.data.examples, next(i for i in index if len(i) == size))
+        def step(size: Size) -> object:
+            some = gather(self.data.examples, where[size])
             params, rebuilt = _private(request.start)
             value = request.loss(rebuilt, some, *request.given)
             return torch.autograd.grad(value, params, materialize_grads=True)
@@ -213,22 +140,30 @@ class LocalTrainer:
     def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.method.ClientView.total`."""
         sums: list[T] = []
-        sizes: dict[int, int] = {}
+        sizes: dict[Size, int] = {}
         params = _layout(params)
         with torch.no_grad():
             for batch in self.data.chunks():
                 part = statistic(params, batch, *given)
-                sizes[len(batch)] = sizes.get(len(batch), 0) + 1
+                sizes[size_of(batch)] = sizes.get(size_of(batch), 0) + 1
                 sums = [part if not sums else tree.add(sums[0], part)]
             inputs = shapes(self.data.examples.x)
             kind = (code_of(statistic), self.model.name, inputs, shapes(params), shapes(given))
-            samples = {len(b): b for b in self.data.chunks()}
+            samples = {size_of(b): b for b in self.data.chunks()}
             self.meter.flops += self.ledger.count(kind, sizes, lambda n: statistic(params, samples[n], *given))
         return tree.canonical(sums[0])
 
 
-def descend(request: Request, batches: Iterator[Batch], round: int) -> tuple[Any, Tensor]:
+def descend(
+    request: Request, batches: Iterator[Batch], round: int, micro_batch: int | None = None
+) -> tuple[Any, Tensor]:
     """Take one step a batch.
+
+    Args:
+        request: what is trained.
+        batches: one a step.
+        round: counted from 0.
+        micro_batch: examples of which a gradient is taken at once; those of a batch add up to its own.
 
     Returns:
         The trained tree, and the loss of every step ``[steps]``.
@@ -240,9 +175,8 @@ def descend(request: Request, batches: Iterator[Batch], round: int) -> tuple[Any
     memory: list[list[Tensor]] = []
     losses: list[Tensor] = []
     for count, batch in enumerate(batches):
-        value = request.loss(now, batch, *given)
-        grads = list(torch.autograd.grad(value, params, materialize_grads=True))
-        losses.append(value.detach())
+        value, grads = _gradient(request, now, params, batch, given, micro_batch)
+        losses.append(value)
         with torch.no_grad():
             if request.precondition is not None:
                 grads = tensors_like(now, request.precondition(refill(now, grads), now, *given))
@@ -253,6 +187,24 @@ def descend(request: Request, batches: Iterator[Batch], round: int) -> tuple[Any
                 for p, q in zip(params, tensors_like(now, request.prox(now, lr, *given)), strict=True):
                     p.copy_(q)
     return now, torch.stack(losses)
+
+
+def _gradient(
+    request: Request, now: Any, params: list[Tensor], batch: Batch, given: Any, micro_batch: int | None
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of a batch and its gradient."""
+    if micro_batch is None or len(batch) <= micro_batch:
+        value = request.loss(now, batch, *given)
+        return value.detach(), list(torch.autograd.grad(value, params, materialize_grads=True))
+    weights = torch.ones(len(batch)) if batch.weights is None else batch.weights.to(torch.float32)
+    total, grads = torch.zeros(()), [torch.zeros_like(p) for p in params]
+    for part in torch.split(torch.arange(len(batch)), micro_batch):
+        share = (weights[part].sum() / weights.sum()).to(params[0].device)
+        x = {n: t[part] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[part]
+        value = request.loss(now, Batch(x, batch.y[part], step=batch.step), *given) * share
+        torch._foreach_add_(grads, list(torch.autograd.grad(value, params, materialize_grads=True)))
+        total = total.to(value.device) + value.detach()
+    return total, grads
 
 
 def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:
@@ -283,18 +235,14 @@ def in_training(models: list[Architecture], key: Key) -> Iterator[None]:
                 model.training(False)
 
 
-def _channels_last(t: Tensor) -> Tensor:
-    return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t
-
-
 def _layout(value: T) -> T:
     """The memory layout in which convolutions are fastest; no value changes."""
-    return tree.map(_channels_last, value)
+    return tree.map(channels_last, value)
 
 
 def _private(start: T) -> tuple[list[Tensor], T]:
     """Copies that may be changed in place, as a list and in their tree."""
-    params = [_channels_last(t.detach().clone()).requires_grad_() for _, t in tree.leaves(start)]
+    params = [channels_last(t.detach().clone()).requires_grad_() for _, t in tree.leaves(start)]
     return params, refill(start, params)
 
 

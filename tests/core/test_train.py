@@ -21,6 +21,7 @@ from fedlowrank.engine.sequential import Sequential
 from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import NonFiniteError, TaskError
 from fedlowrank.key import Key
+from fedlowrank.local_data import LocalData
 from fedlowrank.loss import cross_entropy
 from fedlowrank.method import Batch, ClientInfo, ClientView, Pass
 from fedlowrank.methods.fedavg import FedAvg
@@ -29,7 +30,6 @@ from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.cnn import CNN
 from fedlowrank.optimiser import SGD, AdamW, Group, Schedule
-from fedlowrank.train import LocalData
 from fedlowrank.tree import TreeError
 from methods.setting import CLASSES, INPUTS, SIZES, Net, arrays
 

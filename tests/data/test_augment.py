@@ -28,7 +28,7 @@ from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.models.cnn import CNN
 from fedlowrank.optimiser import SGD
-from fedlowrank.train import LocalData
+from fedlowrank.local_data import LocalData
 
 BOTH = Augment(flip=True, crop=1, fill=-3.0)
 KINDS = pytest.mark.parametrize("augment", [BOTH, Augment(crop=1), Augment(flip=True)], ids=["both", "crop", "flip"])

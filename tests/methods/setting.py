@@ -13,8 +13,8 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engine.base import Engine, client_key
 from fedlowrank.engine.run import Run, RunSettings
 from fedlowrank.engine.sequential import Sequential
+from fedlowrank.local_data import LocalData
 from fedlowrank.method import ClientInfo, Method
-from fedlowrank.train import LocalData
 
 torch.set_num_threads(1)
 

@@ -18,6 +18,7 @@ from fedlowrank.engine.run import Run
 from fedlowrank.engine.sequential import Sequential, Wire
 from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import ConfigError
+from fedlowrank.local_data import LocalData
 from fedlowrank.methods.apfl import APFL
 from fedlowrank.methods.ditto import Ditto
 from fedlowrank.methods.fedavg import FedAvg
@@ -25,7 +26,6 @@ from fedlowrank.methods.feddyn import FedDyn
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.optimiser import SGD, AdamW, Group, Schedule
-from fedlowrank.train import LocalData
 from golden import dual_reference, reference
 
 from .setting import SIZES, Net, alike, arrays, layers, plan, run_of, start_of, train_data

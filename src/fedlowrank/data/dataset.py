@@ -18,6 +18,9 @@ Inputs: TypeAlias = Tensor | dict[str, Tensor]
 
 Normalisation: TypeAlias = Literal["none", "scale", "standard"]
 
+NO_LOSS = -100
+"""Label of a token where the loss does not count."""
+
 # Values that are looked at together: the temporaries of a check stay small beside a data set of many hundred megabytes.
 _CHUNK = 2**20
 
@@ -28,7 +31,9 @@ class Examples:
 
     Attributes:
         x: inputs, float32 [n, ...]; or a dictionary of tensors of any type, each [n, ...], for text.
-        y: labels, int64 [n]; or the real targets of a regression, float32 [n, d].
+        y: labels, int64 [n]; or the real targets of a regression, float32 [n, d]; or the labels of tokens, int64
+            [n, T], beside inputs ``input_ids`` [n, T]: the token's own id where the loss counts, -100 elsewhere. They
+            are not shifted: position t holds the label of token t, which is predicted from the tokens before it.
 
     Raises:
         DataError: on construction, if the types or the lengths are not as above.
@@ -39,9 +44,11 @@ class Examples:
 
     def __post_init__(self) -> None:
         form = self.y.dtype, self.y.ndim
-        if form not in ((torch.int64, 1), (torch.float32, 2)) or (self.y.ndim == 2 and self.y.shape[1] == 0):
+        known = (torch.int64, 1), (torch.float32, 2), *([(torch.int64, 2)] if isinstance(self.x, dict) else [])
+        if form not in known or (self.y.ndim == 2 and self.y.shape[1] == 0):
             raise DataError(
-                f"the labels must be int64 [n], or for a regression the targets float32 [n, d], not {_form(self.y)}."
+                f"the labels must be int64 [n], or for a regression the targets float32 [n, d], not {_form(self.y)}. "
+                "Labels of tokens are int64 [n, T], beside named inputs with the input_ids [n, T]."
             )
         if isinstance(self.x, dict):
             if not self.x:
@@ -55,6 +62,11 @@ class Examples:
             found = len(tensor) if tensor.ndim else 0
             if tensor.ndim == 0 or found != len(self.y):
                 raise DataError(f"there are {len(self.y)} labels, but the {name} holds {found} examples.")
+        if self.tokens and isinstance(self.x, dict):
+            ids = self.x.get("input_ids")
+            if ids is None or ids.shape != self.y.shape:
+                found_ids = f"there are none but {sorted(self.x)}" if ids is None else f"these are {_form(ids)}"
+                raise DataError(f"labels of tokens {_form(self.y)} need input_ids of their shape; {found_ids}.")
 
     def __len__(self) -> int:
         return len(self.y)
@@ -63,6 +75,11 @@ class Examples:
     def regression(self) -> bool:
         """Whether the targets are real numbers."""
         return self.y.is_floating_point()
+
+    @property
+    def tokens(self) -> bool:
+        """Whether every token has a label, as for a language model."""
+        return self.y.ndim == 2 and not self.regression
 
     def take(self, index: Tensor | np.ndarray) -> Examples:
         """Copies of the examples at these positions, in this order.
@@ -106,16 +123,21 @@ class ClientData:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A data set for classification or regression, in memory.
+    """A data set for classification, regression or a language model, in memory.
 
     Attributes:
         name: name for messages and reports.
         train: the official training part, or all examples where the authors define no test part.
         test: the official test part, or None.
-        classes: names of the classes; label k means ``classes[k]``. Empty for a regression.
+        classes: names of the classes; label k means ``classes[k]``. Empty for a regression and for labels of tokens.
         natural: client to whom each training example belongs by its origin (a writer, a hospital, ...), int64 [n], or
             None. A negative number says that the example belongs to no client.
         natural_test: the same for the test part, or None.
+        strata: what partitions go by where examples have no class labels (a category of the text, ...): a number from 0
+            on for each training example, int64 [n], or None.
+        strata_test: the same for the test part; given with ``strata`` if there is a test part, else None.
+        strata_names: names of the strata; stratum k means ``strata_names[k]``.
+        notes: what a reader of results should know, e.g. how many texts were truncated.
 
     Raises:
         DataError: on construction: an empty part, labels out of range, inputs or targets that are not finite, lengths
@@ -128,6 +150,10 @@ class Dataset:
     classes: tuple[str, ...]
     natural: Tensor | None = None
     natural_test: Tensor | None = None
+    strata: Tensor | None = None
+    strata_test: Tensor | None = None
+    strata_names: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(set(self.classes)) != len(self.classes):
@@ -141,21 +167,29 @@ class Dataset:
                 raise DataError(f"data set {self.name!r}: training targets are {[*train]}, but test targets {[*test]}.")
         elif self.natural_test is not None:
             raise DataError(f"data set {self.name!r} has client ids for a test part, but no test part.")
+        self._check_strata()
 
     @property
     def outputs(self) -> int:
-        """Width of a model's output: the number of classes, or of the target's numbers."""
+        """Width of a model's output: the number of classes, or of the target's numbers; 0 for labels of tokens."""
+        if self.train.tokens:
+            return 0
         return len(self.classes) or self.train.y.shape[1]
 
     def _check_part(self, part: str, examples: Examples, natural: Tensor | None) -> None:
         where = f"the {part} part of data set {self.name!r}"
         if len(examples) == 0:
             raise DataError(f"{where} is empty.")
-        if examples.regression != (not self.classes):
-            found = "real targets but names classes" if self.classes else "class labels but names no classes"
-            raise DataError(f"{where} has {found}; a regression has no classes, a classification has some.")
-        low, high = (0, -1) if examples.regression else (int(v) for v in examples.y.aminmax())
-        if low < 0 or high >= len(self.classes):
+        if (examples.regression or examples.tokens) != (not self.classes):
+            kind = "labels of tokens" if examples.tokens else "real targets"
+            found = f"{kind} but names classes" if self.classes else "class labels but names no classes"
+            raise DataError(
+                f"{where} has {found}; a regression or a language model has no classes, a classification has some."
+            )
+        low, high = (0, -1) if not self.classes else (int(v) for v in examples.y.aminmax())
+        if examples.tokens:
+            _check_tokens(where, examples.y)
+        elif low < 0 or high >= len(self.classes):
             wrong = (examples.y < 0) | (examples.y >= len(self.classes))
             first = int(wrong.nonzero()[0])
             raise DataError(
@@ -174,6 +208,33 @@ class Dataset:
         if natural is not None and (natural.dtype != torch.int64 or natural.shape != (len(examples),)):
             raise DataError(f"{where} needs client ids int64 [{len(examples)}], not {_form(natural)}.")
 
+    def _check_strata(self) -> None:
+        name = f"data set {self.name!r}"
+        if len(set(self.strata_names)) != len(self.strata_names):
+            raise DataError(f"{name} names a stratum twice.")
+        if self.strata is None:
+            if self.strata_names or self.strata_test is not None:
+                raise DataError(f"{name} names strata, but its training examples have none.")
+            return
+        if self.classes:
+            raise DataError(
+                f"{name} has strata beside class labels; partitions could go by either. Leave out the strata."
+            )
+        if (self.strata_test is None) != (self.test is None):
+            raise DataError(
+                f"{name} needs strata of the test part if there is one, as of the training part, else none."
+            )
+        for part, strata, examples in (("training", self.strata, self.train), ("test", self.strata_test, self.test)):
+            if strata is None or examples is None:
+                continue
+            if strata.dtype != torch.int64 or strata.shape != (len(examples),):
+                raise DataError(f"the {part} part of {name} needs strata int64 [{len(examples)}], not {_form(strata)}.")
+            low, high = (int(v) for v in strata.aminmax())
+            if low < 0 or high >= len(self.strata_names):
+                raise DataError(
+                    f"the {part} part of {name} has strata {low}..{high}, but strata_names names {len(self.strata_names)}."
+                )
+
 
 def subset(dataset: Dataset, examples: int) -> Dataset:
     """The data set with so many of its training examples, the same ones in every run; the test part stays whole.
@@ -185,8 +246,8 @@ def subset(dataset: Dataset, examples: int) -> Dataset:
     if not 0 < examples <= n:
         raise ConfigError(f"data.examples: {dataset.name!r} has {n} training examples; it is {examples}")
     index = torch.from_numpy(Key(("subset",)).numpy().permutation(n)[:examples]).sort().values
-    natural = None if dataset.natural is None else dataset.natural[index]
-    return replace(dataset, train=dataset.train.take(index), natural=natural)
+    natural, strata = (None if of is None else of[index] for of in (dataset.natural, dataset.strata))
+    return replace(dataset, train=dataset.train.take(index), natural=natural, strata=strata)
 
 
 def normalise(dataset: Dataset, how: Normalisation) -> Dataset:
@@ -223,6 +284,23 @@ def normalise(dataset: Dataset, how: Normalisation) -> Dataset:
         train=Examples(_affine(x, shift, width), dataset.train.y),
         test=None if test is None or isinstance(test.x, dict) else Examples(_affine(test.x, shift, width), test.y),
     )
+
+
+def _check_tokens(where: str, y: Tensor) -> None:
+    """Refuse labels of tokens that no loss can be made of."""
+    for start, rows in _chunks(y):
+        wrong = (rows < 0) & (rows != NO_LOSS)
+        if bool(wrong.any()):
+            i, t = wrong.nonzero()[0].tolist()
+            raise DataError(
+                f"{where}: a label of a token is its id or {NO_LOSS}; example {start + i} has {int(rows[i, t])} at "
+                f"position {t} (counted from 0)."
+            )
+        # Nothing predicts the first token.
+        without = (rows[:, 1:] == NO_LOSS).all(1)
+        if bool(without.any()):
+            i = int(without.nonzero()[0])
+            raise DataError(f"{where}: example {start + i} (counted from 0) has no token to learn behind its first.")
 
 
 def _affine(x: Tensor, shift: Tensor, width: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,18 @@ Array = np.ndarray[Any, Any] | Tensor
 Pair = tuple[Array | Mapping[str, Array], Array]
 
 
+class Companion(Protocol):
+    """What belongs to models besides their code."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a resumed run must find unchanged, as JSON."""
+        ...
+
+    def write(self, run: Any, folder: Path, merged: bool = False) -> list[Path]:
+        """Write the models of a :class:`fedlowrank.engine.run.Run` in the form that others read; returns the folders."""
+        ...
+
+
 @dataclass(frozen=True)
 class Federation:
     """Clients, their data and their models.
@@ -35,6 +48,8 @@ class Federation:
         name: for reports.
         notes: what a reader of the class counts should know.
         augment: how the images of training batches are changed at random.
+        by_length: of texts: whether training batches are of examples of like length.
+        companion: what else belongs to the models, such as a tokenizer, and writes them in the form that others read.
     """
 
     clients: Sequence[ClientData]
@@ -45,6 +60,8 @@ class Federation:
     name: str = "federation"
     notes: tuple[str, ...] = ()
     augment: Augment = UNCHANGED
+    by_length: bool = False
+    companion: Companion | None = None
 
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
@@ -59,16 +76,18 @@ class Federation:
             if info.architecture not in self.architectures:
                 raise TaskError(f"client {i} holds model {info.architecture!r}; known: {sorted(self.architectures)}")
             for part in ("train", "val", "test"):
-                if (real := getattr(data, part).regression) == bool(self.classes):
+                held: Examples = getattr(data, part)
+                if (held.regression or held.tokens) == bool(self.classes):
+                    kind = "real targets" if held.regression else "labels of tokens" if held.tokens else "class labels"
                     raise DataError(
-                        f"client {i}: {part} has {'real targets' if real else 'class labels'}, but the federation names "
+                        f"client {i}: {part} has {kind}, but the federation names "
                         f"{len(self.classes)} classes; a regression has none, and all clients learn the same kind of task"
                     )
             try:
                 self.augment.check(data.train.x)
             except DataError as error:
                 raise DataError(f"client {i}: {error}") from error
-        if not self.classes:
+        if self.clients[0].train.regression:
             self._check_outputs()
 
     def _check_outputs(self) -> None:
@@ -121,12 +140,13 @@ class Federation:
         for info, data in zip(self.infos, self.clients, strict=True):
             splits = {s: getattr(data, s) for s in ("train", "val", "test")}
             counts = {
-                s: [] if e.regression else torch.bincount(e.y, minlength=len(self.classes)).tolist()
+                s: [] if e.regression or e.tokens else torch.bincount(e.y, minlength=len(self.classes)).tolist()
                 for s, e in splits.items()
             }
             sizes = {s: len(e) for s, e in splits.items()}
             row = {"id": info.id, "architecture": info.architecture, **sizes, "classes": counts}
-            rows.append(row if info.cluster is None else {**row, "cluster": info.cluster})
+            known = {"rank": info.rank, "cluster": info.cluster}
+            rows.append({**row, **{n: v for n, v in known.items() if v is not None}})
         return rows
 
     @classmethod

@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ConfigError, DataError
 from ..key import Key
 from .counting import Float, Index, at_least, check_labels, deal, largest_remainder, positive
+from .rank_skew import RankSkew
 
 
 class Partition(Protocol):
@@ -369,5 +370,6 @@ PARTITIONS: dict[str, type] = {
     "pathological": Pathological,
     "natural": Natural,
     "label_groups": LabelGroups,
+    "rank_skew": RankSkew,
 }
 """Partitions by name."""

@@ -30,7 +30,15 @@ class Pool:
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
-        """Labels of all examples, [n]; of a regression its targets, [n, d]."""
+        """What partitions go by, of all examples: strata [n], where there are some; else labels [n].
+
+        Else of a regression its targets [n, d], and of labels of tokens, by which no partition could go, zeros [n, 1].
+        """
+        strata = [s for s in (self.dataset.strata, self.dataset.strata_test) if s is not None]
+        if strata:
+            return _joined(strata)
+        if self.dataset.train.tokens:
+            return np.zeros((sum(len(part) for part in self.parts), 1))
         return _joined([part.y for part in self.parts])
 
     @cached_property

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from .. import tree
 from ..data.federation import Federation
 from ..errors import NonFiniteError
+from ..local_data import LocalData
 from ..method import ClientInfo, ClientView, Method, Task, Trainer
-from ..train import FlopLedger, LocalData, LocalTrainer, Meter
+from ..train import FlopLedger, LocalTrainer, Meter
 
 AnyMethod = Method[Any, Any, Any, Any]
 
@@ -44,10 +45,16 @@ class Outcome:
 
 @dataclass
 class Engine(ABC):
-    """Runs the clients of one round, in the order given."""
+    """Runs the clients of one round, in the order given.
+
+    Attributes:
+        ledger: what steps cost, found once for all clients.
+        micro_batch: examples of which a gradient is taken at once, or None for all of a batch.
+    """
 
     name: ClassVar[str]
     ledger: FlopLedger = field(default_factory=FlopLedger, repr=False)
+    micro_batch: int | None = None
 
     @abstractmethod
     def run(
@@ -63,9 +70,10 @@ class Engine(ABC):
         """Execution of training for one client alone."""
         key = client_key(federation, client.id, round)
         held = federation.clients[client.id]
-        data = LocalData(client, held.train, method.passes(), key, federation.augment, held.quarter_turns)
+        passes, by_length = method.passes(), federation.by_length
+        data = LocalData(client, held.train, passes, key, federation.augment, held.quarter_turns, by_length)
         models = federation.architectures
-        return LocalTrainer(models[client.architecture], models.values(), data, round, self.ledger)
+        return LocalTrainer(models[client.architecture], models.values(), data, round, self.ledger, self.micro_batch)
 
 
 def client_key(federation: Federation, client: int, round: int) -> Any:

@@ -21,7 +21,7 @@ from .run import Run
 
 FREE_TO_CHANGE = (
     "versions", "title", "paper", "reference", "experiment", "notes",
-    "run.checkpoint_every", "run.target", "run.representations",
+    "run.checkpoint_every", "run.target", "run.representations", "run.adapters",
 )  # fmt: skip
 """Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
 
@@ -154,6 +154,18 @@ class RunFolder:
             self.rewrite(records)
             self.status("running", run.round)
         return records
+
+    def write_models(self, run: Run) -> None:
+        """Write the models as they stand to ``adapters/round-NNNN``, in the form that others read.
+
+        Raises:
+            CheckpointError: if these are no language models, or the folder cannot be written.
+        """
+        companion = run.federation.companion
+        if companion is None:
+            raise CheckpointError("run.adapters: only language models have adapter folders; leave it empty")
+        with as_checkpoint_error(f"cannot write {self.path / 'adapters'}"):
+            companion.write(run, self.path / "adapters" / f"round-{run.round:04d}")
 
     def save_representations(self, found: dict[str, Tensor]) -> None:
         """Keep test representations for pictures."""

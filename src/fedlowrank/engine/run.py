@@ -35,12 +35,15 @@ class RunSettings:
         seed: of everything random: partition, participants, order of examples, initial values.
         engine: sequential; vectorised (clients of like shapes at once); or wire (every message through bytes).
         device: cpu, or cuda where torch finds one.
+        micro_batch: examples of which a gradient is taken at once, to save memory; larger batches are taken in parts whose
+            gradients add up to the same. None takes every batch whole.
         threads: of torch in this process; a second one makes small models many times slower on a busy machine.
         evaluate_every: rounds between evaluations; the first and last round are always evaluated.
         checkpoint_every: rounds between checkpoints; the last round is always saved.
         on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on.
         lost_replies: probability that a reply is lost on its way, to study its effect.
         target: test accuracy whose cost is reported, in (0, 1]; by default the highest that all compared runs reached.
+        adapters: rounds after which adapter folders of server and clients are written, where the models are language models.
         representations: test examples whose representations are kept at the end for pictures; 0 keeps none.
     """
 
@@ -50,12 +53,14 @@ class RunSettings:
     seed: int = 0
     engine: Literal["sequential", "vectorised", "wire"] = "sequential"
     device: str = "cpu"
+    micro_batch: int | None = None
     threads: int = 1
     evaluate_every: int = 1
     checkpoint_every: int = 1
     on_nan: Literal["stop", "drop"] = "stop"
     lost_replies: float = 0.0
     target: float | None = None
+    adapters: tuple[int, ...] = ()
     representations: int = 1000
 
     def __post_init__(self) -> None:
@@ -63,6 +68,11 @@ class RunSettings:
         for name in ("rounds", "threads", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
+        if self.micro_batch is not None and (self.micro_batch < 1 or self.engine == "vectorised"):
+            raise ConfigError(
+                f"run.micro_batch must be >= 1, and clients at once (engine 'vectorised') take batches whole; it is "
+                f"{self.micro_batch} with engine {self.engine!r}"
+            )
         if not 0 < self.participation <= 1:
             raise ConfigError(
                 f"run.participation is the share of clients in a round, in (0, 1]; it is {self.participation}"
@@ -121,9 +131,12 @@ class Run:
         self.federation = federation.to(settings.device)
         self.settings = settings
         self.engine = engine
+        engine.micro_batch = settings.micro_batch
         self.task = federation.task(settings.rounds)
         if method.needs_classes and self.task.classes == 0:
-            raise TaskError(f"{method.title} works on classes and cannot learn a regression; choose another method")
+            raise TaskError(
+                f"{method.title} works on classes and cannot learn a task without them; choose another method"
+            )
         self.state = State(0, engine.boundary(method.server_init(self.task)), {})
         self.unsaved: set[int] = set()
         count = round_half_up(settings.unseen * len(federation.infos))
@@ -227,6 +240,10 @@ class Run:
                 if self.settings.on_nan == "stop":
                     raise outcome.error
                 lost[str(info.id)] = str(outcome.error)
+            elif (where := not_finite(outcome.upload)) is not None:
+                lost[str(info.id)] = (
+                    f"the reply of client {info.id} holds a NaN or an infinity at {where}; it was dropped"
+                )
         key = self.federation.key / "lost" / round
         for client in lost_replies([i.id for i in infos], self.settings.lost_replies, key):
             lost.setdefault(str(client), "the reply was lost")
@@ -257,6 +274,15 @@ class Run:
             seconds=clock.wall,
             cpu_seconds=clock.cpu,
         )
+
+
+def not_finite(upload: Any) -> str | None:
+    """The path of the first tensor that holds a NaN or an infinity, or None."""
+    for path, t in tree.leaves(upload):
+        # a sum is finite if all it adds is; only a sum that is not needs a second look, for finite numbers may overflow it
+        if t.is_floating_point() and not bool(t.sum().isfinite()) and not bool(t.isfinite().all()):
+            return path
+    return None
 
 
 class Clock:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import tree
+from ..data.dataset import NO_LOSS
 from ..data.federation import Federation
 from ..errors import NonFiniteError, TaskError
 from ..method import Batch, Request, Task
@@ -264,12 +265,14 @@ def _pad(batches: list[Batch]) -> Batch:
     sizes = [len(b) for b in batches]
     longest = max(sizes)
 
-    def stack(tensors: list[Tensor]) -> Tensor:
-        if min(sizes) == longest:
+    def stack(tensors: list[Tensor], fill: int = 0) -> Tensor:
+        if all(t.shape == tensors[0].shape for t in tensors):
             return torch.stack(tensors)
-        out = tensors[0].new_zeros((len(tensors), longest, *tensors[0].shape[1:]))
+        # texts of unequal length differ in their second dimension too
+        shape = [max(ns) for ns in zip(*(t.shape for t in tensors), strict=True)]
+        out = tensors[0].new_full((len(tensors), *shape), fill)
         for row, t in zip(out, tensors, strict=True):
-            row[: len(t)] = t
+            row[tuple(slice(n) for n in t.shape)] = t
         return out
 
     x = [b.x for b in batches]
@@ -278,7 +281,7 @@ def _pad(batches: list[Batch]) -> Batch:
     if min(sizes) != longest:
         mask = torch.arange(longest)[None, :] < torch.tensor(sizes)[:, None]
         mask = mask.to(batches[0].y.device)
-    return Batch(joined, stack([b.y for b in batches]), mask)
+    return Batch(joined, stack([b.y for b in batches], NO_LOSS if batches[0].weights is not None else 0), mask)
 
 
 def _request(client: _Client) -> Request:

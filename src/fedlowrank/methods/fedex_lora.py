@@ -20,7 +20,7 @@ from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, fresh, leav
 from ..base_updates import Base, Keep, Ledger, stacked, weighted
 from ..low_rank.pair import Factors, Pair
 from ..low_rank.wire_form import Packed, pack, unpack
-from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean, tree
 
 
@@ -108,12 +108,11 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         moved = base.moved(view.model.lora)
         return view.model.initial | placed(view.model, leaves, self._scale(view), base.stack, moved)
 
-    def server_predictor(self, server: Server, state: Own, view: ClientView) -> dict[str, Predictor]:
+    def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""
         updates = server.ledger.updates
         leaves = leaves_of(server.factors, state.rest | server.rest)
-        params = placed(view.model, leaves, self._scale(view), stacked(updates) if updates else {}, {})
-        return {"server": lambda x: view.model.apply(params, x)}
+        return placed(view.model, leaves, self._scale(view), stacked(updates) if updates else {}, {})
 
     def _now(self, state: Own, down: Download) -> tuple[Base, Leaves]:
         base = state.base.followed([unpack(r) for r in down.residuals], self.keep)

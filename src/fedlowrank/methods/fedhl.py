@@ -29,7 +29,7 @@ from ..effective import Weighing, discarded, energies, first_components, remaind
 from ..errors import ConfigError
 from ..low_rank.delta import Delta, Form, Split, advance, start
 from ..low_rank.pair import Factors
-from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean, tree
 
 
@@ -128,10 +128,9 @@ class FedHL(Method[Server, Params, Download, Message]):
         leaves = leaves_of(received(down.message), state | down.message.rest)
         return view.model.initial | placed(view.model, leaves, self._scale(view), down.residual, {})
 
-    def server_predictor(self, server: Server, state: Params, view: ClientView) -> dict[str, Predictor]:
+    def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
-        params = whole(view.model, server.delta, state | server.rest)
-        return {"server": lambda x: view.model.apply(params, x)}
+        return whole(view.model, server.delta, state | server.rest)
 
     def ranks(self, server: Server) -> dict[str, int]:
         """Rank of W."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..adapters import Message, Scaling, Tuning, factors_of, leaves_of, placed, random_a, received, tune
 from ..effective import first_components, weighted_blocks, whole
 from ..low_rank.delta import Delta, Form, Split, advance, start
-from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean, tree
 
 
@@ -90,10 +90,9 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         leaves = leaves_of(received(down), state | down.rest)
         return view.model.initial | placed(view.model, leaves, self._scale(view), {}, {})
 
-    def server_predictor(self, server: Server, state: Params, view: ClientView) -> dict[str, Predictor]:
+    def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
-        params = whole(view.model, server.delta, state | server.rest)
-        return {"server": lambda x: view.model.apply(params, x)}
+        return whole(view.model, server.delta, state | server.rest)
 
     def ranks(self, server: Server) -> dict[str, int]:
         """Rank of W."""

@@ -20,7 +20,7 @@ from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, fresh, leav
 from ..base_updates import Base, Keep, Ledger, stacked, weighted
 from ..low_rank.pair import Factors
 from ..low_rank.wire_form import Packed, pack, unpack
-from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean, tree
 
 
@@ -107,12 +107,11 @@ class FLoRA(Method[Server, Own, Download, Message]):
         base = self._base(state, down)
         return view.model.initial | _params(view, base, state.rest | down.rest)
 
-    def server_predictor(self, server: Server, state: Own, view: ClientView) -> dict[str, Predictor]:
+    def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The base with all stacks, as every client that has them."""
         updates = server.ledger.updates
         base = Base({}, stacked(updates)) if updates else Base({}, {})
-        params = _params(view, base, state.rest | server.rest)
-        return {"server": lambda x: view.model.apply(params, x)}
+        return _params(view, base, state.rest | server.rest)
 
     def _base(self, state: Own, down: Download) -> Base:
         return state.base.followed([unpack(s) for s in down.stacks], self.keep)

@@ -43,7 +43,7 @@ from ..errors import ConfigError
 from ..low_rank.delta import product_norms
 from ..low_rank.lora import padded, undiluted
 from ..low_rank.pair import Factors
-from ..method import ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean, tree
 
 
@@ -140,10 +140,9 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         rank = next(iter(leaves["a"].values())).shape[0]
         return view.model.initial | placed(view.model, leaves, self._scaling(view).at(rank), {}, {})
 
-    def server_predictor(self, server: Server, state: Params, view: ClientView) -> dict[str, Predictor]:
+    def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all r_max components."""
-        params = placed(view.model, leaves_of(server.factors, state | server.rest), 1.0, {}, {})
-        return {"server": lambda x: view.model.apply(params, x)}
+        return placed(view.model, leaves_of(server.factors, state | server.rest), 1.0, {}, {})
 
     def _scaling(self, view: ClientView) -> Scaling:
         return self.tuning.scaling_of(view.model.lora)

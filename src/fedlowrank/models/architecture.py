@@ -41,7 +41,7 @@ class Architecture:
         initial: the parameters it starts from, those that can be trained.
         parameters: the number of all, frozen ones included.
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of the tensors.
-        random: whether training draws random numbers (dropout).
+        random: whether training differs from inference: draws random numbers (dropout), or recomputes activations.
         couples: whether a batch is normalised by itself, so that padding would change its examples' scores.
         statistics: names of the running statistics of batch normalisations, which are local; see :mod:`.normalisation`.
 
@@ -59,7 +59,10 @@ class Architecture:
         self._chunks: Chunks | None = None
         self._known: list[tuple[Params, Params]] = []
         self._lora: LoRA | None = None
-        self.random = any(isinstance(m, _RANDOM) for m in modules.values())
+        # activations are only recomputed, instead of kept, by layers in training mode
+        self.random = any(
+            isinstance(m, _RANDOM) or getattr(m, "gradient_checkpointing", False) for m in modules.values()
+        )
         self.couples = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules.values())
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not trained and any(True for _ in module.parameters()):

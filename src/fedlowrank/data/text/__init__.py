@@ -1,0 +1,1 @@
+"""Text: records from files and the hub, formats of instructions, and their tokens as examples."""

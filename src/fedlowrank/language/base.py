@@ -1,0 +1,306 @@
+"""The frozen base of a language model: how it is loaded, what is new in it, and a digest to know it again by."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..choices import check_choices
+from ..errors import ConfigError, DataError, TaskError
+from ..key import Key
+from ..models.architecture import build
+
+HEAD_NAMES = ("classifier", "score")
+"""What PEFT takes for the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """Which language model is adapted, and in which precision. Code that comes with a model is never run.
+
+    Needs ``pip install 'fedlowrank[language]'``.
+
+    Attributes:
+        path: a folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
+        task: causal, a model that continues a text; or classification, an encoder or decoder with a head of classes.
+        dtype: of the weights in memory; auto takes that of the files.
+        quantise: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install 'fedlowrank[quantise]'``.
+        gradient_checkpointing: activations are computed again in the backward pass instead of being kept. That second
+            pass sees the parameters that the module holds *then*: take the gradient while they are still in place,
+            within the function that ``torch.func.functional_call`` calls and not after it has returned.
+        revision: branch, tag or commit of a name on the hub, or None for its main branch.
+        offline: do not ask the hub, even for a name; what was downloaded before is found.
+    """
+
+    path: str
+    task: Literal["causal", "classification"] = "causal"
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
+    quantise: Literal["4bit", "8bit"] | None = None
+    gradient_checkpointing: bool = False
+    revision: str | None = None
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.quantise not in (None, "4bit", "8bit"):
+            raise ConfigError(f"Base.quantise: {self.quantise!r} is no choice; it is '4bit', '8bit' or None")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A base as it was loaded.
+
+    Attributes:
+        model: a ``transformers.PreTrainedModel`` in evaluation mode, no parameter of which requires a gradient.
+        tokenizer: a ``transformers`` tokenizer that has a padding token.
+        name: of the base, as the user gave it.
+        digest: :func:`digest` of its weights.
+        head: names of the modules to be trained as a whole: the classification head, and modules of the body that the
+            files do not hold. Empty for a causal model.
+        notes: what was done that the settings do not say, each a sentence.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    digest: str
+    head: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
+    """Load a model and its tokenizer.
+
+    Weights that the files do not hold, such as a new classification head, are drawn from the key by the rules of the
+    model's own code; torch's global generator is as before.
+
+    Args:
+        base: settings.
+        classes: names of the classes; empty for a causal model.
+        key: of new weights.
+
+    Raises:
+        ConfigError: if the classes do not go with the task, or bitsandbytes is missing.
+        DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model are
+            missing in the files, or its tokenizer has nothing to pad with.
+    """
+    if (base.task == "classification") != bool(classes):
+        raise ConfigError(
+            "a classification task needs the names of its classes"
+            if not classes
+            else f"a causal model has no classes, yet {len(classes)} are given; set task = 'classification'"
+        )
+    library = transformers()
+    where, local = _where(base)
+    settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
+    if base.revision is not None:
+        settings["revision"] = base.revision
+    more = {} if base.quantise is None else {"quantization_config": _quantisation(library, base)}
+    if classes:
+        more |= {
+            "num_labels": len(classes),
+            "id2label": dict(enumerate(classes)),
+            "label2id": {name: i for i, name in enumerate(classes)},
+            # a head of another number of classes is replaced, and noted below
+            "ignore_mismatched_sizes": True,
+        }
+    auto = library.AutoModelForSequenceClassification if classes else library.AutoModelForCausalLM
+    found: dict[str, Any] = {}
+
+    def make() -> nn.Module:
+        model, info = auto.from_pretrained(where, dtype=base.dtype, output_loading_info=True, **more, **settings)
+        found.update(info)
+        made: nn.Module = model
+        return made
+
+    try:
+        with _quiet(library):
+            tokenizer = library.AutoTokenizer.from_pretrained(where, **settings)
+            model: Any = build(make, key)
+    # Files of any kind may lie in a folder, and the parsers of a dozen libraries raise what they like.
+    except Exception as error:
+        raise DataError(
+            f"transformers cannot load a {base.task} model from {base.path!r}: {type(error).__name__}: {error}"
+        ) from error
+    new = sorted({*found["missing_keys"], *(str(row[0]) for row in found["mismatched_keys"])})
+    head, notes = _new_parts(model, base, new)
+    notes += _pad(model, tokenizer, base)
+    model.requires_grad_(False)
+    model.eval()
+    if base.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise ConfigError(
+                f"{type(model).__name__} has no gradient checkpointing; set gradient_checkpointing = false"
+            )
+        # its newer name, and the one before
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        model.config.use_cache = False
+    fresh = [n for n in new if any(n.startswith(f"{module}.") for module in head)]
+    return Loaded(model, tokenizer, base.path, digest(model, fresh), head, tuple(notes))
+
+
+def digest(model: nn.Module, without: Collection[str] = ()) -> str:
+    """A hash of a model's weights: the names, dtypes, shapes and bytes of all parameters and saved buffers.
+
+    The same files loaded in another dtype, or quantised, are another base.
+
+    Args:
+        model: a base without adapters.
+        without: names of tensors to leave out, such as those of a new head.
+
+    Returns:
+        32 hexadecimal digits (BLAKE2b of 16 bytes).
+    """
+    made = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        if name not in without and isinstance(value, Tensor):
+            made.update(f"{name}|{value.dtype}|{list(value.shape)}|".encode())
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            made.update(flat.view(torch.uint8).numpy().data)
+    return made.hexdigest()
+
+
+def head_modules(model: Any) -> tuple[str, ...]:
+    """Names of the modules that make up a classification model's head: all that have weights outside its body.
+
+    Empty for models of other kinds.
+
+    Raises:
+        TaskError: if a classification model keeps its body under a name that cannot be told.
+    """
+    if not type(model).__name__.endswith("ForSequenceClassification"):
+        return ()
+    body = model.base_model_prefix
+    children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
+    if body not in children:
+        raise TaskError(
+            f"{type(model).__name__} has no submodule {body!r}, so its head cannot be told from its body; it has "
+            f"{', '.join(children)}"
+        )
+    return tuple(name for name in children if name != body)
+
+
+def transformers() -> Any:
+    """The library ``transformers``.
+
+    Raises:
+        DataError: if it is not installed.
+    """
+    try:
+        import transformers as library
+    except ImportError as error:
+        raise DataError("language models need transformers: pip install 'fedlowrank[language]'") from error
+    return library
+
+
+def peft() -> Any:
+    """The library ``peft``.
+
+    Raises:
+        DataError: if it is not installed.
+    """
+    try:
+        import peft as library
+    except ImportError as error:
+        raise DataError("LoRA adapters need peft: pip install 'fedlowrank[language]'") from error
+    return library
+
+
+def _where(base: Base) -> tuple[str, bool]:
+    """What to load from, and whether only files of this machine are to be used."""
+    where = Path(base.path).expanduser()
+    if where.exists():
+        if not (where / "config.json").is_file():
+            raise DataError(
+                f"{base.path!r} holds no config.json, so it is no model folder of transformers (save_pretrained)."
+            )
+        return str(where), True
+    # Anything that looks like a path should not be asked for on the hub when it is merely misspelt.
+    if where.is_absolute() or base.path.startswith((".", "~")):
+        raise DataError(f"{base.path!r} does not exist.")
+    return base.path, base.offline
+
+
+def _quantisation(library: Any, base: Base) -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"quantise = {base.quantise!r} needs bitsandbytes: pip install 'fedlowrank[quantise]'")
+    if base.quantise == "8bit":
+        return library.BitsAndBytesConfig(load_in_8bit=True)
+    compute = torch.bfloat16 if base.dtype == "auto" else getattr(torch, base.dtype)
+    return library.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+@contextmanager
+def _quiet(library: Any) -> Iterator[None]:
+    """Without the library's own table of missing weights: :class:`Loaded` notes them."""
+    log = library.utils.logging
+    before = log.get_verbosity()
+    log.set_verbosity_error()
+    try:
+        yield
+    finally:
+        log.set_verbosity(before)
+
+
+def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...], list[str]]:
+    """Modules to train as a whole, and notes on weights that the files do not hold."""
+    head = head_modules(model)
+    in_head = [n for n in new if n.split(".")[0] in head]
+    in_body = [n for n in new if n not in in_head]
+    notes = []
+    if in_body and base.task == "causal":
+        raise DataError(
+            f"{base.path!r} lacks {len(in_body)} weights of a {type(model).__name__}, such as {in_body[0]!r}; it is "
+            "the folder of another kind of model."
+        )
+    weights = model.state_dict()
+    if len(in_body) > len(weights) // 2:
+        raise DataError(
+            f"{base.path!r} lacks {len(in_body)} of the {len(weights)} weights of a {type(model).__name__}, such as "
+            f"{in_body[0]!r}; it is the folder of another kind of model."
+        )
+    if in_head:
+        notes.append(f"The head ({', '.join(head)}) is new: {', '.join(in_head)} drawn from the run's key.")
+    elif head:
+        notes.append(f"The head ({', '.join(head)}) is the one of the files; check that its classes are in your order.")
+    if in_body:
+        notes.append(
+            f"The files lack {', '.join(in_body)}: drawn from the run's key, and trained and kept with the head."
+        )
+    modules = dict.fromkeys(n.rpartition(".")[0] for n in in_body)
+    return (*head, *modules), notes
+
+
+def _pad(model: Any, tokenizer: Any, base: Base) -> list[str]:
+    """Make sure that there is a padding token, known to the model too."""
+    notes = []
+    if tokenizer.pad_token_id is None:
+        other = tokenizer.eos_token or tokenizer.unk_token
+        if other is None:
+            raise DataError(
+                f"the tokenizer of {base.path!r} has no token for padding, end of text or unknown words; set its "
+                "pad_token and save it."
+            )
+        tokenizer.pad_token = other
+        notes.append(f"The tokenizer has no padding token: {other!r} pads.")
+    if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
+        raise DataError(
+            f"the padding token {tokenizer.pad_token!r} of {base.path!r} has the id {tokenizer.pad_token_id}, but the "
+            f"model has {model.get_input_embeddings().num_embeddings} embeddings; set another pad_token and save it."
+        )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return notes

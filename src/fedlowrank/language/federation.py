@@ -1,0 +1,205 @@
+"""A federation of language models from an experiment's tables: one shared base, clients as trees of factors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from ..config import build
+from ..data.dataset import Dataset
+from ..data.text.records import Labelled, Texts
+from ..data.text.tokens import TextSettings, tokenise
+from ..errors import TaskError
+from ..key import Key
+from ..low_rank.lora import LoRA, lora_of
+from ..low_rank.pair import Factors, Pair
+from ..models.architecture import Architecture
+from ..tree import Params
+from .adapt import ADAPTER, attach, layers, lora_config
+from .artefacts import write_adapter, write_merged
+from .base import Base, Loaded, load
+
+if TYPE_CHECKING:
+    from ..engine.run import Run
+
+NAME = "language"
+"""Name of the one architecture."""
+
+
+@dataclass(frozen=True)
+class LanguageSettings(Base):
+    """Which language model is adapted, how texts become tokens, and in which precision it computes.
+
+    Attributes:
+        format: how an instruction is written: alpaca, plain, chat (the tokenizer's template) or none.
+        context: tokens of an example at most.
+        loss_on: response, or all: the prompt too.
+        packing: several short samples in one row.
+        by_length: training batches of examples of like length.
+        autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the weights; none leaves it.
+    """
+
+    format: Literal["alpaca", "plain", "chat", "none"] = "alpaca"
+    context: int = 256
+    loss_on: Literal["response", "all"] = "response"
+    packing: bool = False
+    by_length: bool = False
+    autocast: Literal["none", "bfloat16", "float16"] = "none"
+
+    @property
+    def text(self) -> TextSettings:
+        """How texts become tokens."""
+        return TextSettings(self.format, self.context, self.loss_on, packing=self.packing)
+
+
+@dataclass(frozen=True)
+class Language:
+    """What belongs to a language model besides its code: tokenizer, base and PEFT settings.
+
+    Attributes:
+        settings: of the experiment.
+        loaded: the base.
+        config: of the adapter slot, as PEFT settled it.
+        model: the wrapped model.
+    """
+
+    settings: LanguageSettings
+    loaded: Loaded
+    config: Any
+    model: Any
+
+    def describe(self) -> dict[str, Any]:
+        """What a resumed run must find unchanged."""
+        return {"base": self.loaded.name, "digest": self.loaded.digest}
+
+    def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
+        """The code, with the base frozen inside."""
+        head = self.loaded.head[0] if len(self.loaded.head) == 1 else None
+        made = Architecture(NAME, self.model, dict(example), None if head is None else _found(self.model, head))
+        if self.settings.autocast != "none":
+            made.autocast = getattr(torch, self.settings.autocast)
+        return made
+
+    def write(self, run: Run, folder: Path, merged: bool = False) -> list[Path]:
+        """Standard adapter folders of the server and of every client, as they stand.
+
+        A model whose base weights moved (FLoRA and FedEx-LoRA, merged) is no adapter any more: of it a whole model is written.
+
+        Args:
+            run: of this federation.
+            folder: gets ``server`` and ``client_0000``, ``client_0001``, ...
+            merged: write the server's whole model too, to ``server_merged``.
+
+        Returns:
+            The folders written.
+        """
+        written = []
+        for info in run.federation.infos:
+            made = run.at_client(info)
+            if info.id == 0 and made.server is not None:
+                written.append(self._write(folder / "server", made.server, run.round, None))
+                if merged:
+                    written.append(self._whole(folder / "server_merged", made.server))
+            where = folder / f"client_{info.id:04d}"
+            written.append(self._write(where, made.personal(), run.round, info.id))
+        return written
+
+    def _write(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
+        lora = self._lora
+        if any(site.weight in params for site in lora.sites.values()):
+            return self._whole(folder, params)
+        config, base, digest = self.config, self.loaded.name, self.loaded.digest
+        factors, head = self.factors(params), self.head(params) or None
+        where = layers(self.model)
+        return write_adapter(
+            folder, factors, lora.scale, config, base, digest, head, layers=where, round=round, client=client
+        )
+
+    def _whole(self, folder: Path, params: Params) -> Path:
+        lora, factors = self._lora, self.factors(params)
+        update: dict[str, Pair | Tensor] = {}
+        for name, site in lora.sites.items():
+            pair = factors[name]
+            update[name] = Pair(pair.b * lora.scale, pair.a)
+            if site.weight in params:
+                moved = (params[site.weight] - lora.base[site.weight]).detach()
+                moved = (moved.mT if site.transposed else moved).reshape(site.shape)
+                update[name] = moved + pair.dense().detach() * lora.scale
+        return write_merged(folder, self.model, self.loaded.tokenizer, update, 1.0, self.head(params) or None)
+
+    @cached_property
+    def _lora(self) -> LoRA:
+        return lora_of(self.model, None)
+
+    def factors(self, params: Params) -> Factors:
+        """The factors among a model's parameters, by layer; their scale is the slot's."""
+        found: Factors = {}
+        own: Params = dict(self.model.named_parameters())
+        for name, site in self._lora.sites.items():
+            a, b = (params.get(n, own[n]).detach() for n in (str(site.a), str(site.b)))
+            found[name] = Pair(b.flatten(1), a.flatten(1))
+        return found
+
+    def head(self, params: Params) -> Params:
+        """The parameters of the head among a model's, by their names in the base."""
+        found: Params = {}
+        for module in self.loaded.head:
+            path = _found(self.model, module)
+            own = {n: p for n, p in self.model.named_parameters() if n.startswith(f"{path}.")}
+            found |= {f"{module}.{n.removeprefix(f'{path}.')}": params.get(n, p).detach() for n, p in own.items()}
+        return found
+
+
+def _found(model: Any, module: str) -> str:
+    """The path of a module of the base within the wrapped model."""
+    for name, _ in model.named_modules():
+        if name == f"base_model.model.{module}" or name == module:
+            return str(name)
+    raise TaskError(f"the wrapped model has no module {module!r}")
+
+
+def check(settings: Mapping[str, Any], lora: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a field of ``[language]`` or ``[lora]`` is wrong; reads no file."""
+    build(LanguageSettings, dict(settings), "language")
+    lora_config(dict(lora))
+
+
+def prepare(
+    texts: Texts, settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: Sequence[str] = ()
+) -> tuple[Dataset, Language]:
+    """Tokens of texts, and the model that learns them.
+
+    Args:
+        texts: the records.
+        settings: the base and the form of texts.
+        lora: fields of ``peft.LoraConfig``.
+        key: of new weights and of A.
+        classes: names of the classes where the order matters; by default those that the texts have.
+
+    Raises:
+        FedlowrankError: if base, adapter or texts do not fit.
+    """
+    names = tuple(classes) or _classes(texts)
+    loaded = load(settings, names, key / "base")
+    dataset = tokenise(texts, loaded.tokenizer, settings.text)
+    if dataset.classes != names:
+        raise AssertionError(f"classes are numbered as {dataset.classes[:3]} by the labels and {names[:3]} by the head")
+    model = attach(loaded.model, lora_config(dict(lora)), key / "adapter", "shared", loaded.head)
+    loaded.model.config.use_cache = False
+    notes = (*loaded.notes, *dataset.notes)
+    return replace(dataset, notes=notes), Language(settings, loaded, model.peft_config[ADAPTER], model)
+
+
+def _classes(texts: Texts) -> tuple[str, ...]:
+    """Names of the classes in the order in which tokenise numbers them."""
+    labels = {r.label for part in (texts.train, texts.test or ()) for r in part if isinstance(r, Labelled)}
+    if texts.classes or not labels:
+        return texts.classes
+    numbers = [label for label in labels if isinstance(label, int)]
+    return tuple(map(str, range(max(numbers) + 1))) if numbers else tuple(sorted(map(str, labels)))

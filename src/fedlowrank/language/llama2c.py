@@ -1,0 +1,242 @@
+"""Small Llamas in the format of llama2.c ("legacy v0"), converted to an ordinary folder of ``transformers``."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import DataError
+from ..key import Key
+from ..models.architecture import build
+from .base import transformers
+
+_SPECIAL = ("<unk>", "<s>", "</s>")
+_FIRST_BYTE = 3
+_VERSIONED = 0x616B3432
+"""First four bytes of files of version 1 and later: "ak42"."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Header of a file.
+
+    Attributes:
+        dim: width of the hidden states.
+        hidden: width within a feed-forward layer.
+        layers: number of layers.
+        heads: heads of queries.
+        kv_heads: heads of keys and values.
+        vocabulary: number of tokens.
+        length: longest sequence.
+        tied: whether the output layer is the embedding.
+    """
+
+    dim: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    length: int
+    tied: bool
+
+    @property
+    def blocks(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the arrays of a file, in order; matrices are [out, in]."""
+        d, n, h = self.dim, self.layers, self.hidden
+        kv, half = d // self.heads * self.kv_heads, d // self.heads // 2
+        out: list[tuple[str, tuple[int, ...]]] = [
+            ("embedding", (self.vocabulary, d)),
+            ("attention_norm", (n, d)),
+            ("wq", (n, d, d)),
+            ("wk", (n, kv, d)),
+            ("wv", (n, kv, d)),
+            ("wo", (n, d, d)),
+            ("ffn_norm", (n, d)),
+            ("w1", (n, h, d)),
+            ("w2", (n, d, h)),
+            ("w3", (n, h, d)),
+            ("norm", (d,)),
+            ("cos", (self.length, half)),
+            ("sin", (self.length, half)),
+        ]
+        return out if self.tied else [*out, ("output", (self.vocabulary, d))]
+
+
+def convert(model: Path, tokenizer: Path, folder: Path) -> Path:
+    """Write a ``LlamaForCausalLM`` and its fast tokenizer from a model and a tokenizer of llama2.c.
+
+    llama2.c rotates adjacent pairs of a head's coordinates, (0, 1), (2, 3), ...; transformers rotates the first half
+    against the second. The rows of the query and key projections are reordered accordingly, which changes no score.
+
+    Args:
+        model: the weights, such as ``stories260K.bin``: 7 little-endian int32 (dim, hidden, layers, heads, kv heads,
+            vocabulary, length; a negative vocabulary says that the output layer is not the embedding), then float32.
+        tokenizer: the vocabulary, such as ``tok512.bin``: int32 longest piece, then for each token float32 score, int32
+            length, and its bytes.
+        folder: made if it does not exist.
+
+    Returns:
+        The folder.
+
+    Raises:
+        DataError: if transformers is missing, or a file is not of the format.
+    """
+    library = transformers()
+    shape, arrays = read_model(model)
+    pieces = read_tokenizer(tokenizer, shape.vocabulary)
+    config = library.LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.dim,
+        intermediate_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.length,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=shape.tied,
+        attention_bias=False,
+        mlp_bias=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+    def make() -> nn.Module:
+        made: nn.Module = library.LlamaForCausalLM(config)
+        return made
+
+    # the values drawn are all overwritten
+    llama: Any = build(make, Key((0,)))
+    missing, unexpected = llama.load_state_dict(_state(shape, arrays), strict=False)
+    lacking = set(missing) - ({"lm_head.weight"} if shape.tied else set())
+    if lacking or unexpected:
+        raise DataError(f"this version of transformers names a Llama's weights otherwise: {sorted(lacking)[:3]}")
+    llama.tie_weights()
+    folder.mkdir(parents=True, exist_ok=True)
+    llama.save_pretrained(folder)
+    _fast_tokenizer(library, pieces, shape.length).save_pretrained(folder)
+    return folder
+
+
+def read_model(path: Path) -> tuple[Shape, dict[str, np.ndarray]]:
+    """The header of a file of weights, and its arrays as :attr:`Shape.blocks` names them, float32.
+
+    Raises:
+        DataError: if the file cannot be read, its header makes no sense, or its size is not what the header says.
+    """
+    data = _read(path)
+    if len(data) < 28:
+        raise DataError(f"{path} has {len(data)} bytes, too few for the header of a llama2.c model")
+    if struct.unpack_from("<I", data)[0] == _VERSIONED:
+        raise DataError(
+            f"{path} is a llama2.c model of a later version; only the legacy format (version 0) is read. "
+            "Export it with llama2.c's export.py --version 0."
+        )
+    dim, hidden, layers, heads, kv_heads, vocabulary, length = struct.unpack_from("<7i", data)
+    sizes = (dim, hidden, layers, heads, kv_heads, abs(vocabulary), length)
+    if min(sizes) < 1 or dim % heads or heads % kv_heads or dim // heads % 2:
+        raise DataError(f"{path} is no llama2.c model: its header reads {sizes}")
+    shape = Shape(dim, hidden, layers, heads, kv_heads, abs(vocabulary), length, vocabulary > 0)
+    counts = [int(np.prod(s, dtype=np.int64)) for _, s in shape.blocks]
+    expected = 28 + 4 * sum(counts)
+    if len(data) != expected:
+        raise DataError(f"{path} has {len(data)} bytes; by its header {sizes} a llama2.c model has {expected}")
+    values, at = np.frombuffer(data, "<f4", offset=28), 0
+    out: dict[str, np.ndarray] = {}
+    for (name, block), count in zip(shape.blocks, counts, strict=True):
+        out[name] = values[at : at + count].reshape(block).astype(np.float32)
+        at += count
+    return shape, out
+
+
+def read_tokenizer(path: Path, size: int) -> list[tuple[str, float]]:
+    """Pieces and scores of a file of a vocabulary, by token id; a piece's space is a space.
+
+    Raises:
+        DataError: if the file cannot be read, has not so many tokens, or has a token twice.
+    """
+    data = _read(path)
+    at = 4
+    out: list[tuple[str, float]] = []
+    try:
+        while at < len(data):
+            score, length = struct.unpack_from("<fi", data, at)
+            piece = data[at + 8 : at + 8 + length]
+            if length < 0 or len(piece) != length:
+                raise DataError(f"{path} ends within token {len(out)}; it is no llama2.c tokenizer, or cut short")
+            out.append((piece.decode(), float(score)))
+            at += 8 + length
+    except (struct.error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no llama2.c tokenizer: token {len(out)}: {error}") from error
+    if len(out) != size:
+        raise DataError(f"{path} has {len(out)} tokens, but the model has {size}")
+    if size < _FIRST_BYTE + 256 or any(out[_FIRST_BYTE + b][0] != f"<0x{b:02X}>" for b in range(256)):
+        raise DataError(f"{path} has not the 256 byte tokens at ids 3 to 258, so it is no llama2.c tokenizer")
+    # ids 0 to 2 are unknown, beginning and end; llama2.c writes the latter two with line breaks around them
+    named = [*((name, 0.0) for name in _SPECIAL), *out[len(_SPECIAL) :]]
+    if len({piece for piece, _ in named}) != size:
+        raise DataError(f"{path} has a token twice")
+    return named
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _state(shape: Shape, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """Weights by the names of ``LlamaForCausalLM``."""
+
+    def halves(w: np.ndarray, heads: int) -> np.ndarray:
+        """Rows of each head from (0, 1, 2, 3, ...) to (0, 2, ..., 1, 3, ...)."""
+        rows, columns = w.shape
+        pairs: np.ndarray = w.reshape(heads, rows // heads // 2, 2, columns)
+        return pairs.swapaxes(1, 2).reshape(rows, columns)
+
+    out = {"model.embed_tokens.weight": arrays["embedding"], "model.norm.weight": arrays["norm"]}
+    if not shape.tied:
+        out["lm_head.weight"] = arrays["output"]
+    for i in range(shape.layers):
+        layer = f"model.layers.{i}"
+        out |= {
+            f"{layer}.input_layernorm.weight": arrays["attention_norm"][i],
+            f"{layer}.post_attention_layernorm.weight": arrays["ffn_norm"][i],
+            f"{layer}.self_attn.q_proj.weight": halves(arrays["wq"][i], shape.heads),
+            f"{layer}.self_attn.k_proj.weight": halves(arrays["wk"][i], shape.kv_heads),
+            f"{layer}.self_attn.v_proj.weight": arrays["wv"][i],
+            f"{layer}.self_attn.o_proj.weight": arrays["wo"][i],
+            f"{layer}.mlp.gate_proj.weight": arrays["w1"][i],
+            f"{layer}.mlp.down_proj.weight": arrays["w2"][i],
+            f"{layer}.mlp.up_proj.weight": arrays["w3"][i],
+        }
+    return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in out.items()}
+
+
+def _fast_tokenizer(library: Any, pieces: list[tuple[str, float]], length: int) -> Any:
+    """A BPE whose merges are ranked by the score of what they make, as SentencePiece ranks them.
+
+    It differs from llama2.c in that a literal "<s>" in a text is the token, as in all tokenizers of transformers.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}
+    mergeable = {p for p, i in vocabulary.items() if i >= _FIRST_BYTE + 256}
+    ranked = sorted(mergeable, key=lambda p: (-pieces[vocabulary[p]][1], vocabulary[p]))
+    merges = [(p[:i], p[i:]) for p in ranked for i in range(1, len(p)) if {p[:i], p[i:]} <= mergeable]
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token=_SPECIAL[0], byte_fallback=True, fuse_unk=False))
+    made.normalizer = normalizers.Prepend(" ")
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    names = dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
+    return library.PreTrainedTokenizerFast(
+        tokenizer_object=made, model_max_length=length, clean_up_tokenization_spaces=False, **names
+    )

@@ -1,0 +1,20 @@
+"""Scores of language models: what they write, graded as the field does it, with the decoding beside every number.
+
+Everything takes a model and a tokenizer of transformers as they are. Nothing heavy is imported until it is used.
+"""
+
+from .generate import Decoding, complete
+from .tasks import TASKS, Dolly, Format, Gsm8k, HumanEval, Perplexity, Score, ScoreTask
+
+__all__ = [
+    "TASKS",
+    "Decoding",
+    "Dolly",
+    "Format",
+    "Gsm8k",
+    "HumanEval",
+    "Perplexity",
+    "Score",
+    "ScoreTask",
+    "complete",
+]

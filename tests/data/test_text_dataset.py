@@ -1,0 +1,153 @@
+"""Labels of tokens and strata in data sets, and what partitions see of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedlowrank.data.dataset import Dataset, Examples, normalise, subset
+from fedlowrank.data.divide import divide
+from fedlowrank.data.partition import Dirichlet, Iid, Natural
+from fedlowrank.data.split import Local, Pool, WholeTest
+from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.key import Key
+
+KEY = Key((0,))
+
+
+def part(n: int, start: int = 0) -> Examples:
+    """Example i is the tokens i, i + 1, i + 2; the last two are learnt."""
+    ids = start + torch.arange(n)[:, None] + torch.arange(3)
+    y = ids.clone()
+    y[:, 0] = -100
+    return Examples({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, y)
+
+
+def made(**more: Any) -> Dataset:
+    fields: dict[str, Any] = {
+        "strata": torch.arange(40) % 4,
+        "strata_test": torch.arange(10) % 2,
+        "strata_names": ("p", "q", "r", "s"),
+    }
+    return Dataset("toy", part(40), part(10, 1000), (), **{**fields, **more})
+
+
+def plain(**more: Any) -> Dataset:
+    return made(strata=None, strata_test=None, strata_names=(), **more)
+
+
+def test_labels_of_tokens_are_a_form_of_their_own() -> None:
+    data = made()
+    assert (data.train.tokens, data.train.regression, data.outputs) == (True, False, 0)
+    taken = data.train.take(torch.tensor([3, 1]))
+    assert taken.y.tolist() == [[-100, 4, 5], [-100, 2, 3]]
+    assert taken.tokens
+    assert normalise(data, "none") is data
+    with pytest.raises(ConfigError, match="needs one input tensor"):
+        normalise(data, "scale")
+    assert not Examples(torch.zeros(2, 1), torch.tensor([0, 1])).tokens
+    assert not Examples(torch.zeros(2, 1), torch.zeros(2, 1)).tokens
+
+
+def test_labels_of_tokens_need_their_ids() -> None:
+    ids = torch.zeros(3, 4, dtype=torch.int64)
+    with pytest.raises(DataError, match=r"must be int64 \[n\].*not int64 \[3, 4\].*beside named inputs"):
+        Examples(torch.zeros(3, 4), ids)
+    with pytest.raises(DataError, match=r"need input_ids of their shape; there are none but \['a'\]"):
+        Examples({"a": ids}, ids)
+    with pytest.raises(DataError, match=r"these are int64 \[3, 4\]"):
+        Examples({"input_ids": ids}, ids[:, :3])
+    with pytest.raises(DataError, match=r"float32 \[n, d\]"):
+        Examples({"input_ids": ids}, ids.double())
+
+
+def test_labels_that_no_loss_can_be_made_of_are_refused() -> None:
+    good = part(4)
+
+    def changed(i: int, labels: list[int]) -> Examples:
+        y = good.y.clone()
+        y[i] = torch.tensor(labels)
+        return Examples(good.x, y)
+
+    with pytest.raises(DataError, match=r"test part .*example 2 has -1 at position 1"):
+        Dataset("toy", good, changed(2, [-100, -1, 5]), ())
+    # nothing predicts the first token
+    with pytest.raises(DataError, match=r"example 3 .* no token to learn behind its first"):
+        Dataset("toy", changed(3, [7, -100, -100]), None, ())
+    with pytest.raises(DataError, match="labels of tokens but names classes"):
+        Dataset("toy", good, None, ("a", "b"))
+    with pytest.raises(DataError, match="training inputs are"):
+        Dataset("toy", good, Examples({n: t[:, :2] for n, t in good.x.items()}, good.y[:, :2]), ())
+
+
+def test_strata_that_do_not_fit_are_refused() -> None:
+    for wrong, message in [
+        ({"strata_names": ("p", "q", "p", "s")}, "names a stratum twice"),
+        ({"strata": None}, "its training examples have none"),
+        ({"strata": None, "strata_test": None}, "its training examples have none"),
+        ({"strata_test": None}, "needs strata of the test part"),
+        ({"strata": torch.arange(39) % 4}, r"training part .* int64 \[40\], not int64 \[39\]"),
+        ({"strata_test": torch.zeros(10)}, r"test part .* int64 \[10\], not float32 \[10\]"),
+        ({"strata": torch.arange(40) % 5}, r"strata 0\.\.4, but strata_names names 4"),
+        ({"strata_test": torch.arange(10) - 1}, r"test part .* strata -1\.\.8"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            made(**wrong)
+    with pytest.raises(DataError, match="needs strata of the test part"):
+        replace(made(), test=None)
+    y = torch.tensor([0, 1])
+    with pytest.raises(DataError, match="strata beside class labels"):
+        Dataset("toy", Examples(torch.zeros(2, 1), y), None, ("a", "b"), strata=y, strata_names=("p", "q"))
+
+
+def test_a_subset_takes_strata_along() -> None:
+    some = subset(replace(made(), natural=torch.arange(40)), 9)
+    first = some.train.x["input_ids"][:, 0]
+    assert torch.equal(some.strata, first % 4)
+    assert torch.equal(some.natural, first)
+    assert some.strata_names == ("p", "q", "r", "s")
+
+
+def test_partitions_see_strata_else_nothing_to_go_by() -> None:
+    assert np.array_equal(Pool(made()).labels, np.concatenate([np.arange(40) % 4, np.arange(10) % 2]))
+    nothing = Pool(plain()).labels
+    assert nothing.shape == (50, 1)
+    assert nothing.dtype.kind == "f"
+    assert not nothing.any()
+    assert np.array_equal(Pool(made()).test, np.arange(40, 50))
+    x = torch.arange(6.0)[:, None]
+    real = Dataset("r", Examples(x, x), None, (), strata=torch.tensor([0, 0, 1, 1, 0, 1]), strata_names=("p", "q"))
+    assert Pool(real).labels.tolist() == [0, 0, 1, 1, 0, 1]
+    assert Pool(replace(real, strata=None, strata_names=())).labels.tolist() == x.tolist()
+
+
+def test_a_dirichlet_partition_goes_by_strata() -> None:
+    pool = Pool(made())
+    parts = Dirichlet(3, 0.05, 1, 1000).split(pool.labels[: pool.train_size], 4, KEY)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(40))
+    shares = np.array([np.bincount(p % 4, minlength=4) for p in parts]) / 10
+    # at a small concentration nearly all of a stratum goes to one client
+    assert shares.max(0).mean() > 0.8
+
+
+@pytest.mark.parametrize(
+    ("partition", "split"), [(Iid(4), WholeTest(0.0)), (Iid(4), Local(pool="all")), (Natural(), Local())]
+)
+def test_texts_without_categories_are_divided(partition: Any, split: Any) -> None:
+    clients = divide(plain(natural=torch.arange(40) % 4), partition, split, KEY)
+    held = [int(i) for c in clients for p in (c.train, c.val) for i in p.x["input_ids"][:, 0]]
+    assert len(set(held)) == len(held)
+    for c in clients:
+        assert c.notes == ()
+        for each in (c.train, c.val, c.test):
+            assert torch.equal(each.y[:, 1:], each.x["input_ids"][:, 1:])
+            assert bool((each.y[:, 0] == -100).all())
+
+
+def test_texts_without_categories_are_not_divided_by_labels() -> None:
+    with pytest.raises(DataError, match="goes by class labels"):
+        divide(plain(), Dirichlet(4), Local(), KEY)

@@ -1,0 +1,410 @@
+"""Texts from files as they are published, read against the rows that were written into them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedlowrank import config
+from fedlowrank.data.text.passages import Lines, Speakers, passages
+from fedlowrank.data.text.records import Instruction, Labelled, Texts, hold_out
+from fedlowrank.data.text.rows import expand, find_file, read_file, read_split
+from fedlowrank.data.text.sources import TEXT_SOURCES, CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
+from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.key import Key
+
+
+def write(file: Path, rows: list[Any]) -> str:
+    """Rows in the format that the name of the file ends in."""
+    name = file.name
+    if name.endswith(".parquet"):
+        arrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), file)
+        return str(file)
+    plain = name.removesuffix(".gz")
+    text = json.dumps(rows) if plain.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return str(file)
+
+
+TASKS = [{"instruction": f"do {i}", "input": "" if i % 2 else f"with {i}", "output": f"done {i} é"} for i in range(10)]
+AS_RECORDS = [Instruction(f"do {i}", f"done {i} é", "" if i % 2 else f"with {i}") for i in range(10)]
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet"])
+def test_every_kind_of_file_gives_the_same_records(tmp_path: Path, name: str) -> None:
+    found = CodeAlpaca(write(tmp_path / name, TASKS)).load()
+    assert found.train == AS_RECORDS
+    assert (found.test, found.notes, found.kind) == (None, (), "instructions")
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"\xef\xbb\xbf" + b'{"a": 1}\n\n  \n{"a": 2}')
+    table = read_file(file)
+    assert [row["a"] for row in table.rows] == [1, 2]
+    assert table.place(1).endswith("line 4")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"question": "q", "answer": }', r"line 3 is not JSON"),
+        (b"[1, 2]", r"line 3 must be an object with named values, not \[1, 2\]"),
+        (b'{"question": "q"}', r"line 3 has no 'answer'; it has 'question'"),
+        (b'{"question": "q", "answer": 7}', r"line 3: 'answer' must be text, not 7"),
+        (b'{"question": ["q"], "answer": "a"}', r"line 3: 'question' must be text"),
+        (b'{"question": "\xff", "answer": "a"}', r"not text in UTF-8"),
+    ],
+)
+def test_a_broken_row_is_refused_with_its_line(tmp_path: Path, line: bytes, message: str) -> None:
+    good = b'{"question": "q", "answer": "a"}\n'
+    (tmp_path / "a.jsonl").write_bytes(good + b"\n" + line + b"\n" + good)
+    with pytest.raises(DataError, match=r"a\.jsonl.*" + message):
+        Gsm8k(str(tmp_path / "a.jsonl")).load()
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "short.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 500)[:-12])
+    (tmp_path / "no.jsonl.gz").write_bytes(b"plain")
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "a.json").write_text('{"a": 1}\n{"a": 2}')
+    (tmp_path / "b.json").write_text('{"a": 1}')
+    (tmp_path / "c.json").write_text("[{}, 3]")
+    (tmp_path / "e.jsonl").write_text("")
+    for name, message in {
+        "short.jsonl.gz": "cannot read",
+        "no.jsonl.gz": "cannot read",
+        "a.txt": r"ends in none of \.jsonl",
+        "a.json": r"must end in \.jsonl",
+        "b.json": "must hold a list of objects",
+        "c.json": "row 2 must be an object",
+        "gone.jsonl": "does not exist",
+    }.items():
+        with pytest.raises(DataError, match=message):
+            read_file(tmp_path / name)
+    with pytest.raises(DataError, match="holds no rows"):
+        Gsm8k(str(tmp_path / "e.jsonl")).load()
+    with pytest.raises(DataError, match="is no file"):
+        read_file(tmp_path)
+    pytest.importorskip("pyarrow")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        read_file(tmp_path / "a.parquet")
+
+
+def test_home_and_environment_variables_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.jsonl", TASKS)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TEXTS_HERE", str(tmp_path))
+    for path in ("~/a.jsonl", "$TEXTS_HERE/a.jsonl", "${TEXTS_HERE}/a.jsonl"):
+        assert CodeAlpaca(path).load().train == AS_RECORDS
+    monkeypatch.delenv("TEXTS_HERE")
+    with pytest.raises(DataError, match=r"variable \$TEXTS_HERE, which is not set"):
+        CodeAlpaca("$TEXTS_HERE/a.jsonl").load()
+    assert expand("owner/name") == "owner/name"
+
+
+def test_a_file_is_found_by_its_stem(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl.gz", TASKS)
+    assert find_file(tmp_path, "train") == tmp_path / "train.jsonl.gz"
+    with pytest.raises(DataError, match="holds no test file"):
+        find_file(tmp_path, "test")
+    write(tmp_path / "train.json", TASKS)
+    with pytest.raises(DataError, match=r"several: train\.jsonl\.gz, train\.json\."):
+        find_file(tmp_path, "train")
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+def test_gsm8k_from_a_folder_and_from_files(tmp_path: Path) -> None:
+    answer = "He has 48/2 = <<48/2=24>>24 <and> 5<<5=5>>.\n#### 24"
+    train = write(tmp_path / "train.jsonl.gz", [{"question": "How many?", "answer": answer}])
+    test = write(tmp_path / "test.jsonl", [{"question": "And now?", "answer": "#### 1"}])
+    both = Gsm8k(str(tmp_path)).load()
+    assert both.train == [Instruction("How many?", answer)]
+    assert both.test == [Instruction("And now?", "#### 1")]
+    assert Gsm8k(train).load().test is None
+    assert Gsm8k(train, test).load().test == both.test
+    stripped = Gsm8k(train, annotations=False).load().train
+    assert stripped == [Instruction("How many?", "He has 48/2 = 24 <and> 5.\n#### 24")]
+
+
+@pytest.mark.parametrize("empty", ["", " \n\t", None])
+def test_empty_responses_are_left_out_and_counted(tmp_path: Path, empty: str | None) -> None:
+    rows = [dict(task) for task in TASKS]
+    rows[3]["output"] = rows[7]["output"] = empty
+    found = CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load()
+    assert found.train == [r for i, r in enumerate(AS_RECORDS) if i not in (3, 7)]
+    assert len(found.notes) == 1
+    assert "2 of 10 records left out" in found.notes[0]
+    for row in rows:
+        row["output"] = empty
+    with pytest.raises(DataError, match="each of the 10 records has an empty response; nothing is left"):
+        CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load()
+
+
+def test_a_missing_input_is_none_and_a_missing_column_is_refused(tmp_path: Path) -> None:
+    rows = [{k: v for k, v in task.items() if v} for task in TASKS]
+    rows[0]["input"] = None
+    found = CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load().train
+    assert found == [Instruction("do 0", "done 0 é"), *AS_RECORDS[1:]]
+    for row in rows:
+        row["inptu"] = row.pop("input", "")
+    with pytest.raises(DataError, match=r"has no column 'input'. Did you mean 'inptu'\?"):
+        CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load()
+
+
+def dolly(tmp_path: Path) -> str:
+    kinds = ["qa", "poetry", "qa", "sums"]
+    rows = [
+        {"instruction": f"i{i}", "context": f"c{i}", "response": f"r{i}", "category": kinds[i % 4]} for i in range(12)
+    ]
+    return write(tmp_path / "dolly.jsonl", rows)
+
+
+def test_dolly_with_a_category_held_out(tmp_path: Path) -> None:
+    path = dolly(tmp_path)
+    found = Dolly(path, held_out_category="qa").load()
+    assert [r.prompt for r in found.test] == ["i0", "i2", "i4", "i6", "i8", "i10"]
+    assert [(r.prompt, r.input, r.response, r.category) for r in found.train] == [
+        (f"i{i}", f"c{i}", f"r{i}", "poetry" if i % 4 == 1 else "sums") for i in (1, 3, 5, 7, 9, 11)
+    ]
+    with pytest.raises(DataError, match=r"no category 'poetri'. Did you mean 'poetry'\?"):
+        Dolly(path, held_out_category="poetri").load()
+    with pytest.raises(ConfigError, match="set one of them"):
+        Dolly(path, held_out_category="qa", test_share=0.1)
+    everything = Dolly(path).load()
+    assert (len(everything.train), everything.test) == (12, None)
+
+
+def test_a_record_without_a_category_is_refused(tmp_path: Path) -> None:
+    rows = [{"q": "a", "a": "b", "kind": 3}, {"q": "a", "a": "b", "kind": None}]
+    source = Instructions(write(tmp_path / "a.jsonl", rows), prompt="q", response="a", input=None, category="kind")
+    with pytest.raises(DataError, match="line 2 has no 'kind'"):
+        source.load()
+
+
+@given(n=st.integers(2, 60), share=st.floats(0, 0.99), seed=st.integers(0, 50))
+def test_a_test_share_takes_each_record_once(n: int, share: float, seed: int) -> None:
+    records = [Instruction(f"{i}", "r") for i in range(n)]
+    wanted = 0 if share == 0 else max(1, round(share * n))
+    if wanted >= n:
+        with pytest.raises(DataError, match="cannot spare"):
+            hold_out(records, share, Key((seed,)))
+        return
+    train, test = hold_out(records, share, Key((seed,)))
+    assert len(test or []) == wanted
+    numbers = [[int(r.prompt) for r in part] for part in (train, test or [])]
+    assert numbers[0] == sorted(numbers[0])
+    assert numbers[1] == sorted(numbers[1])
+    assert sorted(numbers[0] + numbers[1]) == list(range(n))
+
+
+def test_a_test_share_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{**TASKS[0], "output": f"{i}"} for i in range(100)])
+    one, again, other = (CodeAlpaca(path, 0.3, seed).load() for seed in (0, 0, 1))
+    assert one.test == again.test
+    assert one.test != other.test
+    for share in (-0.1, 1, True, float("nan")):
+        with pytest.raises(ConfigError, match="test_share"):
+            CodeAlpaca(path, share)
+
+
+def test_instructions_by_their_columns(tmp_path: Path) -> None:
+    rows = [{"q": f"q{i}", "a": f"a{i}", "kind": i % 2, "who": None if i == 2 else f"w{i % 3}"} for i in range(4)]
+    path, test = write(tmp_path / "a.parquet", rows), write(tmp_path / "t.jsonl", rows[:1])
+    found = Instructions(path, test, prompt="q", response="a", input=None, category="kind", client="who").load()
+    assert found.train == [
+        Instruction(f"q{i}", f"a{i}", "", str(i % 2), None if i == 2 else f"w{i % 3}") for i in range(4)
+    ]
+    assert found.test == found.train[:1]
+    assert found.name == "a"
+    with pytest.raises(ConfigError, match="test and test_share each choose"):
+        Instructions(path, test, test_share=0.1)
+    with pytest.raises(ConfigError, match="is a file, which has no split 'test'"):
+        Instructions(path, test_split="test").load()
+    rows[1]["who"] = 0.5
+    with pytest.raises(DataError, match=r"line 2: 'who' must be text or a whole number, not 0\.5"):
+        Instructions(write(tmp_path / "b.jsonl", rows), prompt="q", response="a", input=None, client="who").load()
+
+
+def test_saved_data_sets_and_folders_of_files(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    parts = {
+        name: datasets.Dataset.from_dict({"text": texts, "label": [1, 0]}, kinds)
+        for name, texts in {"train": ["fine", "bad"], "test": ["good", "awful"]}.items()
+    }
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    found = TextClasses(str(tmp_path / "saved"), test_split="test").load()
+    assert found.train == [Labelled("fine", 1), Labelled("bad", 0)]
+    assert found.test == [Labelled("good", 1), Labelled("awful", 0)]
+    assert (found.classes, found.name) == (("no", "yes"), "saved")
+    assert TextClasses(str(tmp_path / "saved")).load().test is None
+    with pytest.raises(DataError, match=r"no split 'tset'. Did you mean 'test'\?"):
+        TextClasses(str(tmp_path / "saved"), test_split="tset").load()
+    with pytest.raises(DataError, match="does not exist"):
+        read_split(str(tmp_path / "gone"), None, "train", None)
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files" / "train.jsonl", TASKS)
+    source = Instructions(str(tmp_path / "files"), cache=str(tmp_path / "cache"))
+    assert source.load().train == AS_RECORDS
+    # what cannot be reached, or read, is an error of ours
+    (tmp_path / "files" / "train.jsonl").write_text("no json")
+    with pytest.raises(DataError, match="datasets cannot read"):
+        Instructions(str(tmp_path / "files"), cache=str(tmp_path / "other")).load()
+
+
+def test_text_classes_joins_columns_and_knows_its_labels(tmp_path: Path) -> None:
+    rows = [
+        {"title": "One", "body": "two", "label": "b"},
+        {"body": "three", "label": "a"},
+        {"title": "", "body": "four", "label": "b"},
+        {"title": "", "body": " ", "label": "b"},
+    ]
+    (tmp_path / "news").mkdir()
+    path = write(tmp_path / "news" / "train.jsonl", rows)
+    found = TextClasses(path, path, text=("title", "body"), separator=" | ").load()
+    assert found.train == [Labelled("One | two", "b"), Labelled("three", "a"), Labelled("four", "b")]
+    assert found.test == found.train
+    assert found.kind == "classes"
+    assert found.name == "news"
+    assert [note.split(": ")[1] for note in found.notes] == ["1 of 4 records left out, which have no text"] * 2
+    with pytest.raises(DataError, match="line 2 has no 'title'"):
+        TextClasses(path, text=("title",)).load()
+    with pytest.raises(DataError, match="no column 'head'"):
+        TextClasses(path, text=("head", "body")).load()
+    with pytest.raises(ConfigError, match="list of at least one column"):
+        TextClasses(path, text="body")  # type: ignore[arg-type]
+    for wrong in (None, 0.5, True):
+        bad = write(tmp_path / "bad.jsonl", [*rows, {"title": "t", "body": "b", "label": wrong}])
+        with pytest.raises(DataError, match="line 5: 'label' must be text or a whole number"):
+            TextClasses(bad, text=("title", "body")).load()
+
+
+def test_texts_of_two_kinds_and_empty_parts_are_refused() -> None:
+    with pytest.raises(DataError, match="mix Instruction and Labelled"):
+        Texts("t", [Instruction("a", "b")], [Labelled("a", 1)])
+    with pytest.raises(DataError, match=r"test part .* is empty"):
+        Texts("t", [Instruction("a", "b")], [])
+    with pytest.raises(DataError, match="name classes"):
+        Texts("t", [Instruction("a", "b")], classes=("x",))
+
+
+def test_every_source_is_built_from_a_table_of_settings(tmp_path: Path) -> None:
+    for name, cls in TEXT_SOURCES.items():
+        assert config.build(cls, {"path": "p"}, "data") == cls("p"), name
+    assert config.build(Speakers, {"path": "p", "speaker": ["play", "speaker"]}, "data").speaker == ("play", "speaker")
+
+
+# -- passages ----------------------------------------------------------------------------------------------------------
+
+
+@given(text=st.text(alphabet="ab \n\r\u2028é"), unit=st.sampled_from(["characters", "lines"]), length=st.integers(1, 9))
+def test_passages_join_to_the_text(text: str, unit: Any, length: int) -> None:
+    found = passages(text, unit, length)
+    assert "".join(found) == text
+    sizes = [len(p) if unit == "characters" else p.rstrip("\n").count("\n") + 1 for p in found if p.strip("\n")]
+    assert all(size <= length for size in sizes)
+    if unit == "characters":
+        assert all(len(p) == length for p in found[:-1])
+    else:
+        assert all(p.count("\n") == length for p in found[:-1])
+
+
+def test_speakers_are_clients_and_keep_their_last_passages_for_the_test(tmp_path: Path) -> None:
+    rows = [
+        {"play": "p", "speaker": "LORD", "text": "abcdefghij"},
+        {"play": "p", "speaker": "KING", "text": "xyz"},
+        {"play": "q", "speaker": "LORD", "text": "klmn    opqr"},
+    ]
+    path = write(tmp_path / "by_speaker.jsonl.gz", rows)
+    found = Speakers(path, length=4, test_share=0.4).load()
+    # LORD: abcd efgh ij klmn (blank) opqr: round(.4 · 5) = 2 for the test; KING has one passage
+    assert [(r.client, r.response) for r in found.train] == [
+        ("LORD", "abcd"),
+        ("LORD", "efgh"),
+        ("LORD", "ij"),
+        ("KING", "xyz"),
+    ]
+    assert [(r.client, r.response) for r in found.test] == [("LORD", "klmn"), ("LORD", "opqr")]
+    assert all(r.prompt == r.input == "" for r in found.train)
+    assert found.notes == (
+        "1 passages of white space alone left out",
+        "1 of 2 speakers have too few passages for the test part",
+    )
+    # one passage at least stays for training
+    nearly_all = Speakers(path, length=4, test_share=0.99).load()
+    assert [r.response for r in nearly_all.train] == ["abcd", "xyz"]
+    apart = Speakers(path, ("play", "speaker"), length=4).load()
+    assert list(dict.fromkeys(r.client for r in apart.train)) == ["p, LORD", "p, KING", "q, LORD"]
+    assert (apart.test, found.name) == (None, "by_speaker")
+    with pytest.raises(DataError, match="too few passages for a test part"):
+        Speakers(path, length=100, test_share=0.1).load()
+    with pytest.raises(DataError, match=r"line 2 names no speaker in 'speaker'"):
+        Speakers(write(tmp_path / "b.jsonl", [rows[0], {"text": "a", "speaker": ""}])).load()
+    with pytest.raises(ConfigError, match="list of at least one column"):
+        Speakers(path, speaker="speaker")  # type: ignore[arg-type]
+
+
+def test_lines_of_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "t.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n\n\nfive"))
+    found = Lines(str(tmp_path / "t.txt.gz"), "lines", 2, 0.5).load()
+    assert [r.response for r in found.train] == ["one\ntwo\n"]
+    assert [r.response for r in found.test] == ["five"]
+    assert found.notes == ("1 passages of white space alone left out",)
+    (tmp_path / "e.txt").write_text(" \n")
+    with pytest.raises(DataError, match="holds no text"):
+        Lines(str(tmp_path / "e.txt")).load()
+    with pytest.raises(DataError, match="cannot read"):
+        Lines(str(tmp_path / "gone.txt")).load()
+    with pytest.raises(ConfigError, match=r"Lines\.unit"):
+        Lines("t", "words")  # type: ignore[arg-type]
+
+
+def test_optional_libraries_are_imported_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = "sources", "tokens", "formats", "batches"
+    code = "import sys\n" + "".join(f"import fedlowrank.data.text.{name}\n" for name in modules)
+    code += "print(sorted({'transformers', 'tokenizers', 'datasets', 'pyarrow', 'peft'} & set(sys.modules)))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "[]"
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"needs the library datasets: pip install 'fedlowrank\[language\]'"):
+        read_split("owner/name", None, "train", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(DataError, match=r"needs the library pyarrow: pip install 'fedlowrank\[language\]'"):
+        read_file(tmp_path / "a.parquet")
+
+
+# -- the authors' own files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.data
+def test_real_texts(real: str) -> None:
+    gsm8k = Gsm8k(f"{real}/gsm8k").load()
+    assert (len(gsm8k.train), len(gsm8k.test)) == (7473, 1319)
+    assert all("\n#### " in r.response for r in gsm8k.train)
+    bare = Gsm8k(f"{real}/gsm8k", annotations=False).load()
+    assert not any("<<" in r.response for r in [*bare.train, *bare.test])
+    code = CodeAlpaca(f"{real}/codealpaca/code_alpaca_2k.jsonl.gz").load()
+    assert len(code.train) == 2015
+    dolly_texts = Dolly(f"{real}/dolly15k/dolly.jsonl.gz", held_out_category="creative_writing").load()
+    assert (len(dolly_texts.train), len(dolly_texts.test)) == (15011 - 709, 709)
+    bank = TextClasses(f"{real}/banking77/train.jsonl.gz", f"{real}/banking77/test.jsonl.gz").load()
+    assert len({r.label for r in bank.train}) == 77
+    shakespeare = Speakers(f"{real}/shakespeare/by_speaker.jsonl.gz", ("play", "speaker")).load()
+    assert len({r.client for r in shakespeare.train}) == 1228

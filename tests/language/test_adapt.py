@@ -1,0 +1,333 @@
+"""The LoRA slot: which settings are allowed, what is adapted, and that factors of any rank are computed with."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+from torch import nn
+from torch.func import functional_call
+
+from fedlowrank.errors import ConfigError, TaskError
+from fedlowrank.key import Key
+from fedlowrank.language.adapt import (
+    attach,
+    factors_of,
+    initial,
+    layers,
+    lora_config,
+    parameters,
+    scale_of,
+    set_scale,
+    target_names,
+)
+from fedlowrank.language.base import Base, load
+from fedlowrank.low_rank.pair import Pair
+
+KEY = Key((3,))
+ALL = {"r": 2, "lora_alpha": 2, "target_modules": ["line", "seen", "image", "turned"]}
+
+
+class Mixed(nn.Module):
+    """One layer of every kind; none is square."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers.pytorch_utils import Conv1D
+
+        draw = torch.Generator().manual_seed(0)
+        self.seen = nn.Embedding(11, 6)
+        self.turned = Conv1D(5, 6)
+        self.line = nn.Linear(5, 7)
+        self.image = nn.Conv2d(2, 4, (2, 3), stride=2, padding=1)
+        self.classifier = nn.Linear(4, 3)
+        for p in self.parameters():
+            nn.init.normal_(p, generator=draw)
+
+    def forward(self, x):
+        y = self.line(self.turned(self.seen(x)))
+        return self.classifier(self.image(torch.stack([y, y.cos()], 1)).flatten(2).sum(-1))
+
+
+def random_factors(where, rank, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        n: Pair(torch.randn(w.d, rank, generator=draw), torch.randn(rank, w.k, generator=draw))
+        for n, w in where.items()
+    }
+
+
+def by_hand(factors, scale):
+    """A module whose own weights have the updates added, each in the shape of its weight."""
+    made = Mixed()
+    with torch.no_grad():
+        made.line.weight += scale * factors["line"].dense()
+        made.seen.weight += scale * factors["seen"].dense().T
+        made.turned.weight += scale * factors["turned"].dense().T
+        made.image.weight += scale * factors["image"].dense().reshape(made.image.weight.shape)
+    return made
+
+
+X = torch.arange(10).reshape(2, 5)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_factors_of_any_rank_are_the_update_of_each_kind_of_layer(rank, scale):
+    model = attach(Mixed(), lora_config(ALL), KEY, modules=("classifier",))
+    where = layers(model)
+    assert {n: (w.kind, w.d, w.k) for n, w in where.items()} == {
+        "seen": ("embedding", 6, 11),
+        "turned": ("conv1d", 5, 6),
+        "line": ("linear", 7, 5),
+        "image": ("convolution", 4, 12),
+    }
+    assert {n: w.rank for n, w in where.items()} == {"seen": 6, "turned": 5, "line": 5, "image": 4}
+    set_scale(model, scale)
+    factors = random_factors(where, rank)
+    given = parameters(where, factors)
+    out = functional_call(model, given, (X,))
+    assert torch.allclose(out, by_hand(factors, scale)(X), rtol=1e-4, atol=1e-3)
+    assert not torch.allclose(out, Mixed()(X), atol=1e-1)
+    assert torch.equal(model(X), attach(Mixed(), lora_config(ALL), KEY)(X)), "the module itself is as before"
+    for name, w in where.items():
+        back = w.pair(given)
+        assert torch.equal(back.a, factors[name].a)
+        assert torch.equal(back.b, factors[name].b)
+
+
+def test_gradients_reach_factors_of_another_rank_than_the_slot():
+    model = attach(Mixed(), lora_config(ALL), KEY)
+    factors = random_factors(layers(model), 3)
+    leaves = {n: t.requires_grad_() for n, t in parameters(layers(model), factors).items()}
+    functional_call(model, leaves, (X,)).square().sum().backward()
+    assert all(t.grad is not None and float(t.grad.abs().max()) > 0 for t in leaves.values())
+    assert all(p.grad is None for n, p in model.named_parameters() if "lora" in n or "base_layer" in n)
+
+
+def test_what_a_new_slot_holds():
+    bases = [(Mixed(), KEY), (Mixed(), KEY), (Mixed(), Key((4,)))]
+    before = torch.random.get_rng_state()
+    a, b, c = (attach(base, lora_config(ALL), key) for base, key in bases)
+    assert torch.equal(before, torch.random.get_rng_state())
+    first, again, other = factors_of(a), factors_of(b), factors_of(c)
+    for name, pair in first.items():
+        assert pair.rank == 2
+        assert not pair.b.any()
+        assert torch.equal(pair.a, again[name].a)
+        assert not torch.equal(pair.a, other[name].a)
+    assert torch.equal(a(X), Mixed()(X))
+    twins = {n: replace(layers(a)["line"], name=n) for n in ("line", "other")}
+    drawn = initial(twins, 2, KEY)
+    assert torch.equal(drawn["line"].a, first["line"].a)
+    assert not torch.equal(drawn["line"].a, drawn["other"].a)
+
+
+def test_initial_factors_are_those_of_peft_in_distribution():
+    model = attach(Mixed(), lora_config(ALL), KEY)
+    where = {n: w for n, w in layers(model).items() if w.kind != "embedding"}
+    for name, w in where.items():
+        theirs = torch.empty(4000, w.k)
+        nn.init.kaiming_uniform_(theirs, a=math.sqrt(5), generator=torch.Generator().manual_seed(0))
+        ours = torch.cat([initial({name: w}, 20, Key((i,)))[name].a for i in range(200)])
+        assert float(ours.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=1e-3)
+        assert float(ours.std()) == pytest.approx(float(theirs.std()), rel=0.02)
+    word = layers(model)["seen"]
+    assert float(initial({"seen": word}, 500, KEY)["seen"].a.std()) == pytest.approx(1, rel=0.05)
+    gauss = initial({"seen": word}, 50, KEY, "gaussian")["seen"].a
+    assert float(gauss.std()) == pytest.approx(1 / 50, rel=0.1)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 5))
+def test_a_lower_rank_is_the_first_rows_of_a_higher_one(low, more, seed):
+    where = layers(attach(Mixed(), lora_config(ALL), KEY))
+    few, many = initial(where, low, Key((seed,))), initial(where, low + more, Key((seed,)))
+    for name in where:
+        assert torch.equal(few[name].a, many[name].a[:low])
+        assert few[name].b.shape == (where[name].d, low)
+
+
+def test_dropout_acts_in_training_on_the_adapter_alone():
+    model = attach(Mixed(), lora_config(ALL | {"lora_dropout": 0.9, "target_modules": ["line"]}), KEY)
+    given = parameters(layers(model), random_factors(layers(model), 2))
+    calm = functional_call(model, given, (X,))
+    assert torch.equal(calm, functional_call(model, given, (X,)))
+    model.train()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        wild = functional_call(model, given, (X,))
+    assert not torch.allclose(calm, wild, atol=1e-3)
+
+
+@pytest.mark.parametrize(("head", "trained"), [("shared", True), ("personal", True), ("frozen", False)])
+def test_the_head_is_trained_as_asked_and_never_adapted(bert, head, trained):
+    loaded = load(Base(str(bert), "classification"), ("a", "b", "c"), KEY)
+    model = attach(loaded.model, lora_config({"r": 2, "target_modules": "all-linear"}), KEY, head, loaded.head)
+    asked = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert {n for n in asked if "lora_" not in n} == (
+        {"base_model.model.classifier.weight", "base_model.model.classifier.bias"} if trained else set()
+    )
+    assert sorted(layers(model)) == sorted(
+        n.removesuffix(".weight")
+        for n, t in load(Base(str(bert), "classification"), ("a", "b"), KEY).model.state_dict().items()
+        if t.ndim == 2 and "embeddings" not in n and "classifier" not in n
+    )
+    assert model.peft_config["default"].task_type == "SEQ_CLS"
+    assert model.peft_config["default"].exclude_modules is None
+    assert not any(hasattr(m, "modules_to_save") and len(m.modules_to_save) for m in model.modules() if m is not model)
+
+
+def test_a_part_of_the_body_that_is_trained_whole_gets_no_adapter(bert):
+    loaded = load(Base(str(bert), "classification"), ("a", "b"), KEY)
+    fields = {"r": 2, "target_modules": ["dense"], "exclude_modules": ["intermediate.dense"]}
+    model = attach(loaded.model, lora_config(fields), KEY, "shared", ("classifier", "bert.pooler.dense"))
+    assert sorted(n.rpartition("layer.")[2] for n in layers(model)) == [
+        "0.attention.output.dense", "0.output.dense", "1.attention.output.dense", "1.output.dense"
+    ]  # fmt: skip
+    assert model.get_parameter("base_model.model.bert.pooler.dense.weight").requires_grad
+    assert model.peft_config["default"].exclude_modules == {"intermediate.dense"}
+
+
+def test_the_usual_target_modules_and_regular_expressions(llama):
+    for target, count in ((None, 4), (r".*layers\.1\..*(q|v)_proj", 2), ("all-linear", 14)):
+        model = attach(load(Base(str(llama)), (), KEY).model, lora_config({"r": 2, "target_modules": target}), KEY)
+        assert len(layers(model)) == count
+    fields = {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [1]}
+    model = attach(load(Base(str(llama)), (), KEY).model, lora_config(fields), KEY)
+    assert list(layers(model)) == ["model.layers.1.self_attn.v_proj"]
+    assert (layers(model)["model.layers.1.self_attn.v_proj"].d, type(model).__name__) == (16, "PeftModelForCausalLM")
+
+
+def test_target_modules_that_match_nothing_list_what_there_is(llama, bert):
+    base = load(Base(str(bert), "classification"), ("a", "b"), KEY).model
+    counts = {"query": 2, "key": 2, "value": 2, "dense": 7, "classifier": 1, "word_embeddings": 1}
+    for name, count in counts.items():
+        assert f"{name} x {count}" in target_names(base).split(", ")
+    for target in (["q_proj"], ["query", "q_proj"], "q_proj", ["LayerNorm"]):
+        with pytest.raises(TaskError, match="query x 2"):
+            attach(base, lora_config({"target_modules": target}), KEY)
+    with pytest.raises(TaskError, match="q_proj"):
+        attach(base, lora_config({"target_modules": ["query", "q_proj"]}), KEY)
+    with pytest.raises(TaskError, match="not excluded"):
+        attach(base, lora_config({"target_modules": ["classifier"]}), KEY)
+    with pytest.raises(TaskError, match="no usual target modules"):
+        attach(Mixed(), lora_config({"r": 1}), KEY)
+
+
+def test_a_rank_above_a_dimension_names_the_layer(llama):
+    base = load(Base(str(llama)), (), KEY).model
+    with pytest.raises(TaskError, match=r"rank 17 .*layers\.0\.self_attn\.v_proj, \[16, 32\].*at most 16"):
+        attach(base, lora_config({"r": 17, "target_modules": ["q_proj", "v_proj"]}), KEY)
+    assert len(layers(attach(base, lora_config({"r": 16, "target_modules": ["v_proj"]}), KEY))) == 2
+
+
+def test_models_that_cannot_get_a_slot():
+    with pytest.raises(TaskError, match="already"):
+        attach(attach(Mixed(), lora_config(ALL), KEY), lora_config(ALL), KEY)
+    clash = Mixed()
+    clash.default = nn.Linear(2, 2)
+    with pytest.raises(TaskError, match="'default'"):
+        attach(clash, lora_config(ALL), KEY)
+    grouped = Mixed()
+    grouped.image = nn.Conv2d(2, 4, 2, groups=2)
+    with pytest.raises(TaskError, match="groups"):
+        attach(grouped, lora_config(ALL), KEY)
+    with pytest.raises(ConfigError, match="Did you mean 'frozen'"):
+        attach(Mixed(), lora_config(ALL), KEY, "frosen")
+
+
+def test_factors_that_do_not_fit_are_refused():
+    where = layers(attach(Mixed(), lora_config(ALL), KEY))
+    with pytest.raises(TaskError, match="Did you mean 'line'"):
+        parameters(where, {"lines": Pair(torch.ones(7, 1), torch.ones(1, 5))})
+    for pair in (Pair(torch.ones(5, 1), torch.ones(1, 7)), Pair(torch.ones(7, 2), torch.ones(1, 5))):
+        with pytest.raises(TaskError, match=r"do not fit the layer line, \[7, 5\]"):
+            parameters(where, {"line": pair})
+
+
+def test_a_half_precision_base_has_factors_in_full_precision(llama):
+    base = load(Base(str(llama), dtype="bfloat16"), (), KEY).model
+    model = attach(base, lora_config({"r": 2, "target_modules": ["v_proj"]}), KEY)
+    assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
+    ids = torch.arange(5)[None]
+    out = functional_call(model, parameters(layers(model), random_factors(layers(model), 3)), kwargs={"input_ids": ids})
+    assert out.logits.dtype == torch.bfloat16
+    assert not torch.equal(out.logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_dora": True},
+        {"bias": "all"},
+        {"bias": "lora_only"},
+        {"lora_bias": True},
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa_niter_4"},
+        {"init_lora_weights": "olora"},
+        {"init_lora_weights": "loftq"},
+        {"init_lora_weights": "eva"},
+        {"init_lora_weights": "corda"},
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "mica"},
+        {"init_lora_weights": False},
+        {"init_lora_weights": 1},
+        {"rank_pattern": {"q_proj": 4}},
+        {"alpha_pattern": {"q_proj": 4}},
+        {"layer_replication": [(0, 1), (0, 2)]},
+        {"trainable_token_indices": [1]},
+        {"target_parameters": ["experts.gate"]},
+        {"megatron_config": {"a": 1}},
+        {"modules_to_save": ["classifier"]},
+        {"alora_invocation_tokens": [1]},
+        {"use_qalora": True},
+        {"ensure_weight_tying": True},
+    ],
+)
+def test_what_changes_the_base_or_the_algebra_is_refused_by_name(fields):
+    with pytest.raises(ConfigError, match=f"{next(iter(fields))} = .* cannot be used in federated training"):
+        lora_config({"r": 2} | fields)
+
+
+def test_a_config_that_was_made_elsewhere_is_checked_too():
+    given = LoraConfig(r=4, lora_alpha=12, target_modules=["a", "b"], use_rslora=True, lora_dropout=0.1)
+    made = lora_config(given)
+    assert made is not given
+    assert made.to_dict() == given.to_dict()
+    with pytest.raises(ConfigError, match="use_dora"):
+        lora_config(LoraConfig(use_dora=True))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"alpha": 2}, "no setting 'alpha'"),
+        ({"lora_alfa": 2}, "Did you mean 'lora_alpha'"),
+        ({"r": 0}, "r must"),
+        ({"r": 2.5}, "r must"),
+        ({"lora_alpha": 0}, "lora_alpha must"),
+        ({"lora_alpha": "8"}, "lora_alpha must"),
+        ({"lora_dropout": 1.0}, "lora_dropout must"),
+        ({"task_type": "SEQUENCES"}, "SEQUENCES"),
+        ({"target_modules": "a.*", "layers_to_transform": 1}, "layers_to_transform"),
+        ({"peft_type": "IA3"}, "only LORA"),
+        ([("r", 2)], "neither a dict"),
+    ],
+)
+def test_wrong_settings_are_said(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        lora_config(fields)
+
+
+def test_the_scale_is_alpha_over_the_rank_or_its_root():
+    plain, stable = lora_config({"r": 4, "lora_alpha": 16}), lora_config({"r": 4, "lora_alpha": 16, "use_rslora": True})
+    assert (scale_of(plain), scale_of(stable)) == (4, 8)
+    assert (scale_of(plain, 16), scale_of(stable, 16)) == (1, 4)
+    assert scale_of(plain, 2, 6) == 3
+    for config in (plain, stable):
+        model = attach(Mixed(), lora_config(config.to_dict() | {"target_modules": ["line"]}), KEY)
+        assert model.base_model.model.line.scaling["default"] == scale_of(config)

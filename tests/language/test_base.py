@@ -1,0 +1,257 @@
+"""Loading of bases: what is new in them, what is said about it, and when two are the same."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.key import Key
+from fedlowrank.language.base import Base, digest, head_modules, load
+from fedlowrank.language.tiny import build_tiny
+
+from .conftest import TEXTS
+
+KEY = Key((7,))
+CLASSES = ("bad", "good", "neither")
+
+
+def copied(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def test_the_package_imports_without_the_libraries():
+    code = (
+        "import sys, fedlowrank, fedlowrank.language, fedlowrank.language.base, fedlowrank.language.adapt, "
+        "fedlowrank.language.artefacts, fedlowrank.language.tiny, fedlowrank.language.llama2c; "
+        "print([m for m in ('transformers', 'peft', 'tokenizers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_a_tiny_llama_is_what_its_files_say(llama):
+    loaded = load(Base(str(llama)), (), KEY)
+    stored = load_file(llama / "model.safetensors")
+    state = loaded.model.state_dict()
+    assert type(loaded.model).__name__ == "LlamaForCausalLM"
+    assert all(torch.equal(state[n], t) for n, t in stored.items())
+    assert stored["model.layers.0.self_attn.v_proj.weight"].shape == (16, 32)
+    assert not any(p.requires_grad for p in loaded.model.parameters())
+    assert not loaded.model.training
+    assert (loaded.head, loaded.notes, loaded.name) == ((), (), str(llama))
+
+
+def test_the_digest_is_a_hash_of_all_weights(llama):
+    loaded = load(Base(str(llama)), (), KEY)
+    made = hashlib.blake2b(digest_size=16)
+    for name, t in sorted(load_file(llama / "model.safetensors").items()):
+        made.update(f"{name}|{t.dtype}|{list(t.shape)}|".encode() + t.numpy().tobytes())
+    assert loaded.digest == made.hexdigest()
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_one_changed_weight_is_another_base(llama, tmp_path, name):
+    folder = copied(llama, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights[name].view(-1)[-1] += 1e-3
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert load(Base(str(folder)), (), KEY).digest != load(Base(str(llama)), (), KEY).digest
+
+
+def test_the_dtype_is_part_of_the_digest_and_names_and_shapes_are(llama):
+    whole, half = (load(Base(str(llama), dtype=d), (), KEY) for d in ("float32", "bfloat16"))
+    assert half.model.dtype == torch.bfloat16
+    assert whole.digest != half.digest
+    assert load(Base(str(llama), dtype="auto"), (), KEY).digest == whole.digest
+    one, other = torch.nn.Linear(2, 6, bias=False), torch.nn.Linear(3, 4, bias=False)
+    for layer in (one, other):
+        torch.nn.init.ones_(layer.weight)
+    assert digest(one) != digest(other)
+
+
+def test_a_new_head_comes_from_the_key_alone(bert):
+    before = torch.random.get_rng_state()
+    base = Base(str(bert), "classification")
+    a, b, c = load(base, CLASSES, KEY), load(base, CLASSES, KEY), load(base, CLASSES, Key((8,)))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert a.model.classifier.weight.shape == (3, 32)
+    assert torch.equal(a.model.classifier.weight, b.model.classifier.weight)
+    assert not torch.equal(a.model.classifier.weight, c.model.classifier.weight)
+    assert a.digest == c.digest
+    assert a.head == ("classifier",)
+    assert a.model.config.id2label == dict(enumerate(CLASSES))
+    assert "classifier) is new" in a.notes[0]
+
+
+def test_a_decoder_classifies_by_its_last_token_that_is_no_padding(llama):
+    loaded = load(Base(str(llama), "classification"), CLASSES, KEY)
+    assert loaded.head == head_modules(loaded.model) == ("score",)
+    tok = loaded.tokenizer
+    with torch.inference_mode():
+        alone = loaded.model(**tok(["a dog"], return_tensors="pt")).logits
+        padded = loaded.model(**tok(["a dog", TEXTS[0]], return_tensors="pt", padding=True)).logits
+    assert torch.allclose(alone[0], padded[0], atol=1e-5)
+
+
+def test_the_head_of_the_files_is_kept_where_it_fits_and_replaced_where_not(bert, tmp_path):
+    first = load(Base(str(bert), "classification"), CLASSES, KEY)
+    first.model.save_pretrained(tmp_path)
+    first.tokenizer.save_pretrained(tmp_path)
+    base = Base(str(tmp_path), "classification")
+    same = load(base, CLASSES, Key((9,)))
+    assert torch.equal(same.model.classifier.weight, first.model.classifier.weight)
+    assert "one of the files" in same.notes[0]
+    assert same.digest != first.digest
+    other = load(base, ("a", "b"), Key((9,)))
+    assert other.model.classifier.weight.shape == (2, 32)
+    assert "is new" in other.notes[0]
+    assert other.digest == first.digest
+
+
+def test_a_part_of_the_body_that_the_files_lack_is_drawn_from_the_key_and_belongs_to_the_head(bert, tmp_path):
+    folder = copied(bert, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file({n: t for n, t in weights.items() if "pooler" not in n}, folder / "model.safetensors", {"format": "pt"})
+    base = Base(str(folder), "classification")
+    a, b = load(base, CLASSES, KEY), load(base, CLASSES, Key((8,)))
+    assert a.head == ("classifier", "bert.pooler.dense")
+    assert any("bert.pooler.dense.weight" in note for note in a.notes)
+    assert not torch.equal(a.model.bert.pooler.dense.weight, b.model.bert.pooler.dense.weight)
+    assert a.digest == b.digest
+
+
+def test_a_tokenizer_without_padding_is_said_and_mended(llama, tmp_path):
+    folder = copied(llama, tmp_path)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({n: v for n, v in settings.items() if n != "pad_token"}))
+    loaded = load(Base(str(folder)), (), KEY)
+    assert loaded.tokenizer.pad_token == "</s>"
+    assert loaded.model.config.pad_token_id == 2
+    assert "'</s>' pads" in loaded.notes[0]
+    path.write_text(json.dumps({n: v for n, v in settings.items() if not n.endswith("_token")}))
+    with pytest.raises(DataError, match="no token for padding"):
+        load(Base(str(folder)), (), KEY)
+
+
+def test_a_padding_token_beyond_the_embeddings_is_refused(llama, tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = copied(llama, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(DataError, match=r"<new>.*embeddings"):
+        load(Base(str(folder)), (), KEY)
+
+
+def test_checkpointing_changes_no_gradient_taken_within_the_functional_call(llama):
+    """And after the call it would be wrong: the pass that is repeated sees the module's own parameters."""
+    gradients = []
+    for checkpointing in (False, True):
+        model = load(Base(str(llama), gradient_checkpointing=checkpointing), (), KEY).model.train()
+        name = "model.layers.0.mlp.gate_proj.weight"
+        leaf = dict(model.named_parameters())[name].detach().clone().mul_(1.5).requires_grad_()
+        calls = []
+
+        class Graded(torch.nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, ids, leaf):
+                loss = self.inner(input_ids=ids, labels=ids).loss
+                return torch.autograd.grad(loss, leaf)[0]
+
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, c=calls: c.append(1))
+        ids = torch.arange(3, 15).reshape(2, 6)
+        gradients.append(torch.func.functional_call(Graded(model), {f"inner.{name}": leaf}, (ids, leaf)))
+        assert len(calls) == 1 + checkpointing
+    assert float(gradients[0].abs().max()) > 1e-4
+    assert torch.allclose(*gradients, atol=1e-7)
+    model.get_parameter(name).requires_grad_()
+    loss = torch.func.functional_call(model, {name: leaf}, kwargs={"input_ids": ids, "labels": ids}).loss
+    assert not torch.allclose(torch.autograd.grad(loss, leaf)[0], gradients[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("base", "classes", "error", "words"),
+    [
+        ({"path": "./nowhere"}, (), DataError, "does not exist"),
+        ({"path": "no-such/model", "offline": True}, (), DataError, "no-such/model"),
+        ({"path": "x", "task": "classification"}, (), ConfigError, "names of its classes"),
+        ({"path": "x"}, ("a",), ConfigError, "set task = 'classification'"),
+        ({"path": "x", "task": "clasification"}, (), ConfigError, "Did you mean 'classification'"),
+        ({"path": "x", "dtype": "float8"}, (), ConfigError, "dtype"),
+        ({"path": "x", "quantise": "2bit"}, (), ConfigError, "quantise"),
+    ],
+)
+def test_settings_that_cannot_be(base, classes, error, words):
+    with pytest.raises(error, match=words):
+        load(Base(**base), classes, KEY)
+
+
+def test_folders_that_hold_no_such_model(llama, bert, tmp_path):
+    with pytest.raises(DataError, match=r"no config\.json"):
+        load(Base(str(tmp_path)), (), KEY)
+    with pytest.raises(DataError, match="another kind of model"):
+        load(Base(str(bert)), (), KEY)
+    folder = copied(llama, tmp_path)
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(DataError, match="transformers cannot load a causal model"):
+        load(Base(str(folder)), (), KEY)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "unheard-of"}))
+    with pytest.raises(DataError, match="unheard-of"):
+        load(Base(str(folder)), (), KEY)
+
+
+def test_quantising_without_its_library_names_the_extra(llama, monkeypatch):
+    import importlib.util
+
+    from fedlowrank.language import base as module
+
+    usual = importlib.util.find_spec
+    monkeypatch.setattr(
+        module.importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else usual(name, *a)
+    )
+    with pytest.raises(ConfigError, match=r"fedlowrank\[quantise\]"):
+        load(Base(str(llama), quantise="4bit"), (), KEY)
+
+
+def test_a_missing_library_names_the_extra(monkeypatch, llama):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"fedlowrank\[language\]"):
+        load(Base(str(llama)), (), KEY)
+
+
+@pytest.mark.parametrize("task", ["causal", "classification"])
+def test_a_tiny_model_is_a_function_of_its_key_and_texts(tmp_path, task):
+    before = torch.random.get_rng_state()
+    a, b, c = (build_tiny(tmp_path / str(i), task, Key((k,)), TEXTS) for i, k in enumerate((0, 0, 1)))
+    assert torch.equal(before, torch.random.get_rng_state())
+    for file in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (a / file).read_bytes() == (b / file).read_bytes()
+    assert (a / "model.safetensors").read_bytes() != (c / "model.safetensors").read_bytes()
+    assert (a / "model.safetensors").stat().st_size < 300_000
+
+
+def test_the_tiny_tokenizer_writes_any_text(llama):
+    tok = load(Base(str(llama)), (), KEY).tokenizer
+    for text in ("the quick fox", "  two spaces", "Ünïcode 日本 🙂\n\ttab", ""):
+        ids = tok(text).input_ids
+        assert ids[0] == tok.bos_token_id
+        assert tok.decode(ids, skip_special_tokens=True) == text
+        assert max(ids) < 384
+    assert len(tok("the quick brown fox").input_ids) < len("the quick brown fox") / 2
+
+
+def test_a_tiny_model_needs_texts(tmp_path):
+    with pytest.raises(DataError, match="at least one text"):
+        build_tiny(tmp_path, "causal", Key((0,)), [])

@@ -1,0 +1,196 @@
+import gzip
+import json
+import math
+
+import pytest
+
+from fedlowrank import tree
+from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.language.scores import TASKS, Decoding, Dolly, Gsm8k, HumanEval, Perplexity, Score, complete
+from fedlowrank.language.scores.perplexity import label, likelihood
+
+from .test_score_models import Scripted, byte_tokenizer, llama
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer(eos_token="<end>")
+
+
+def write(path, records):
+    text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(path)
+
+
+def asked(record):
+    return f"[{record['instruction']}|{record['input']}]"
+
+
+QUESTIONS = [{"question": f"what is {i}?", "answer": f"well\n#### {i}"} for i in range(4)]
+
+
+def test_gsm8k_without_shots(tmp_path, tokenizer):
+    says = {"[what is 0?|]": "0", "[what is 1?|]": "#### 1", "[what is 2?|]": "#### 2.0", "[what is 3?|]": "4"}
+    path = write(tmp_path / "test.jsonl", QUESTIONS)
+    score = Gsm8k(path).score(Scripted(tokenizer, says), tokenizer, asked)
+    assert (score.name, score.value, score.count) == ("gsm8k", 0.75, 4)
+    assert (score.details["last"], score.details["strict"], score.details["flexible"]) == (0.75, 0.25, 0.5)
+    assert score.decoding == Decoding(512).describe()
+    assert Gsm8k(path, grade="strict").score(Scripted(tokenizer, says), tokenizer, asked).value == 0.25
+    assert Gsm8k(path, limit=2).score(Scripted(tokenizer, says), tokenizer, asked).value == 1.0
+
+
+def test_gsm8k_with_the_first_training_records_as_shots(tmp_path, tokenizer):
+    test = write(tmp_path / "test.jsonl.gz", QUESTIONS)
+    train = write(tmp_path / "train.jsonl.gz", [{"question": f"train {i}?", "answer": f"#### {i}"} for i in range(10)])
+    model = Scripted(tokenizer, lambda prompt: f" {prompt.split()[-2][:-1]}\n\nQuestion: 77")
+    score = Gsm8k(test, shots=8, train_path=train).score(model, tokenizer, asked)
+    assert score.value == 1.0
+    assert "8-shot" in score.details["prompts"]
+    assert "Question" in score.decoding
+    for prompt in model.asked:
+        assert [f"train {i}?" in prompt for i in range(10)] == [True] * 8 + [False] * 2
+    with pytest.raises(DataError, match="10 records; 11 shots"):
+        Gsm8k(test, shots=11, train_path=train).score(model, tokenizer, asked)
+    for wrong in (
+        {"shots": 8},
+        {"train_path": train},
+        {"shots": -1, "train_path": train},
+        {"grade": "any"},
+        {"limit": 0},
+    ):
+        with pytest.raises(ConfigError):
+            Gsm8k(test, **wrong)
+
+
+def test_dolly_scores_the_held_out_category(tmp_path, tokenizer):
+    records = [
+        {"instruction": "a", "context": "b", "response": "the cat sat", "category": "held"},
+        {"instruction": "c", "context": "", "response": "the cat sat", "category": "held"},
+        {"instruction": "d", "context": "", "response": "x", "category": "seen"},
+    ]
+    path = write(tmp_path / "dolly.jsonl", records)
+    says = {"[a|b]": " The cat sat.\n", "[c|]": "the dog", "[d|]": "x"}
+    score = Dolly(path, "held").score(Scripted(tokenizer, says), tokenizer, asked)
+    # one whole match; one word of two and three in common
+    assert score.value == pytest.approx((1 + 2 / 5) / 2)
+    assert score.count == 2
+    assert score.decoding.startswith("greedy, at most 128 new tokens")
+    assert Dolly(path).score(Scripted(tokenizer, says), tokenizer, asked).count == 3
+    assert Dolly(path, "held", limit=1).score(Scripted(tokenizer, says), tokenizer, asked).value == pytest.approx(1)
+    with pytest.raises(DataError, match="Did you mean 'held'"):
+        Dolly(path, "helt").score(Scripted(tokenizer, says), tokenizer, asked)
+
+
+PROBLEMS = [
+    {
+        "task_id": f"own/{i}",
+        "prompt": f"def f{i}(x):\n",
+        "entry_point": f"f{i}",
+        "test": f"def check(f):\n    assert f(1) == {i}\n",
+    }
+    for i in range(3)
+]
+
+
+def test_humaneval(tmp_path, tokenizer):
+    path = write(tmp_path / "problems.jsonl", PROBLEMS)
+    says = {"def f0(x):\n": "    return 0\n", "def f1(x):\n": "    return x\nprint(", "def f2(x):\n": "    return x\n"}
+    model = Scripted(tokenizer, says)
+    with pytest.raises(ConfigError, match="no security boundary"):
+        HumanEval(path).score(model, tokenizer, asked)
+    assert model.asked == []
+    score = HumanEval(path, execute=True).score(model, tokenizer, asked)
+    assert score.value == score.details["pass@1"] == pytest.approx(2 / 3)
+    assert "in force" in score.details["sandbox (not a security boundary)"]
+    assert score.details["timed out"] == 0
+    formatted = Scripted(tokenizer, lambda prompt: says[prompt.partition("]")[2]])
+    score = HumanEval(path, execute=True, prompting="format", instruction="do").score(formatted, tokenizer, asked)
+    assert score.value == pytest.approx(2 / 3)
+    assert formatted.asked[0] == "[do|def f0(x):\n]def f0(x):\n"
+
+
+def test_humaneval_with_samples(tmp_path, tokenizer):
+    path = write(tmp_path / "problems.jsonl", PROBLEMS[:2])
+    count = iter(range(100))
+    model = Scripted(tokenizer, lambda prompt: f"    return {next(count) % 4}\n")
+    task = HumanEval(path, execute=True, samples=4, k=(1, 2), decoding=Decoding(9, "sample", batch_size=4))
+    score = task.score(model, tokenizer, asked)
+    # of four samples one is right: half of the pairs hold it
+    assert (score.details["pass@1"], score.details["pass@2"]) == (pytest.approx(0.25), pytest.approx(0.5))
+    assert (score.value, score.count) == (pytest.approx(0.25), 2)
+    for wrong in ({"samples": 2}, {"k": (2,)}, {"k": ()}, {"prompting": "chat"}):
+        with pytest.raises(ConfigError):
+            HumanEval(path, execute=True, **wrong)
+
+
+def test_perplexity_of_texts_and_of_answers(tmp_path, tokenizer):
+    model = llama(len(tokenizer))
+    path = write(
+        tmp_path / "texts.jsonl",
+        [{"text": "the quick brown", "q": "lazy", "more": "dog"}, {"text": "fox", "q": "a", "more": None}],
+    )
+    score = Perplexity(path).score(model, tokenizer, asked)
+    plain = likelihood(model, label(tokenizer, ["", ""], ["the quick brown", "fox"]))
+    assert (score.value, score.count) == (pytest.approx(plain.perplexity), plain.tokens)
+    assert math.log(score.value) == pytest.approx(score.details["nll"])
+    score = Perplexity(path, instruction="q", input="more", end=True, batch_size=1).score(model, tokenizer, asked)
+    given = likelihood(model, label(tokenizer, ["[lazy|dog]", "[a|]"], ["the quick brown", "fox"], end=True))
+    assert (score.value, score.count) == (pytest.approx(given.perplexity), given.tokens)
+    assert given.nll != pytest.approx(plain.nll)
+
+
+def test_every_task_has_a_name_and_a_score_can_be_stored(tmp_path, tokenizer):
+    assert set(TASKS) == {"gsm8k", "dolly", "humaneval", "perplexity"}
+    path = write(tmp_path / "test.jsonl", QUESTIONS)
+    score = TASKS["gsm8k"](path=path).score(Scripted(tokenizer, lambda _: "#### 1"), tokenizer, asked)
+    assert tree.decode(tree.encode(score)) == score
+    assert score.line() == f"gsm8k: 0.2500 over 4 ({score.decoding})"
+
+
+def test_a_real_model_goes_through_a_task(tmp_path, tokenizer):
+    """A reference that is what the model writes scores 1; the model itself is a random one."""
+    model = llama(len(tokenizer))
+    prompt = asked({"instruction": "say", "input": "it"})
+    text = complete(model, tokenizer, [prompt], Decoding(30))[0] + " word"
+    path = write(tmp_path / "dolly.jsonl", [{"instruction": "say", "context": "it", "response": text}])
+    score = Dolly(path, decoding=Decoding(30)).score(model, tokenizer, asked)
+    assert isinstance(score, Score)
+    assert score.value > 0.5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no record"),
+        (b'{"question": "a"}\n', "line 1, has no 'answer'"),
+        (b'{"question": "a", "answer": "1"}\n\nnot json\n', "line 3, is not JSON"),
+        (b"[1]\n", "not a JSON object"),
+        (b"\xff\xfe\n", "cannot be read"),
+        (b'{"question": 1, "answer": "1"}\n', "holds 1, not text"),
+        (None, "cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(tmp_path, tokenizer, content, message):
+    path = tmp_path / "test.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        Gsm8k(str(path)).score(Scripted(tokenizer, {}), tokenizer, asked)
+
+
+def test_a_damaged_archive_is_named(tmp_path, tokenizer):
+    good = gzip.compress(b'{"question": "a", "answer": "1"}\n' * 50)
+    for name, content in (("a.gz", good[:-12]), ("b.gz", b"plain"), ("c.gz", good[:20] + b"\x00\xff" + good[22:])):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match="cannot be read"):
+            Gsm8k(str(tmp_path / name)).score(Scripted(tokenizer, {}), tokenizer, asked)
+
+
+def test_other_line_separators_inside_a_record_do_not_end_it(tmp_path, tokenizer):
+    records = [{"question": "one\u2028two\x85", "answer": "#### 1"}]
+    path = write(tmp_path / "test.jsonl", records)
+    model = Scripted(tokenizer, lambda prompt: "1")
+    assert Gsm8k(path).score(model, tokenizer, asked).count == 1
+    assert model.asked == ["[one\u2028two\x85|]"]

@@ -1,0 +1,148 @@
+"""Factors for clients, norms of products, and what the server's delta refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedlowrank.errors import ConfigError, TaskError
+from fedlowrank.low_rank.delta import (
+    Form,
+    advance,
+    product_norm,
+    product_norms,
+    split,
+    start,
+    tail_energy,
+    truncation,
+)
+from fedlowrank.low_rank.factored import svd
+from fedlowrank.low_rank.pair import Pair
+from fedlowrank.low_rank.stacking import add_stack, orthogonal_to
+
+STATES = (Form("exact"), Form("capped", cap=9), Form("dense"), Form("auto"))
+
+
+def rand(rng: np.random.Generator, d: int, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.from_numpy(rng.normal(size=(d, k))).to(dtype)
+
+
+def product(pair: Pair) -> np.ndarray:
+    dense: np.ndarray = pair.b.double().numpy() @ pair.a.double().numpy()
+    return dense
+
+
+def best(w: np.ndarray, rank: int) -> np.ndarray:
+    u, s, vt = np.linalg.svd(w, full_matrices=False)
+    cut: np.ndarray = (u[:, :rank] * s[:rank]) @ vt[:rank]
+    return cut
+
+
+@pytest.mark.parametrize("near", [1.0, 1e-6, 1e-12, 0.0])
+@pytest.mark.parametrize("width", [3, 12])
+def test_new_columns_near_the_span_of_the_old_are_made_orthogonal(near: float, width: int) -> None:
+    rng = np.random.default_rng(15)
+    basis = torch.from_numpy(np.linalg.qr(rng.normal(size=(2, 40, 9)))[0])
+    inside = basis @ torch.from_numpy(rng.normal(size=(2, 9, width)))
+    new = inside + near * torch.from_numpy(rng.normal(size=(2, 40, width)))
+    q, c = orthogonal_to(basis, new)
+    whole = torch.cat([basis, q], -1)
+    torch.testing.assert_close(whole @ c, new, rtol=0, atol=1e-13)
+    torch.testing.assert_close(q.mT @ q, torch.eye(width, dtype=q.dtype).expand(2, -1, -1), rtol=0, atol=1e-14)
+    torch.testing.assert_close(basis.mT @ q, torch.zeros(2, 9, width, dtype=q.dtype), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(12, 17), (17, 12)])
+def test_a_stack_wider_than_the_matrix_keeps_small_components_orthogonal(shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(16)
+    u, v = (torch.from_numpy(np.linalg.qr(rng.normal(size=(1, n, 6)))[0]) for n in shape)
+    s = torch.from_numpy(np.geomspace(1, 1e-11, 6))[None]
+    left, right = (torch.from_numpy(rng.normal(size=(1, n, 8))) for n in shape)
+    ((u1, s1, v1, _),) = add_stack(u, s, v, left * 10.0 ** -torch.arange(8), right * 10.0**-6, None)
+    for f in (u1, v1):
+        torch.testing.assert_close(f.mT @ f, torch.eye(12, dtype=f.dtype), rtol=0, atol=1e-14)
+    wanted = (u * s[:, None]) @ v.mT + (left * 10.0 ** -torch.arange(8)) @ (right * 10.0**-6).mT
+    torch.testing.assert_close((u1 * s1) @ v1.mT, wanted[0], rtol=0, atol=1e-15)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 7), st.sampled_from([0, 1, 3, 8]), st.sampled_from(["sqrt", "B", "A"]))
+def test_split_puts_the_singular_values_where_it_says_and_pads_with_zeros(d: int, k: int, rank: int, how: Any) -> None:
+    w = rand(np.random.default_rng(d + 7 * k), d, k)
+    f = svd(w)
+    pair = split(f, rank, how)
+    assert (pair.b.shape, pair.a.shape) == ((d, rank), (rank, k))
+    np.testing.assert_allclose(product(pair), best(w.numpy(), rank), atol=1e-13)
+    r = min(rank, d, k)
+    root = f.s[:r].sqrt()
+    norms = {"sqrt": (root, root), "B": (f.s[:r], root**0), "A": (root**0, f.s[:r])}[how]
+    torch.testing.assert_close(pair.b[:, :r].mT @ pair.b[:, :r], norms[0].square().diag(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(pair.a[:r] @ pair.a[:r].mT, norms[1].square().diag(), rtol=1e-12, atol=1e-12)
+    assert not bool(pair.b[:, r:].any())
+    assert not bool(pair.a[r:].any())
+
+
+def test_norms_of_products_against_the_products() -> None:
+    rng = np.random.default_rng(13)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        pairs = [Pair(rand(rng, 70, r, dtype), rand(rng, r, 50, dtype)) for r in (1, 5, 60)]
+        assert product_norms(pairs) == pytest.approx([np.linalg.norm(product(p)) for p in pairs], rel=1e-13)
+    assert product_norm(Pair(torch.zeros(4, 2), torch.ones(2, 3))) == 0
+    assert product_norm(Pair(torch.ones(4, 0), torch.ones(0, 3))) == 0
+    b, a = rand(rng, 40, 1), rand(rng, 1, 30)
+    # [b b] [a; -a] = 0, where rounding may leave less than nothing
+    for scale in (1.0, 0.1, 1 / 3):
+        cancelled = Pair(torch.cat([b, scale * b], 1), torch.cat([a, -a / scale]))
+        assert product_norm(cancelled) < 1e-6 * product_norm(Pair(b, a))
+
+
+def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
+    return Pair(torch.ones(d, r), torch.ones(r, k))
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "match"),
+    [
+        (lambda s: Form("dens"), ConfigError, "Did you mean 'dense'"),  # type: ignore[arg-type]
+        (lambda s: Form(dtype="float16"), ConfigError, "Form.dtype"),  # type: ignore[arg-type]
+        (lambda s: Form("capped", cap=0), ConfigError, "at least 1"),
+        (lambda s: Form("exact", cap=5), ConfigError, "only kind = 'capped'"),
+        (lambda s: start({"w": (3, 4)}, Form(), 0), ConfigError, "r_max"),
+        (lambda s: start({"w": (3, 0)}, Form(), 1), TaskError, "'w' has a weight of shape"),
+        (lambda s: advance(s, {"layer.1": []}), TaskError, "no layer 'layer.1'. Did you mean 'layer.0'"),
+        (lambda s: advance(s, {}, held={"x": []}), TaskError, "no layer 'x'"),
+        (
+            lambda s: advance(s, {"layer.0": [(1.0, good()), (1.0, good(k=5))]}),
+            TaskError,
+            "block 1: B .5, 2. and A .2, 5.",
+        ),
+        (lambda s: advance(s, {"layer.0": [(1.0, Pair(torch.ones(5, 2), torch.ones(3, 4)))]}), TaskError, "no factors"),
+        (lambda s: advance(s, {"layer.0": [(float("nan"), good())]}), ConfigError, "weights must be finite"),
+        (lambda s: advance(s, {}, previous=float("inf")), ConfigError, "weights must be finite"),
+        (lambda s: advance(s, {}, held={"layer.0": [(1.0, -1)]}), ConfigError, "whole number of at least 0"),
+        (lambda s: truncation(s["layer.0"], -1), ConfigError, "at least 0"),
+        (lambda s: tail_energy(s["layer.0"], [1, -2]), ConfigError, "at least 0"),
+        (lambda s: split(truncation(s["layer.0"], 1), 1, "b"), ConfigError, "split"),  # type: ignore[arg-type]
+        (lambda s: split(truncation(s["layer.0"], 1), -1), ConfigError, "at least 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(ask: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        ask(start({"layer.0": (5, 4)}, Form("exact"), 2))
+
+
+@pytest.mark.parametrize("form", STATES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
+def test_uploads_that_are_not_finite_are_refused_by_layer(form: Form, bad: float) -> None:
+    state = start({"fine": (30, 20), "broken": (30, 20)}, form, 2)
+    b = torch.ones(30, 2, dtype=torch.float64)
+    b[3, 1] = bad
+    pair = Pair(b, torch.ones(2, 20))
+    with pytest.raises(TaskError, match="'broken' is not finite"):
+        advance(state, {"fine": [(1.0, good(30, 2, 20))], "broken": [(1.0, pair)]})

@@ -1,0 +1,136 @@
+"""Lossy wires against numpy, with bounds that hold for what is received."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from fedlowrank import tree
+from fedlowrank.errors import ConfigError, TaskError
+from fedlowrank.low_rank.pair import Pair
+from fedlowrank.low_rank.wire_form import Quantised, Wire, pack, unpack
+
+entries = st.one_of(
+    st.floats(-1e3, 1e3, width=32),
+    st.sampled_from([0.0, -0.0, 1e-45, -3e-42, 2.0**-133, 1e-38, 1e36, -1.0, 127.0]).map(
+        lambda x: float(np.float32(x))
+    ),
+)
+shapes = st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 7))
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    d, r, k = draw(shapes)
+    b, a = (draw(hnp.arrays(np.float32, shape, elements=entries)) for shape in ((d, r), (r, k)))
+    return Pair(torch.from_numpy(b), torch.from_numpy(a))
+
+
+def through(pair: Pair, wire: Wire) -> Pair:
+    # over the real bytes
+    return unpack(tree.decode(tree.encode(pack({"a.b": pair}, wire))))["a.b"]
+
+
+def slices(pair: Pair) -> list[np.ndarray]:
+    """Columns of B and rows of A, in float64."""
+    return [*pair.b.double().numpy().T, *pair.a.double().numpy()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(pairs())
+def test_int8_is_off_by_at_most_half_a_scale_and_keeps_zeros(pair: Pair) -> None:
+    packed = pack({"w": pair}, "int8")["w"]
+    assert isinstance(packed, Quantised)
+    assert {packed.b.dtype, packed.a.dtype} == {torch.int8}
+    assert {packed.b_scale.dtype, packed.a_scale.dtype} == {torch.float32}
+    got = through(pair, "int8")
+    assert (got.b.dtype, got.b.shape, got.a.shape) == (torch.float32, pair.b.shape, pair.a.shape)
+    scales = [*packed.b_scale.double().numpy(), *packed.a_scale.double().numpy()]
+    for x, y, scale in zip(slices(pair), slices(got), scales, strict=True):
+        largest = np.abs(x).max()
+        # a scale has 17 bits, rounded up; below 2^-133 they would not fit a float32
+        assert largest / 127 * (1 - 1e-15) <= scale <= max(largest / 127 * (1 + 2.0**-16), 2.0**-133)
+        assert np.all(np.abs(x - y) <= scale / 2)
+        assert np.all(y[x == 0] == 0)
+        assert np.all(np.isfinite(y))
+
+
+@settings(max_examples=100, deadline=None)
+@given(pairs(), st.sampled_from(get_args(Wire)))
+def test_a_second_passage_changes_nothing(pair: Pair, wire: Wire) -> None:
+    once = through(pair, wire)
+    twice = through(once, wire)
+    assert torch.equal(once.b, twice.b)
+    assert torch.equal(once.a, twice.a)
+
+
+def test_int8_by_hand() -> None:
+    b = torch.tensor([[127.0, 0.0], [-1.4, 0.0], [63.5, 0.0], [0.4, 0.0]])
+    a = torch.tensor([[0.0, 2.54, -1.27, 0.05], [1.0, 1.0, 0.0, -1.0]])
+    packed = pack({"w": Pair(b, a)}, "int8")["w"]
+    assert isinstance(packed, Quantised)
+    # a column for each component of B, a row for each of A; halves to even
+    assert packed.b.tolist() == [[127, 0], [-1, 0], [64, 0], [0, 0]]
+    assert packed.a.tolist() == [[0, 127, -63, 2], [127, 127, 0, -127]]
+    assert packed.b_scale.tolist() == [1.0, 0.0]
+    np.testing.assert_allclose(packed.a_scale.numpy(), [0.02, 1 / 127], rtol=2.0**-16)
+
+
+@settings(max_examples=60, deadline=None)
+@given(pairs())
+def test_bfloat16_is_rounded_to_nearest(pair: Pair) -> None:
+    got = through(pair, "bfloat16")
+    for mine, x in ((got.b, pair.b), (got.a, pair.a)):
+        # the upper half of the bits of a float32, half a unit added (to even in a tie)
+        bits = x.numpy().view(np.uint32).astype(np.uint64)
+        upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16
+        np.testing.assert_array_equal(mine.numpy(), upper.astype(np.uint32).view(np.float32))
+
+
+def test_float32_passes_through_and_float64_stays() -> None:
+    for dtype, wanted in (
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+    ):
+        pair = Pair(torch.randn(5, 2).to(dtype), torch.randn(2, 3).to(dtype))
+        got = through(pair, "float32")
+        assert (got.b.dtype, got.a.dtype) == (wanted, wanted)
+        assert torch.equal(got.b, pair.b.to(wanted))
+        assert torch.equal(got.a, pair.a.to(wanted))
+        for wire in ("bfloat16", "int8"):
+            assert through(pair, wire).b.dtype == torch.float32
+
+
+def test_sizes_on_the_wire() -> None:
+    pair = {"w": Pair(torch.randn(700, 8), torch.randn(8, 500))}
+    sizes = {wire: tree.encoded_size(pack(pair, wire)) for wire in get_args(Wire)}
+    numbers = 1200 * 8
+    for wire, data in (("float32", 4 * numbers), ("bfloat16", 2 * numbers), ("int8", numbers + 2 * 8 * 4)):
+        assert data < sizes[wire] < data + 600
+
+
+def test_values_that_do_not_fit_are_refused_by_name() -> None:
+    good = torch.ones(3, 2)
+    for bad, wires in (
+        (float("nan"), ("bfloat16", "int8")),
+        (float("inf"), ("bfloat16", "int8")),
+        (3.4e38, ("bfloat16",)),
+    ):
+        for wire in wires:
+            b = good.clone()
+            b[1, 1] = bad
+            with pytest.raises(TaskError, match=f"B of the layer 'x/y' .* {wire}"):
+                pack({"x/y": Pair(b, good.mT)}, wire)
+            with pytest.raises(TaskError, match="A of the layer 'x/y'"):
+                pack({"x/y": Pair(good, b.mT)}, wire)
+    with pytest.raises(TaskError, match="too large"):
+        pack({"w": Pair(good.double() * 1e200, good.mT)}, "int8")
+    with pytest.raises(ConfigError, match="Did you mean 'bfloat16'"):
+        pack({}, "bfloat")  # type: ignore[arg-type]
