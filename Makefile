@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo test lint types unit bench clean
+.PHONY: install demo demo-language test lint types unit bench clean
 
 install: $(VENV)/.installed
 
@@ -23,6 +23,14 @@ demo: install
 	$(BIN)/fedlowrank report runs/demo/heterogeneous runs/demo/homogeneous runs/demo/clusters -o runs/demo/report.html
 	@echo
 	@echo "Open runs/demo/report.html in a browser."
+
+demo-language: install
+	$(BIN)/python examples/tiny_language.py runs/demo-language
+	$(BIN)/fedlowrank compare experiments/demo/language.toml -o runs/demo-language/runs --force
+	$(BIN)/fedlowrank adapters runs/demo-language/runs/fedhl-s0 -o runs/demo-language/adapters --merged
+	$(BIN)/python examples/load_adapters.py runs/demo-language/base runs/demo-language/adapters "Swap red and bird."
+	@echo
+	@echo "Open runs/demo-language/runs/report.html in a browser. Adapters: runs/demo-language/adapters"
 
 test: lint types unit
 

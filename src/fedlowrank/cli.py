@@ -1,4 +1,4 @@
-"""The command line: ``fedlowrank list | run | compare | resume | report | check | data``."""
+"""The command line: ``fedlowrank list | run | compare | resume | report | export | adapters | score | check | data``."""
 
 from __future__ import annotations
 
@@ -82,6 +82,22 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
     p.set_defaults(run=lambda a: commands.export_(a.folder, a.client, a.series, a.layout, a.out))
 
+    p = sub.add_parser(
+        "adapters", help="PEFT adapter folders of server and clients from a run's last checkpoint", parents=[common]
+    )  # fmt: skip
+    p.add_argument("folder", type=Path, help="run folder of an experiment with a section [language]")
+    p.add_argument("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
+    p.add_argument("--merged", action="store_true", help="also write the server's whole model")
+    p.set_defaults(run=_adapters)
+
+    p = sub.add_parser("score", help="score what a run's language models write: GSM8K, Rouge-L, ...", parents=[common])
+    p.add_argument("folder", type=Path, help="run folder of an experiment with a section [language]")
+    p.add_argument("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")
+    p.add_argument("--task", required=True, help="gsm8k, dolly, humaneval or perplexity")
+    p.add_argument("--model", action="append", default=[], help="server, base or a client's number; may be repeated")
+    p.add_argument("-o", "--out", type=Path, help="also write the scores to this JSON file")
+    p.set_defaults(run=_score)
+
     p = sub.add_parser("check", help="test a method of one's own against the contract", parents=[common])
     p.add_argument("method", help="a built-in name, or package.module:Class")
     p.set_defaults(run=lambda a: commands.check(a.method))
@@ -94,6 +110,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-o", "--out", type=Path, help="also draw it (.svg, .png or .pdf)")
     p.set_defaults(run=lambda a: commands.data(a.file, a.overrides, a.out))
     return top
+
+
+def _adapters(a: argparse.Namespace) -> int:
+    from .language.commands import adapters
+
+    return adapters(a.folder, a.out, a.merged)
+
+
+def _score(a: argparse.Namespace) -> int:
+    from .language.commands import score
+
+    return score(a.folder, a.task, a.overrides, a.model, a.out)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import json
 import re
 import shlex
 import sys
@@ -40,7 +39,8 @@ from .models.zoo import MODELS, ModelSettings
 from .optimiser import SGD, AdamW, Schedule
 from .record import RunRecord, as_checkpoint_error
 from .report import comparison, export_tensorboard, render_terminal, save_figures, write_report
-from .simulate import reopen, simulate
+from .simulate import simulate
+from .stored import opened, stored_config
 
 
 class _Console(Console):
@@ -194,7 +194,7 @@ def compare(
 
 def resume(folder: Path, overrides: Sequence[str]) -> int:
     """Go on with a stopped run."""
-    stored = _stored(folder, "resume it with simulate(..., folder=..., resume=True)")
+    stored = stored_config(folder, "resume it with simulate(..., folder=..., resume=True)")
     tables = stored["experiment"]
     for text in overrides:
         config.merge(tables, config.override(text))
@@ -206,11 +206,7 @@ def resume(folder: Path, overrides: Sequence[str]) -> int:
 
 def export_(folder: Path, client: int, series: str | None, layout: Layout, out: Path) -> int:
     """Write a client's model, and say what its thin layers gain."""
-    stored = _stored(folder, "export by simulate(..., folder=..., resume=True).deploy(client)")
-    made = experiment.load(stored["experiment"])
-    name = stored["method"]["name"]
-    config_ = {**made.describe(name), "vary": stored["vary"]}
-    run = reopen(made.method(name), made.federation(), folder, made.run, config_)
+    run = opened(folder, "export by simulate(..., folder=..., resume=True).deploy(client)")
     gain = write(run, client, series, layout, out)
     table = Table("", "dense", "deployed", title=f"{run.method.title}, client {client}, after round {run.round}")
     table.add_row("parameters", *(f"{s.parameters:,}" for s in gain.size))
@@ -228,21 +224,6 @@ def export_(folder: Path, client: int, series: str | None, layout: Layout, out: 
     )
     OUT.print(f"{out}: {gain.file:,} bytes. Load it by fedlowrank.low_rank.deploy.load(module, path).")
     return 0
-
-
-def _stored(folder: Path, python: str) -> dict[str, Any]:
-    """Contents of ``run.json`` of a run that an experiment file made; ``python`` says what to do with one from Python."""
-    try:
-        stored = json.loads((folder / "run.json").read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is not a run folder: it holds no run.json") from error
-    except ValueError as error:
-        raise CheckpointError(f"{folder / 'run.json'} is damaged: {error}") from error
-    if not isinstance(stored, dict) or "method" not in stored:
-        raise CheckpointError(f"{folder / 'run.json'} is damaged: it is not the configuration of a run")
-    if "experiment" not in stored:
-        raise CheckpointError(f"{folder} was made from Python; {python}")
-    return stored
 
 
 def report(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.errors import ConfigError, DataError, TaskError
-from fedlowrank.language.scores import humaneval
+from fedlowrank.language.scores import humaneval, sandbox
 from fedlowrank.language.scores.sandbox import Isolation, Limits, run_program
 
 QUICK = Limits(seconds=20.0)
@@ -98,6 +98,12 @@ def test_its_folder_is_removed(tmp_path):
     assert not os.path.exists(folder)  # noqa: PTH110
 
 
+def test_limits_are_those_given():
+    wanted = {"RLIMIT_CPU": 20, "RLIMIT_AS": 1 << 30, "RLIMIT_FSIZE": 1 << 24, "RLIMIT_CORE": 0, "RLIMIT_NPROC": 1}
+    ask = f"import resource as r\nassert all(r.getrlimit(getattr(r, n)) == (v, v) for n, v in {wanted}.items())"
+    assert run(ask, seconds=19.5).passed
+
+
 def test_memory_and_files_are_limited():
     assert run("x = bytearray(1 << 29)", memory=1 << 28).message == "MemoryError"
     assert run("x = bytearray(1 << 27)", memory=1 << 30).passed
@@ -126,6 +132,27 @@ def test_no_process_is_left_behind(tmp_path):
         assert not mark.exists()
 
 
+def test_the_group_is_killed_where_nothing_contains_it(tmp_path, monkeypatch):
+    """A machine that grants no namespace and counts no processes, made by taking these lines away."""
+    text = sandbox._LAUNCH.read_text()
+    for line, instead in (
+        ("root = os.getuid() == 0", "root = False"),
+        ("granted = unshare(libc)", "granted = 0"),
+        ("(resource.RLIMIT_NPROC, 1),", ""),
+    ):
+        assert text.count(line) == 1
+        text = text.replace(line, instead)
+    (tmp_path / "launch.py").write_text(text)
+    monkeypatch.setattr(sandbox, "_LAUNCH", tmp_path / "launch.py")
+    mark = tmp_path / "mark"
+    child = f"time.sleep(1.5)\n    open({str(mark)!r}, 'w')\n    os._exit(0)"
+    found = run(f"import os, time\nif os.fork() == 0:\n    {child}\n")
+    assert found.passed
+    assert "not in force: no network, own process namespace" in found.isolation.describe()
+    time.sleep(2.5)
+    assert not mark.exists()
+
+
 def test_there_is_no_network_where_the_result_says_so():
     import socket
 
@@ -137,10 +164,10 @@ def test_there_is_no_network_where_the_result_says_so():
     assert found.isolation is not None
     assert found.passed != found.isolation.network
     tool = shutil.which("unshare")
-    if tool and any(
-        subprocess.run([tool, *how, "true"], capture_output=True).returncode == 0 for how in (["-n"], ["-rn"])
-    ):
+    ways = (["-n", "-p", "--fork"], ["-r", "-n", "-p", "--fork"])
+    if tool and any(subprocess.run([tool, *way, "true"], capture_output=True).returncode == 0 for way in ways):
         assert found.isolation.network
+        assert found.isolation.contained
 
 
 def test_it_is_told_as_whom_and_where_a_program_ran():

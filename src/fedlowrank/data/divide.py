@@ -45,7 +45,7 @@ def divide(dataset: Dataset, partition: Partition, split: Split, key: Key) -> li
         cut = split.cut(pool, own, client, key / "split" / client)
         if len(cut.train) == 0:
             raise DataError(f"client {client} has no training data. Give it more examples, or less to val and test.")
-        held = [dataset.classes[c] for c in np.unique(pool.labels[own])] if dataset.classes else []
+        held = [pool.names[c] for c in np.unique(pool.labels[own])] if pool.names else []
         single = (f"client {client}: a single class, {held[0]!r}",) if len(held) == 1 else ()
         train, val, test = (_gather(pool, index) for index in (cut.train, cut.val, cut.test))
         clients.append(ClientData(train, val, test, (*single, *cut.notes)))
@@ -78,7 +78,7 @@ def keep(clients: Sequence[ClientData], share: float, at_least: int, key: Key) -
 
 def _parts(pool: Pool, partition: Partition, split: Split, key: Key) -> list[Index]:
     """Sorted positions of each client's examples, of the official test part too where the split has it shared out."""
-    n, classes, use = pool.train_size, len(pool.dataset.classes), split.official_test
+    n, classes, use = pool.train_size, len(pool.names), split.official_test
     if use == "merged":
         return partition.split(pool.labels, classes, key, pool.natural)
     parts = partition.split(pool.labels[:n], classes, key, _numpy(pool.dataset.natural))

@@ -41,6 +41,11 @@ class Pool:
             return np.zeros((sum(len(part) for part in self.parts), 1))
         return _joined([part.y for part in self.parts])
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What :attr:`labels` number: classes, or strata; empty where there are neither."""
+        return self.dataset.classes or self.dataset.strata_names
+
     @cached_property
     def natural(self) -> Index | None:
         """Natural clients of all examples, [n], or None unless every part has them."""
@@ -186,10 +191,10 @@ class Matched:
 
     def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
         """Divide the examples of one client; see `Split.cut`."""
-        names = pool.dataset.classes
+        names = pool.names
         if not names:
             raise DataError(
-                "split 'matched' draws test examples by class labels, but these data are a regression. Use split "
+                "split 'matched' draws test examples by class labels, but these data have none. Use split "
                 "'local', 'whole_test' or 'own_test'."
             )
         train, val = _hold_out(own, self.val, client, key)

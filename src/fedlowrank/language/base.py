@@ -17,6 +17,7 @@ from ..choices import check_choices
 from ..errors import ConfigError, DataError, TaskError
 from ..key import Key
 from ..models.architecture import build
+from .recompute import same_parameters
 
 HEAD_NAMES = ("classifier", "score")
 """What PEFT takes for the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
@@ -33,9 +34,8 @@ class Base:
         task: causal, a model that continues a text; or classification, an encoder or decoder with a head of classes.
         dtype: of the weights in memory; auto takes that of the files.
         quantise: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install 'fedlowrank[quantise]'``.
-        gradient_checkpointing: activations are computed again in the backward pass instead of being kept. That second
-            pass sees the parameters that the module holds *then*: take the gradient while they are still in place,
-            within the function that ``torch.func.functional_call`` calls and not after it has returned.
+        gradient_checkpointing: activations are computed again in the backward pass instead of being kept, with the parameters
+            that were given to the forward pass (:mod:`fedlowrank.language.recompute`).
         revision: branch, tag or commit of a name on the hub, or None for its main branch.
         offline: do not ask the hub, even for a name; what was downloaded before is found.
     """
@@ -142,7 +142,7 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
             )
         # its newer name, and the one before
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable({"use_reentrant": False, "context_fn": same_parameters(model)})
         model.config.use_cache = False
     fresh = [n for n in new if any(n.startswith(f"{module}.") for module in head)]
     return Loaded(model, tokenizer, base.path, digest(model, fresh), head, tuple(notes))

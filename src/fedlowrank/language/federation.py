@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..config import build
 from ..data.dataset import Dataset
@@ -24,6 +25,7 @@ from ..tree import Params
 from .adapt import ADAPTER, attach, layers, lora_config
 from .artefacts import write_adapter, write_merged
 from .base import Base, Loaded, load
+from .recompute import Place, held
 
 if TYPE_CHECKING:
     from ..engine.run import Run
@@ -132,6 +134,16 @@ class Language:
                 moved = (moved.mT if site.transposed else moved).reshape(site.shape)
                 update[name] = moved + pair.dense().detach() * lora.scale
         return write_merged(folder, self.model, self.loaded.tokenizer, update, 1.0, self.head(params) or None)
+
+    @contextlib.contextmanager
+    def live(self, params: Params) -> Iterator[Any]:
+        """The model with these parameters in place of its own, to generate with; none of them is the base."""
+        places: list[Place] = []
+        for name, value in params.items():
+            path, _, own = name.rpartition(".")
+            places.append((self.model.get_submodule(path), own, nn.Parameter(value.detach(), requires_grad=False)))
+        with held(places):
+            yield self.model
 
     @cached_property
     def _lora(self) -> LoRA:

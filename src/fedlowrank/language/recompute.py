@@ -20,12 +20,13 @@ def same_parameters(model: nn.Module) -> Contexts:
     """``context_fn`` for :func:`torch.utils.checkpoint.checkpoint`: recompute with the parameters of the forward pass."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return contextlib.nullcontext(), _held(_now(model))
+        return contextlib.nullcontext(), held(_now(model))
 
     return contexts
 
 
 Place = tuple[nn.Module, str, Tensor]
+"""A module, the name of a parameter of its own, and the tensor to be there."""
 
 
 def _now(model: nn.Module) -> list[Place]:
@@ -33,7 +34,8 @@ def _now(model: nn.Module) -> list[Place]:
 
 
 @contextlib.contextmanager
-def _held(places: list[Place]) -> Iterator[None]:
+def held(places: list[Place]) -> Iterator[None]:
+    """Put tensors in the places of parameters, and what was there back afterwards."""
     before = [(m, n, m._parameters[n]) for m, n, p in places if m._parameters[n] is not p]
     changed = {(id(m), n) for m, n, _ in before}
     for m, n, p in places:

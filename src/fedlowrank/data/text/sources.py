@@ -143,7 +143,7 @@ class Instructions:
         test: a file with the test part, or None.
         prompt: column of the instructions.
         response: column of the responses.
-        input: column of what an instruction is about, or None.
+        input: column of what an instruction is about, or None where there is none.
         category: column of categories, text or whole numbers, or None.
         client: column of natural clients, text or whole numbers, or None.
         name: of a folder or on the hub: configuration of the data set, for those that have several.
@@ -158,7 +158,7 @@ class Instructions:
     test: str | None = None
     prompt: str = "instruction"
     response: str = "output"
-    input: str | None = "input"
+    input: str | None = None
     category: str | None = None
     client: str | None = None
     name: str | None = None

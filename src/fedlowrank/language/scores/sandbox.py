@@ -24,6 +24,7 @@ from typing import IO, Literal
 from ...errors import ConfigError, TaskError
 from ...tree import tree
 
+_LAUNCH = Path(__file__).with_name("launch.py")
 _TAIL = 1 << 16
 _RISK = (
     "programs written by a model would be run on this machine. They are limited in time, memory, files and processes, "
@@ -37,7 +38,7 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: of wall-clock time and, rounded up, of processor time.
+        seconds: of wall-clock time; and of processor time, rounded up, for each process that nothing else may stop.
         memory: bytes of address space.
         file_size: bytes of any one file, its output included.
     """
@@ -85,7 +86,7 @@ class Run:
     """How a program ended.
 
     Attributes:
-        outcome: passed, if it ran to its end; timed out, by the wall clock or the processor time; else failed.
+        outcome: passed, if it ran to its end; timed out, by the wall clock; else failed.
         message: the last line that it wrote to standard error, or how it ended.
         isolation: what held it in, or None if it was over before that was known.
     """
@@ -135,7 +136,7 @@ def run_program(program: str, limits: Limits | None = None, *, execute: bool = F
         path.chmod(0o644)
         code, isolation = _run(path, limits, out, err)
         printed, complaints = _tail(out), _tail(err).strip()
-    if code is None or code in (128 + signal.SIGXCPU, -signal.SIGXCPU):
+    if code is None:
         return Run("timed out", f"exceeded {limits.seconds:g} s", isolation)
     if code == 0 and mark in printed:
         return Run("passed", "", isolation)
@@ -149,11 +150,10 @@ def _run(program: Path, limits: Limits, out: IO[bytes], err: IO[bytes]) -> tuple
     """The exit code, or None if time ran out; and what held the program in."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    script = str(Path(__file__).with_name("launch.py"))
     numbers = [math.ceil(limits.seconds), limits.memory, limits.file_size, writer]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", script, *map(str, numbers), str(program)],
+            [sys.executable, "-I", "-S", "-B", str(_LAUNCH), *map(str, numbers), str(program)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

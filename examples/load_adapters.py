@@ -1,0 +1,37 @@
+"""Load the adapters of a run with PEFT alone, as any other program would, and let them answer.
+
+    python examples/load_adapters.py BASE ADAPTERS "Swap red and bird."
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main(base: Path, adapters: Path, question: str) -> None:
+    """Print what the base and every adapter answer."""
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    folders = sorted(f for f in adapters.iterdir() if (f / "adapter_config.json").exists())
+    print(f"base: {answer(AutoModelForCausalLM.from_pretrained(base), tokenizer, question)!r}")
+    for folder in folders:
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+        rank = model.peft_config["default"].r
+        print(f"{folder.name}, rank {rank}: {answer(model, tokenizer, question)!r}")
+    print(f"{len(folders)} adapter folders loaded by peft.PeftModel.from_pretrained")
+
+
+def answer(model: torch.nn.Module, tokenizer: object, question: str) -> str:
+    """Greedy continuation of a question in the plain format."""
+    rows = tokenizer(f"{question}\n", return_tensors="pt")
+    made = model.generate(**rows, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    return tokenizer.decode(made[0, rows["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

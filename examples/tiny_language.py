@@ -1,0 +1,94 @@
+"""A tiny language model and instructions for it, made on the spot: what `make demo-language` fine-tunes.
+
+The model is a Llama of two layers that first learns, on one core and in about a minute, to continue small talk about colours and
+numbers. The instructions are four kinds of tasks that it has not seen (their category is what clients differ in).
+
+    python examples/tiny_language.py FOLDER
+
+writes FOLDER/base (an ordinary transformers folder) and FOLDER/train.jsonl, FOLDER/test.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from fedlowrank.key import Key
+from fedlowrank.language.tiny import build_tiny
+
+WORDS = "red blue green black white small large old new cold warm bird cat dog fish tree river stone cloud lamp".split()
+NUMBERS = "one two three four five six seven eight nine ten".split()
+
+
+def small_talk(rng: random.Random) -> str:
+    """One sentence of what the base learns first."""
+    a, b = rng.sample(WORDS[:11], 2)
+    thing, other = rng.sample(WORDS[11:], 2)
+    count = rng.randrange(len(NUMBERS))
+    return rng.choice(
+        [
+            f"The {a} {thing} sees the {b} {other}. The {b} {other} sees the {a} {thing}.",
+            f"After {NUMBERS[count - 1]} comes {NUMBERS[count]}." if count else "First comes one.",
+            f"{thing} {other} {thing} {other} {thing} {other}.",
+        ]
+    )
+
+
+def instruction(rng: random.Random) -> dict[str, str]:
+    """One task with its response."""
+    kind = rng.choice(["repeat", "next", "swap", "colour"])
+    if kind == "repeat":
+        word = rng.choice(WORDS)
+        return {"category": kind, "instruction": f"Repeat {word} twice.", "response": f"{word} {word}"}
+    if kind == "next":
+        i = rng.randrange(len(NUMBERS) - 1)
+        return {"category": kind, "instruction": f"What comes after {NUMBERS[i]}?", "response": NUMBERS[i + 1]}
+    a, b = rng.sample(WORDS, 2)
+    if kind == "swap":
+        return {"category": kind, "instruction": f"Swap {a} and {b}.", "response": f"{b} and {a}"}
+    return {"category": kind, "instruction": f"Is {a} a colour?", "response": "yes" if a in WORDS[:5] else "no"}
+
+
+def main(folder: Path) -> None:
+    """Write base and data."""
+    torch.set_num_threads(1)
+    rng = random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count in (("train", 1600), ("test", 400)):
+        rows = [json.dumps(instruction(rng)) for _ in range(count)]
+        (folder / f"{part}.jsonl").write_text("\n".join(rows) + "\n")
+    talk = [small_talk(rng) for _ in range(2000)]
+    base = build_tiny(folder / "base", "causal", Key((0,)), talk, width=64)
+    pretrain(base, talk)
+    print(f"base model and data: {folder}")
+
+
+def pretrain(base: Path, texts: list[str], steps: int = 600, batch: int = 32) -> None:
+    """Train all weights on plain text, as anyone would."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        some = [texts[i] + tokenizer.eos_token for i in torch.randint(len(texts), (batch,), generator=generator).tolist()]
+        rows = tokenizer(some, return_tensors="pt", padding=True)
+        scores = model(**rows, use_cache=False).logits[:, :-1]
+        targets = rows["input_ids"][:, 1:].masked_fill(rows["attention_mask"][:, 1:] == 0, -100)
+        loss = functional.cross_entropy(scores.transpose(1, 2), targets)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        if step % 100 == 0 or step == steps - 1:
+            print(f"pretraining step {step}: loss {loss.item():.2f}")
+    model.save_pretrained(base)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""What the commands ``adapters`` and ``score`` do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..config import build, merge, override
+from ..data.text.formats import render
+from ..data.text.records import Instruction
+from ..engine.run import Run
+from ..errors import ConfigError, TaskError, did_you_mean
+from ..record import as_checkpoint_error, write_json
+from ..stored import opened
+from ..tree import Params
+from .federation import Language
+from .scores import TASKS, Score, ScoreTask
+
+OUT = Console()
+
+
+def adapters(folder: Path, out: Path, merged: bool) -> int:
+    """Write adapter folders of a run's last checkpoint."""
+    run = _opened(folder)
+    with as_checkpoint_error(f"cannot write {out}"):
+        for path in language_of(run).write(run, out, merged):
+            OUT.print(str(path))
+    OUT.print("Load one by peft.PeftModel.from_pretrained(base, folder); whole models by from_pretrained(folder).")
+    return 0
+
+
+def score(folder: Path, task: str, fields: Sequence[str], models: Sequence[str], out: Path | None) -> int:
+    """Score models of a run by what they write.
+
+    Args:
+        folder: of the run.
+        task: name of the task.
+        fields: ``name=value``, settings of the task.
+        models: ``server``, ``base`` or numbers of clients; empty for the server's model where there is one, else client 0.
+        out: JSON file to write the scores to, or None.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
+    settings: dict[str, Any] = {}
+    for text in fields:
+        merge(settings, override(text))
+    made: ScoreTask = build(TASKS[task], settings, f"score {task}")
+    run = _opened(folder)
+    found = scores(run, made, models)
+    table = Table("model", "score", "over", "decoding", title=f"{task}, {run.method.title}, after round {run.round}")
+    for name, one in found.items():
+        table.add_row(name, f"{one.value:.4f}", str(one.count), one.decoding)
+    OUT.print(table)
+    for name, one in found.items():
+        OUT.print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in one.details.items()))
+    if out is not None:
+        write_json(out, {n: _plain(s) for n, s in found.items()})
+    return 0
+
+
+def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, Score]:
+    """Scores of models of a run by their names; see :func:`score`."""
+    language = language_of(run)
+    if language.settings.task != "causal":
+        raise ConfigError("this run's models classify; their accuracy is in the report, and they write no text")
+    found = {}
+    for name in models or (_default(run),):
+        with language.live(_params(run, name)) as model:
+            found[name] = task.score(model, language.loaded.tokenizer, prompt_of(language))
+    return found
+
+
+def prompt_of(language: Language) -> Any:
+    """The format of training, for prompts."""
+
+    def prompt(record: Mapping[str, str]) -> str:
+        asked = Instruction(record["instruction"], "", record["input"])
+        return render(asked, language.settings.format, language.loaded.tokenizer)[0]
+
+    return prompt
+
+
+def language_of(run: Run) -> Language:
+    """What belongs to the language models of a run.
+
+    Raises:
+        TaskError: if they are no language models.
+    """
+    companion = run.federation.companion
+    if not isinstance(companion, Language):
+        raise TaskError("this run has no language models; adapter folders and generation are for those alone")
+    return companion
+
+
+def _opened(folder: Path) -> Run:
+    return opened(folder, "use fedlowrank.language.commands.scores, or federation.companion.write(run, folder)")
+
+
+def _default(run: Run) -> str:
+    return "server" if run.at_client(run.federation.infos[0]).server is not None else "0"
+
+
+def _params(run: Run, name: str) -> Params:
+    if name == "base":
+        return {}
+    if name == "server":
+        found = run.at_client(run.federation.infos[0]).server
+        if found is None:
+            raise ConfigError(f"{run.method.title} has no model of the server's own; name a client")
+        return found
+    if not name.isdecimal() or int(name) >= len(run.federation.infos):
+        raise ConfigError(
+            f"--model is server, base, or a client from 0 to {len(run.federation.infos) - 1}, not {name!r}"
+        )
+    return run.personal(run.federation.infos[int(name)])
+
+
+def _plain(one: Score) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(vars(one), default=str))
+    return found

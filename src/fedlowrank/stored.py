@@ -1,0 +1,44 @@
+"""Runs that were stored, opened again to look at or to export from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from . import experiment
+from .engine.run import Run
+from .errors import CheckpointError
+from .simulate import reopen
+
+
+def opened(folder: Path, python: str) -> Run:
+    """A run as its last checkpoint has it; nothing is trained or written.
+
+    Args:
+        folder: of a run that an experiment file made.
+        python: what to do instead with a run that was made from Python, for the message.
+
+    Raises:
+        CheckpointError: if there is no such run, or data or configuration have changed.
+    """
+    stored = stored_config(folder, python)
+    made = experiment.load(stored["experiment"])
+    name = stored["method"]["name"]
+    config = {**made.describe(name), "vary": stored["vary"]}
+    return reopen(made.method(name), made.federation(), folder, made.run, config)
+
+
+def stored_config(folder: Path, python: str) -> dict[str, Any]:
+    """Contents of ``run.json`` of a run that an experiment file made; ``python`` says what to do with one from Python."""
+    try:
+        stored = json.loads((folder / "run.json").read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is not a run folder: it holds no run.json") from error
+    except ValueError as error:
+        raise CheckpointError(f"{folder / 'run.json'} is damaged: {error}") from error
+    if not isinstance(stored, dict) or "method" not in stored:
+        raise CheckpointError(f"{folder / 'run.json'} is damaged: it is not the configuration of a run")
+    if "experiment" not in stored:
+        raise CheckpointError(f"{folder} was made from Python; {python}")
+    return stored

@@ -1,0 +1,312 @@
+"""Federated LoRA against NumPy: products, heads and predictions after three rounds, in float64.
+
+Three of four clients of unequal size and rank take part in a round. Two layers of unequal shape are adapted, with a scale that
+depends on the rank. FedHL is compared with its dense recursion, though the package never forms W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedlowrank.adapters import Tuning
+from fedlowrank.data.federation import Federation
+from fedlowrank.effective import Weighing
+from fedlowrank.engine.base import Engine, client_key
+from fedlowrank.engine.run import Run
+from fedlowrank.engine.sequential import Sequential, Wire
+from fedlowrank.engine.vectorised import Vectorised
+from fedlowrank.low_rank.delta import Form
+from fedlowrank.method import Method
+from fedlowrank.methods.fedex_lora import FedExLoRA
+from fedlowrank.methods.fedhl import FedHL
+from fedlowrank.methods.fedit import FedIT
+from fedlowrank.methods.fedsa_lora import FedSALoRA
+from fedlowrank.methods.ffa_lora import FFALoRA
+from fedlowrank.methods.flexlora import FlexLoRA
+from fedlowrank.methods.flora import FLoRA
+from fedlowrank.methods.hetlora import HetLoRA
+from fedlowrank.optimiser import SGD
+from golden import lora_reference as reference
+from golden.reference import Array, Layers, forward
+
+from .setting import CLASSES, Net, arrays, layers, plan, run_of, start_of, train_data
+
+LR = 0.3
+LOCAL: dict[str, Any] = {"optimiser": SGD(lr=LR), "batch_size": 8, "epochs": 2}
+RANKS = (1, 2, 3, 4)
+EQUAL = (3, 3, 3, 3)
+NAMES = ("body.0", "body.2")
+# scales 2, 1, 2/3 and 1/2 at ranks 1 to 4
+TUNING = Tuning(rank=2, scaling="alpha")
+ENGINES: Sequence[type[Engine]] = (Sequential, Wire, Vectorised)
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> type[Engine]:
+    return request.param
+
+
+def unequal(ranks: Sequence[int] = RANKS) -> Federation:
+    """Layers of 9 × 12 and 10 × 9, and a head."""
+    return Federation.from_arrays(arrays(), lambda: Net(9, 10), classes=CLASSES, rank=ranks)
+
+
+def drawn(key: Any, rank: int) -> list[Array]:
+    """A as it is defined: uniform in ±1/√k, of each layer by its name."""
+    out = []
+    for name, k in zip(NAMES, (12, 9), strict=True):
+        a = torch.rand(rank, k, generator=(key / "lora" / name).generator()) * 2 - 1
+        out.append((a / k**0.5).double().numpy())
+    return out
+
+
+def setting_of(run: Run, scaling: str = "alpha") -> reference.Setting:
+    federation = run.federation
+    ranks = [i.rank or 0 for i in federation.infos]
+    return reference.Setting(
+        start_of(federation)[0],
+        train_data(federation),
+        plan(run),
+        LR,
+        ranks,
+        (lambda r: 2 / r) if scaling == "alpha" else lambda r: 1.0,
+        drawn(federation.key / "init", max(ranks)),
+    )
+
+
+def close(engine: type[Engine]) -> float:
+    return 1e-7 if engine is Vectorised else 1e-9
+
+
+def same(found: Any, wanted: Any, atol: float) -> None:
+    found = found.detach().numpy() if isinstance(found, torch.Tensor) else found
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+
+
+def dense(factors: Any) -> list[Array]:
+    """Products of the package's factors."""
+    return [factors[n].b.numpy() @ factors[n].a.numpy() for n in NAMES]
+
+
+def head_is(run: Run, net: Layers, atol: float) -> None:
+    (found,) = layers(run.state.server.rest)
+    for f, w in zip(found, net[-1], strict=True):
+        same(f, w, atol)
+
+
+def predicts(run: Run, client: int, net: Layers, atol: float, series: str = "personal") -> None:
+    """A client's scores on its test examples."""
+    x = run.federation.clients[client].test.x
+    found = run.at_client(run.federation.infos[client]).predictors[series](x)
+    same(found, forward(net, x.double().numpy())[1], atol)
+
+
+def go(method: Method[Any, Any, Any, Any], engine: type[Engine], ranks: Sequence[int], **kwargs: Any) -> Run:
+    run = run_of(method, unequal(ranks), engine=engine, evaluate_every=9, **{"participation": 0.75, **kwargs})
+    # every client takes part, and none in all rounds, or absences would not show
+    if not kwargs:
+        assert set().union(*plan(run)) == set(range(4))
+        assert all(len(r) == 3 for r in plan(run))
+    return run
+
+
+# -- factors averaged --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [FedIT, FFALoRA])
+def test_means_of_factors(kind: Any, engine: type[Engine]) -> None:
+    run = go(kind(tuning=TUNING, **LOCAL), engine, EQUAL)
+    s, atol = setting_of(run), close(engine)
+    factors, net = reference.fedit(s, move_a=kind is FedIT)
+    held = run.state.server.factors
+    for n, (b, a) in zip(NAMES, factors, strict=True):
+        same(held[n].b, b, atol)
+        same(held[n].a, a if kind is FedIT else np.zeros((0, 0)), atol)
+    head_is(run, net, atol)
+    for k in range(4):
+        predicts(run, k, reference.added(net, reference.products(factors, 2 / 3)), atol)
+
+
+def test_fedsa_keeps_b(engine: type[Engine]) -> None:
+    run = go(FedSALoRA(tuning=TUNING, **LOCAL), engine, EQUAL)
+    own, net = reference.fedsa(setting_of(run))
+    for k, factors in enumerate(own):
+        for i, n in enumerate(NAMES):
+            same(run.state.clients[k].b[n], factors[i][0], close(engine))
+            same(run.state.server.factors[n].a, factors[i][1], close(engine))
+        predicts(run, k, reference.added(net, reference.products(factors, 2 / 3)), close(engine))
+    head_is(run, net, close(engine))
+
+
+def test_zero_padding(engine: type[Engine]) -> None:
+    hetlora(HetLoRA(tuning=TUNING, **LOCAL), engine)
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [
+        ({"weights": "norm"}, {"by_norm": True}),
+        ({"per_index": True}, {"per_index": True}),
+        ({"weights": "norm", "per_index": True}, {"by_norm": True, "per_index": True}),
+    ],
+    ids=["norm", "index", "both"],
+)
+def test_weights_of_hetlora(method: dict[str, Any], wanted: dict[str, Any]) -> None:
+    hetlora(HetLoRA(tuning=TUNING, **method, **LOCAL), Sequential, **wanted)
+
+
+def hetlora(method: HetLoRA, engine: type[Engine], ranks: Sequence[int] = RANKS, **wanted: Any) -> list[int]:
+    run = go(method, engine, ranks)
+    s, atol = setting_of(run), close(engine)
+    server, net, left = reference.hetlora(s, **wanted)
+    for n, (b, a) in zip(NAMES, server, strict=True):
+        same(run.state.server.factors[n].b, b, atol)
+        same(run.state.server.factors[n].a, a, atol)
+    head_is(run, net, atol)
+    assert {int(k): r for k, r in run.state.server.ranks.items()} == {
+        k: r for k, r in enumerate(left) if r != ranks[k]
+    }
+    for k, r in enumerate(left):
+        cut = [b[:, :r] @ a[:r] for b, a in server]
+        predicts(run, k, reference.added(net, cut), atol)
+        predicts(run, k, reference.added(net, reference.products(server)), atol, "server")
+    return left
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.6])
+def test_pruning_of_hetlora(penalty: float) -> None:
+    ranks = (2, 3, 4, 8)
+    method = HetLoRA(prune=0.7, penalty=penalty, tuning=TUNING, **LOCAL)
+    left = hetlora(method, Sequential, ranks, prune=0.7, penalty=penalty)
+    # the penalty is what shrinks the tails here
+    assert (sum(left) < sum(ranks)) == (penalty > 0)
+    assert sum(left) > 4
+
+
+# -- updates averaged --------------------------------------------------------------------------------------------------
+
+
+def updates_are(run: Run, ws: list[Array], net: Layers, ranks: Sequence[int], atol: float) -> None:
+    for n, w in zip(NAMES, ws, strict=True):
+        same(run.state.server.delta[n].dense(), w, atol)
+    head_is(run, net, atol)
+    for k, r in enumerate(ranks):
+        predicts(run, k, reference.added(net, [reference.best(w, r) for w in ws]), atol)
+        predicts(run, k, reference.added(net, ws), atol, "server")
+
+
+def test_flexlora(engine: type[Engine]) -> None:
+    run = go(FlexLoRA(tuning=TUNING, **LOCAL), engine, RANKS)
+    ws, net = reference.flexlora(setting_of(run))
+    updates_are(run, ws, net, RANKS, close(engine))
+
+
+def test_fedhl(engine: type[Engine]) -> None:
+    run = go(FedHL(tuning=TUNING, **LOCAL), engine, RANKS)
+    ws, net, history = reference.fedhl(setting_of(run))
+    updates_are(run, ws, net, RANKS, close(engine))
+    found = run.method.observed(run.state.server)
+    ids = list(plan(run)[-1])
+    assert found["weights"] == pytest.approx({str(k): p for k, p in zip(ids, history[-1][0], strict=True)}, abs=1e-9)
+    # the weights differ, or eq. 15 would not show
+    assert np.ptp(history[-1][0]) > 0.01
+
+
+@pytest.mark.parametrize("split", ["B", "A", "sqrt"])
+@pytest.mark.parametrize("kind", [FedHL, FlexLoRA])
+def test_which_factor_takes_the_singular_values(kind: Any, split: Any) -> None:
+    run = go(kind(split=split, tuning=TUNING, **LOCAL), Sequential, RANKS)
+    s = setting_of(run)
+    ws, net, *_ = reference.fedhl(s, split) if kind is FedHL else reference.flexlora(s, split)
+    updates_are(run, ws, net, RANKS, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "weighing",
+    [
+        {"error": "absolute"},
+        {"error": "squared", "eps": 1e-3},
+        {"eps": 0.3},
+        {"temperature": 0.0},
+        {"temperature": 0.2},
+        {"per_layer": True, "temperature": 0.0},
+        {"per_layer": True, "error": "squared", "temperature": 0.0},
+        {"by_examples": True},
+        {"by_examples": True, "per_layer": True, "temperature": 0.0, "error": "absolute"},
+    ],
+    ids=str,
+)
+def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
+    run = go(FedHL(weighing=Weighing(**weighing), tuning=TUNING, **LOCAL), Sequential, RANKS)
+    ws, net, history = reference.fedhl(setting_of(run), **weighing)
+    updates_are(run, ws, net, RANKS, 1e-9)
+    # other weights than the default's by far more than the tolerance
+    _, _, usual = reference.fedhl(setting_of(run))
+    assert np.abs(np.array(history[-1]) - np.array(usual[-1])).max() > 1e-3
+
+
+@pytest.mark.parametrize("form", [Form("exact"), Form("dense"), Form("capped", cap=12)], ids=lambda f: f.kind)
+def test_fedhl_with_equal_scales_in_every_form(form: Form) -> None:
+    run = go(FedHL(form=form, tuning=Tuning(rank=2), **LOCAL), Sequential, RANKS)
+    ws, net, _ = reference.fedhl(setting_of(run, "equal"))
+    updates_are(run, ws, net, RANKS, 1e-9)
+
+
+@pytest.mark.parametrize("kind", [FedHL, FlexLoRA])
+def test_components_that_w_does_not_fill_begin_at_random(kind: Any) -> None:
+    # one client a round: after that of rank 1 all others have dead components
+    run = go(kind(tuning=TUNING, **LOCAL), Sequential, (3, 1, 4, 2), participation=0.25, rounds=4)
+    s = setting_of(run)
+    order = [s.ranks[k] for r in s.rounds for k in r]
+    assert order[:3] == [1, 3, 4], "clients must follow those of smaller rank"
+    ws, net, *_ = reference.fedhl(s) if kind is FedHL else reference.flexlora(s)
+    updates_are(run, ws, net, s.ranks, 1e-9)
+
+
+def test_the_residual_makes_clients_begin_at_w(engine: type[Engine]) -> None:
+    run = go(FedHL(residual=True, form=Form("exact"), tuning=TUNING, **LOCAL), engine, RANKS)
+    ws, net, _ = reference.fedhl(setting_of(run), residual=True)
+    for n, w in zip(NAMES, ws, strict=True):
+        same(run.state.server.delta[n].dense(), w, close(engine))
+    head_is(run, net, close(engine))
+    for k in range(4):
+        predicts(run, k, reference.added(net, ws), close(engine))
+
+
+# -- updates of the base -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["merged", "stacked"])
+def test_flora(keep: Any, engine: type[Engine]) -> None:
+    if keep == "stacked" and engine is not Sequential:
+        pytest.skip("the same boxes as merged")
+    run = go(FLoRA(keep=keep, tuning=TUNING, **LOCAL), engine, RANKS)
+    s = setting_of(run)
+    draws = [
+        {k: drawn(client_key(run.federation, k, t), s.ranks[k]) for k in clients} for t, clients in enumerate(s.rounds)
+    ]
+    net = reference.flora(s, draws)
+    head_is(run, net, close(engine))
+    for k in range(4):
+        # those absent in the last round catch up here
+        predicts(run, k, net, close(engine))
+        predicts(run, k, net, close(engine), "server")
+
+
+def test_fedex(engine: type[Engine]) -> None:
+    run = go(FedExLoRA(tuning=TUNING, **LOCAL), engine, EQUAL)
+    factors, net = reference.fedex(setting_of(run))
+    for n, (b, a) in zip(NAMES, factors, strict=True):
+        same(run.state.server.factors[n].b, b, close(engine))
+        same(run.state.server.factors[n].a, a, close(engine))
+    head_is(run, net, close(engine))
+    whole = reference.added(net, reference.products(factors, 2 / 3))
+    for k in range(4):
+        predicts(run, k, whole, close(engine))
+        predicts(run, k, whole, close(engine), "server")
