@@ -24,6 +24,7 @@ from .method import Batch, ClientInfo, ClientView, Predictor, Task
 from .models.architecture import Architecture
 from .optimiser import Optimiser
 from .tree import Params, tree
+from .tree import leaves as tensors_of
 
 Leaves = dict[str, dict[str, Tensor]]
 """What is trained: ``a`` and ``b``, the factors by layer, and ``rest``, parameters trained whole, by name."""
@@ -213,9 +214,12 @@ def tune(
         return value if penalty is None else value + penalty(leaves)
 
     end: Leaves = view.train(loss, start, "local", optimiser, given=(held, frozen or {}, moved or {}))
-    factors = [k for k in ("a", "b") if start.get(k)]
-    rates = optimiser.rates([f"/{k}" for k in factors], view.round).lr if not optimiser.groups else [1.0]
-    if any(rates) and factors and all(torch.equal(t, end[k][n]) for k in factors for n, t in start[k].items()):
+    paths = [path for path, _ in tensors_of(start)]
+    rates = zip(paths, optimiser.rates(paths, view.round).lr, strict=True)
+    # asked of B alone: weight decay moves an A that no gradient reaches, but not a B of 0
+    if any(lr for path, lr in rates if path.startswith("/b/")) and all(
+        torch.equal(t, end["b"][n]) for n, t in start["b"].items()
+    ):
         raise TaskError(
             f"client {view.info.id}, round {view.round}: training changed no LoRA factor. No gradient reaches them; is the "
             "adapted layer used in the forward pass, and is the adapter active?"

@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("folder", type=Path, help="run folder of an experiment with a section [language]")
     p.add_argument("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
     p.add_argument("--merged", action="store_true", help="also write the server's whole model")
+    p.add_argument("--best", action="store_true", help="of the best round by validation (run.keep_best = true)")
     p.set_defaults(run=_adapters)
 
     p = sub.add_parser("score", help="score what a run's language models write: GSM8K, Rouge-L, ...", parents=[common])
@@ -96,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--task", required=True, help="gsm8k, dolly, humaneval or perplexity")
     p.add_argument("--model", action="append", default=[], help="server, base or a client's number; may be repeated")
     p.add_argument("-o", "--out", type=Path, help="also write the scores to this JSON file")
+    p.add_argument("--best", action="store_true", help="of the best round by validation (run.keep_best = true)")
     p.set_defaults(run=_score)
 
     p = sub.add_parser("check", help="test a method of one's own against the contract", parents=[common])
@@ -115,13 +117,13 @@ def parser() -> argparse.ArgumentParser:
 def _adapters(a: argparse.Namespace) -> int:
     from .language.commands import adapters
 
-    return adapters(a.folder, a.out, a.merged)
+    return adapters(a.folder, a.out, a.merged, a.best)
 
 
 def _score(a: argparse.Namespace) -> int:
     from .language.commands import score
 
-    return score(a.folder, a.task, a.overrides, a.model, a.out)
+    return score(a.folder, a.task, a.overrides, a.model, a.out, a.best)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

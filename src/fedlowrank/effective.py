@@ -111,6 +111,7 @@ class Weighing:
     """Weights p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T) (Peng et al., FedHL, eq. 15).
 
     Attributes:
+        by: truncation, as above; or, for comparison (Table VIII), examples or ranks: p_i ∝ n_i or r_i, not smoothed.
         error: r̂_i: relative ‖W - W^{r_i}‖² / ‖W‖²; absolute, without the divisor; or squared, the square of the absolute one, as
             eq. 8 and eq. 15 read together.
         eps: ε.
@@ -119,6 +120,7 @@ class Weighing:
         by_examples: multiply p_i by n_i.
     """
 
+    by: Literal["truncation", "examples", "ranks"] = "truncation"
     error: Literal["relative", "absolute", "squared"] = "relative"
     eps: float = 1e-2
     temperature: float = 1.0
@@ -143,7 +145,10 @@ class Weighing:
         errors = {n: tail_energy(d, ranks) for n, d in deltas.items()}
         energy = {n: d.energy for n, d in deltas.items()}
         together, total = [sum(e) for e in zip(*errors.values(), strict=True)], sum(energy.values())
-        if self.per_layer:
+        if self.by != "truncation":
+            plain = [float(r) for r in ranks] if self.by == "ranks" else examples
+            weights = {n: [w / sum(plain) for w in plain] for n in deltas}
+        elif self.per_layer:
             weights = {n: self._of(errors[n], energy[n], examples) for n in deltas}
         else:
             weights = dict.fromkeys(deltas, self._of(together, total, examples))

@@ -48,12 +48,16 @@ class Reference:
         accuracy: in percent; ``"-"`` where the paper marks a failure to converge.
         communication: of the whole session, both ways and all clients, in GB.
         parameters: of a client's model, in millions.
+        metric: what ``score`` is, in words.
+        score: in percent, of an evaluation that ``fedlowrank score`` makes after a run.
     """
 
     label: str
     accuracy: Mapping[str, Printed] = field(default_factory=dict)
     communication: Mapping[str, Printed] = field(default_factory=dict)
     parameters: Mapping[str, Printed] = field(default_factory=dict)
+    metric: str = ""
+    score: Mapping[str, Printed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -252,7 +256,10 @@ class Experiment:
             return None
         given = build(Reference, self.tables["reference"], "reference")
         shown: dict[str, Any] = {"label": given.label}
-        for name in ("accuracy", "communication", "parameters"):
+        if given.score:
+            shown["metric"] = given.metric
+        # as runs had it before there were scores
+        for name in ("accuracy", "communication", "parameters", *(("score",) if given.score else ())):
             numbers: Mapping[str, Printed] = getattr(given, name)
             chosen = {key: self._printed(value, f"reference.{name}.{key}") for key, value in numbers.items()}
             # null marks what did not converge; what the paper does not have is left out

@@ -75,6 +75,14 @@ class RoundRecord:
     ranks: dict[str, int] = field(default_factory=dict)
     observed: dict[str, dict[str, float]] = field(default_factory=dict)
 
+    def validation(self) -> float | None:
+        """Mean over clients of the headline's validation accuracy, of a regression minus its loss; None if not evaluated."""
+        for measured, sign in ((self.accuracy, 1.0), (self.risk, -1.0)):
+            values = [v for v in next(iter((measured or {}).values()), {}).get("val", []) if v is not None]
+            if values:
+                return sign * sum(values) / len(values)
+        return None
+
     def untimed(self) -> dict[str, Any]:
         """All fields but the clocks: what must be equal between two runs of one configuration."""
         return {k: v for k, v in dataclasses.asdict(self).items() if "seconds" not in k}

@@ -131,8 +131,9 @@ def reopen(
     folder: Path,
     settings: RunSettings,
     config: Mapping[str, Any],
+    which: str = "checkpoint",
 ) -> Run:
-    """A run as its folder's last checkpoint has it, to look at or to export from; nothing is trained or written.
+    """A run as a checkpoint of its folder has it, to look at or to export from; nothing is trained or written.
 
     Args:
         method: of the run.
@@ -140,12 +141,13 @@ def reopen(
         folder: of the run.
         settings: of the run.
         config: see :func:`simulate`.
+        which: ``checkpoint`` for the last one, ``best`` for the best round by validation of a run with ``keep_best``.
 
     Raises:
         CheckpointError: if the configuration or the data are not those of the folder.
     """
     run = Run(method, federation, settings, ENGINES[settings.engine]())
-    RunFolder(folder, _described(run, config), run.clients()).read(run)
+    RunFolder(folder, _described(run, config), run.clients()).read(run, which)
     return run
 
 
@@ -209,6 +211,8 @@ def _rounds(
             records.append(record)
             if folder is not None:
                 folder.append(record)
+                if settings.keep_best and _is_best(records):
+                    folder.save_best(run)
                 if record.round in settings.adapters:
                     folder.write_models(run)
                 if record.round % settings.checkpoint_every == 0 or record.round == settings.rounds:
@@ -224,6 +228,12 @@ def _rounds(
         if folder is not None:
             folder.save_representations(representations(run, settings.representations))
     return Result(run, records)
+
+
+def _is_best(records: list[RoundRecord]) -> bool:
+    """Whether validation is better after the last round than after all before it."""
+    *before, now = (r.validation() for r in records)
+    return now is not None and all(b is None or now > b for b in before)
 
 
 @contextlib.contextmanager

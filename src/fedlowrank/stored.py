@@ -12,12 +12,13 @@ from .errors import CheckpointError
 from .simulate import reopen
 
 
-def opened(folder: Path, python: str) -> Run:
-    """A run as its last checkpoint has it; nothing is trained or written.
+def opened(folder: Path, python: str, best: bool = False) -> Run:
+    """A run as a checkpoint of it has it; nothing is trained or written.
 
     Args:
         folder: of a run that an experiment file made.
         python: what to do instead with a run that was made from Python, for the message.
+        best: the round with the best validation, of a run with ``run.keep_best``, and not the last.
 
     Raises:
         CheckpointError: if there is no such run, or data or configuration have changed.
@@ -26,7 +27,8 @@ def opened(folder: Path, python: str) -> Run:
     made = experiment.load(stored["experiment"])
     name = stored["method"]["name"]
     config = {**made.describe(name), "vary": stored["vary"]}
-    return reopen(made.method(name), made.federation(), folder, made.run, config)
+    which = "best" if best else "checkpoint"
+    return reopen(made.method(name), made.federation(), folder, made.run, config, which)
 
 
 def stored_config(folder: Path, python: str) -> dict[str, Any]:

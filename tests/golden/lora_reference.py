@@ -121,9 +121,7 @@ def fedit(s: Setting, move_a: bool = True) -> tuple[Factors, Layers]:
     rank, net = s.ranks[0], s.net
     factors = fresh(net, s.drawn, rank)
     for clients in s.rounds:
-        got = [
-            trained(net, factors, s.scale(rank), *s.data[k], p, s.lr, move_a=move_a) for k, (p,) in clients.items()
-        ]
+        got = [trained(net, factors, s.scale(rank), *s.data[k], p, s.lr, move_a=move_a) for k, (p,) in clients.items()]
         sizes = s.sizes(list(clients))
         factors = mean_factors([f for f, _ in got], sizes)
         net = [*net[:-1], mean_heads([h for _, h in got], sizes)]
@@ -133,7 +131,10 @@ def fedit(s: Setting, move_a: bool = True) -> tuple[Factors, Layers]:
 def fedsa(s: Setting) -> tuple[list[Factors], Layers]:
     """Guo et al.: mean of A, B of one's own. The factors of every client now, and the net with the mean head."""
     rank, net = s.ranks[0], s.net
-    shared, own = [a[:rank] for a in s.drawn], {k: [b for b, _ in fresh(net, s.drawn, rank)] for k in range(len(s.data))}
+    shared, own = (
+        [a[:rank] for a in s.drawn],
+        {k: [b for b, _ in fresh(net, s.drawn, rank)] for k in range(len(s.data))},
+    )
     for clients in s.rounds:
         replies, heads = [], []
         for k, (p,) in clients.items():

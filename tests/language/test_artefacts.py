@@ -189,8 +189,10 @@ def test_ranks_are_made_equal_and_products_stay(tmp_path_factory, ranks, scale, 
 
 def test_adapters_for_another_base_are_noticed(llama, tmp_path):
     loaded, model, factors, scale, _ = live(llama, PLAIN, targets=["v_proj"])
-    write_adapter(tmp_path, factors, scale, model.peft_config["default"], str(llama), loaded.digest)
-    assert read_adapter(tmp_path, loaded.digest).notes == ()
+    config = model.peft_config["default"]
+    write_adapter(tmp_path, factors, scale, config, str(llama), loaded.digest, round=3, client=11)
+    back = read_adapter(tmp_path, loaded.digest)
+    assert (back.notes, back.round, back.client, back.digest) == ((), 3, 11, loaded.digest)
     with pytest.raises(DataError, match=f"adapters for another base.*{loaded.digest}.*{'0' * 32}"):
         read_adapter(tmp_path, "0" * 32)
     (tmp_path / "fedlowrank.json").unlink()
@@ -223,8 +225,13 @@ def test_a_merged_folder_computes_what_the_live_model_does(name, request, tmp_pa
     folder = request.getfixturevalue(name)
     task = "classification" if name == "bert" else "causal"
     loaded, model, factors, scale, out = live(folder, PLAIN, task, MODELS[name])
-    head = head_of(model)
     before = scores(model)
+    # a head that was trained on
+    head = {n: t + 0.5 for n, t in head_of(model).items()}
+    if head:
+        given = parameters(layers(model), factors) | {f"base_model.model.{n}": t for n, t in head.items()}
+        with torch.inference_mode():
+            out = functional_call(model, given, kwargs={"input_ids": IDS}).logits
     write_merged(tmp_path, model, loaded.tokenizer, factors, scale, head)
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     assert torch.allclose(scores(kind.from_pretrained(tmp_path)), out, atol=1e-5)

@@ -21,7 +21,7 @@ from .run import Run
 
 FREE_TO_CHANGE = (
     "versions", "title", "paper", "reference", "experiment", "notes",
-    "run.checkpoint_every", "run.target", "run.representations", "run.adapters",
+    "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
 )  # fmt: skip
 """Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
 
@@ -105,8 +105,16 @@ class RunFolder:
         checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed)
         run.unsaved.clear()
 
-    def read(self, run: Run) -> dict[str, Any]:
+    def save_best(self, run: Run) -> None:
+        """Write the whole state as it stands to ``best``, beside the checkpoints."""
+        checkpoint.save(self.path / "best", run.round, run.state.server, run.state.clients)
+
+    def read(self, run: Run, which: str = "checkpoint") -> dict[str, Any]:
         """Put a run where its last checkpoint was, and leave the folder as it is.
+
+        Args:
+            run: made of the same configuration and data.
+            which: ``checkpoint`` for the last one, ``best`` for that of the best round by validation.
 
         Returns:
             The stored configuration.
@@ -125,7 +133,7 @@ class RunFolder:
                 + "; ".join(changes)
                 + ". Start a new run, or set these back."
             )
-        run.restore(checkpoint.load(self.path / "checkpoint"))
+        run.restore(checkpoint.load(self.path / which))
         found: dict[str, Any] = stored
         return found
 

@@ -40,6 +40,7 @@ class RunSettings:
         threads: of torch in this process; a second one makes small models many times slower on a busy machine.
         evaluate_every: rounds between evaluations; the first and last round are always evaluated.
         checkpoint_every: rounds between checkpoints; the last round is always saved.
+        keep_best: keep the state of the round with the best mean validation accuracy beside the last, in ``best/``.
         on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on.
         lost_replies: probability that a reply is lost on its way, to study its effect.
         target: test accuracy whose cost is reported, in (0, 1]; by default the highest that all compared runs reached.
@@ -57,6 +58,7 @@ class RunSettings:
     threads: int = 1
     evaluate_every: int = 1
     checkpoint_every: int = 1
+    keep_best: bool = False
     on_nan: Literal["stop", "drop"] = "stop"
     lost_replies: float = 0.0
     target: float | None = None

@@ -24,9 +24,9 @@ from .scores import TASKS, Score, ScoreTask
 OUT = Console()
 
 
-def adapters(folder: Path, out: Path, merged: bool) -> int:
-    """Write adapter folders of a run's last checkpoint."""
-    run = _opened(folder)
+def adapters(folder: Path, out: Path, merged: bool, best: bool = False) -> int:
+    """Write adapter folders of a run's last checkpoint, or of its best."""
+    run = _opened(folder, best)
     with as_checkpoint_error(f"cannot write {out}"):
         for path in language_of(run).write(run, out, merged):
             OUT.print(str(path))
@@ -34,7 +34,9 @@ def adapters(folder: Path, out: Path, merged: bool) -> int:
     return 0
 
 
-def score(folder: Path, task: str, fields: Sequence[str], models: Sequence[str], out: Path | None) -> int:
+def score(
+    folder: Path, task: str, fields: Sequence[str], models: Sequence[str], out: Path | None, best: bool = False
+) -> int:
     """Score models of a run by what they write.
 
     Args:
@@ -43,6 +45,7 @@ def score(folder: Path, task: str, fields: Sequence[str], models: Sequence[str],
         fields: ``name=value``, settings of the task.
         models: ``server``, ``base`` or numbers of clients; empty for the server's model where there is one, else client 0.
         out: JSON file to write the scores to, or None.
+        best: the round with the best validation and not the last.
     """
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
@@ -50,7 +53,7 @@ def score(folder: Path, task: str, fields: Sequence[str], models: Sequence[str],
     for text in fields:
         merge(settings, override(text))
     made: ScoreTask = build(TASKS[task], settings, f"score {task}")
-    run = _opened(folder)
+    run = _opened(folder, best)
     found = scores(run, made, models)
     table = Table("model", "score", "over", "decoding", title=f"{task}, {run.method.title}, after round {run.round}")
     for name, one in found.items():
@@ -97,8 +100,8 @@ def language_of(run: Run) -> Language:
     return companion
 
 
-def _opened(folder: Path) -> Run:
-    return opened(folder, "use fedlowrank.language.commands.scores, or federation.companion.write(run, folder)")
+def _opened(folder: Path, best: bool) -> Run:
+    return opened(folder, "use fedlowrank.language.commands.scores, or federation.companion.write(run, folder)", best)
 
 
 def _default(run: Run) -> str:

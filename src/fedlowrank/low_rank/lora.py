@@ -131,7 +131,8 @@ class LoRA:
         for name, update in updates.items():
             site = self.sites[name]
             w = self.base[site.weight]
-            found[site.weight] = (w.to(update.dtype) + site.folded(update)).to(w.dtype)
+            # added in the finer of both types
+            found[site.weight] = (w + site.folded(update)).to(w.dtype)
         return found
 
     def updates(self, factors: Factors, scale: float) -> dict[str, Tensor]:

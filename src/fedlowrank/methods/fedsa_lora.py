@@ -22,7 +22,7 @@ from ..tree import Params, mean, tree
 
 @tree
 class Server:
-    """The mean A (with a B of no rows), and what is shared beside it."""
+    """The mean A (with a B of no columns), and what is shared beside it."""
 
     factors: Factors
     rest: Params
@@ -83,11 +83,13 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         return view.model.initial | placed(view.model, self._leaves(state, down), self._scale(view), {}, {})
 
     def _leaves(self, state: Own, down: Message) -> Leaves:
-        return {"a": {n: p.a for n, p in received(down).items()}, "b": state.b, "rest": state.rest | down.rest}
+        a = {n: p.a for n, p in received(down).items()}
+        # what a lossy wire carries arrives in float32, whatever the type of the model
+        return {"a": a, "b": {n: b.to(a[n]) for n, b in state.b.items()}, "rest": state.rest | down.rest}
 
     def _scale(self, view: ClientView) -> float:
         return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))
 
 
 def _without_b(a: dict[str, Tensor]) -> Factors:
-    return {n: Pair(t.new_zeros(0, 0), t) for n, t in a.items()}
+    return {n: Pair(t.new_zeros(1, 0), t) for n, t in a.items()}

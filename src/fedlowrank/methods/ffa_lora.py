@@ -61,7 +61,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         fixed, start = self._leaves(state, down, view)
         end = tune(view, start, self._scale(view), self.optimiser, fixed=fixed)
         kept = end["rest"] if self.tuning.head == "personal" else {}
-        factors = {n: Pair(b, b.new_zeros(0, 0)) for n, b in end["b"].items()}
+        factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
         return kept, self.tuning.message(factors, end["rest"])
 
     def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
@@ -80,11 +80,12 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         """A, which is not trained, and the rest, which is."""
         leaves = leaves_of(received(down), state | down.rest)
         drawn = random_a(view.task, self.tuning.rank_of(view.info))
-        return {"a": drawn}, {"b": leaves["b"], "rest": leaves["rest"]}
+        # what a lossy wire carries arrives in float32, whatever the type of the model
+        return {"a": {n: drawn[n].to(b) for n, b in leaves["b"].items()}}, {"b": leaves["b"], "rest": leaves["rest"]}
 
     def _scale(self, view: ClientView) -> float:
         return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))
 
 
 def _without_a(factors: Factors) -> Factors:
-    return {n: Pair(p.b, p.a.new_zeros(0, 0)) for n, p in factors.items()}
+    return {n: Pair(p.b, p.a.new_zeros(0, 1)) for n, p in factors.items()}

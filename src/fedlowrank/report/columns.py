@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from .groups import TOKEN_ACCURACY, TOKEN_LOSS
 from .measure import ACCURACY, LOSS, Measure
 from .rows import Row, key
 from .units import NONE, loss_pair, number, percent_pair, plain, seconds, si, si_pair
@@ -51,20 +52,29 @@ def columns_of(rows: Sequence[Row], sized: bool) -> Iterable[Column]:
         rows: the rows.
         sized: whether model sizes are more than those of the architectures (:func:`fedlowrank.report.sizes.sizes_differ`).
     """
+    accuracy, lossy = measures_of(rows)
     judged = {row["judged_by"] for row in rows}
-    if ACCURACY.noun in judged or LOSS.noun not in judged:
-        yield from _results(rows, ACCURACY, "Accuracy")
+    by_loss = bool(judged & {LOSS.noun, TOKEN_LOSS.noun})
+    if not by_loss or judged & {ACCURACY.noun, TOKEN_ACCURACY.noun}:
+        yield from _results(rows, accuracy, "Accuracy")
         yield from _papers(rows)
-        if LOSS.noun not in judged:
+        if not by_loss:
             if _any(rows, "loss_last"):
+                over = (
+                    "mean loss on their test examples"
+                    if lossy is LOSS
+                    else "mean loss on the tokens of their test texts"
+                )
                 yield Column(
-                    "test loss", "", lambda r: loss_pair(_float(r, "loss_last"), _float(r, "loss_ci95_seeds")),
-                    note="mean over clients of the mean loss on their test examples, at the last evaluated round; over "
-                    "several seeds ± half-width of the 95 % confidence interval",
+                    lossy.noun, "", lambda r: loss_pair(_float(r, "loss_last"), _float(r, "loss_ci95_seeds")),
+                    note=f"mean over clients of the {over}, at the last evaluated round; over several seeds ± half-width of "
+                    "the 95 % confidence interval",
                 )  # fmt: skip
+            yield from _perplexities(rows, "Accuracy")
             yield from _remarks(rows, "Accuracy")
-    if LOSS.noun in judged:
-        yield from _results(rows, LOSS, "Test loss")
+    if by_loss:
+        yield from _results(rows, lossy, "Test loss")
+        yield from _perplexities(rows, "Test loss")
         yield from _remarks(rows, "Test loss")
     yield from _model_sizes(rows, sized)
     yield from _costs(rows)
@@ -75,6 +85,23 @@ def columns_of(rows: Sequence[Row], sized: bool) -> Iterable[Column]:
         yield _number("FLOPs", "target_flops", si, "To target", "")
         yield _number("steps", "target_steps", si, "To target", "")
         yield _number("train + server", "target_seconds", seconds, "To target", "")
+
+
+def measures_of(rows: Sequence[Row]) -> tuple[Measure, Measure]:
+    """Accuracy and loss under the names that they have in a table of these rows."""
+    tokens = {row["judged_by"] for row in rows} - {None}
+    if tokens and tokens <= {TOKEN_ACCURACY.noun, TOKEN_LOSS.noun}:
+        return TOKEN_ACCURACY, TOKEN_LOSS
+    return ACCURACY, LOSS
+
+
+def _perplexities(rows: Sequence[Row], block: Block) -> Iterable[Column]:
+    for end in ("", *_ends(rows, "perplexity")):
+        if _any(rows, f"perplexity{end}"):
+            yield Column(
+                f"perplexity {plain(end[1:])}".rstrip(), "", partial(_perplexity, end=end), block,
+                note="" if end else "exponential of the mean loss per token over clients and seeds; lower is better",
+            )  # fmt: skip
 
 
 def _results(rows: Sequence[Row], measure: Measure, block: Block) -> Iterable[Column]:
@@ -198,6 +225,10 @@ def _number(
     title: str, key: str, show: Callable[[float | None], str], block: Block, note: str, wide: bool = False
 ) -> Column:
     return Column(title, "", lambda r: show(_float(r, key)), block, note=note, wide=wide)
+
+
+def _perplexity(row: Row, end: str) -> str:
+    return loss_pair(_float(row, f"perplexity{end}"), None)
 
 
 def _ends(rows: Sequence[Row], key: str) -> list[str]:

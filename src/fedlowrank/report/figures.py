@@ -31,7 +31,7 @@ from .axes import (
     seeds_note,
 )
 from .courses import Curve, Shown, curve, shown_series
-from .groups import Group, Spread, measure_of, spread, value_text
+from .groups import Group, Spread, measure_of, spread, value_text, worded
 from .measure import ACCURACY, LOSS, Measure
 from .style import INK, WIDTH, Picture, Style, drawing, legend, new_figure
 from .units import plain, si
@@ -44,15 +44,15 @@ def accuracy_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | N
     lines (:func:`fedlowrank.report.courses.shown_series`).
     """
     judged = [group for group in groups if group.measure == ACCURACY]
-    return _over_rounds(shown_series(judged, unseen=True), groups, styles, ACCURACY)
+    return _over_rounds(shown_series(judged, unseen=True), groups, styles, worded(ACCURACY, groups))
 
 
 def loss_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Test loss against rounds: in all detail where it is what methods are judged by, else of the headlines."""
     if measure_of(groups) == LOSS:
-        return _over_rounds(shown_series(groups, unseen=True), groups, styles, LOSS)
+        return _over_rounds(shown_series(groups, unseen=True), groups, styles, worded(LOSS, groups))
     heads = [Shown(group, group.headline, 0, group.short) for group in groups if group.headline is not None]
-    return _over_rounds(heads, groups, styles, LOSS)
+    return _over_rounds(heads, groups, styles, worded(LOSS, groups))
 
 
 def _over_rounds(shown: Sequence[Shown], groups: Sequence[Group], styles: Styles, measure: Measure) -> Picture | None:

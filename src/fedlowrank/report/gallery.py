@@ -10,7 +10,7 @@ import matplotlib
 
 from fedlowrank.record import RunRecord, as_checkpoint_error
 
-from . import figures, low_rank_figures, pictures, route_figures
+from . import adapter_figures, figures, low_rank_figures, pictures, route_figures
 from .groups import Group, aggregate, vary_text
 from .style import Picture, Style, drawing, real_colours, styles
 
@@ -34,15 +34,20 @@ def gallery(groups: Sequence[Group], looks: dict[str, Style]) -> Iterator[tuple[
         drawn = [
             figures.accuracy_over_rounds(some, looks),
             figures.loss_over_rounds(some, looks),
+            adapter_figures.training_loss_over_rounds(some, looks),
             figures.accuracy_over_bytes(some, looks),
             figures.client_boxes(some, looks),
             low_rank_figures.relative_accuracy(some, looks),
+            adapter_figures.score_by_rank(some, looks),
             figures.trade_off(some, looks),
             low_rank_figures.accuracy_over_size(some, looks),
             route_figures.recovery_over_rounds(some, looks),
             *route_figures.routes(some),
             low_rank_figures.downlink_over_rounds(some, looks),
             low_rank_figures.rank_over_rounds(some, looks),
+            adapter_figures.server_rank_over_rounds(some, looks),
+            adapter_figures.energy_over_rounds(some, looks),
+            *adapter_figures.replies_over_rounds(some),
             pictures.class_counts(some[0].first),
         ]
         heading = (f"With {text}" if text else "Without variation") if len(variants) > 1 else ""

@@ -14,12 +14,12 @@ from scipy import stats
 from fedlowrank.errors import ConfigError
 from fedlowrank.record import RunRecord
 
-from .measure import ACCURACY, LOSS, Measure, judged
+from .measure import ACCURACY, LOSS, MEASURES, Measure, judged
 from .summary import RunSummary, Score, highest_all_reached, part, run_target, summarise
 from .units import plain
 
 CONFIDENCE = 0.95
-PARTS = ("data", "partition", "split", "concept", "augment", "model", "run")
+PARTS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "run")
 """Parts of ``run.json`` that the methods of an experiment share."""
 
 _NOT_SETTINGS = ("seed", "target")
@@ -91,7 +91,8 @@ class Group:
     @property
     def measure(self) -> Measure:
         """What its runs are judged by; accuracy if none was evaluated."""
-        return next((one.measure for one in self.runs if one.main is not None and one.main.last is not None), ACCURACY)
+        known = (one.measure for one in self.runs if one.main is not None and one.main.last is not None)
+        return worded(next(known, ACCURACY), [self])
 
     @property
     def headline(self) -> str | None:
@@ -157,7 +158,34 @@ def half_width(std: float, n: int) -> float:
 def measure_of(groups: Sequence[Group]) -> Measure:
     """What the groups of one experiment are compared by: loss only where none has an accuracy."""
     losses = any(group.final(LOSS) is not None for group in groups)
-    return LOSS if losses and all(group.final(ACCURACY) is None for group in groups) else ACCURACY
+    return worded(LOSS if losses and all(group.final(ACCURACY) is None for group in groups) else ACCURACY, groups)
+
+
+@dataclass(frozen=True, eq=False)
+class _PerToken(Measure):
+    """What a measure is called where models predict tokens: other words for the same numbers, so equal to it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Measure) and other.field == self.field
+
+    def __hash__(self) -> int:
+        return hash(next(one for one in MEASURES if one.field == self.field))
+
+
+TOKEN_ACCURACY = _PerToken("accuracy", "next-token accuracy", "Next-token accuracy", "%", 100.0, higher=True)
+TOKEN_LOSS = _PerToken("risk", "loss per token", "Loss per token", "", 1.0, higher=False)
+
+
+def predicts_tokens(run: RunRecord) -> bool:
+    """Whether the models of a run are language models that predict tokens, and not classes."""
+    return bool(part(run.config, "language")) and not run.config.get("classes")
+
+
+def worded(measure: Measure, groups: Sequence[Group]) -> Measure:
+    """A measure under the name that it has for these groups: another one if all of them predict tokens."""
+    if not groups or not all(predicts_tokens(group.first) for group in groups):
+        return measure
+    return TOKEN_ACCURACY if measure == ACCURACY else TOKEN_LOSS
 
 
 def choose_target(runs: Sequence[RunRecord], target: float | None = None) -> Target:

@@ -18,7 +18,8 @@ from rich.text import Text
 from fedlowrank.record import RunRecord
 
 from .ablation import Ablation, ablations
-from .columns import BLOCKS, Block, Column, columns_of
+from .adapters import adapter_row, rank_tables
+from .columns import BLOCKS, Block, Column, columns_of, measures_of
 from .groups import Group, Target, aggregate
 from .routing import collapse_notes
 from .rows import Row, row_of
@@ -37,6 +38,7 @@ class Comparison:
         targets: target of each experiment, by name.
         footnotes: ``(term, meaning)``, one line each.
         ablations: results against what was varied.
+        ranks: results by rank of the client.
         warnings: what a reader must not miss.
     """
 
@@ -47,6 +49,7 @@ class Comparison:
     footnotes: tuple[tuple[str, str], ...]
     ablations: tuple[Ablation, ...] = ()
     warnings: tuple[str, ...] = ()
+    ranks: tuple[Ablation, ...] = ()
 
     def block(self, name: Block) -> list[Column]:
         """Columns of one block."""
@@ -54,6 +57,9 @@ class Comparison:
 
     def caption(self, name: Block) -> str:
         """Heading of a block, with the target where there is one for all rows."""
+        if name in ("Accuracy", "Test loss"):
+            accuracy, loss = measures_of(self.rows)
+            return accuracy.title if name == "Accuracy" else loss.title
         if name != "To target":
             return name
         values = {target.value for target in self.targets.values()}
@@ -85,14 +91,14 @@ def comparison(runs: Sequence[RunRecord], target: float | None = None) -> Compar
 
 def compare(groups: Sequence[Group]) -> Comparison:
     """Compare groups that were made before."""
-    rows = tuple(row_of(group) for group in groups)
+    rows = tuple({**row_of(group), **adapter_row(group)} for group in groups)
     targets = {group.name: group.target for group in groups}
     columns = tuple(columns_of(rows, sizes_differ(groups)))
     notes = [(column.title, column.note) for column in columns if column.note]
     for name, target in targets.items():
         where = f" in {name}" if len(targets) > 1 else ""
         if target.value is not None:
-            said = f"mean test accuracy of {number(100 * target.value)} %{where}, {target.source}"
+            said = f"mean {measures_of(rows)[0].noun} of {number(100 * target.value)} %{where}, {target.source}"
             notes.append(("target", said + "; costs are summed up to the first evaluated round that reached it"))
     if any(row["accuracy_last"] is not None for row in rows) or not any(row["judged_by"] for row in rows):
         notes.append(
@@ -103,8 +109,9 @@ def compare(groups: Sequence[Group]) -> Comparison:
         )
     notes += [("paper", label) for label in dict.fromkeys(str(row["reference"]) for row in rows if row["reference"])]
     return Comparison(
-        tuple(groups), rows, columns, targets, tuple(notes), tuple(ablations(groups)), tuple(collapse_notes(groups))
-    )
+        tuple(groups), rows, columns, targets, tuple(notes), tuple(ablations(groups)), tuple(collapse_notes(groups)),
+        tuple(rank_tables(groups)),
+    )  # fmt: skip
 
 
 def to_csv(table: Comparison) -> str:
@@ -124,12 +131,7 @@ def to_csv(table: Comparison) -> str:
 def to_markdown(table: Comparison) -> str:
     """One Markdown table an ablation and a block, with footnotes; warnings come first."""
     parts = [f"> {_markdown(said)}" for said in table.warnings]
-    for one in table.ablations:
-        heads = [_markdown(name) for name in (*one.fields, *one.columns)]
-        lines = [f"**{_markdown(one.title)}**", "", _pipes(heads)]
-        lines.append(_pipes([":---"] * len(one.fields) + ["---:"] * len(one.columns)))
-        lines += [_pipes([_markdown(text) for text in (*values, *cells)]) for values, cells in one.rows]
-        parts.append("\n".join([*lines, "", _markdown(one.note)]))
+    parts += map(_ablation_markdown, table.ablations)
     for block in BLOCKS:
         columns = table.block(block)
         if not columns:
@@ -142,8 +144,17 @@ def to_markdown(table: Comparison) -> str:
             for row in table.rows
         ]
         parts.append("\n".join(lines))
+    parts += map(_ablation_markdown, table.ranks)
     parts.append("\n".join(f"- *{_markdown(term)}*: {_markdown(said)}." for term, said in table.footnotes))
     return "\n\n".join(parts) + "\n"
+
+
+def _ablation_markdown(one: Ablation) -> str:
+    heads = [_markdown(name) for name in (*one.fields, *one.columns)]
+    lines = [f"**{_markdown(one.title)}**", "", _pipes(heads)]
+    lines.append(_pipes([":---"] * len(one.fields) + ["---:"] * len(one.columns)))
+    lines += [_pipes([_markdown(text) for text in (*values, *cells)]) for values, cells in one.rows]
+    return "\n".join([*lines, "", _markdown(one.note)])
 
 
 def to_html(table: Comparison) -> str:
@@ -164,6 +175,7 @@ def to_html(table: Comparison) -> str:
             f'<div class="scroll" role="region" tabindex="0" aria-label="{caption}"><table><caption>{caption}</caption>'
             f'<thead><tr><th scope="col">method</th>{head}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
         )
+    parts += map(ablation_html, table.ranks)
     return "\n".join(parts)
 
 
@@ -210,6 +222,7 @@ def render_terminal(table: Comparison) -> RenderableType:
                 # Text, not markup: a name in brackets must stay a name.
                 one.add_row(Text(label), *(Text(column.text(row)) for column in some))
             parts.append(one)
+    parts += [made for one in table.ranks for made in _ablation(one)]
     parts += [Text(f"{term}: {said}.", style="dim") for term, said in table.footnotes]
     parts += [Text(said, style="yellow") for said in table.warnings]
     return Stack(*parts)

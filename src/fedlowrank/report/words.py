@@ -9,6 +9,7 @@ from typing import Any
 
 from fedlowrank.record import RunRecord
 
+from .adapters import ranks_in_words
 from .groups import Group, Spread, experiment, measure_of, seed, settings, value_text, vary_text
 from .measure import ACCURACY, LOSS, Measure
 from .routing import collapse_notes
@@ -49,6 +50,16 @@ def what_was_run(groups: Sequence[Group]) -> str:
         said.append(f"Training images are changed at random: {_described(changed, ())}.")
     models = ", ".join(f"{name} × {n}" if n > 1 else name for name, n in architectures.items())
     said.append(f"Models: {models or 'not named'}.")
+    language = part(run.config, "language")
+    if language:
+        said.append(f"Language model: {_described(language, ('path',))}.")
+    # the ranks of the clients follow in words
+    adapted = {key: value for key, value in part(run.config, "lora").items() if key != "ranks"}
+    if adapted:
+        said.append(f"LoRA: {_described(adapted, ())}.")
+    ranks = ranks_in_words(run)
+    if ranks:
+        said.append(f"Ranks of the clients: {ranks}.")
     share = rounds.get("participation")
     taking = f", {percent(float(share), 0)} % of clients in each" if isinstance(share, (int, float)) else ""
     said.append(f"{rounds.get('rounds', len(run.rounds))} rounds{taking}.")

@@ -63,6 +63,21 @@ class Gsm8k:
         return [replace(record, response=re.sub(r"<<[^<>]*>>", "", record.response)) for record in records]
 
 
+LANGUAGES = ("C", "C#", "C++", "Go", "Java", "PHP", "Pascal", "Python", "Scala")
+"""The nine subsets of Fed-CodeAlpaca (Kuang et al., FederatedScope-LLM, 2023)."""
+
+
+def language_of(text: str) -> str | None:
+    """The first programming language that a text names as a word of its own, or None.
+
+    ``go`` is a verb, too, and ``c`` a letter, so these two count with a capital alone.
+    """
+    found = re.search(r"(?<![\w#+])(C#|C\+\+|C(?![\w#+])|Go(?!\w)|(?i:java|php|pascal|python|scala)(?!\w))", text)
+    if found is None:
+        return None
+    return next(name for name in LANGUAGES if name.lower() == found.group().lower())
+
+
 @dataclass(frozen=True)
 class CodeAlpaca:
     """Programming tasks in the form of Alpaca: instruction, input, output.
@@ -71,11 +86,14 @@ class CodeAlpaca:
 
     Attributes:
         path: the file, ``.json`` as published, ``.jsonl``, either with ``.gz``, or ``.parquet``.
+        by_language: keep only tasks that name one of nine programming languages, which becomes their category. The file
+            itself does not say; it is the first of :data:`LANGUAGES` in instruction or input.
         test_share: share of the records that become the test part, from 0 (none) to below 1, drawn at random.
         seed: of that draw.
     """
 
     path: str
+    by_language: bool = False
     test_share: float = 0.0
     seed: int = 0
 
@@ -86,6 +104,12 @@ class CodeAlpaca:
         """The tasks; see `TextSource.load`."""
         notes: list[str] = []
         records = _instructions(read_file(self.path), notes, "instruction", "output", "input")
+        if self.by_language:
+            named = [replace(r, category=language_of(f"{r.prompt} {r.input}")) for r in records]
+            records = [r for r in named if r.category is not None]
+            notes.append(f"{len(named) - len(records)} of {len(named)} tasks name none of the nine languages; left out")
+            if not records:
+                raise DataError(f"{self.path!r}: no task names one of {', '.join(LANGUAGES)}")
         train, test = hold_out(records, self.test_share, Key(("codealpaca", self.seed)))
         return Texts("codealpaca", train, test, notes=tuple(notes))
 
