@@ -175,7 +175,7 @@ def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, keep: Any) ->
     run = go(kind, 0, keep=keep, rounds=5, participation=0.5, lost_replies=0.3)
     seen = dict.fromkeys(range(4), 0)
     lost = 0
-    for t in range(5):
+    for _ in range(5):
         for k in range(4):
             down = run.method.download(run.state.server, run.federation.infos[k])
             held = down.stacks if kind is FLoRA else down.residuals

@@ -1,0 +1,83 @@
+"""Plain text cut into passages, which joined must give the text again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedlowrank.data.text.passages import Lines, Speakers, passages
+from fedlowrank.errors import ConfigError, DataError
+
+
+def write(file: Path, rows: list[Any]) -> str:
+    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    file.write_bytes(gzip.compress(text) if file.name.endswith(".gz") else text)
+    return str(file)
+
+
+@given(text=st.text(alphabet="ab \n\r\u2028é"), unit=st.sampled_from(["characters", "lines"]), length=st.integers(1, 9))
+def test_passages_join_to_the_text(text: str, unit: Any, length: int) -> None:
+    found = passages(text, unit, length)
+    assert "".join(found) == text
+    sizes = [len(p) if unit == "characters" else p.rstrip("\n").count("\n") + 1 for p in found if p.strip("\n")]
+    assert all(size <= length for size in sizes)
+    if unit == "characters":
+        assert all(len(p) == length for p in found[:-1])
+    else:
+        assert all(p.count("\n") == length for p in found[:-1])
+
+
+def test_speakers_are_clients_and_keep_their_last_passages_for_the_test(tmp_path: Path) -> None:
+    rows = [
+        {"play": "p", "speaker": "LORD", "text": "abcdefghij"},
+        {"play": "p", "speaker": "KING", "text": "xyz"},
+        {"play": "q", "speaker": "LORD", "text": "klmn    opqr"},
+    ]
+    path = write(tmp_path / "by_speaker.jsonl.gz", rows)
+    found = Speakers(path, length=4, test_share=0.4).load()
+    # LORD: abcd efgh ij klmn (blank) opqr: round(.4 · 5) = 2 for the test; KING has one passage
+    assert [(r.client, r.response) for r in found.train] == [
+        ("LORD", "abcd"),
+        ("LORD", "efgh"),
+        ("LORD", "ij"),
+        ("KING", "xyz"),
+    ]
+    assert [(r.client, r.response) for r in found.test] == [("LORD", "klmn"), ("LORD", "opqr")]
+    assert all(r.prompt == r.input == "" for r in found.train)
+    assert found.notes == (
+        "1 passages of white space alone left out",
+        "1 of 2 speakers have too few passages for the test part",
+    )
+    # one passage at least stays for training
+    nearly_all = Speakers(path, length=4, test_share=0.99).load()
+    assert [r.response for r in nearly_all.train] == ["abcd", "xyz"]
+    apart = Speakers(path, ("play", "speaker"), length=4).load()
+    assert list(dict.fromkeys(r.client for r in apart.train)) == ["p, LORD", "p, KING", "q, LORD"]
+    assert (apart.test, found.name) == (None, "by_speaker")
+    with pytest.raises(DataError, match="too few passages for a test part"):
+        Speakers(path, length=100, test_share=0.1).load()
+    with pytest.raises(DataError, match=r"line 2 names no speaker in 'speaker'"):
+        Speakers(write(tmp_path / "b.jsonl", [rows[0], {"text": "a", "speaker": ""}])).load()
+    with pytest.raises(ConfigError, match="list of at least one column"):
+        Speakers(path, speaker="speaker")  # type: ignore[arg-type]
+
+
+def test_lines_of_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "t.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n\n\nfive"))
+    found = Lines(str(tmp_path / "t.txt.gz"), "lines", 2, 0.5).load()
+    assert [r.response for r in found.train] == ["one\ntwo\n"]
+    assert [r.response for r in found.test] == ["five"]
+    assert found.notes == ("1 passages of white space alone left out",)
+    (tmp_path / "e.txt").write_text(" \n")
+    with pytest.raises(DataError, match="holds no text"):
+        Lines(str(tmp_path / "e.txt")).load()
+    with pytest.raises(DataError, match="cannot read"):
+        Lines(str(tmp_path / "gone.txt")).load()
+    with pytest.raises(ConfigError, match=r"Lines\.unit"):
+        Lines("t", "words")  # type: ignore[arg-type]

@@ -1,0 +1,307 @@
+"""Whole runs of federated fine-tuning on tiny models: files in, adapters out; killed, resumed, in parts, recomputed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlowrank import tree
+from fedlowrank.cli import main
+from fedlowrank.engine import checkpoint
+from fedlowrank.engine.run import Run
+from fedlowrank.engine.sequential import Sequential
+from fedlowrank.errors import ConfigError, FedlowrankError, TaskError
+from fedlowrank.experiment import load
+from fedlowrank.language.commands import language_of, scores
+from fedlowrank.language.scores import Perplexity
+from fedlowrank.record import RunRecord
+from fedlowrank.stored import opened
+
+torch.set_num_threads(1)
+
+METHODS = ["fedhl", "hetlora", "flexlora", "flora", "fedit", "ffa_lora", "fedsa_lora", "fedex_lora", "fedavg", "ditto"]
+EQUAL = {"fedit", "ffa_lora", "fedsa_lora", "fedex_lora"}
+
+
+def instructions(folder: Path, count: int = 60) -> Path:
+    rows = []
+    for i in range(count):
+        animal = ["fox", "dog"][i % 2]
+        rows.append({"prompt": f"who is {i % 7}?", "response": f"the {animal}" * (1 + i % 3), "kind": animal})
+    path = folder / "train.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in rows) + "\n")
+    return path
+
+
+def causal(base: Path, folder: Path, **more: Any) -> dict[str, Any]:
+    """Tables of an experiment; ``more`` by section."""
+    tables: dict[str, Any] = {
+        "name": "tiny",
+        "method": "fedhl",
+        "data": {
+            "source": "instructions",
+            "path": str(instructions(folder)),
+            "prompt": "prompt",
+            "response": "response",
+        },
+        "partition": {"kind": "dirichlet", "clients": 3, "alpha": 1.0},
+        "language": {"path": str(base), "format": "plain", "context": 48},
+        "lora": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "ranks": [4, 2, 1]},
+        "run": {"rounds": 2, "representations": 0},
+        "defaults": {"batch_size": 8, "optimiser": {"kind": "adamw", "lr": 0.01}},
+    }
+    tables["data"] |= {"category": "kind", "normalise": "none"}
+    for section, fields in more.items():
+        tables[section] = {**tables.get(section, {}), **fields} if isinstance(fields, dict) else fields
+    return tables
+
+
+def run_of(tables: dict[str, Any], steps: int | None = None) -> Run:
+    made = load(tables)
+    run = Run(made.method(made.header.method), made.federation(), made.run, Sequential())
+    for _ in range(made.run.rounds if steps is None else steps):
+        run.step()
+    return run
+
+
+def toml(tables: dict[str, Any], path: Path) -> Path:
+    """A file with these tables."""
+    plain = {k: v for k, v in tables.items() if not isinstance(v, dict)}
+    lines = [f"{k} = {json.dumps(v)}" for k, v in plain.items()]
+
+    def table(name: str, fields: dict[str, Any]) -> None:
+        lines.append(f"[{name}]")
+        lines.extend(f"{k} = {json.dumps(v)}" for k, v in fields.items() if not isinstance(v, dict))
+        for k, v in fields.items():
+            if isinstance(v, dict):
+                table(f"{name}.{k}", v)
+
+    for k, v in tables.items():
+        if isinstance(v, dict):
+            table(k, v)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_fine_tunes_a_causal_model(method: str, llama: Path, tmp_path: Path) -> None:
+    ranks = {"ranks": [2]} if method in EQUAL | {"fedavg", "ditto"} else {}
+    run = run_of(causal(llama, tmp_path, method=method, lora=ranks, run={"rounds": 3}), 0)
+    base = {n: p.clone() for n, p in language_of(run).model.named_parameters()}
+    before = run.start().risk
+    for _ in range(3):
+        after = run.step().risk
+    assert before is not None and after is not None
+    # the mean test loss of the headline series falls: the adapters learn although nothing else is trained
+    first, last = (sum(r["personal"]["val"]) for r in (before, after))
+    assert last < first - 0.01
+    for name, p in language_of(run).model.named_parameters():
+        assert torch.equal(p, base[name]), f"{name} of the shared base changed"
+
+
+def test_clients_share_one_base_and_hold_factors_alone(llama: Path, tmp_path: Path) -> None:
+    run = run_of(causal(llama, tmp_path))
+    model = language_of(run).model
+    whole = sum(p.numel() for p in model.parameters())
+    held = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert all(".lora_" in name for name in held)
+    assert set(run.federation.architectures["language"].initial) == held
+    for state in run.state.clients.values():
+        assert tree.numel(state) < whole / 10
+    uploads = run.step()
+    assert uploads.parameters_up < 3 * whole / 10
+
+
+@pytest.mark.parametrize("head", ["shared", "personal", "frozen"])
+def test_the_head_of_a_classifier_is_what_the_settings_say(head: str, bert: Path, tmp_path: Path) -> None:
+    rows = [{"text": ["a fox jumps", "a dog sleeps", "1 + 1"][i % 3] + f" {i % 5}", "label": i % 3} for i in range(60)]
+    path = tmp_path / "c.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in rows) + "\n")
+    tables = causal(
+        bert,
+        tmp_path,
+        data={"source": "text_classes", "path": str(path)},
+        language={"path": str(bert), "task": "classification"},
+        lora={"target_modules": ["query", "value"]},
+        methods={"fedhl": {"tuning": {"head": head}}},
+        run={"rounds": 4},
+    )
+    for field in ("prompt", "response", "category"):
+        del tables["data"][field]
+    del tables["language"]["format"]
+    run = run_of(tables)
+    names = [n for n in run.federation.architectures["language"].initial if "classifier" in n]
+    assert len(names) == 2
+    initial = run.federation.architectures["language"].initial
+    shared = {n for n in names if n in run.state.server.rest}
+    own = {n for s in run.state.clients.values() for n in s}
+    assert (shared, own) == {
+        "shared": (set(names), set()),
+        "personal": (set(), set(names)),
+        "frozen": (set(), set()),
+    }[head]
+    for info in run.federation.infos:
+        used = run.personal(info)
+        assert (head == "frozen") == all(torch.equal(used[n], initial[n]) for n in names)
+
+
+def test_adapters_of_a_run_load_in_peft_and_give_the_same_scores(llama: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    # exact: the server's W stays factors, so that it can leave as an adapter too
+    tables = causal(llama, tmp_path, methods={"fedhl": {"form": {"kind": "exact"}}}, run={"adapters": [1]})
+    file = toml(tables, tmp_path / "e.toml")
+    assert main(["run", str(file), "-o", str(tmp_path / "run")]) == 0
+    early = tmp_path / "run" / "adapters" / "round-0001"
+    assert sorted(p.name for p in early.iterdir()) == ["client_0000", "client_0001", "client_0002", "server"]
+    out = tmp_path / "out"
+    assert main(["adapters", str(tmp_path / "run"), "-o", str(out), "--merged"]) == 0
+    run = opened(tmp_path / "run", "")
+    x = {n: t[:4] for n, t in run.federation.clients[0].train.x.items()}
+    model = run.federation.architectures["language"]
+    server = run.at_client(run.federation.infos[0]).server
+    assert server is not None
+    expected = {"server": server} | {f"client_{i.id:04d}": run.personal(i) for i in run.federation.infos}
+    for name, params in expected.items():
+        with torch.no_grad():
+            live = model.apply(params, x)
+            plain = AutoModelForCausalLM.from_pretrained(llama)
+            torch.testing.assert_close(
+                PeftModel.from_pretrained(plain, out / name)(**x).logits, live, rtol=0, atol=1e-5
+            )
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(out / "server_merged")(**x).logits
+        torch.testing.assert_close(merged, model.apply(server, x), rtol=0, atol=1e-5)
+    ranks = {n: json.loads((out / n / "adapter_config.json").read_text())["r"] for n in expected}
+    assert [ranks[f"client_{i:04d}"] for i in range(3)] == [4, 2, 1]
+    told = json.loads((early / "client_0001" / "fedlowrank.json").read_text())
+    assert (told["round"], told["client"]) == (1, 1)
+
+
+@pytest.mark.parametrize("method", ["flora", "fedex_lora"])
+def test_a_base_that_moved_leaves_as_a_whole_model(method: str, llama: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = run_of(causal(llama, tmp_path, method=method, lora={"ranks": [2]}))
+    language_of(run).write(run, tmp_path / "out")
+    x = {n: t[:4] for n, t in run.federation.clients[0].train.x.items()}
+    with torch.no_grad():
+        live = run.federation.architectures["language"].apply(run.personal(run.federation.infos[1]), x)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "client_0001")(**x).logits
+    torch.testing.assert_close(loaded, live, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_as_an_unbroken_one(llama: Path, tmp_path: Path) -> None:
+    # a fifth of the replies never arrive, as from clients that die in mid-round
+    settings = {"rounds": 6, "lost_replies": 0.2, "evaluate_every": 10}
+    file = toml(causal(llama, tmp_path, run=settings, defaults={"epochs": 2}), tmp_path / "e.toml")
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert main(["run", str(file), "-o", str(whole)]) == 0
+    command = [sys.executable, "-m", "fedlowrank.cli", "run", str(file), "-o", str(broken)]
+    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL) as process:
+        metrics, end = broken / "metrics.jsonl", time.monotonic() + 200
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+            assert process.poll() is None and time.monotonic() < end, "the run ended before it could be killed"
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert checkpoint.load(broken / "checkpoint").round < 6
+    assert main(["resume", str(broken)]) == 0
+    ends = [checkpoint.load(folder / "checkpoint") for folder in (whole, broken)]
+    assert tree.equal(ends[0].server, ends[1].server)
+    records = [[r.untimed() for r in RunRecord.load(folder).rounds] for folder in (whole, broken)]
+    assert records[0] == records[1]
+    assert any(r["lost"] for r in records[0])
+
+
+def test_recomputed_activations_give_the_same_model(llama: Path, tmp_path: Path) -> None:
+    plain = run_of(causal(llama, tmp_path))
+    again = run_of(causal(llama, tmp_path, language={"gradient_checkpointing": True}))
+    assert any(getattr(m, "gradient_checkpointing", False) for m in language_of(again).model.modules())
+    for (path, a), (_, b) in zip(tree.leaves(plain.state.server), tree.leaves(again.state.server), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=path)
+
+
+def test_batches_in_parts_give_the_same_model(llama: Path, tmp_path: Path) -> None:
+    sgd = {"optimiser": {"kind": "sgd", "lr": 0.5}}
+    tables = [causal(llama, tmp_path, run={"micro_batch": m} if m else {}) for m in (0, 3)]
+    for one in tables:
+        one["defaults"] |= sgd
+    whole, parts = (run_of(one) for one in tables)
+    for (path, a), (_, b) in zip(tree.leaves(whole.state.server), tree.leaves(parts.state.server), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=path)
+
+
+def test_autocast_multiplies_in_half_precision_and_learns_alike(llama: Path, tmp_path: Path) -> None:
+    plain = run_of(causal(llama, tmp_path))
+    half = run_of(causal(llama, tmp_path, language={"autocast": "bfloat16"}))
+    x = {n: t[:4] for n, t in plain.federation.clients[0].train.x.items()}
+    a, b = (r.federation.architectures["language"].apply(r.personal(r.federation.infos[0]), x) for r in (plain, half))
+    assert b.dtype == torch.float32
+    assert 0 < float((a - b).abs().max()) < 0.1 * float(a.abs().max())
+
+
+def test_scores_are_of_the_model_that_is_named(llama: Path, tmp_path: Path) -> None:
+    run = run_of(causal(llama, tmp_path, run={"rounds": 3}))
+    task = Perplexity(str(tmp_path / "train.jsonl"), text="response", instruction="prompt", end=True)
+    found = scores(run, task, ["base", "server", "0"])
+    assert found["server"].value < found["base"].value
+    # the base again: nothing of the adapters stays in the model
+    assert scores(run, task, ["base"])["base"].value == found["base"].value
+    # mean loss of a token over the same texts, from the federation's own evaluation
+    examples = [c.train for c in run.federation.clients]
+    assert sum(int((e.y[:, 1:] >= 0).sum()) for e in examples) <= found["base"].count
+
+
+def test_the_best_round_is_kept(llama: Path, tmp_path: Path) -> None:
+    tables = causal(
+        llama, tmp_path, run={"rounds": 4, "keep_best": True}, split={"kind": "local", "train": 0.6, "val": 0.3}
+    )
+    # a rate at which the last rounds are worse than an earlier one
+    tables["defaults"]["optimiser"]["lr"] = 0.6
+    file = toml(tables, tmp_path / "e.toml")
+    assert main(["run", str(file), "-o", str(tmp_path / "run")]) == 0
+    rounds = RunRecord.load(tmp_path / "run").rounds
+    best = max(rounds, key=lambda r: (r.validation(), -r.round)).round
+    assert opened(tmp_path / "run", "", best=True).round == best
+    assert opened(tmp_path / "run", "").round == 4
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no such module": ({"lora": {"target_modules": ["qproj"]}}, "q_proj"),
+    "rank above a dimension": ({"lora": {"ranks": [400, 2, 1]}}, "rank"),
+    "more ranks than clients": ({"lora": {"ranks": [1, 2, 3, 4]}}, "3 clients"),
+    "a rank of 0": ({"lora": {"ranks": [0]}}, "at least 1"),
+    "dora": ({"lora": {"use_dora": True}}, "use_dora"),
+    "no such field": ({"lora": {"rank": 4}}, "rank"),
+    "unequal ranks": ({"method": "fedit"}, "client 1"),
+    "no such base": ({"language": {"path": "/nowhere/at/all"}}, "nowhere"),
+    "class labels": ({"language": {"task": "classification"}}, "class"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_said(case: str, llama: Path, tmp_path: Path) -> None:
+    wrong, said = WRONG[case]
+    with pytest.raises(FedlowrankError, match=said):
+        run_of(causal(llama, tmp_path, **wrong), 0)
+
+
+def test_texts_need_a_language_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[language\]"):
+        load({"data": {"source": "dolly", "path": "x"}})
+
+
+def test_other_runs_have_no_adapter_folders(tmp_path: Path) -> None:
+    made = load({"name": "d", "method": "fedavg", "model": {"names": ["mlp"]}, "run": {"rounds": 1}})
+    run = Run(made.method("fedavg"), made.federation(), made.run, Sequential())
+    with pytest.raises(TaskError, match="no language models"):
+        language_of(run)

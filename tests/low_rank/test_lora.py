@@ -1,0 +1,302 @@
+"""Where LoRA factors go: the output of every kind of module equals that of a copy whose weight was changed by hand."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedlowrank.errors import TaskError
+from fedlowrank.key import Key
+from fedlowrank.low_rank.lora import LoRA, first, lora_of, padded, undiluted
+from fedlowrank.low_rank.lora_layers import LoRALayer, lora
+from fedlowrank.low_rank.pair import Factors, Pair
+from fedlowrank.models.architecture import Architecture
+
+torch.set_num_threads(1)
+
+
+def conv1d_of_gpt2() -> nn.Module:
+    return pytest.importorskip("transformers.pytorch_utils").Conv1D(5, 6)
+
+
+LAYERS: dict[str, Any] = {
+    "linear": lambda: nn.Linear(6, 5),
+    "conv1d": lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1, padding_mode="circular"),
+    "conv2d": lambda: nn.Conv2d(3, 4, (2, 3), stride=(1, 2), padding=(2, 1), dilation=(2, 1)),
+    "conv3d": lambda: nn.Conv3d(2, 5, (1, 2, 3), padding="same", bias=False),
+    "embedding": lambda: nn.Embedding(11, 6, padding_idx=3),
+    "gpt2": conv1d_of_gpt2,
+}
+INPUTS: dict[str, Any] = {
+    "linear": lambda g: torch.randn(4, 6, generator=g),
+    "conv1d": lambda g: torch.randn(2, 3, 9, generator=g),
+    "conv2d": lambda g: torch.randn(2, 3, 7, 8, generator=g),
+    "conv3d": lambda g: torch.randn(2, 2, 3, 4, 5, generator=g),
+    "embedding": lambda g: torch.randint(0, 11, (3, 4), generator=g),
+    "gpt2": lambda g: torch.randn(4, 6, generator=g),
+}
+TURNED = ("embedding", "gpt2")
+SHAPES = {
+    "linear": (5, 6),
+    "conv1d": (4, 9),
+    "conv2d": (4, 18),
+    "conv3d": (5, 12),
+    "embedding": (6, 11),
+    "gpt2": (5, 6),
+}
+
+
+class Two(nn.Module):
+    """A layer under test, and another that is not a square either, behind a nonlinearity."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.one, self.two, self.head = LAYERS[kind](), nn.Linear(3, 7), nn.Linear(7, 2)
+        draw = torch.Generator().manual_seed(3)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.5, generator=draw)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.one(x).tanh().flatten(1)
+        return self.head(self.two(torch.stack([y.sum(1), y.square().sum(1), y[:, 0]], 1)).tanh())
+
+
+def of_peft(module: nn.Module, rank: int, alpha: float, **kwargs: Any) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    settings = {"fan_in_fan_out": type(module.one).__name__ == "Conv1D"}
+    config = peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=["one", "two"], **(settings | kwargs))
+    # of a linear layer beside a Conv1D, and of groups, PEFT warns
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(copy.deepcopy(module), config)
+
+
+def made(kind: str, how: str, rank: int = 2, alpha: float = 3.0) -> tuple[Two, nn.Module]:
+    """The module, and the same as it is wrapped."""
+    plain = Two(kind)
+    if how == "plain":
+        return plain, plain
+    if how == "ours":
+        return plain, lora(plain, rank, alpha, target_modules=["one", "two"])
+    return plain, of_peft(plain, rank, alpha)
+
+
+def random_factors(found: LoRA, rank: int, seed: int = 0) -> Factors:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        n: Pair(*(torch.randn(*s, generator=g, dtype=torch.float64) * 0.3 for s in ((d, rank), (rank, k))))
+        for n, (d, k) in found.shapes.items()
+    }
+
+
+def changed(plain: Two, kind: str, updates: dict[str, np.ndarray]) -> Two:
+    """A copy with d × k updates added to its weights."""
+    copied = copy.deepcopy(plain)
+    for name, update in updates.items():
+        weight = copied.get_submodule(name).weight
+        if name == "one" and kind in TURNED:
+            update = update.T
+        weight.data += torch.from_numpy(np.ascontiguousarray(update)).reshape(weight.shape)
+    return copied
+
+
+def product(factors: Factors, scale: float) -> dict[str, np.ndarray]:
+    return {n: scale * p.b.numpy() @ p.a.numpy() for n, p in factors.items()}
+
+
+ALONE = {("embedding", "plain"), ("gpt2", "plain"), ("gpt2", "ours")}
+CASES = [(kind, how) for kind in LAYERS for how in ("plain", "ours", "peft") if (kind, how) not in ALONE]
+
+
+@pytest.mark.parametrize(("kind", "how"), CASES)
+def test_factors_of_any_rank_are_the_weight_with_their_product(kind: str, how: str) -> None:
+    plain, module = made(kind, how)
+    found = lora_of(module, "head")
+    assert found.shapes == {"one": SHAPES[kind], "two": (7, 3)}
+    assert (found.scale, found.rank) == ((1.0, None) if how == "plain" else (1.5, 2))
+    x = INPUTS[kind](torch.Generator().manual_seed(1))
+    x = x.double() if x.is_floating_point() else x
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    for rank, scale in ((1, 1.5), (3, 0.7), (3, 1.0)):
+        factors = random_factors(found, rank)
+        copied = changed(plain, kind, product(factors, scale))
+        out = functional_call(module, found.place(factors, scale), (x,))
+        torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-12)
+        assert float((out - plain(x)).abs().max()) > 1e-2
+        # with a second adapter that is frozen, of another rank and a scale of 1
+        frozen = random_factors(found, 2, seed=5)
+        both = product(factors, scale)
+        sums = {n: both[n] + u for n, u in product(frozen, 1.0).items()}
+        out = functional_call(module, found.place(factors, scale, frozen), (x,))
+        torch.testing.assert_close(out, changed(plain, kind, sums)(x), rtol=0, atol=1e-12)
+        empty = {n: Pair(p.b[:, :0], p.a[:0]) for n, p in frozen.items()}
+        out = functional_call(module, found.place(factors, scale, empty), (x,))
+        torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-12)
+        # on weights that have moved
+        away = {n: torch.from_numpy(u) for n, u in product(random_factors(found, 1, seed=7), 2.0).items()}
+        moved = found.moved(away)
+        sums = {n: both[n] + u.numpy() for n, u in away.items()}
+        out = functional_call(module, found.place(factors, scale, moved=moved), (x,))
+        torch.testing.assert_close(out, changed(plain, kind, sums)(x), rtol=0, atol=1e-12)
+        updates = found.updates(factors, scale)
+        for n, u in product(factors, scale).items():
+            np.testing.assert_allclose(updates[n].numpy(), u, rtol=0, atol=1e-14)
+    # nothing was changed in place
+    assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("how", ["plain", "ours", "peft"])
+def test_gradients_reach_the_factors(how: str) -> None:
+    plain, module = made("linear", how)
+    found = lora_of(module, "head")
+    x = INPUTS["linear"](torch.Generator().manual_seed(1)).double()
+    factors = random_factors(found, 2)
+    pair = factors["one"]
+    b, a = pair.b.requires_grad_(), pair.a.requires_grad_()
+    functional_call(module, found.place(factors, 0.7), (x,)).square().sum().backward()
+    copied = changed(plain, "linear", {n: u.detach().numpy() for n, u in found.updates(factors, 0.7).items()})
+    copied(x).square().sum().backward()
+    grad = copied.one.weight.grad
+    torch.testing.assert_close(b.grad, 0.7 * grad @ a.detach().mT, rtol=0, atol=1e-11)
+    torch.testing.assert_close(a.grad, 0.7 * b.detach().mT @ grad, rtol=0, atol=1e-11)
+
+
+class Tied(nn.Module):
+    """One layer under two names, and two layers of one weight."""
+
+    head_name = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.again, self.other, self.head = self.one, nn.Linear(4, 4), nn.Linear(4, 2)
+        self.other.weight = self.one.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.other(self.again(self.one(x).tanh()).tanh()).tanh())
+
+
+def test_tied_weights_are_one_site_and_move_together() -> None:
+    module, x = Tied(), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
+    model = Architecture("tied", module, x)
+    assert list(model.lora.sites) == ["one"]
+    factors = random_factors(model.lora, 2)
+    out = model.apply(model.lora.place(factors, 0.5), x)
+    copied = copy.deepcopy(module)
+    copied.one.weight.data += 0.5 * factors["one"].dense()
+    assert copied.other.weight is copied.one.weight
+    torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-13)
+
+
+def test_sites_are_named_by_the_base_model_and_outside_the_head() -> None:
+    net = nn.ModuleDict(
+        {"a": nn.Sequential(nn.Linear(3, 4), nn.Conv1d(2, 3, 2)), "head": nn.Sequential(nn.Linear(4, 2))}
+    )
+    assert lora_of(net, "head").shapes == {"a.0": (4, 3), "a.1": (3, 4)}
+    assert lora_of(net, None).shapes == {"a.0": (4, 3), "a.1": (3, 4), "head.0": (2, 4)}
+    # a name that only begins like the head's is no part of it
+    net["header"] = nn.Linear(2, 2)
+    assert "header" in lora_of(net, "head").shapes
+    assert lora_of(nn.Linear(3, 4), None).shapes == {"": (4, 3)}
+    with pytest.raises(TaskError, match="no linear layer and no convolution outside its head"):
+        lora_of(nn.ModuleDict({"norm": nn.LayerNorm(3), "head": nn.Linear(3, 2)}), "head")
+
+
+def test_one_scale_and_one_adapter() -> None:
+    module = Two("linear")
+    module.one, module.two = (LoRALayer(m, 2, s, False, Key((0,))) for m, s in ((module.one, 1.0), (module.two, 2.0)))
+    with pytest.raises(TaskError, match=r"different scales α/r \(1 at one, 2 at two\)"):
+        lora_of(module, "head")
+    wrapped = of_peft(Two("linear"), 2, 4, use_rslora=True)
+    found = lora_of(wrapped, None)
+    assert found.rslora
+    assert found.scale == pytest.approx(4 / 2**0.5, rel=1e-15)
+    assert found.sites["two"].weight == "base_model.model.two.base_layer.weight"
+    import peft
+
+    wrapped.add_adapter("more", peft.LoraConfig(r=1, target_modules=["one"]))
+    with pytest.raises(TaskError, match=r"adapters \['default', 'more'\]; keep one"):
+        lora_of(wrapped, None)
+
+
+def test_a_peft_convolution_with_groups_is_refused() -> None:
+    module = Two("linear")
+    module.one = nn.Conv1d(4, 6, 3, groups=2)
+    with pytest.raises(TaskError, match=r"layer base_model\.model\.one is a convolution with groups"):
+        lora_of(of_peft(module, 2, 2), None)
+
+
+def test_ranks_fit_every_layer() -> None:
+    found = lora_of(Two("conv2d"), "head")
+    for rank in (1, 3):
+        found.check_rank(rank, "x")
+    with pytest.raises(TaskError, match="client 4 has rank 4, but layer two is 7 × 3, so its rank is from 1 to 3"):
+        found.check_rank(4, "client 4")
+    with pytest.raises(TaskError, match="client 4 has rank 0, but layer one is 4 × 18"):
+        found.check_rank(0, "client 4")
+
+
+def test_a_is_drawn_by_name_within_one_over_the_root_of_its_width() -> None:
+    found = lora_of(nn.ModuleDict({"a": nn.Linear(400, 30), "b": nn.Linear(400, 30)}), None)
+    state = torch.get_rng_state()
+    drawn, again, other = (found.draw(20, Key((s,))) for s in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(drawn[n], again[n]) for n in drawn)
+    assert not torch.equal(drawn["a"], drawn["b"])
+    assert not torch.equal(drawn["a"], other["a"])
+    a = drawn["a"].numpy()
+    assert a.shape == (20, 400)
+    assert 0.99 / 20 < np.abs(a).max() <= 1 / 20
+    assert abs(a.mean()) < 1e-3
+    # that of a uniform distribution of this width
+    assert a.std() == pytest.approx(1 / 20 / 3**0.5, rel=0.02)
+    assert found.draw(2, Key((0,)), torch.zeros(1, dtype=torch.bfloat16))["a"].dtype == torch.bfloat16
+
+
+def test_moved_weights_keep_the_finer_type() -> None:
+    for base, update in ((torch.float64, torch.float32), (torch.bfloat16, torch.float32)):
+        layer = nn.Linear(5, 4).to(base)
+        found = lora_of(nn.ModuleDict({"a": layer}), None)
+        u = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).to(update) * 0.01
+        w = found.moved({"a": u})["a.weight"]
+        assert w.dtype == base
+        # rounded once, to the type of the weight
+        assert torch.equal(w, (layer.weight.detach().double() + u.double()).to(base))
+
+
+@settings(max_examples=40, deadline=None)
+@given(d=st.integers(1, 6), k=st.integers(1, 6), r=st.integers(0, 5), more=st.integers(0, 4), seed=st.integers(0, 99))
+def test_padding_keeps_the_product_and_is_undone(d: int, k: int, r: int, more: int, seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    pair = Pair(torch.randn(d, r, generator=g), torch.randn(r, k, generator=g))
+    wide = padded(pair, r + more)
+    assert wide.rank == r + more
+    torch.testing.assert_close(wide.dense(), pair.dense())
+    back = first(wide, r)
+    assert torch.equal(back.b, pair.b)
+    assert torch.equal(back.a, pair.a)
+    assert padded(pair, max(r - 1, 0)) is pair
+
+
+def test_means_over_the_holders_alone() -> None:
+    b, a = (torch.full(s, float("nan"), dtype=torch.float64) for s in ((2, 4), (4, 3)))
+    replies = [Pair(torch.full((2, r), v).double(), torch.full((r, 3), -v).double()) for r, v in ((1, 1.0), (3, 4.0))]
+    weights = [1.0, 3.0]
+    wide = [padded(p, 4) for p in replies]
+    mean_b, mean_a = (sum(w * getattr(p, f) for w, p in zip(weights, wide, strict=True)) / 4 for f in ("b", "a"))
+    means = {"l": Pair(mean_b, mean_a)}
+    found = undiluted(means, {"l": Pair(b.nan_to_num(9), a.nan_to_num(8))}, [1, 3], weights)["l"]
+    # (1 + 3·4)/4, then the second client's own, then what nobody holds
+    torch.testing.assert_close(found.b, torch.tensor([[3.25, 4, 4, 9]] * 2, dtype=torch.float64))
+    torch.testing.assert_close(found.a, torch.tensor([[-3.25] * 3, [-4] * 3, [-4] * 3, [8] * 3], dtype=torch.float64))
