@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from fedlowrank.data.counting import largest_remainder
 from fedlowrank.data.partition import PARTITIONS, Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
+from fedlowrank.data.rank_skew import RankSkew
 from fedlowrank.errors import ConfigError, DataError
 from fedlowrank.key import Key
 
@@ -35,6 +36,7 @@ def same(a, b):
 
 
 ALL = {
+    "rank_skew": RankSkew(7, (8, 4)),
     "iid": Iid(7),
     "dirichlet": Dirichlet(7, 0.5),
     "equal_dirichlet": EqualDirichlet(7, 0.5),
@@ -56,7 +58,7 @@ def test_equal_keys_give_equal_clients_and_others_do_not(name):
     assert len(first) == 7
     assert same(first, again)
     assert not same(first, other)
-    assert_disjoint(first, len(LABELS), cover=name in ("iid", "dirichlet", "pathological", "label_groups"))
+    assert_disjoint(first, len(LABELS), cover=name in ("iid", "dirichlet", "pathological", "label_groups", "rank_skew"))
 
 
 @quick

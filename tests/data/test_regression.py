@@ -76,7 +76,7 @@ def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) ->
 
 
 def test_what_goes_by_classes_refuses_a_regression() -> None:
-    with pytest.raises(DataError, match=r"split 'matched' .* regression"):
+    with pytest.raises(DataError, match=r"split 'matched' .* have none"):
         divide(numbered(), Iid(4), Matched(), KEY)
     with pytest.raises(DataError, match="no classes to draw"):
         class_count_figure(np.zeros((4, 0)), ())

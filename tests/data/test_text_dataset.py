@@ -11,7 +11,8 @@ import torch
 
 from fedlowrank.data.dataset import Dataset, Examples, normalise, subset
 from fedlowrank.data.divide import divide
-from fedlowrank.data.partition import Dirichlet, Iid, Natural
+from fedlowrank.data.partition import Dirichlet, EqualDirichlet, Iid, Natural, Pathological
+from fedlowrank.data.rank_skew import RankSkew
 from fedlowrank.data.split import Local, Pool, WholeTest
 from fedlowrank.errors import ConfigError, DataError
 from fedlowrank.key import Key
@@ -146,6 +147,20 @@ def test_texts_without_categories_are_divided(partition: Any, split: Any) -> Non
         for each in (c.train, c.val, c.test):
             assert torch.equal(each.y[:, 1:], each.x["input_ids"][:, 1:])
             assert bool((each.y[:, 0] == -100).all())
+
+
+@pytest.mark.parametrize(
+    "partition", [Iid(4), Dirichlet(4, 0.5, 3), EqualDirichlet(4), Pathological(4, 2), RankSkew(4, (2, 1), min_size=3)]
+)
+@pytest.mark.parametrize("split", [WholeTest(0.0), Local(), Local(pool="all")])
+def test_texts_are_divided_by_categories(partition: Any, split: Any) -> None:
+    clients = divide(made(), partition, split, KEY)
+    assert len(clients) == 4
+    held = [int(i) for c in clients for p in (c.train, c.val) for i in p.x["input_ids"][:, 0]]
+    assert len(set(held)) == len(held)
+    if isinstance(partition, Pathological) and isinstance(split, WholeTest):
+        # two of the four categories each
+        assert [len({int(i) % 4 for i in c.train.x["input_ids"][:, 0]}) for c in clients] == [2] * 4
 
 
 def test_texts_without_categories_are_not_divided_by_labels() -> None:

@@ -167,6 +167,26 @@ def test_a_missing_input_is_none_and_a_missing_column_is_refused(tmp_path: Path)
         CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load()
 
 
+def test_tasks_by_the_programming_language_that_they_name(tmp_path: Path) -> None:
+    tasks = {
+        "Write Java code": "Java",
+        "Write JavaScript": None,
+        "go to Go": "Go",
+        "sort in python, not C++": "Python",
+        "C# please": "C#",
+        "some C++17": "C++",
+        "option c": None,
+        "in C.": "C",
+        "PHP": "PHP",
+    }
+    rows = [{"instruction": task, "input": "", "output": "x"} for task in tasks]
+    found = CodeAlpaca(write(tmp_path / "a.jsonl", rows), by_language=True).load()
+    assert [(r.prompt, r.category) for r in found.train] == [(t, c) for t, c in tasks.items() if c]
+    assert "2 of 9 tasks name none of the nine languages" in found.notes[0]
+    with pytest.raises(DataError, match="no task names one of C, C#"):
+        CodeAlpaca(write(tmp_path / "b.jsonl", TASKS), by_language=True).load()
+
+
 def dolly(tmp_path: Path) -> str:
     kinds = ["qa", "poetry", "qa", "sums"]
     rows = [
@@ -215,12 +235,12 @@ def test_a_test_share_takes_each_record_once(n: int, share: float, seed: int) ->
 
 def test_a_test_share_depends_on_the_seed_alone(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{**TASKS[0], "output": f"{i}"} for i in range(100)])
-    one, again, other = (CodeAlpaca(path, 0.3, seed).load() for seed in (0, 0, 1))
+    one, again, other = (CodeAlpaca(path, test_share=0.3, seed=seed).load() for seed in (0, 0, 1))
     assert one.test == again.test
     assert one.test != other.test
     for share in (-0.1, 1, True, float("nan")):
         with pytest.raises(ConfigError, match="test_share"):
-            CodeAlpaca(path, share)
+            CodeAlpaca(path, test_share=share)
 
 
 def test_instructions_by_their_columns(tmp_path: Path) -> None:
@@ -260,7 +280,7 @@ def test_saved_data_sets_and_folders_of_files(tmp_path: Path) -> None:
         read_split(str(tmp_path / "gone"), None, "train", None)
     (tmp_path / "files").mkdir()
     write(tmp_path / "files" / "train.jsonl", TASKS)
-    source = Instructions(str(tmp_path / "files"), cache=str(tmp_path / "cache"))
+    source = Instructions(str(tmp_path / "files"), input="input", cache=str(tmp_path / "cache"))
     assert source.load().train == AS_RECORDS
     # what cannot be reached, or read, is an error of ours
     (tmp_path / "files" / "train.jsonl").write_text("no json")

@@ -228,13 +228,17 @@ def eq15(
     ranks: Sequence[int],
     sizes: Sequence[int],
     *,
+    by: str = "truncation",
     error: str = "relative",
     eps: float = 1e-2,
     temperature: float = 1.0,
     per_layer: bool = False,
     by_examples: bool = False,
 ) -> list[list[float]]:
-    """Weights p_i of every layer: FedHL, eq. 8 and 15, and the softmax after it."""
+    """Weights p_i of every layer: FedHL, eq. 8 and 15, and the softmax after it; or by n_i or r_i alone."""
+    if by != "truncation":
+        plain = np.array(sizes if by == "examples" else ranks, dtype=float)
+        return [list(plain / plain.sum())] * len(ws)
     layers = [[i] for i in range(len(ws))] if per_layer else [list(range(len(ws)))] * len(ws)
     out = []
     for group in layers:

@@ -98,7 +98,8 @@ def test_every_method_fine_tunes_a_causal_model(method: str, llama: Path, tmp_pa
     before = run.start().risk
     for _ in range(3):
         after = run.step().risk
-    assert before is not None and after is not None
+    assert before is not None
+    assert after is not None
     # the mean test loss of the headline series falls: the adapters learn although nothing else is trained
     first, last = (sum(r["personal"]["val"]) for r in (before, after))
     assert last < first - 0.01
@@ -210,7 +211,8 @@ def test_a_killed_run_ends_as_an_unbroken_one(llama: Path, tmp_path: Path) -> No
     with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL) as process:
         metrics, end = broken / "metrics.jsonl", time.monotonic() + 200
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-            assert process.poll() is None and time.monotonic() < end, "the run ended before it could be killed"
+            assert process.poll() is None, "the run ended before it could be killed"
+            assert time.monotonic() < end, "the run is too slow to be killed in time"
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
     assert checkpoint.load(broken / "checkpoint").round < 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -32,8 +33,9 @@ LAYERS: dict[str, Any] = {
     "linear": lambda: nn.Linear(6, 5),
     "conv1d": lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1, padding_mode="circular"),
     "conv2d": lambda: nn.Conv2d(3, 4, (2, 3), stride=(1, 2), padding=(2, 1), dilation=(2, 1)),
-    "conv3d": lambda: nn.Conv3d(2, 5, (1, 2, 3), padding="same", bias=False),
+    "conv3d": lambda: nn.Conv3d(2, 5, (1, 2, 3), padding=(0, 1, 2), bias=False),
     "embedding": lambda: nn.Embedding(11, 6, padding_idx=3),
+    "image": lambda: nn.Conv2d(3, 4, (2, 3), stride=(1, 2), padding=(2, 1)),
     "gpt2": conv1d_of_gpt2,
 }
 INPUTS: dict[str, Any] = {
@@ -42,6 +44,7 @@ INPUTS: dict[str, Any] = {
     "conv2d": lambda g: torch.randn(2, 3, 7, 8, generator=g),
     "conv3d": lambda g: torch.randn(2, 2, 3, 4, 5, generator=g),
     "embedding": lambda g: torch.randint(0, 11, (3, 4), generator=g),
+    "image": lambda g: torch.randn(2, 3, 7, 8, generator=g),
     "gpt2": lambda g: torch.randn(4, 6, generator=g),
 }
 TURNED = ("embedding", "gpt2")
@@ -51,6 +54,7 @@ SHAPES = {
     "conv2d": (4, 18),
     "conv3d": (5, 12),
     "embedding": (6, 11),
+    "image": (4, 18),
     "gpt2": (5, 6),
 }
 
@@ -68,7 +72,7 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.one(x).tanh().flatten(1)
-        return self.head(self.two(torch.stack([y.sum(1), y.square().sum(1), y[:, 0]], 1)).tanh())
+        return self.head(self.two(torch.stack([y.mean(1), y.square().mean(1), y[:, 0]], 1)).tanh())
 
 
 def of_peft(module: nn.Module, rank: int, alpha: float, **kwargs: Any) -> nn.Module:
@@ -114,8 +118,9 @@ def product(factors: Factors, scale: float) -> dict[str, np.ndarray]:
     return {n: scale * p.b.numpy() @ p.a.numpy() for n, p in factors.items()}
 
 
-ALONE = {("embedding", "plain"), ("gpt2", "plain"), ("gpt2", "ours")}
-CASES = [(kind, how) for kind in LAYERS for how in ("plain", "ours", "peft") if (kind, how) not in ALONE]
+# PEFT's convolutions know neither padding modes nor dilation
+NONE = {("embedding", "plain"), ("gpt2", "plain"), ("gpt2", "ours"), ("conv1d", "peft"), ("conv2d", "peft")}
+CASES = [(kind, how) for kind in LAYERS for how in ("plain", "ours", "peft") if (kind, how) not in NONE]
 
 
 @pytest.mark.parametrize(("kind", "how"), CASES)
@@ -125,14 +130,14 @@ def test_factors_of_any_rank_are_the_weight_with_their_product(kind: str, how: s
     assert found.shapes == {"one": SHAPES[kind], "two": (7, 3)}
     assert (found.scale, found.rank) == ((1.0, None) if how == "plain" else (1.5, 2))
     x = INPUTS[kind](torch.Generator().manual_seed(1))
-    x = x.double() if x.is_floating_point() else x
+    x = 0.3 * x.double() if x.is_floating_point() else x
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     for rank, scale in ((1, 1.5), (3, 0.7), (3, 1.0)):
         factors = random_factors(found, rank)
         copied = changed(plain, kind, product(factors, scale))
         out = functional_call(module, found.place(factors, scale), (x,))
         torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-12)
-        assert float((out - plain(x)).abs().max()) > 1e-2
+        assert float((out - plain(x)).detach().abs().max()) > 1e-2
         # with a second adapter that is frozen, of another rank and a scale of 1
         frozen = random_factors(found, 2, seed=5)
         both = product(factors, scale)
@@ -172,31 +177,58 @@ def test_gradients_reach_the_factors(how: str) -> None:
 
 
 class Tied(nn.Module):
-    """One layer under two names, and two layers of one weight."""
+    """Two layers of one weight, or one layer under two names."""
 
-    head_name = "head"
-
-    def __init__(self) -> None:
+    def __init__(self, shared: bool) -> None:
         super().__init__()
         self.one = nn.Linear(4, 4)
-        self.again, self.other, self.head = self.one, nn.Linear(4, 4), nn.Linear(4, 2)
+        self.other, self.head = self.one if shared else nn.Linear(4, 4), nn.Linear(4, 2)
         self.other.weight = self.one.weight
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.other(self.again(self.one(x).tanh()).tanh()).tanh())
+        return self.head(self.other(self.one(x).tanh()).tanh())
 
 
-def test_tied_weights_are_one_site_and_move_together() -> None:
-    module, x = Tied(), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
-    model = Architecture("tied", module, x)
-    assert list(model.lora.sites) == ["one"]
-    factors = random_factors(model.lora, 2)
-    out = model.apply(model.lora.place(factors, 0.5), x)
-    copied = copy.deepcopy(module)
+@pytest.mark.parametrize("shared", [False, True])
+def test_tied_weights_are_one_site_and_move_together(shared: bool) -> None:
+    module, x = Tied(shared), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
+    found = lora_of(module, "head")
+    assert list(found.sites) == ["one"]
+    factors, copied = random_factors(found, 2), copy.deepcopy(module)
     copied.one.weight.data += 0.5 * factors["one"].dense()
     assert copied.other.weight is copied.one.weight
+    out = functional_call(module, found.place(factors, 0.5), (x,))
     torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-13)
+
+
+@pytest.mark.xfail(strict=True, reason="functional_call of torch leaves a layer under two names with what it was given")
+def test_a_layer_under_two_names_keeps_its_own_weight() -> None:
+    module, x = Tied(True), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
+    before = module.one.weight.detach().clone()
+    model = Architecture("tied", module, x)
+    model.apply(model.lora.place(random_factors(model.lora, 2), 0.5), x)
+    assert torch.equal(module.one.weight, before)
+    assert isinstance(module.one.weight, nn.Parameter)
+
+
+def test_an_architecture_finds_its_sites_once() -> None:
+    module = Tied(False)
+    model = Architecture("tied", module, torch.zeros(1, 4).double(), "head")
+    assert model.lora is model.lora
+    assert list(model.lora.sites) == ["one"]
+    assert sorted(model.rest()) == ["head.bias", "head.weight"]
+    wrapped = Architecture("wrapped", lora(module, 2, trainable=["head"]), torch.zeros(1, 4).double(), "head")
+    assert sorted(wrapped.rest()) == ["head.bias", "head.weight"]
+    assert Architecture("none", nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4)).rest() == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("conv1d", "padding_mode = 'circular'"), ("conv2d", "dilation = (2, 1)")]
+)
+def test_convolutions_that_peft_does_not_compute_are_refused(kind: str, setting: str) -> None:
+    with pytest.raises(TaskError, match=f"ignores its {re.escape(setting)}, so it is no update of the weight"):
+        lora_of(of_peft(Two(kind), 2, 2), None)
 
 
 def test_sites_are_named_by_the_base_model_and_outside_the_head() -> None:

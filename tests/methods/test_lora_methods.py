@@ -236,6 +236,8 @@ def test_which_factor_takes_the_singular_values(kind: Any, split: Any) -> None:
         {"per_layer": True, "temperature": 0.0},
         {"per_layer": True, "error": "squared", "temperature": 0.0},
         {"by_examples": True},
+        {"by": "examples"},
+        {"by": "ranks"},
         {"by_examples": True, "per_layer": True, "temperature": 0.0, "error": "absolute"},
     ],
     ids=str,
@@ -249,7 +251,9 @@ def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
     assert np.abs(np.array(history[-1]) - np.array(usual[-1])).max() > 1e-3
 
 
-@pytest.mark.parametrize("form", [Form("exact"), Form("dense"), Form("capped", cap=12)], ids=lambda f: f.kind)
+@pytest.mark.parametrize(
+    "form", [Form("exact"), Form("dense"), Form("capped", cap=12), Form("auto")], ids=lambda f: f.kind
+)
 def test_fedhl_with_equal_scales_in_every_form(form: Form) -> None:
     run = go(FedHL(form=form, tuning=Tuning(rank=2), **LOCAL), Sequential, RANKS)
     ws, net, _ = reference.fedhl(setting_of(run, "equal"))

@@ -65,7 +65,8 @@ def check_labels(labels: np.ndarray, classes: int, clients: int, *, regression: 
     real = classes == 0 and labels.dtype.kind == "f"
     if real and not regression:
         raise DataError(
-            "this partition goes by class labels, but these data are a regression. Use partition 'iid' or 'natural'."
+            "this partition goes by class labels or categories, but these data (a regression, or texts without categories) have "
+            "none. Use partition 'iid' or 'natural'."
         )
     if not real and (labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer)):
         raise DataError(f"a partition needs integer labels [n], not {labels.dtype} {list(labels.shape)}.")

@@ -246,14 +246,17 @@ def _quantisation(library: Any, base: Base) -> Any:
 
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """Without the library's own table of missing weights: :class:`Loaded` notes them."""
+    """Without the library's own table of missing weights, which :class:`Loaded` notes, and without its progress bars."""
     log = library.utils.logging
-    before = log.get_verbosity()
+    before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
+    log.disable_progress_bar()
     try:
         yield
     finally:
         log.set_verbosity(before)
+        if bars:
+            log.enable_progress_bar()
 
 
 def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...], list[str]]:

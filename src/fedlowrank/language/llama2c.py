@@ -74,6 +74,8 @@ def convert(model: Path, tokenizer: Path, folder: Path) -> Path:
 
     llama2.c rotates adjacent pairs of a head's coordinates, (0, 1), (2, 3), ...; transformers rotates the first half
     against the second. The rows of the query and key projections are reordered accordingly, which changes no score.
+    A text is cut into the tokens of llama2.c, except that "<s>", "</s>" or "<unk>" written out in it is that token, as
+    in every tokenizer of transformers.
 
     Args:
         model: the weights, such as ``stories260K.bin``: 7 little-endian int32 (dim, hidden, layers, heads, kv heads,
@@ -222,10 +224,7 @@ def _state(shape: Shape, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
 
 
 def _fast_tokenizer(library: Any, pieces: list[tuple[str, float]], length: int) -> Any:
-    """A BPE whose merges are ranked by the score of what they make, as SentencePiece ranks them.
-
-    It differs from llama2.c in that a literal "<s>" in a text is the token, as in all tokenizers of transformers.
-    """
+    """A BPE whose merges are ranked by the score of what they make, as SentencePiece ranks them."""
     from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
     vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}

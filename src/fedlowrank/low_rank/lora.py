@@ -195,11 +195,24 @@ def _factors_of(layer: nn.Module) -> Held | None:
             if n in layer.lora_A  # type: ignore[operator]
             else (f"lora_embedding_A.{n}", f"lora_embedding_B.{n}")
         )
+        if n in layer.lora_A:  # type: ignore[operator]
+            _check_convolution(layer.base_layer, layer.lora_A[n])  # type: ignore[index]
         rs = bool(getattr(layer, "use_rslora", {}).get(n, False))
         return *names, float(scaling[n]), int(layer.r[n]), rs  # type: ignore[index]
     if isinstance(scaling, float) and hasattr(layer, "lora_A"):
         return "lora_A", "lora_B", scaling, int(layer.lora_A.shape[0]), bool(layer.rslora)  # type: ignore[index]
     return None
+
+
+def _check_convolution(base: Any, inner: Any) -> None:
+    """Refuse a convolution of PEFT whose A looks at other places of the input than the weight it stands beside."""
+    if isinstance(base, nn.modules.conv._ConvNd):
+        for setting in ("dilation", "padding_mode"):
+            if getattr(base, setting) != getattr(inner, setting):
+                raise TaskError(
+                    f"PEFT's LoRA of a convolution ignores its {setting} = {getattr(base, setting)!r}, so it is no update of the "
+                    "weight; leave the layer out of target_modules, or wrap the module by fedlowrank.low_rank.lora_layers.lora"
+                )
 
 
 def _site(name: str, layer: nn.Module, a: str, b: str, *_: Any) -> Site:
