@@ -1,6 +1,6 @@
 """Load the adapters of a run with PEFT alone, as any other program would, and let them answer.
 
-    python examples/load_adapters.py BASE ADAPTERS "Swap red and bird."
+python examples/load_adapters.py BASE ADAPTERS "Swap red and bird."
 """
 
 from __future__ import annotations

@@ -21,8 +21,29 @@ from torch.nn import functional
 from fedlowrank.key import Key
 from fedlowrank.language.tiny import build_tiny
 
-WORDS = "red blue green black white small large old new cold warm bird cat dog fish tree river stone cloud lamp".split()
-NUMBERS = "one two three four five six seven eight nine ten".split()
+WORDS = [
+    "red",
+    "blue",
+    "green",
+    "black",
+    "white",
+    "small",
+    "large",
+    "old",
+    "new",
+    "cold",
+    "warm",
+    "bird",
+    "cat",
+    "dog",
+    "fish",
+    "tree",
+    "river",
+    "stone",
+    "cloud",
+    "lamp",
+]
+NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 def small_talk(rng: random.Random) -> str:
@@ -77,7 +98,9 @@ def pretrain(base: Path, texts: list[str], steps: int = 600, batch: int = 32) ->
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
-        some = [texts[i] + tokenizer.eos_token for i in torch.randint(len(texts), (batch,), generator=generator).tolist()]
+        some = [
+            texts[i] + tokenizer.eos_token for i in torch.randint(len(texts), (batch,), generator=generator).tolist()
+        ]
         rows = tokenizer(some, return_tensors="pt", padding=True)
         scores = model(**rows, use_cache=False).logits[:, :-1]
         targets = rows["input_ids"][:, 1:].masked_fill(rows["attention_mask"][:, 1:] == 0, -100)

@@ -206,7 +206,7 @@ def test_only_partitions_that_look_at_no_labels_share_out_a_regression():
             assert_disjoint(parts, 70, cover=True)
             assert [len(p) for p in parts] == [10] * 7
         else:
-            with pytest.raises(DataError, match=r"regression. Use partition 'iid' or 'natural'"):
+            with pytest.raises(DataError, match=r"have none. Use partition 'iid' or 'natural'"):
                 partition.split(targets, 0, KEY, natural)
 
 
