@@ -21,35 +21,17 @@ from torch.nn import functional
 from fedlowrank.key import Key
 from fedlowrank.language.tiny import build_tiny
 
-WORDS = [
-    "red",
-    "blue",
-    "green",
-    "black",
-    "white",
-    "small",
-    "large",
-    "old",
-    "new",
-    "cold",
-    "warm",
-    "bird",
-    "cat",
-    "dog",
-    "fish",
-    "tree",
-    "river",
-    "stone",
-    "cloud",
-    "lamp",
-]
+COLOURS = ["red", "blue", "green", "black", "white"]
+QUALITIES = [*COLOURS, "small", "large", "old", "new", "cold", "warm"]
+THINGS = ["bird", "cat", "dog", "fish", "tree", "river", "stone", "cloud", "lamp"]
+WORDS = [*QUALITIES, *THINGS]
 NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 def small_talk(rng: random.Random) -> str:
     """One sentence of what the base learns first."""
-    a, b = rng.sample(WORDS[:11], 2)
-    thing, other = rng.sample(WORDS[11:], 2)
+    a, b = rng.sample(QUALITIES, 2)
+    thing, other = rng.sample(THINGS, 2)
     count = rng.randrange(len(NUMBERS))
     return rng.choice(
         [
@@ -72,7 +54,7 @@ def instruction(rng: random.Random) -> dict[str, str]:
     a, b = rng.sample(WORDS, 2)
     if kind == "swap":
         return {"category": kind, "instruction": f"Swap {a} and {b}.", "response": f"{b} and {a}"}
-    return {"category": kind, "instruction": f"Is {a} a colour?", "response": "yes" if a in WORDS[:5] else "no"}
+    return {"category": kind, "instruction": f"Is {a} a colour?", "response": "yes" if a in COLOURS else "no"}
 
 
 def main(folder: Path) -> None:

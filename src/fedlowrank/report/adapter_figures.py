@@ -43,10 +43,13 @@ TRAINING = replace(LOSS, noun="training loss", title="Training loss")
 PANELS = 4
 """Most panels of a figure by rank: a method has few series."""
 
-TICK = 0.07
+TICK = 0.1
 """Least distance of two labels on an axis of ranks, as a part of the axis."""
 
-LISTED = 16
+CLOSE = 8
+"""Ranks from which on markers are smaller and closer to their places."""
+
+LISTED = 9
 """Most ranks in a legend."""
 
 
@@ -61,6 +64,9 @@ def score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
     drawn = list(dict.fromkeys(group.short for group, *_ in found))
     columns = min(2, len(names))
     rows = math.ceil(len(names) / columns)
+    ranks = sorted({rank for *_, scores in found for rank in scores})
+    # of many ranks, markers set aside as far would stand at the next rank
+    room = min(1.0, CLOSE / len(ranks))
     with drawing():
         figure = Figure(figsize=(WIDTH, 0.6 + 2.3 * rows), layout="constrained")
         panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
@@ -70,14 +76,14 @@ def score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
             for group, series, scores in found:
                 if series == name:
                     # side by side by a few points on paper, so that bars at one rank do not hide each other
-                    shift = (drawn.index(group.short) - (len(drawn) - 1) / 2) * 4 / 72
+                    shift = (drawn.index(group.short) - (len(drawn) - 1) / 2) * 4 / 72 * room
                     aside = ScaledTranslation(shift, 0, figure.dpi_scale_trans)
                     style, x = styles[group.short], sorted(scores)
                     half = measure.scale * np.array([scores[rank].score.ci or 0.0 for rank in x])
                     axes.errorbar(
                         x, measure.scale * np.array([scores[rank].score.mean for rank in x]),
                         yerr=half if half.any() else None, color=style.colour, linestyle=style.line,
-                        marker=style.marker, markersize=5, capsize=2, elinewidth=1, transform=axes.transData + aside,
+                        marker=style.marker, markersize=2.5 + 2.5 * room, capsize=2, elinewidth=1, transform=axes.transData + aside,
                     )  # fmt: skip
         for axes in panels.flat[len(names) :]:
             axes.set_visible(False)
@@ -86,7 +92,7 @@ def score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
         for axes in (panels[(len(names) - 1 - i) // columns, i] for i in range(columns)):
             axes.tick_params(labelbottom=True)
             axes.set_xlabel("rank of the client")
-        _rank_axis(panels[0, 0], sorted({rank for *_, scores in found for rank in scores}))
+        _rank_axis(panels[0, 0], ranks)
         legend(figure, [handle(styles[short]) for short in drawn], drawn)
     said = "; ".join(
         f"{group.short}, {name}: " + ", ".join(f"rank {r} {measure.text(s.score.mean)}" for r, s in scores.items())
@@ -127,11 +133,12 @@ def _replies(group: Group) -> Picture | None:
         shown = {client: errors.get(client, {}) for client in clients}
         log = _error_axis(below, [value for track in shown.values() for value in track.values()])
         for client in clients:
-            _reply_line(above, weights[client], looks[known[client]], len(at))
+            _reply_line(above, weights[client], looks[known[client]], at)
             kept = {t: 100 * value for t, value in shown[client].items() if value > 0 or not log}
-            _reply_line(below, kept, looks[known[client]], len(at))
-        top = max(max(weights[client].values()) for client in clients)
-        above.set(ylabel="weight of the reply", ylim=(0, 1.08 * max(top, *(1 / n for n in replies.values()))))
+            _reply_line(below, kept, looks[known[client]], at)
+        # not from 0: smoothed weights are close to each other, and the dotted line says where equal ones are
+        above.set(ylabel="weight of the reply")
+        above.margins(y=0.08)
         above.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
         below.set_xlabel("round")
         rounds_axis(below.xaxis)
@@ -157,7 +164,8 @@ def _replies(group: Group) -> Picture | None:
         f"Above: how much the reply of each client counts in a round, seed {seed(run)}; dotted: what it would if all counted "
         "the same. Below: the part of the server's update W that the client's rank has no room for, ‖W − Wʳ‖² in percent of "
         f"‖W‖² over all layers{', logarithmic, with errors of 0 left out' if log else ''}. A line is a client, its colour "
-        f"and dash its rank; clients of one rank are sent the same, so their lines often coincide.{cut}",
+        f"and dash its rank; clients of one rank are sent the same, so their lines often coincide; it is "
+        f"interrupted where the client took no part.{cut}",
     )
 
 
@@ -170,7 +178,7 @@ def server_rank_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture 
         figure, axes = new_figure(2.6)
         handles = [line(axes, got[0].rounds, got[0].mean, got[0].ci, styles[group.short]) for group, got in found]
         top = max(float(got[0].mean.max()) for _, got in found)
-        axes.set(xlabel="round", ylabel="rank of W, mean over layers", ylim=(-0.03 * top, 1.06 * top))
+        axes.set(xlabel="round", ylabel="mean rank of W", ylim=(-0.03 * top, 1.06 * top))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
         rounds_axis(axes.xaxis)
         legend(figure, handles, [group.short for group, _ in found])
@@ -270,7 +278,8 @@ def rank_styles(ranks: Sequence[int]) -> dict[int, Style]:
     looks = styles([str(rank) for rank in order])
     if len(order) <= len(LIGHT):
         return {rank: looks[str(rank)] for rank in order}
-    return {rank: replace(looks[str(rank)], colour=hue(i, len(order))) for i, rank in enumerate(order)}
+    # not all around the circle of hues, where the largest and the smallest would look alike
+    return {rank: replace(looks[str(rank)], colour=hue(i, len(order) * 5 // 4)) for i, rank in enumerate(order)}
 
 
 def _reach(found: Sequence[tuple[Group, str, Mapping[int, RankScore]]], measure: Measure) -> list[float]:
@@ -325,13 +334,12 @@ def _error_axis(axes: Axes, errors: Sequence[float]) -> bool:
     return log
 
 
-def _reply_line(axes: Axes, track: Mapping[int, float], style: Style, rounds: int) -> None:
-    # who took part now and then has markers, or a lone round would not be seen
-    marker = style.marker if len(track) < rounds else ""
-    at = sorted(track)
+def _reply_line(axes: Axes, track: Mapping[int, float], style: Style, rounds: Sequence[int]) -> None:
+    # no line over rounds in which the client took no part; a lone round is seen by its marker
+    marker = style.marker if len(track) < len(rounds) else ""
     axes.plot(
-        at, [track[t] for t in at], color=style.colour, linestyle=style.line, marker=marker, markersize=3.5,
-        linewidth=1.3, dash_capstyle="butt",
+        rounds, [track.get(at, math.nan) for at in rounds], color=style.colour, linestyle=style.line, marker=marker,
+        markersize=3.5, linewidth=1.3, dash_capstyle="butt",
     )  # fmt: skip
 
 
