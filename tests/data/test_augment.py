@@ -21,6 +21,7 @@ from fedlowrank.engine.base import client_key
 from fedlowrank.engine.run import Run, RunSettings, State
 from fedlowrank.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.key import Key
+from fedlowrank.local_data import LocalData
 from fedlowrank.method import Batch, ClientInfo, ClientView, Pass
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
@@ -28,7 +29,6 @@ from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.models.cnn import CNN
 from fedlowrank.optimiser import SGD
-from fedlowrank.local_data import LocalData
 
 BOTH = Augment(flip=True, crop=1, fill=-3.0)
 KINDS = pytest.mark.parametrize("augment", [BOTH, Augment(crop=1), Augment(flip=True)], ids=["both", "crop", "flip"])
