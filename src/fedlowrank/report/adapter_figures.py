@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import ScaledTranslation
 
 from .adapters import (
@@ -83,7 +83,8 @@ def score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
                     axes.errorbar(
                         x, measure.scale * np.array([scores[rank].score.mean for rank in x]),
                         yerr=half if half.any() else None, color=style.colour, linestyle=style.line,
-                        marker=style.marker, markersize=2.5 + 2.5 * room, capsize=2, elinewidth=1, transform=axes.transData + aside,
+                        marker=style.marker, markersize=2.5 + 2.5 * room, capsize=2, elinewidth=1,
+                        transform=axes.transData + aside,
                     )  # fmt: skip
         for axes in panels.flat[len(names) :]:
             axes.set_visible(False)
@@ -133,9 +134,11 @@ def _replies(group: Group) -> Picture | None:
         shown = {client: errors.get(client, {}) for client in clients}
         log = _error_axis(below, [value for track in shown.values() for value in track.values()])
         for client in clients:
-            _reply_line(above, weights[client], looks[known[client]], at)
+            # who took part now and then has markers, or a lone round would not be seen
+            now_and_then = len(weights[client]) < len(at)
+            _reply_line(above, weights[client], looks[known[client]], at, now_and_then)
             kept = {t: 100 * value for t, value in shown[client].items() if value > 0 or not log}
-            _reply_line(below, kept, looks[known[client]], at)
+            _reply_line(below, kept, looks[known[client]], at, now_and_then)
         # not from 0: smoothed weights are close to each other, and the dotted line says where equal ones are
         above.set(ylabel="weight of the reply")
         above.margins(y=0.08)
@@ -155,6 +158,7 @@ def _replies(group: Group) -> Picture | None:
         for rank in sorted(counts, reverse=True)
         if (some := [client for client in clients if known[client] == rank])
     )
+    scale = ", on a logarithmic axis that has no place for errors of 0" if log else ""
     cut = f" {len(listed)} of {len(counts)} ranks are named." if len(listed) < len(counts) else ""
     return Picture(
         figure,
@@ -163,14 +167,18 @@ def _replies(group: Group) -> Picture | None:
         f"means over the clients of a rank: {ends}.",
         f"Above: how much the reply of each client counts in a round, seed {seed(run)}; dotted: what it would if all counted "
         "the same. Below: the part of the server's update W that the client's rank has no room for, ‖W − Wʳ‖² in percent of "
-        f"‖W‖² over all layers{', logarithmic, with errors of 0 left out' if log else ''}. A line is a client, its colour "
+        f"‖W‖² over all layers{scale}. A line is a client, its colour "
         f"and dash its rank; clients of one rank are sent the same, so their lines often coincide; it is "
         f"interrupted where the client took no part.{cut}",
     )
 
 
 def server_rank_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Rank of the server's update W, which grows from 0, against rounds: mean over layers, one line a method."""
+    """Singular values that the server holds of its update W, against rounds: mean over layers, one line a method.
+
+    They are the rank of W in the exact and the capped state, but in the dense one no more than the clients ask for
+    (:attr:`fedlowrank.low_rank.delta.Delta.rank`), and the record does not tell the states apart.
+    """
     found = [(group, got) for group in groups if (got := server_rank(group)) is not None]
     if not found:
         return None
@@ -178,7 +186,7 @@ def server_rank_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture 
         figure, axes = new_figure(2.6)
         handles = [line(axes, got[0].rounds, got[0].mean, got[0].ci, styles[group.short]) for group, got in found]
         top = max(float(got[0].mean.max()) for _, got in found)
-        axes.set(xlabel="round", ylabel="mean rank of W", ylim=(-0.03 * top, 1.06 * top))
+        axes.set(xlabel="round", ylabel="singular values of W", ylim=(-0.03 * top, 1.06 * top))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
         rounds_axis(axes.xaxis)
         legend(figure, handles, [group.short for group, _ in found])
@@ -189,12 +197,11 @@ def server_rank_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture 
     return Picture(
         figure,
         "Rank of the server's update over rounds",
-        f"Line chart of the rank of the server's update against rounds for {methods(len(found))}. At the end, mean over "
-        f"layers, with the least and the largest where they differ: {said}.",
-        "Rank of the server's update W after each round, mean over layers; it begins at 0 and may grow by the ranks of the "
-        f"replies{seeds_note([group for group, _ in found])} Of a W that the server holds as a whole matrix, the singular "
-        "vectors that it keeps for the clients are counted: a line that falls to the largest rank of a client and stays "
-        "there is not the rank of W.",
+        f"Line chart of the singular values that the server holds of its update against rounds for {methods(len(found))}. At "
+        f"the end, mean over layers, with the least and the largest where they differ: {said}.",
+        "Singular values of the server's update W that the server holds after each round, mean over layers. While it holds W "
+        f"as factors that is the rank of W, which begins at 0{seeds_note([group for group, _ in found])} Of a W that it holds "
+        "as a whole matrix, it computes no more than the largest rank of a client: a line at that number may be below the rank.",
     )
 
 
@@ -325,21 +332,20 @@ def _error_axis(axes: Axes, errors: Sequence[float]) -> bool:
         axes.set_ylim(100 * min(positive) / 1.3, 130 * max(positive))
         axes.yaxis.set_major_locator(LogLocator(numticks=6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_minor_locator(NullLocator())
     else:
         top = 100 * max(positive, default=0.01)
         axes.set_ylim(-0.03 * top, 1.06 * top)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
-    axes.set_ylabel("cut off from W / %" + (", logarithmic" if log else ""))
+    axes.set_ylabel("cut off / %")
     return log
 
 
-def _reply_line(axes: Axes, track: Mapping[int, float], style: Style, rounds: Sequence[int]) -> None:
-    # no line over rounds in which the client took no part; a lone round is seen by its marker
-    marker = style.marker if len(track) < len(rounds) else ""
+def _reply_line(axes: Axes, track: Mapping[int, float], style: Style, rounds: Sequence[int], marked: bool) -> None:
+    # no line over rounds in which the client took no part
     axes.plot(
-        rounds, [track.get(at, math.nan) for at in rounds], color=style.colour, linestyle=style.line, marker=marker,
-        markersize=3.5, linewidth=1.3, dash_capstyle="butt",
+        rounds, [track.get(at, math.nan) for at in rounds], color=style.colour, linestyle=style.line,
+        marker=style.marker if marked else "", markersize=3.5, linewidth=1.3, dash_capstyle="butt",
     )  # fmt: skip
 
 
