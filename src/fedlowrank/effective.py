@@ -168,6 +168,11 @@ class Weighing:
         return weights
 
 
+def ranks_of(deltas: Mapping[str, Delta]) -> dict[str, int]:
+    """Rank of every layer's W; the smaller dimension where W is a matrix whose further triplets nobody knows."""
+    return {n: d.rank if d.complete else min(d.shape) for n, d in deltas.items()}
+
+
 def energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
     """‖W‖_F² of every layer."""
     return {n: d.energy for n, d in deltas.items()}

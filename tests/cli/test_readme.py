@@ -25,13 +25,19 @@ def test_the_python_examples_run_one_after_another(
     scope: dict[str, object] = {}
     for text in blocks("python"):
         exec(compile(text, "README.md", "exec"), scope)
-    first, *budget, routes, last = capsys.readouterr().out.splitlines()
+    first, *budget, routes, ranked, weights, frozen, last = capsys.readouterr().out.splitlines()
     accuracy, sent = first.split()
     assert 0 <= float(accuracy) <= 1
     assert int(sent) > 0
     # the whole module has 12·64+64 + 64·8+8 + 8·3+3 numbers
     assert budget[-1] == "The base has 1,379 numbers. Not adapted: none."
     assert sum(json.loads(routes)) == pytest.approx(1)
+    assert all(0 <= float(share) <= 1 for share in ranked.split())
+    shares, ranks = re.match(r"(\{.*\}) (\{.*\})$", weights).groups()
+    assert sum(json.loads(shares.replace("'", '"')).values()) == pytest.approx(1)
+    assert json.loads(ranks.replace("'", '"')).keys() == {"0", "2"}
+    # B and A of rank 4 of 64 x 12 and 8 x 64, and the head 3 x 8 with its constant, from each of 5 clients
+    assert int(frozen) == 5 * (4 * (64 + 12) + 4 * (8 + 64) + 27)
     sizes = re.match(r"(\d+) -> (\d+) {", last)
     assert sizes is not None
     assert 0 < int(sizes[2]) < int(sizes[1])
@@ -41,3 +47,9 @@ def test_the_experiment_is_one() -> None:
     made = experiment.load(tomllib.loads(blocks("toml")[0]))
     assert made.compared == ["pfedlora", "standalone", "fedproto"]
     assert made.method("pfedlora").mu == 0.9
+
+
+def test_the_language_experiment_is_one() -> None:
+    made = experiment.load(tomllib.loads(blocks("toml")[1]))
+    assert made.method("fedhl").title == "FedHL"
+    assert made.partition.clients == 10

@@ -192,7 +192,6 @@ class TestReplies:
         above, below = picture.figure.axes
         even, *lines = above.lines
         np.testing.assert_allclose(even.get_ydata(), [1 / 2, 1 / 3, 1 / 2])
-        assert even.get_xdata().tolist() == [1, 2, 3]
         nan = math.nan
         expected = [[0.5, 0.5, 0.6], [0.5, 0.3, nan], [nan, 0.2, 0.4]], [[0, 0, 12.5], [0, 25, nan], [nan, 40, 50]]
         np.testing.assert_allclose([[one.get_ydata() for one in some] for some in (lines, below.lines)], expected)
@@ -306,8 +305,7 @@ class TestLanguage:
         cells = {c.title: [c.text(row) for row in table.rows] for c in table.block("Accuracy")}
         assert (cells["perplexity"], cells["perplexity server"]) == (["4.000", "–"], ["2.000", "–"])
         assert cells["loss per token"] == [f"{math.log(4):.3f}", "1.000e+04"]
-        assert table.caption("Accuracy") == "Next-token accuracy"
-        assert b["perplexity"] == math.inf
+        assert (table.caption("Accuracy"), b["perplexity"]) == ("Next-token accuracy", math.inf)
 
     def test_words_everywhere(self, make_run, tmp_path):
         shared = {"clients": people(8, 8, 2, 1), **LANGUAGE}
@@ -347,8 +345,7 @@ class TestLanguage:
 
     def test_other_words_are_the_same_measure(self):
         assert TOKEN_ACCURACY == ACCURACY == TOKEN_ACCURACY != TOKEN_LOSS == LOSS
-        assert {ACCURACY: 1, LOSS: 2}[TOKEN_LOSS] == 2
-        assert hash(TOKEN_ACCURACY) == hash(ACCURACY)
+        assert {ACCURACY: 1, LOSS: 2}[TOKEN_LOSS] == {TOKEN_ACCURACY: 2}[ACCURACY] == 2
 
     def test_other_adapters_are_another_setting(self, make_run):
         runs = [make_run("a", s, rounds=rounds_of([[0.5]]), lora={"r": 4 + 4 * s}) for s in (0, 1)]

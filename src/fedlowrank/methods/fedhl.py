@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..adapters import Message, Scaling, Tuning, factors_of, leaves_of, placed, random_a, received, tune
-from ..effective import Weighing, discarded, energies, first_components, remainder, weighted_blocks, whole
+from ..effective import Weighing, discarded, energies, first_components, ranks_of, remainder, weighted_blocks, whole
 from ..errors import ConfigError
 from ..low_rank.delta import Delta, Form, Split, advance, start
 from ..low_rank.pair import Factors
@@ -134,7 +134,7 @@ class FedHL(Method[Server, Params, Download, Message]):
 
     def ranks(self, server: Server) -> dict[str, int]:
         """Rank of W."""
-        return {n: d.rank for n, d in server.delta.items()}
+        return ranks_of(server.delta)
 
     def observed(self, server: Server) -> dict[str, dict[str, float]]:
         """p_i and relative truncation errors of the last round, energy of W and what a cap cut off."""

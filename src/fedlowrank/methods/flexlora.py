@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..adapters import Message, Scaling, Tuning, factors_of, leaves_of, placed, random_a, received, tune
-from ..effective import first_components, weighted_blocks, whole
+from ..effective import first_components, ranks_of, weighted_blocks, whole
 from ..low_rank.delta import Delta, Form, Split, advance, start
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean, tree
@@ -96,7 +96,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def ranks(self, server: Server) -> dict[str, int]:
         """Rank of W."""
-        return {n: d.rank for n, d in server.delta.items()}
+        return ranks_of(server.delta)
 
     def _scale(self, view: ClientView) -> float:
         return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))
