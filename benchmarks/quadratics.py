@@ -3,8 +3,8 @@
     python benchmarks/quadratics.py [--rounds 30] [--seeds 3]
 
 Every client has inputs x ~ N(0, I) and targets (W* + δ D_i) x without noise; W* and D_i are random matrices of full rank with
-decaying singular values. The base is zero, so the server's W should become W* (the clients' mean). Printed as Markdown: the relative
-error ‖W - W*‖ / ‖W*‖ of the server's model and of the clients' truncations, after the last round and at the best round.
+decaying singular values. The base is zero, so the server's W should become W* (the clients' mean). Printed as Markdown: the
+relative error ‖W - W*‖ / ‖W*‖ of the server's model, after the last round and at the best round.
 """
 
 from __future__ import annotations
