@@ -277,6 +277,14 @@ def test_the_best_round_is_kept(llama: Path, tmp_path: Path) -> None:
     assert opened(tmp_path / "run", "").round == 4
 
 
+def test_the_paper_s_scores_stand_in_the_report(llama: Path, tmp_path: Path) -> None:
+    paper = {"label": "Table IV", "metric": "Rouge-L, in percent", "score": {"fedhl": 32.65, "flora": 32.28}}
+    file = toml(causal(llama, tmp_path, run={"rounds": 1}, reference=paper), tmp_path / "e.toml")
+    assert main(["compare", str(file), "-o", str(tmp_path / "runs")]) == 0
+    text = (tmp_path / "runs" / "report.md").read_text()
+    assert "Table IV (Rouge-L, in percent: fedhl 32.65, flora 32.28" in text
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no such module": ({"lora": {"target_modules": ["qproj"]}}, "q_proj"),
     "rank above a dimension": ({"lora": {"ranks": [400, 2, 1]}}, "rank"),

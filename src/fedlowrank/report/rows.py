@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from .groups import Group, experiment, seed, spread
 from .measure import ACCURACY, LOSS, MEASURES, Measure
@@ -79,9 +80,9 @@ def row_of(group: Group) -> Row:
     ranks = last_ranks(group)
     row["ranks_last"] = json.dumps(ranks) if ranks else None
     reference = part(group.first.config, "reference")
-    known = any(part(reference, name) for name in ("accuracy", "communication", "parameters"))
+    known = any(part(reference, name) for name in ("accuracy", "communication", "parameters", "score"))
     row |= {
-        "reference": plain(reference.get("label") or "the paper") if known else None,
+        "reference": _source(reference) if known else None,
         **_reference(group, group.headline, row["accuracy_last"], ""),
         "reference_communication_gb": _number(part(reference, "communication").get(group.method)),
     }
@@ -135,6 +136,15 @@ def _size(group: Group, series: str | None, end: str) -> Row:
     found = None if series is None else group_size(group, series)
     mean, std = (None, None) if found is None else (found[0].mean, found[1].mean)
     return {f"parameters_model{end}": mean, f"parameters_model_std{end}": std}
+
+
+def _source(reference: Mapping[str, Any]) -> str:
+    """Where the paper's numbers stand, with those that no column of ours can be compared with."""
+    label, scores = plain(reference.get("label") or "the paper"), part(reference, "score")
+    if not scores:
+        return label
+    told = ", ".join(f"{plain(name)} {value:g}" for name, value in scores.items() if isinstance(value, (int, float)))
+    return f"{label} ({plain(reference.get('metric') or 'score')}: {told}; score ours by `fedlowrank score`)"
 
 
 def _reference(group: Group, series: str | None, ours: Value, end: str) -> Row:
