@@ -19,6 +19,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from . import config, experiment
+from .adapted import LoraTable
+from .adapters import Tuning
 from .check import check_method
 from .clusters import Router
 from .data.augment import Augment
@@ -28,10 +30,14 @@ from .data.federation import Federation
 from .data.partition import PARTITIONS
 from .data.sources import SOURCES
 from .data.split import SPLITS
+from .data.text.sources import TEXT_SOURCES
+from .effective import Weighing
 from .engine.run import RunSettings
 from .errors import CheckpointError, ConfigError, NonFiniteError, TaskError
 from .experiment import Experiment
 from .export import write
+from .language.federation import LanguageSettings
+from .low_rank.delta import Form
 from .low_rank.deploy import Layout
 from .method import Method
 from .methods import METHODS
@@ -75,6 +81,7 @@ def list_(method: str | None) -> int:
     for title, known in (
         ("Models (model.names)", MODELS),
         ("Data (data.source)", _lines(SOURCES)),
+        ("Texts (data.source, with [language])", _lines(TEXT_SOURCES)),
         ("Partitions (partition.kind)", _lines(PARTITIONS)),
         ("Splits (split.kind)", _lines(SPLITS)),
         ("Concepts (concept.kind)", _lines(CONCEPTS)),
@@ -105,6 +112,7 @@ def field_help() -> str:
     sections: list[tuple[str, type[Any]]] = [("run", RunSettings), ("model", ModelSettings)]
     sections += [("data, any source", experiment.Preparation)]
     sections += [(f"data, source = {n}", c) for n, c in SOURCES.items()]
+    sections += [(f"data, source = {n} (texts)", c) for n, c in TEXT_SOURCES.items()]
     sections += [(f"partition, kind = {n}", c) for n, c in PARTITIONS.items()]
     sections += [(f"split, kind = {n}", c) for n, c in SPLITS.items()]
     sections += [(f"concept, kind = {n}", c) for n, c in CONCEPTS.items() if dataclasses.fields(c)]
@@ -113,6 +121,10 @@ def field_help() -> str:
     sections += [("defaults.optimiser.schedule", Schedule)]
     sections += [(f"methods.{n}", c) for n, c in METHODS.items()]
     sections += [("methods.floral.router, methods.ensemble.router", Router)]
+    sections += [("methods.NAME.tuning, of federated LoRA", Tuning), ("methods.fedhl.weighing", Weighing)]
+    sections += [("methods.fedhl.form, methods.flexlora.form", Form)]
+    sections += [("lora; with [language] the fields of peft.LoraConfig, and ranks", LoraTable)]
+    sections += [("language", LanguageSettings)]
     for title, cls in sections:
         lines.append(f"\n[{title}]")
         lines += [f"  {f.name} = {f.default}\n      {f.meaning}" for f in config.fields_of(cls)]
