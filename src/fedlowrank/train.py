@@ -196,10 +196,11 @@ def _gradient(
     if micro_batch is None or len(batch) <= micro_batch:
         value = request.loss(now, batch, *given)
         return value.detach(), list(torch.autograd.grad(value, params, materialize_grads=True))
-    weights = torch.ones(len(batch)) if batch.weights is None else batch.weights.to(torch.float32)
+    weights = torch.ones(len(batch)) if batch.weights is None else batch.weights
+    whole = max(1, int(weights.sum()))
     total, grads = torch.zeros(()), [torch.zeros_like(p) for p in params]
     for part in torch.split(torch.arange(len(batch)), micro_batch):
-        share = (weights[part].sum() / weights.sum()).to(params[0].device)
+        share = int(weights[part].sum()) / whole
         x = {n: t[part] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[part]
         value = request.loss(now, Batch(x, batch.y[part], step=batch.step), *given) * share
         torch._foreach_add_(grads, list(torch.autograd.grad(value, params, materialize_grads=True)))

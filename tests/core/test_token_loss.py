@@ -207,7 +207,6 @@ def test_clients_at_once_average_over_their_own_tokens() -> None:
     tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-9), a.state.server, b.state.server)
 
 
-@pytest.mark.xfail(strict=True, reason="the shares of the parts are computed in float32")
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_batches_taken_in_parts_end_where_whole_ones_do(size: int) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
@@ -222,7 +221,6 @@ def test_batches_taken_in_parts_end_where_whole_ones_do_in_single_precision(size
     tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-7), whole.state.server, parts.state.server)
 
 
-@pytest.mark.xfail(strict=True, reason="the shares of the parts are 0 / 0")
 def test_a_batch_in_which_nothing_counts_can_be_taken_in_parts() -> None:
     examples = texts((5, 4, 3), 8)
     silent = Examples(examples.x, torch.full_like(examples.y, NO))

@@ -202,7 +202,6 @@ def test_tied_weights_are_one_site_and_move_together(shared: bool) -> None:
     torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-13)
 
 
-@pytest.mark.xfail(strict=True, reason="functional_call of torch leaves a layer under two names with what it was given")
 def test_a_layer_under_two_names_keeps_its_own_weight() -> None:
     module, x = Tied(True), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
     before = module.one.weight.detach().clone()

@@ -6,6 +6,7 @@ depends on the rank. FedHL is compared with its dense recursion, though the pack
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -212,6 +213,13 @@ def test_fedhl(engine: type[Engine]) -> None:
     found = run.method.observed(run.state.server)
     ids = list(plan(run)[-1])
     assert found["weights"] == pytest.approx({str(k): p for k, p in zip(ids, history[-1][0], strict=True)}, abs=1e-9)
+    s = setting_of(run)
+    w, _, _ = reference.fedhl(dataclasses.replace(s, rounds=s.rounds[:-1]))
+    size = sum((x**2).sum() for x in w)
+    cut = {str(k): sum(((x - reference.best(x, RANKS[k])) ** 2).sum() for x in w) / size for k in ids}
+    assert found["truncation"] == pytest.approx(cut, abs=1e-9)
+    assert found["energy"] == pytest.approx({n: (x**2).sum() for n, x in zip(NAMES, ws, strict=True)}, rel=1e-9)
+    assert found["discarded"] == {n: 0.0 for n in NAMES}
     # the weights differ, or eq. 15 would not show
     assert np.ptp(history[-1][0]) > 0.01
 

@@ -38,6 +38,7 @@ class Code:
     def __init__(self, module: nn.Module) -> None:
         layers = [n for n, m in module.named_modules() if _keeps(m)]
         self.names = tuple(f"{n}.{s}".lstrip(".") for n in layers for s in ("running_mean", "running_var"))
+        self._aliases = _aliases(module)
         self._batch = module
         if layers:
             self._batch, self._fixed = copy.deepcopy(module), copy.deepcopy(module).eval()
@@ -57,11 +58,11 @@ class Code:
     def __call__(self, params: Params, x: Any) -> Tensor:
         """Scores of inputs; a dict of inputs is passed as keyword arguments."""
         if not self.names:
-            return _call(self._batch, params, x)
+            return self._call(self._batch, params, x)
         if self.names[0] in params:
-            return _call(self._fixed, params, x)
+            return self._call(self._fixed, params, x)
         try:
-            return _call(self._batch, params, x)
+            return self._call(self._batch, params, x)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -69,6 +70,15 @@ class Code:
                 "a batch of a single example cannot be normalised by itself. Choose a batch size that leaves no client a last "
                 "batch of one example, or a model without batch normalisation."
             ) from error
+
+    def _call(self, module: nn.Module, params: Params, x: Any) -> Tensor:
+        # torch's own search for tied weights swaps a layer that has two names twice, and leaves in it what it was given
+        tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
+        given, named = (params | tied if tied else params), isinstance(x, dict)
+        args, kwargs = ((), x) if named else ((x,), {})
+        out: Any = functional_call(module, given, args, kwargs, tie_weights=False)
+        scores: Tensor = out if isinstance(out, Tensor) else out.logits
+        return scores
 
     def neutral(self) -> Params:
         """Statistics that change nothing: mean 0 and variance 1, for inputs that are no batch."""
@@ -91,7 +101,7 @@ class Code:
                 layer.reset_running_stats()
         with torch.no_grad():
             for x in chunks():
-                _call(counter, params, x)
+                self._call(counter, params, x)
         buffers = dict(counter.named_buffers())
         return {name: buffers[name] for name in self.names}
 
@@ -110,7 +120,10 @@ def _keeps(layer: nn.Module) -> bool:
     return isinstance(layer, _BATCH) and layer.running_mean is not None
 
 
-def _call(module: nn.Module, params: Params, x: Any) -> Tensor:
-    out: Any = functional_call(module, params, (), x) if isinstance(x, dict) else functional_call(module, params, (x,))
-    scores: Tensor = out if isinstance(out, Tensor) else out.logits
-    return scores
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Of a parameter that several layers hold, its further names, one a layer, by the first."""
+    found: dict[int, list[str]] = {}
+    for name, layer in module.named_modules():
+        for own, p in layer.named_parameters(recurse=False):
+            found.setdefault(id(p), []).append(f"{name}.{own}".lstrip("."))
+    return {first: tuple(more) for first, *more in found.values() if more}
