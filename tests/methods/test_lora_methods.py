@@ -219,7 +219,7 @@ def test_fedhl(engine: type[Engine]) -> None:
     cut = {str(k): sum(((x - reference.best(x, RANKS[k])) ** 2).sum() for x in w) / size for k in ids}
     assert found["truncation"] == pytest.approx(cut, abs=1e-9)
     assert found["energy"] == pytest.approx({n: (x**2).sum() for n, x in zip(NAMES, ws, strict=True)}, rel=1e-9)
-    assert found["discarded"] == {n: 0.0 for n in NAMES}
+    assert found["discarded"] == dict.fromkeys(NAMES, 0.0)
     # the weights differ, or eq. 15 would not show
     assert np.ptp(history[-1][0]) > 0.01
 
