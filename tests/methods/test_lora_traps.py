@@ -103,6 +103,24 @@ def test_every_reply_counts(kind: Any) -> None:
     together = answered(run, replies)
     for k in range(4):
         assert apart(answered(run, replies[:k] + replies[k + 1 :]), together) > 1e-6
+    # and the order in which they come does not; a stack is even the same bit for bit
+    turned = answered(run, replies[::-1])
+    if kind in (FLoRA, FedExLoRA):
+        assert tree.equal(turned.ledger, together.ledger)
+    if kind in (FedHL, FlexLoRA):
+        for n in NAMES:
+            torch.testing.assert_close(turned.delta[n].dense(), together.delta[n].dense(), rtol=0, atol=1e-14)
+    else:
+        assert apart(turned, together) < 1e-14
+
+
+def test_norms_that_are_all_zero_leave_the_weights_by_examples() -> None:
+    run = run_of(HetLoRA(weights="norm", optimiser=SGD(lr=0.0)), unequal(), steps=0, **QUIET)
+    before = run.state.server.factors
+    run.step()
+    # the first component is everyone's; a mean of equal values is that value
+    for n, p in run.state.server.factors.items():
+        torch.testing.assert_close(p.a[0], before[n].a[0], rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("kind", MIXED, ids=lambda k: k.title)
