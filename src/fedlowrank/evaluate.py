@@ -166,4 +166,7 @@ def measure(predict: Callable[[Any], Tensor], examples: Examples) -> Score:
             right += (scores[:, :-1].argmax(-1) == batch.y[:, 1:]).sum()
         elif not examples.regression:
             right += (scores.argmax(-1) == batch.y).sum()
+    if float(count) == 0:
+        # texts in which no token is to be predicted
+        return Score(None, None)
     return Score(None if examples.regression else float(right / count), float(lost / count))

@@ -95,11 +95,7 @@ def test_sites_of_adapters_are_the_base_itself() -> None:
         assert held.data_ptr() == dict(module.named_parameters())[name].data_ptr()
 
 
-# the adaptors of these two are looked up among the trained weights
-FITTING = [name for name in METHODS if name not in ("floral", "local_adaptor")]
-
-
-@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize("name", METHODS)
 def test_training_neither_changes_nor_sends_them(name: str) -> None:
     on = federation()
     model = next(iter(on.architectures.values()))

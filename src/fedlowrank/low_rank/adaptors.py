@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from .mixture import (
     precondition,
     precondition_convolution,
 )
+
+if TYPE_CHECKING:
+    from ..models.architecture import Architecture
 
 Kind = Literal["linear", "convolution", "embedding", "bias", "norm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -124,6 +127,23 @@ def spots(
             f"there is no layer to adapt: the module has parameters in {there or 'no layer'}, and linear layers, attention, "
             f"convolutions, embeddings and normalisations can be adapted (asked for: {', '.join(kinds) or 'nothing'}"
             + (", of the layers that the predicates let through)." if include is not None else ").")
+        )
+    return found
+
+
+def trained_spots(
+    model: Architecture, rank: float, construction: Construction, kinds: tuple[Kind, ...]
+) -> dict[str, Spot]:
+    """The :func:`spots` of an architecture whose parameter is trained; a frozen one belongs to its code.
+
+    Raises:
+        TaskError: if none is trained, and as :func:`spots`.
+    """
+    found = {n: s for n, s in spots(model.module, rank, construction, kinds).items() if n in model.initial}
+    if not found:
+        raise TaskError(
+            "all parameters that adaptors could be added to are frozen (requires_grad=False); let some train, or choose a LoRA "
+            "method such as fedhl"
         )
     return found
 

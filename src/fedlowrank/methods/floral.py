@@ -36,7 +36,7 @@ from ..clusters import (
     select,
     train_mixture,
 )
-from ..low_rank.adaptors import KINDS, Kind, Spot, adaptors, centred, mix, preconditioned, rank_remarks, spots
+from ..low_rank.adaptors import KINDS, Kind, Spot, adaptors, centred, mix, preconditioned, rank_remarks, trained_spots
 from ..low_rank.mixture import Construction, Factor
 from ..method import ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
 from ..models.architecture import Architecture
@@ -160,7 +160,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         return self.router.shares(self._theta(state, down, view))
 
     def _spots(self, task: Task) -> dict[str, Spot]:
-        return spots(task.common_model(self.title).module, self.rank, self.construction, self.kinds)
+        return trained_spots(task.common_model(self.title), self.rank, self.construction, self.kinds)
 
     def _theta(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> Tensor:
         if state is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..loss import task_loss
-from ..low_rank.adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, rank_remarks, spots
+from ..low_rank.adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, rank_remarks, trained_spots
 from ..low_rank.mixture import Construction
 from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean
@@ -47,7 +47,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget."""
         model = task.common_model(self.title)
-        return rank_remarks(spots(model.module, self.rank, self.construction, self.kinds))
+        return rank_remarks(trained_spots(model, self.rank, self.construction, self.kinds))
 
     def server_init(self, task: Task) -> Params:
         """u^0."""
@@ -56,7 +56,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
         """An adaptor that is zero; its random factors are the same at all clients, as those of FLoRAL's first cluster."""
         model = task.model(client)
-        where = spots(model.module, self.rank, self.construction, self.kinds)
+        where = trained_spots(model, self.rank, self.construction, self.kinds)
         return adaptors(where, 1, task.key / "adaptors", self.construction, next(iter(model.initial.values())))
 
     def download(self, server: Params, client: ClientInfo) -> Params:

@@ -233,7 +233,7 @@ class Architecture:
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
         made._example = moved
         if self.head_name is not None:
-            body = copy.deepcopy(made.module)
+            body = copy.deepcopy(made.module, {id(p): p for p in made.module.parameters()})
             body.set_submodule(self.head_name, nn.Identity())
             made._head = made.module.get_submodule(self.head_name)
             made._body, made._head_code = Code(body), Code(made._head)
