@@ -20,7 +20,7 @@ from .loss import task_loss
 from .low_rank.lora import LoRA, first
 from .low_rank.pair import Factors, Pair
 from .low_rank.wire_form import Packed, Wire, pack, unpack
-from .method import Batch, ClientInfo, ClientView, Predictor, Task
+from .method import Batch, ClientInfo, ClientView, Task
 from .models.architecture import Architecture
 from .optimiser import Optimiser
 from .tree import Params, tree
@@ -118,6 +118,14 @@ class Tuning:
         """The scale of each rank under a model's configuration."""
         power = 0.0 if self.scaling == "equal" else 0.5 if lora.rslora else 1.0
         return Scaling(lora.scale, self.rank if lora.rank is None else lora.rank, power)
+
+    def scale(self, view: ClientView) -> float:
+        """S of a client at its own rank."""
+        return self.scaling_of(view.model.lora).at(self.rank_of(view.info))
+
+    def kept(self, leaves: Leaves) -> Params:
+        """What a client keeps of its trained leaves: a personal rest."""
+        return leaves["rest"] if self.head == "personal" else {}
 
     def shared_rest(self, model: Architecture) -> Params:
         """What is trained whole and lies with the server."""
@@ -225,11 +233,6 @@ def tune(
             "adapted layer used in the forward pass, and is the adapter active?"
         )
     return end
-
-
-def infer(view: ClientView, params: Params) -> Predictor:
-    """How a model with these parameters infers."""
-    return lambda x: view.model.apply(params, x)
 
 
 def received(message: Message) -> Factors:

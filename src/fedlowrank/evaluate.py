@@ -131,8 +131,10 @@ def at_client(
     named = {**(made if isinstance(made, Mapping) else {"personal": made})}
     if whole is not None:
         named["server"] = lambda x: view.model.apply(whole, x)
-    personal = lambda: view.model.complete(method.personal(state, down, view))  # noqa: E731 - too dear to do unasked
-    return AtClient(named, parts, view.model, routes, personal, whole)
+    # the personal model only when it is asked for: it may be dear
+    return AtClient(
+        named, parts, view.model, routes, lambda: view.model.complete(method.personal(state, down, view)), whole
+    )
 
 
 @dataclass(frozen=True)

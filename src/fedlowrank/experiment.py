@@ -210,7 +210,7 @@ class Experiment:
             return _dataset(source, json.dumps(settings, sort_keys=True), prepared.normalise), None
         from .language.federation import LanguageSettings, prepare
 
-        texts = build(_known(source, TEXT_SOURCES, "data"), _with_path(settings), "data").load()
+        texts = build(_known(source, TEXT_SOURCES, "data"), settings, "data").load()
         how = build(LanguageSettings, _with_path(_table(self.tables, "language")), "language")
         return prepare(texts, how, split_table(_table(self.tables, "lora"))[1], key / "init" / "language")
 
@@ -380,6 +380,7 @@ def _dataset(source: str, settings: str, how: Any) -> Dataset:
 
 
 def _with_path(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields with ``~`` and environment variables written out in paths."""
-    paths = {n: fields[n] for n in ("path", "test") if isinstance(fields.get(n), str)}
-    return fields | {n: os.path.expandvars(os.path.expanduser(p)) for n, p in paths.items()}  # noqa: PTH111 - a hub name is no path
+    """Fields with ``~`` and environment variables written out in the path."""
+    if not isinstance(fields.get("path"), str):
+        return fields
+    return fields | {"path": os.path.expandvars(os.path.expanduser(fields["path"]))}  # noqa: PTH111 - a hub name is no path

@@ -84,8 +84,8 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         """Add the residuals, then train both factors."""
         base, start = self._now(state, down)
         moved = base.moved(view.model.lora)
-        end = tune(view, start, self._scale(view), self.optimiser, frozen=base.stack, moved=moved)
-        kept = end["rest"] if self.tuning.head == "personal" else {}
+        end = tune(view, start, self.tuning.scale(view), self.optimiser, frozen=base.stack, moved=moved)
+        kept = self.tuning.kept(end)
         return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
 
     def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
@@ -106,17 +106,14 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         """The base with all residuals, and the mean factors."""
         base, leaves = self._now(state, down)
         moved = base.moved(view.model.lora)
-        return view.model.initial | placed(view.model, leaves, self._scale(view), base.stack, moved)
+        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), base.stack, moved)
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""
         updates = server.ledger.updates
         leaves = leaves_of(server.factors, state.rest | server.rest)
-        return placed(view.model, leaves, self._scale(view), stacked(updates) if updates else {}, {})
+        return placed(view.model, leaves, self.tuning.scale(view), stacked(updates) if updates else {}, {})
 
     def _now(self, state: Own, down: Download) -> tuple[Base, Leaves]:
         base = state.base.followed([unpack(r) for r in down.residuals], self.keep)
         return base, leaves_of(received(down.message), state.rest | down.message.rest)
-
-    def _scale(self, view: ClientView) -> float:
-        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))

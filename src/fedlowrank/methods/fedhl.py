@@ -102,8 +102,8 @@ class FedHL(Method[Server, Params, Download, Message]):
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Message]:
         """Lines 9 and 10."""
         first = leaves_of(received(down.message), state | down.message.rest)
-        end = tune(view, first, self._scale(view), self.optimiser, frozen=down.residual)
-        kept = end["rest"] if self.tuning.head == "personal" else {}
+        end = tune(view, first, self.tuning.scale(view), self.optimiser, frozen=down.residual)
+        kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 
     def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
@@ -126,7 +126,7 @@ class FedHL(Method[Server, Params, Download, Message]):
     def personal(self, state: Params, down: Download, view: ClientView) -> Params:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down.message), state | down.message.rest)
-        return view.model.initial | placed(view.model, leaves, self._scale(view), down.residual, {})
+        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), down.residual, {})
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
@@ -139,6 +139,3 @@ class FedHL(Method[Server, Params, Download, Message]):
     def observed(self, server: Server) -> dict[str, dict[str, float]]:
         """p_i and relative truncation errors of the last round, energy of W and what a cap cut off."""
         return server.last | {"energy": energies(server.delta), "discarded": discarded(server.delta)}
-
-    def _scale(self, view: ClientView) -> float:
-        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))

@@ -61,8 +61,8 @@ class FedIT(Method[Server, Params, Message, Message]):
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train both factors."""
         start = leaves_of(received(down), state | down.rest)
-        end = tune(view, start, self._scale(view), self.optimiser)
-        kept = end["rest"] if self.tuning.head == "personal" else {}
+        end = tune(view, start, self.tuning.scale(view), self.optimiser)
+        kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 
     def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
@@ -75,7 +75,4 @@ class FedIT(Method[Server, Params, Message, Message]):
     def personal(self, state: Params, down: Message, view: ClientView) -> Params:
         """The model with the mean factors."""
         leaves = leaves_of(received(down), state | down.rest)
-        return view.model.initial | placed(view.model, leaves, self._scale(view), {}, {})
-
-    def _scale(self, view: ClientView) -> float:
-        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))
+        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {})

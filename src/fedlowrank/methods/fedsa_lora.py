@@ -67,8 +67,8 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     def local_update(self, state: Own, down: Message, view: ClientView) -> tuple[Own, Message]:
         """Train both factors, send A."""
-        end = tune(view, self._leaves(state, down), self._scale(view), self.optimiser)
-        kept = end["rest"] if self.tuning.head == "personal" else {}
+        end = tune(view, self._leaves(state, down), self.tuning.scale(view), self.optimiser)
+        kept = self.tuning.kept(end)
         return Own(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
 
     def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
@@ -80,15 +80,12 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     def personal(self, state: Own, down: Message, view: ClientView) -> Params:
         """The model with the mean A and the client's own B."""
-        return view.model.initial | placed(view.model, self._leaves(state, down), self._scale(view), {}, {})
+        return view.model.initial | placed(view.model, self._leaves(state, down), self.tuning.scale(view), {}, {})
 
     def _leaves(self, state: Own, down: Message) -> Leaves:
         a = {n: p.a for n, p in received(down).items()}
         # what a lossy wire carries arrives in float32, whatever the type of the model
         return {"a": a, "b": {n: b.to(a[n]) for n, b in state.b.items()}, "rest": state.rest | down.rest}
-
-    def _scale(self, view: ClientView) -> float:
-        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))
 
 
 def _without_b(a: dict[str, Tensor]) -> Factors:

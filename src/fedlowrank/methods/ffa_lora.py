@@ -59,8 +59,8 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train B."""
         fixed, start = self._leaves(state, down, view)
-        end = tune(view, start, self._scale(view), self.optimiser, fixed=fixed)
-        kept = end["rest"] if self.tuning.head == "personal" else {}
+        end = tune(view, start, self.tuning.scale(view), self.optimiser, fixed=fixed)
+        kept = self.tuning.kept(end)
         factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
         return kept, self.tuning.message(factors, end["rest"])
 
@@ -74,7 +74,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     def personal(self, state: Params, down: Message, view: ClientView) -> Params:
         """The model with the mean B."""
         fixed, start = self._leaves(state, down, view)
-        return view.model.initial | placed(view.model, fixed | start, self._scale(view), {}, {})
+        return view.model.initial | placed(view.model, fixed | start, self.tuning.scale(view), {}, {})
 
     def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """A, which is not trained, and the rest, which is."""
@@ -82,9 +82,6 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         drawn = random_a(view.task, self.tuning.rank_of(view.info))
         # what a lossy wire carries arrives in float32, whatever the type of the model
         return {"a": {n: drawn[n].to(b) for n, b in leaves["b"].items()}}, {"b": leaves["b"], "rest": leaves["rest"]}
-
-    def _scale(self, view: ClientView) -> float:
-        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))
 
 
 def _without_a(factors: Factors) -> Factors:

@@ -70,8 +70,8 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train both factors."""
-        end = tune(view, leaves_of(received(down), state | down.rest), self._scale(view), self.optimiser)
-        kept = end["rest"] if self.tuning.head == "personal" else {}
+        end = tune(view, leaves_of(received(down), state | down.rest), self.tuning.scale(view), self.optimiser)
+        kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 
     def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
@@ -88,7 +88,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     def personal(self, state: Params, down: Message, view: ClientView) -> Params:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down), state | down.rest)
-        return view.model.initial | placed(view.model, leaves, self._scale(view), {}, {})
+        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {})
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
@@ -97,6 +97,3 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     def ranks(self, server: Server) -> dict[str, int]:
         """Rank of W."""
         return ranks_of(server.delta)
-
-    def _scale(self, view: ClientView) -> float:
-        return self.tuning.scaling_of(view.model.lora).at(self.tuning.rank_of(view.info))

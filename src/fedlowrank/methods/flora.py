@@ -87,7 +87,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
         start = leaves_of(fresh(lora.draw(rank, view.key / "lora", like), lora.shapes, rank), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
         end = tune(view, start, scale, self.optimiser, frozen=base.stack, moved=base.moved(lora))
-        kept = end["rest"] if self.tuning.head == "personal" else {}
+        kept = self.tuning.kept(end)
         return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
 
     def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:

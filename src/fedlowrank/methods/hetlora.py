@@ -104,14 +104,14 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         """Train, and prune where the tail has shrunk."""
         start = leaves_of(received(down), state | down.rest)
         rank = next(iter(start["a"].values())).shape[0]
-        kept = max(1, min(int(self.prune * rank), rank - 1)) if self.prune < 1 else rank
+        kept = max(1, int(self.prune * rank)) if self.prune < 1 else rank
         penalty = _penalty(self.penalty, kept) if kept < rank and self.penalty > 0 else None
         end = tune(view, start, self._scaling(view).at(rank), self.optimiser, penalty=penalty)
         factors = factors_of(end)
         if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
             # the scale of a smaller rank may differ, the update must not
             factors = scaled(cut(factors, kept), self._scaling(view).at(rank) / self._scaling(view).at(kept))
-        own = end["rest"] if self.tuning.head == "personal" else {}
+        own = self.tuning.kept(end)
         return own, self.tuning.message(factors, end["rest"])
 
     def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
