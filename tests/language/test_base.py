@@ -47,6 +47,13 @@ def test_a_tiny_llama_is_what_its_files_say(llama):
     assert (loaded.head, loaded.notes, loaded.name) == ((), (), str(llama))
 
 
+def test_the_attention_is_the_one_asked_for_and_computes_the_same(llama):
+    made = {kind: load(Base(str(llama), attention=kind), (), KEY).model for kind in ("eager", "sdpa")}
+    x = torch.randint(0, 40, (3, 11), generator=KEY.generator())
+    assert {kind: m.config._attn_implementation for kind, m in made.items()} == {"eager": "eager", "sdpa": "sdpa"}
+    torch.testing.assert_close(made["eager"](x).logits, made["sdpa"](x).logits)
+
+
 def test_the_digest_is_a_hash_of_all_weights(llama):
     loaded = load(Base(str(llama)), (), KEY)
     made = hashlib.blake2b(digest_size=16)
@@ -191,6 +198,7 @@ def test_checkpointing_changes_no_gradient_within_a_functional_call_or_after_it(
         ({"path": "x", "task": "clasification"}, (), ConfigError, "Did you mean 'classification'"),
         ({"path": "x", "dtype": "float8"}, (), ConfigError, "dtype"),
         ({"path": "x", "quantise": "2bit"}, (), ConfigError, "quantise"),
+        ({"path": "x", "attention": "eagre"}, (), ConfigError, "Did you mean 'eager'"),
     ],
 )
 def test_settings_that_cannot_be(base, classes, error, words):
