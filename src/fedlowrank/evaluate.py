@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from . import tree
-from .data.dataset import Examples
+from .data.dataset import ClientData, Examples
 from .data.federation import Federation
 from .engine.base import Engine, client_view
 from .local_data import chunk_size, gather
 from .loss import pointwise_loss
 from .low_rank.matricise import Weights, numbers
-from .method import ClientInfo, Method, Predictor, Task
+from .method import ClientInfo, ClientView, Method, Predictor, Task
 from .models.architecture import Architecture
 from .record import Accuracy
 from .tree import Params
@@ -26,20 +26,37 @@ SPLITS = ("val", "test")
 
 
 @dataclass(frozen=True)
+class ClientEvaluation:
+    """What one client's models are worth, and what they take.
+
+    Attributes:
+        accuracy: series by name, the headline first; in each, the number of each split.
+        risk: the mean loss on the same examples, in the same form.
+        parameters: how many numbers the model of each series takes.
+        routes: its share of each cluster, if the method has clusters.
+    """
+
+    accuracy: dict[str, dict[str, float | None]]
+    risk: dict[str, dict[str, float | None]]
+    parameters: dict[str, int]
+    routes: list[float] | None = None
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """What every client's model is worth, and what it takes.
 
     Attributes:
         accuracy: series by name, the headline first; in each the splits; in each one number a client.
         risk: the mean loss on the same examples, in the same form.
-        routes: each client's share of each cluster, if the method has clusters.
-        parameters: series by name; in each, how many numbers the model of each client takes.
+        routes: each client's share of each cluster; None if the method has no clusters, or if not all clients are known.
+        parameters: series by name; in each, how many numbers the model of each client takes; None if not all are known.
     """
 
     accuracy: Accuracy
     risk: Accuracy
     routes: list[list[float]] | None
-    parameters: dict[str, list[int]]
+    parameters: dict[str, list[int]] | None
 
 
 def evaluate(
@@ -62,24 +79,52 @@ def evaluate(
         state_of: state of a client, fresh for one that never took part.
         round: counted from 0.
     """
-    accuracy: Accuracy = {}
-    risk: Accuracy = {}
-    routes: list[list[float]] = []
-    sizes: dict[str, list[int]] = {}
+    found = (
+        evaluate_client(
+            at_client(method, federation, task, engine, server, state_of(info), info, round),
+            federation.clients[info.id],
+        )
+        for info in federation.infos
+    )
+    return together(list(found))
+
+
+def evaluate_client(client: AtClient, data: ClientData) -> ClientEvaluation:
+    """What one client's models are worth on its own examples."""
+    accuracy: dict[str, dict[str, float | None]] = {}
+    risk: dict[str, dict[str, float | None]] = {}
     with torch.inference_mode():
-        for info, data in zip(federation.infos, federation.clients, strict=True):
-            client = at_client(method, federation, task, engine, server, state_of(info), info, round)
-            for name, predict in client.predictors.items():
-                right, wrong = (kind.setdefault(name, {s: [] for s in SPLITS}) for kind in (accuracy, risk))
-                for split in SPLITS:
-                    score = measure(predict, getattr(data, split))
-                    right[split].append(score.accuracy)
-                    wrong[split].append(score.risk)
-                sizes.setdefault(name, []).append(client.numbers(name))
-            if client.routes is not None:
-                # four digits tell a route; all of a float would make the records of many clients large
-                routes.append([float(f"{p:.4f}") for p in client.routes.tolist()])
-    return Evaluation(accuracy, risk, routes or None, sizes)
+        for name, predict in client.predictors.items():
+            scores = {split: measure(predict, getattr(data, split)) for split in SPLITS}
+            accuracy[name] = {split: s.accuracy for split, s in scores.items()}
+            risk[name] = {split: s.risk for split, s in scores.items()}
+        sizes = {name: client.numbers(name) for name in client.predictors}
+        # four digits tell a route; all of a float would make the records of many clients large
+        routes = None if client.routes is None else [float(f"{p:.4f}") for p in client.routes.tolist()]
+    return ClientEvaluation(accuracy, risk, sizes, routes)
+
+
+def together(found: Sequence[ClientEvaluation | None]) -> Evaluation:
+    """The evaluations of all clients in the order of their identifiers, None for a client that is not heard of.
+
+    Raises:
+        ValueError: if none is.
+    """
+    known = [f for f in found if f is not None]
+    series = next(iter(known)).accuracy if known else {}
+    if not known:
+        raise ValueError("no client was evaluated")
+
+    def table(kind: str) -> Accuracy:
+        def one(f: ClientEvaluation | None, name: str, split: str) -> float | None:
+            return None if f is None else getattr(f, kind).get(name, {}).get(split)
+
+        return {name: {split: [one(f, name, split) for f in found] for split in SPLITS} for name in series}
+
+    whole = len(known) == len(found)
+    routes = [f.routes for f in known if f.routes is not None]
+    sizes = {name: [f.parameters[name] for f in known] for name in series} if whole else None
+    return Evaluation(table("accuracy"), table("risk"), routes if whole and routes else None, sizes)
 
 
 @dataclass(frozen=True)
@@ -118,16 +163,54 @@ def at_client(
     info: ClientInfo,
     round: int,
 ) -> AtClient:
-    """How one client infers, and what its models are made of."""
+    """How one client infers, and what its models are made of, where the server's state is at hand."""
+    with torch.inference_mode(False):
+        down = tree.canonical(method.download(server, info))
+    return inference(
+        method,
+        federation,
+        task,
+        engine,
+        down,
+        state,
+        info,
+        round,
+        lambda view: method.server_model(server, state, view),
+    )
+
+
+def inference(
+    method: AnyMethod,
+    federation: Federation,
+    task: Task,
+    engine: Engine,
+    down: Any,
+    state: Any,
+    info: ClientInfo,
+    round: int,
+    server_model: Callable[[ClientView], Params | None] | None = None,
+) -> AtClient:
+    """How one client infers by what it was sent, and what its models are made of.
+
+    Args:
+        method: says how.
+        federation: the clients.
+        task: what is learnt.
+        engine: executes what a method does to its model before it infers.
+        down: what the server sends to this client.
+        state: of the client.
+        info: who it is.
+        round: counted from 0.
+        server_model: parameters of the server's own model, where it is known here and is not what clients are sent.
+    """
     trainer = engine.trainer(method, federation, round, info)
     view = client_view(federation, task, round, info, trainer)
     view = replace(view, model=view.model.locally(lambda: (b.x for b in trainer.data.chunks())))
     with torch.inference_mode(False):
-        down = tree.canonical(method.download(server, info))
         made = method.predictor(state, down, view)
         parts = method.parts(state, down, view)
         routes = method.routes(state, down, view)
-        whole = method.server_model(server, state, view)
+        whole = None if server_model is None else server_model(view)
     named = {**(made if isinstance(made, Mapping) else {"personal": made})}
     if whole is not None:
         named["server"] = lambda x: view.model.apply(whole, x)

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .adapted import lora_table, split_table, stretched
+from .adapted import lora_table, split_table
+from .assemble import Shares, assemble
 from .config import build, check_sections, varied
 from .data.augment import Augment
 from .data.concept import CONCEPTS, ByNature, Concept, apply_concept
 from .data.counting import at_least
-from .data.dataset import Dataset, Inputs, Normalisation, normalise, subset
+from .data.dataset import Dataset, Normalisation, normalise, subset
 from .data.divide import divide, keep
 from .data.federation import Federation
 from .data.partition import PARTITIONS, Partition
@@ -26,13 +27,12 @@ from .data.text.sources import TEXT_SOURCES
 from .engine.run import RunSettings
 from .errors import ConfigError, did_you_mean
 from .key import Key
-from .method import ClientInfo, Method
+from .method import Method
 from .methods import METHODS
-from .models.architecture import Architecture, architecture_of
 from .models.zoo import ModelSettings
 
 if TYPE_CHECKING:
-    from .language.federation import Language
+    from .language.federation import Language, LanguageSettings
 
 Printed = float | str | list[float | str]
 
@@ -172,8 +172,16 @@ class Experiment:
             DataError: if the data cannot be read or shared out so.
             TaskError: if a model does not fit.
         """
+        return assemble(self, self.shares())
+
+    def shares(self) -> Shares:
+        """What each client holds, from the seed of the run.
+
+        Raises:
+            DataError: if the data cannot be read or shared out so.
+        """
         _, prepared, _ = _data_settings(self.tables)
-        key = Key((self.run.seed,))
+        key = self._key()
         dataset, language = self._data(key)
         if prepared.examples is not None:
             dataset = subset(dataset, prepared.examples)
@@ -181,55 +189,43 @@ class Experiment:
         if prepared.keep < 1:
             data = keep(data, prepared.keep, prepared.keep_at_least, key / "keep")
         data = apply_concept(self.concept, data, len(dataset.classes))
-        models = self._models(dataset, language, data[0].train.x, key)
-        names = self.model.names if language is None else tuple(models)
-        ranks = stretched(split_table(_table(self.tables, "lora"))[0], len(data))
-        infos = [
-            ClientInfo(i, len(d.train), names[i % len(names)], ranks[i], self.concept.cluster(i))
-            for i, d in enumerate(data)
-        ]
-        held = {i.architecture for i in infos}
-        notes = (*dataset.notes, *(n for d in data for n in d.notes))
-        return Federation(
-            data,
-            infos,
-            {n: m for n, m in models.items() if n in held},
-            dataset.classes,
-            self.run.seed,
-            self.name,
-            notes,
-            self.augment,
-            language is not None and language.settings.by_length,
-            language,
-        )
+        return Shares(tuple(data), dataset.classes, dataset.notes, language)
+
+    def language(self, classes: tuple[str, ...]) -> Language | None:
+        """The language model for classes of those names, or None where the experiment has none."""
+        if "language" not in self.tables:
+            return None
+        from .language.federation import language
+
+        return language(self._language(), self.table("lora"), self._key() / "init" / "language", classes)
+
+    def table(self, section: str) -> dict[str, Any]:
+        """The fields of a section as they were given; of ``lora`` without the ranks."""
+        fields = _table(self.tables, section)
+        return split_table(fields)[1] if section == "lora" else fields
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the clients, as they were given."""
+        return split_table(_table(self.tables, "lora"))[0]
 
     def _data(self, key: Key) -> tuple[Dataset, Language | None]:
         """The data set, and the language model where it is one of texts."""
         source, prepared, settings = _data_settings(self.tables)
         if "language" not in self.tables:
             return _dataset(source, json.dumps(settings, sort_keys=True), prepared.normalise), None
-        from .language.federation import LanguageSettings, prepare
+        from .language.federation import prepare
 
         texts = build(_known(source, TEXT_SOURCES, "data"), settings, "data").load()
-        how = build(LanguageSettings, _with_path(_table(self.tables, "language")), "language")
-        return prepare(texts, how, split_table(_table(self.tables, "lora"))[1], key / "init" / "language")
+        return prepare(texts, self._language(), self.table("lora"), key / "init" / "language")
 
-    def _models(self, dataset: Dataset, language: Language | None, x: Inputs, key: Key) -> dict[str, Architecture]:
-        if isinstance(x, dict):
-            if language is None:
-                raise ConfigError(
-                    "data: the built-in models take one tensor; use Federation.from_arrays for dicts of inputs"
-                )
-            return {"language": language.architecture({n: t[:1] for n, t in x.items()})}
-        table, factories = (
-            lora_table(_table(self.tables, "lora")),
-            self.model.factories(tuple(x.shape[1:]), dataset.outputs),
-        )
-        head = self.model.head
-        return {
-            n: architecture_of(n, table.wrapped(f, head, key / "lora" / n), x[:1], head, key / "init" / n)
-            for n, f in factories.items()
-        }
+    def _language(self) -> LanguageSettings:
+        from .language.federation import LanguageSettings
+
+        return build(LanguageSettings, _with_path(_table(self.tables, "language")), "language")
+
+    def _key(self) -> Key:
+        return Key((self.run.seed,))
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
         """Entries of ``run.json`` besides what :func:`fedlowrank.simulate.describe` knows.

@@ -15,7 +15,7 @@ from torch import nn
 from .data.federation import Federation
 from .engine import ENGINES
 from .engine.folder import RunFolder, representations
-from .engine.run import Run, RunSettings
+from .engine.run import Run, RunSettings, evaluated
 from .errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
 from .export import export
 from .low_rank.deploy import Layout
@@ -113,7 +113,7 @@ def simulate(
         if folder is None:
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
-            return _rounds(run, None, [], progress, on_round)
+            return rounds(run, None, [], progress, on_round)
         target = RunFolder(Path(folder), _described(run, config or {}), run.clients())
         if resume:
             records = target.restore(run)
@@ -122,7 +122,7 @@ def simulate(
         else:
             target.create(force)
             records = []
-        return _rounds(run, target, records, progress, on_round)
+        return rounds(run, target, records, progress, on_round)
 
 
 def reopen(
@@ -195,13 +195,22 @@ def _settings(given: dict[str, Any], federation: Federation) -> RunSettings:
     return chosen
 
 
-def _rounds(
+def rounds(
     run: Run,
     folder: RunFolder | None,
     records: list[RoundRecord],
     progress: bool,
     on_round: Callable[[RoundRecord], None] | None,
 ) -> Result:
+    """Go through the rounds that are left, and keep the folder up to date.
+
+    Args:
+        run: where it stands.
+        folder: of the run, or None.
+        records: of the rounds until now; the further ones are added.
+        progress: show a progress bar.
+        on_round: called with every record.
+    """
     settings = run.settings
     with contextlib.ExitStack() as stack:
         show = stack.enter_context(bar(run.method.title, settings.rounds, run.round)) if progress else None
@@ -221,10 +230,22 @@ def _rounds(
                 if listener is not None:
                     listener(record)
 
+        def settle() -> None:
+            """Enter what is only known now into the last record."""
+            found = run.late()
+            if found is not None:
+                records[-1] = evaluated(records[-1], found)
+                if folder is not None:
+                    folder.rewrite(records)
+
         if not records:
             done(run.start())
         while run.round < settings.rounds:
-            done(run.step())
+            record = run.step()
+            settle()
+            done(record)
+        run.finish()
+        settle()
         if folder is not None:
             folder.save_representations(representations(run, settings.representations))
     return Result(run, records)

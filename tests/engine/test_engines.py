@@ -113,16 +113,29 @@ def test_every_method_passes_every_check(name: str) -> None:
     assert {f.name: f.detail for f in findings if not f.ok} == {}
 
 
+def flat(value: Any, path: str = "") -> dict[str, float]:
+    """The numbers of nested dicts and lists by their paths."""
+    if isinstance(value, float):
+        return {path: value}
+    items = value.items() if isinstance(value, dict) else enumerate(value or ())
+    return {p: v for key, child in items for p, v in flat(child, f"{path}/{key}").items()}
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_engine_keeps_the_same_accounts(name: str) -> None:
     method = METHODS[name]()
-    accounts = []
+    # of numbers that clients at once round otherwise
+    rounded = ("loss", "accuracy", "risk", "observed")
+    accounts, measured = [], []
     for engine in ENGINES:
         run = Run(method, federation(method.heterogeneous), RunSettings(rounds=2, participation=0.6), ENGINES[engine]())
         record = run.step()
-        accounts.append({k: v for k, v in record.untimed().items() if k not in ("loss", "accuracy")})
+        accounts.append({k: v for k, v in record.untimed().items() if k not in rounded})
+        measured.append((record.risk, record.observed))
         assert all(torch.isfinite(torch.tensor(v)) for v in record.loss.values())
     assert accounts[0] == accounts[1] == accounts[2]
+    for other in measured[1:]:
+        assert flat(other) == pytest.approx(flat(measured[0]), rel=1e-4, abs=1e-6)
     assert accounts[0]["steps"] > 0
     assert accounts[0]["flops"] > 0
 

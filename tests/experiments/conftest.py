@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fedlowrank import experiment
+from fedlowrank import assemble, experiment
 from fedlowrank.data import sources
 
 from .common import BlankCifar10, BlankCifar100, BlankTiny, Noise
@@ -20,7 +20,7 @@ def blank_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sources.SOURCES, "cifar100", BlankCifar100)
     monkeypatch.setitem(sources.SOURCES, "folder", BlankTiny)
     # the models take seconds to draw and are not at issue
-    monkeypatch.setattr(experiment, "architecture_of", lambda name, *rest, **more: name)
+    monkeypatch.setattr(assemble, "architecture_of", lambda name, *rest, **more: name)
     monkeypatch.setattr(experiment, "normalise", lambda dataset, how: dataset)
     experiment._dataset.cache_clear()
     yield

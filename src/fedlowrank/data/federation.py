@@ -50,6 +50,7 @@ class Federation:
         augment: how the images of training batches are changed at random.
         by_length: of texts: whether training batches are of examples of like length.
         companion: what else belongs to the models, such as a tokenizer, and writes them in the form that others read.
+        here: identifiers of the clients whose data lie on this machine, or None for all; the others' are empty.
     """
 
     clients: Sequence[ClientData]
@@ -62,6 +63,7 @@ class Federation:
     augment: Augment = UNCHANGED
     by_length: bool = False
     companion: Companion | None = None
+    here: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
@@ -71,7 +73,7 @@ class Federation:
         for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
             if info.id != i:
                 raise DataError(f"the client at place {i} has the identifier {info.id}; identifiers count from 0")
-            if not len(data.train):
+            if not len(data.train) and (self.here is None or i in self.here):
                 raise DataError(f"client {i} has no training example")
             if info.architecture not in self.architectures:
                 raise TaskError(f"client {i} holds model {info.architecture!r}; known: {sorted(self.architectures)}")
@@ -100,6 +102,8 @@ class Federation:
         width = next(iter(targets))
         for info, data in zip(self.infos, self.clients, strict=True):
             model, x = self.architectures[info.architecture], data.train.x
+            if not len(data.train):
+                continue
             with torch.inference_mode():
                 out = model.probe({n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1])
             if tuple(out.shape) != (1, width):

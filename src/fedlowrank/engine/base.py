@@ -35,12 +35,14 @@ class Outcome:
         upload: its reply.
         meter: what the work cost.
         error: why there is no reply, if training met a NaN.
+        lost: why there is none otherwise, such as a client that cannot be reached.
     """
 
     state: Any
     upload: Any
     meter: Meter
     error: NonFiniteError | None = None
+    lost: str | None = None
 
 
 @dataclass

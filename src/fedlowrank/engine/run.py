@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from ..channel import lost_replies, weigh
 from ..choices import check_choices
 from ..data.federation import Federation
 from ..errors import ConfigError, TaskError
-from ..evaluate import AtClient, at_client, evaluate
+from ..evaluate import AtClient, Evaluation, at_client, evaluate
 from ..method import ClientInfo, Method, Reply, ServerView
 from ..record import RoundRecord
 from ..tree import Params
@@ -193,8 +193,13 @@ class Run:
         rows = zip(self.federation.describe(), self.federation.infos, strict=True)
         return [{**row, "cluster": i.cluster, "unseen": i.id in self.unseen} for row, i in rows]
 
-    def step(self) -> RoundRecord:
-        """One round. The run changes only if it succeeds as a whole."""
+    def step(self, losses: Mapping[str, str] | None = None) -> RoundRecord:
+        """One round. The run changes only if it succeeds as a whole.
+
+        Args:
+            losses: clients whose reply is lost whatever happens, with the reason, as a record has them: to go over a run
+                again that lost replies.
+        """
         t, method, clock = self.round, self.method, Clock()
         with clock("server"):
             infos = self.participants(t)
@@ -202,15 +207,16 @@ class Run:
             down = weigh(job.down for job in jobs)
         with clock("train"):
             outcomes = list(self.engine.run(method, self.federation, self.task, t, jobs))
-        lost = self._lost(t, infos, outcomes)
+        lost = self._lost(t, infos, outcomes) | dict(losses or {})
         with clock("server"):
             up = weigh(o.upload for o in outcomes)
             arrived = [(i, o) for i, o in zip(infos, outcomes, strict=True) if str(i.id) not in lost]
             replies = [Reply(i, o.upload) for i, o in arrived if o.upload is not None]
-            view = ServerView(self.task, t, self.federation.key / "server" / t)
             server = self.state.server
             if replies:
-                server = self.engine.boundary(method.server_update(server, replies, view))
+                server, refused = self.updated(replies, ServerView(self.task, t, self.federation.key / "server" / t))
+                lost |= refused
+                arrived = [(i, o) for i, o in arrived if str(i.id) not in refused]
         self.unsaved |= {i.id for i, _ in arrived}
         # a client commits when its reply has been acknowledged: dual methods break otherwise
         self.state = State(t + 1, server, self.state.clients | {i.id: o.state for i, o in arrived})
@@ -228,17 +234,26 @@ class Run:
             flops=sum(m.flops for m in meters),
             loss={n: _mean([m.losses[n] for m in meters if n in m.losses]) for n in passes},
         )
-        due = self.round % self.settings.evaluate_every == 0 or self.round in (1, self.settings.rounds)
-        return self._evaluated(record, clock, due)
+        return self._evaluated(record, clock)
+
+    def is_due(self) -> bool:
+        """Whether the models are evaluated now."""
+        return self.round % self.settings.evaluate_every == 0 or self.round in (0, 1, self.settings.rounds)
+
+    def updated(self, replies: list[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
+        """The server's next state, and the clients whose replies were refused on the way, with the reason."""
+        return self.engine.boundary(self.method.server_update(self.state.server, replies, view)), {}
 
     def start(self) -> RoundRecord:
         """The record of round 0: the models before any training."""
-        return self._evaluated(RoundRecord(round=0), Clock(), True)
+        return self._evaluated(RoundRecord(round=0), Clock())
 
     def _lost(self, round: int, infos: list[ClientInfo], outcomes: list[Outcome]) -> dict[str, str]:
         lost: dict[str, str] = {}
         for info, outcome in zip(infos, outcomes, strict=True):
-            if outcome.error is not None:
+            if outcome.lost is not None:
+                lost[str(info.id)] = outcome.lost
+            elif outcome.error is not None:
                 if self.settings.on_nan == "stop":
                     raise outcome.error
                 lost[str(info.id)] = str(outcome.error)
@@ -251,31 +266,38 @@ class Run:
             lost.setdefault(str(client), "the reply was lost")
         return lost
 
-    def _evaluated(self, record: RoundRecord, clock: Clock, due: bool) -> RoundRecord:
+    def evaluation(self) -> Evaluation | None:
+        """What the models are worth now; None where it is only known later, see :meth:`late`."""
+        state, t = self.state, max(self.round - 1, 0)
+        return evaluate(self.method, self.federation, self.task, self.engine, state.server, self.state_of, t)
+
+    def late(self) -> Evaluation | None:
+        """The evaluation of the last round but one, where :meth:`evaluation` did not know it; None if there is none."""
+        return None
+
+    def finish(self) -> None:
+        """What is to be done after the last round, such as telling the clients."""
+
+    def _evaluated(self, record: RoundRecord, clock: Clock) -> RoundRecord:
         found = None
-        if due:
-            t = self.round
+        if self.is_due():
             with clock("evaluate"):
-                found = evaluate(
-                    self.method,
-                    self.federation,
-                    self.task,
-                    self.engine,
-                    self.state.server,
-                    self.state_of,
-                    max(t - 1, 0),
-                )
-        return dataclasses.replace(
+                found = self.evaluation()
+        record = dataclasses.replace(
             record,
-            accuracy=None if found is None else found.accuracy,
-            risk=None if found is None else found.risk,
-            routes=None if found is None else found.routes,
-            parameters=None if found is None else found.parameters,
             ranks=self.method.ranks(self.state.server),
             observed=self.method.observed(self.state.server),
             seconds=clock.wall,
             cpu_seconds=clock.cpu,
         )
+        return record if found is None else evaluated(record, found)
+
+
+def evaluated(record: RoundRecord, found: Evaluation) -> RoundRecord:
+    """The record with what was found."""
+    return dataclasses.replace(
+        record, accuracy=found.accuracy, risk=found.risk, routes=found.routes, parameters=found.parameters
+    )
 
 
 def not_finite(upload: Any) -> str | None:

@@ -198,14 +198,29 @@ def prepare(
         FedlowrankError: if base, adapter or texts do not fit.
     """
     names = tuple(classes) or _classes(texts)
-    loaded = load(settings, names, key / "base")
-    dataset = tokenise(texts, loaded.tokenizer, settings.text)
+    made = language(settings, lora, key, names)
+    dataset = tokenise(texts, made.loaded.tokenizer, settings.text)
     if dataset.classes != names:
         raise AssertionError(f"classes are numbered as {dataset.classes[:3]} by the labels and {names[:3]} by the head")
+    return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
+
+
+def language(settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: tuple[str, ...]) -> Language:
+    """The model without texts.
+
+    Args:
+        settings: the base and the form of texts.
+        lora: fields of ``peft.LoraConfig``.
+        key: of new weights and of A.
+        classes: their names; empty for a causal model.
+
+    Raises:
+        FedlowrankError: if base and adapter do not fit.
+    """
+    loaded = load(settings, classes, key / "base")
     model = attach(loaded.model, lora_config(dict(lora)), key / "adapter", "shared", loaded.head)
     loaded.model.config.use_cache = False
-    notes = (*loaded.notes, *dataset.notes)
-    return replace(dataset, notes=notes), Language(settings, loaded, model.peft_config[ADAPTER], model)
+    return Language(settings, loaded, model.peft_config[ADAPTER], model)
 
 
 def _classes(texts: Texts) -> tuple[str, ...]:
