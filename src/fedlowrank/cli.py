@@ -1,4 +1,4 @@
-"""The command line: ``fedlowrank list | run | compare | resume | report | export | adapters | score | check | data``."""
+"""The command line; ``fedlowrank --help`` lists its commands."""
 
 from __future__ import annotations
 
@@ -40,9 +40,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("file", type=Path, help="experiment file (TOML)")
     p.add_argument("overrides", nargs="*", help=OVERRIDES)
     p.add_argument("--method", help="instead of the file's")
+    p.add_argument("--engine", help="instead of the file's run.engine: sequential, vectorised, wire or flower")
     p.add_argument("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     p.add_argument("--force", action="store_true", help="move an existing run folder aside")
-    p.set_defaults(run=lambda a: commands.run(a.file, a.overrides, a.method, a.out, a.force))
+    p.set_defaults(run=lambda a: commands.run(a.file, a.overrides, a.method, a.engine, a.out, a.force))
 
     p = sub.add_parser(
         "compare", help="run several methods, seeds and settings, and report", epilog=commands.field_help(), **fields
@@ -100,6 +101,42 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--best", action="store_true", help="of the best round by validation (run.keep_best = true)")
     p.set_defaults(run=_score)
 
+    network = argparse.ArgumentParser(add_help=False, parents=[common])
+    network.add_argument("file", type=Path, help="experiment file (TOML), the same for server and clients")
+    network.add_argument("overrides", nargs="*", help=OVERRIDES)
+    network.add_argument("--method", help="instead of the file's")
+
+    p = sub.add_parser("serve", help="run a method on clients that join over the network", parents=[network])
+    p.add_argument("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
+    p.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    p.add_argument("--keys", type=Path, help="folder of the server's keys, made by `fedlowrank keys`")
+    p.add_argument("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)")
+    p.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    p.set_defaults(run=_serve)
+
+    p = sub.add_parser("join", help="take part in a run as one of its clients", parents=[network])
+    p.add_argument("--client", type=int, required=True, help="which one, counted from 0")
+    p.add_argument("--data", type=Path, help="data of one's own, in the form of the experiment's source")
+    p.add_argument("--test", type=Path, help="test data of one's own, if the source takes such a path")
+    p.add_argument("--server", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s")
+    p.add_argument("--keys", type=Path, help="folder of this client's keys, which the server's operator made")
+    p.add_argument("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
+    p.add_argument("--folder", type=Path, help="where it keeps its state (default: clients/NAME/CLIENT)")
+    p.add_argument("--stay", action="store_true", help="do not end with the run, but wait for the next")
+    p.set_defaults(run=_join)
+
+    p = sub.add_parser("keys", help="certificates and keys of a server and its clients, for a trial", parents=[common])
+    p.add_argument("folder", type=Path, help="to be made")
+    p.add_argument("--clients", type=int, default=2, help="how many (default: %(default)s)")
+    p.add_argument("--host", action="append", default=[], help="name or address of the server; may be repeated")
+    p.add_argument("--add", type=int, metavar="CLIENT", help="only keys for one more client, of that number")
+    p.set_defaults(run=_keys)
+
+    p = sub.add_parser("app", help="a Flower app of an experiment, for `flwr run`", parents=[network])
+    p.add_argument("-o", "--out", type=Path, default=Path("flower-app"), help="folder; default: %(default)s")
+    p.set_defaults(run=_app)
+
     p = sub.add_parser("check", help="test a method of one's own against the contract", parents=[common])
     p.add_argument("method", help="a built-in name, or package.module:Class")
     p.set_defaults(run=lambda a: commands.check(a.method))
@@ -124,6 +161,37 @@ def _score(a: argparse.Namespace) -> int:
     from .language.commands import score
 
     return score(a.folder, a.task, a.overrides, a.model, a.out, a.best)
+
+
+def _serve(a: argparse.Namespace) -> int:
+    from .network.commands import serve
+
+    return commands.show_run(
+        serve(a.file, a.overrides, a.method, a.out, a.resume, a.keys, a.insecure, a.host, a.port, commands.say)
+    )
+
+
+def _join(a: argparse.Namespace) -> int:
+    from .network.commands import join
+
+    own = (a.client, a.data, a.test, a.server, a.keys, a.insecure, a.folder, a.stay)
+    join(a.file, a.overrides, a.method, *own, commands.say)
+    return 0
+
+
+def _keys(a: argparse.Namespace) -> int:
+    from .network.commands import keys_
+
+    keys_(a.folder, a.clients, a.host, a.add)(commands.say)
+    return 0
+
+
+def _app(a: argparse.Namespace) -> int:
+    from .network.commands import app
+
+    app(a.file, a.overrides, a.method, a.out)
+    commands.say(f"Flower app: {a.out}. Run it by `flwr run {a.out} CONNECTION`.")
+    return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -131,9 +131,12 @@ def field_help() -> str:
     return "\n".join(lines)
 
 
-def run(file: Path, overrides: Sequence[str], method: str | None, out: Path | None, force: bool) -> int:
+def run(
+    file: Path, overrides: Sequence[str], method: str | None, engine: str | None, out: Path | None, force: bool
+) -> int:
     """Run one method of an experiment."""
-    made = experiment.load(config.read(file, overrides))
+    more = [] if engine is None else [f"run.engine={engine}"]
+    made = experiment.load(config.read(file, [*overrides, *more]))
     name = method or made.header.method
     folder = out or Path("runs") / made.name / f"{name}-s{made.run.seed}"
     made.method(name)
@@ -141,6 +144,11 @@ def run(file: Path, overrides: Sequence[str], method: str | None, out: Path | No
     federation = made.federation()
     _show_data(federation)
     _one(made, name, federation, folder, force=force)
+    return show_run(folder)
+
+
+def show_run(folder: Path) -> int:
+    """Print what came of a run."""
     OUT.print(render_terminal(comparison([RunRecord.load(folder)])))
     OUT.print(f"run folder: {folder}")
     return 0
@@ -324,17 +332,30 @@ def _one(
     for remark in method.remarks(federation.task(made.run.rounds)):
         OUT.print(f"{made.title(name)}: {remark}", style="yellow", markup=False)
     _CURRENT.append(folder)
-    simulate(
-        method,
-        federation,
-        folder=folder,
-        resume=go_on and (folder / "checkpoint" / "manifest.json").exists(),
-        force=force or (go_on and not (folder / "checkpoint" / "manifest.json").exists()),
-        progress=True,
-        config={**made.describe(name), **(extra or {})},
-        **dataclasses.asdict(made.run),
-    )
+    begun = (folder / "checkpoint" / "manifest.json").exists()
+    resume, force = go_on and begun, force or (go_on and not begun)
+    config_ = {**made.describe(name), **(extra or {})}
+    if made.run.engine == "flower":
+        from .network.commands import simulated
+
+        simulated(made, name, folder, resume=resume, force=force, config=config_, say=say)
+    else:
+        simulate(
+            method,
+            federation,
+            folder=folder,
+            resume=resume,
+            force=force,
+            progress=True,
+            config=config_,
+            **dataclasses.asdict(made.run),
+        )
     _CURRENT.pop()
+
+
+def say(text: str) -> None:
+    """Tell a person something on the way."""
+    OUT.print(text, style="dim", markup=False, highlight=False)
 
 
 def _seeds(text: str) -> list[int]:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 SECTIONS = (
     "name", "title", "paper", "method", "compare", "seeds", "vary", "data", "partition", "split", "concept", "augment",
-    "model", "language", "lora", "run", "defaults", "methods", "reference",
+    "model", "language", "lora", "run", "network", "defaults", "methods", "reference",
 )  # fmt: skip
 """What an experiment file may hold at its top level; ``extends`` besides, which names a file to start from."""
 

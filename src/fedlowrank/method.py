@@ -22,7 +22,9 @@ __all__ = [
     "Batch",
     "ClientInfo",
     "ClientView",
+    "Lengths",
     "Method",
+    "OneOf",
     "Pass",
     "Predictor",
     "Reply",
@@ -159,6 +161,30 @@ class Reply(Generic[U]):
     upload: U
 
 
+class OneOf:
+    """In the form of an upload, a part for which a client chooses one of a few forms.
+
+    Args:
+        forms: trees, which may hold further choices.
+    """
+
+    def __init__(self, *forms: Any) -> None:
+        self.forms = forms
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """In the form of an upload, a part whose tensors have a common length that is the client's to choose.
+
+    Attributes:
+        form: a tree; every dimension of 0 in it stands for that length.
+        most: the largest; the smallest is 1.
+    """
+
+    form: Any
+    most: int
+
+
 Predictor = Callable[[Any], Tensor]
 """From inputs ``[b, ...]`` to scores ``[b, classes]``."""
 
@@ -223,6 +249,20 @@ class Method(ABC, Generic[S, C, D, U]):
     @abstractmethod
     def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
         """The client's box: its next state, and what it sends back."""
+
+    def upload_form(self, expected: U, task: Task) -> Any:
+        """The form of an upload: ``expected``, or with :class:`OneOf` and :class:`Lengths` in it where clients may differ.
+
+        A server holds what comes over a network to it (:mod:`fedlowrank.network.trust`). It may depend on a client's
+        architecture, rank and cluster and on the form of what it was sent, and on nothing else.
+
+        Args:
+            expected: what ``local_update`` returns where training changes whatever it is given; only its structure, plain
+                values, types and shapes mean something.
+            task: what is to be learnt.
+        """
+        del task
+        return expected
 
     @abstractmethod
     def server_update(self, server: S, replies: Sequence[Reply[U]], view: ServerView) -> S:

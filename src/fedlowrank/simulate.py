@@ -108,13 +108,18 @@ def simulate(
             raise ConfigError(f"there is no method {method!r}. {did_you_mean(method, METHODS)}")
         method = METHODS[method]()
     chosen = _settings(settings, federation)
+    if chosen.engine not in ENGINES:
+        raise ConfigError(
+            f"run.engine {chosen.engine!r} needs an experiment file, for its clients are other processes: "
+            "fedlowrank run FILE.toml --engine flower"
+        )
     with threads(chosen.threads):
         run = Run(method, federation, chosen, ENGINES[chosen.engine]())
         if folder is None:
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
             return rounds(run, None, [], progress, on_round)
-        target = RunFolder(Path(folder), _described(run, config or {}), run.clients())
+        target = RunFolder(Path(folder), described(run, config or {}), run.clients())
         if resume:
             records = target.restore(run)
             if target.is_finished():
@@ -147,11 +152,11 @@ def reopen(
         CheckpointError: if the configuration or the data are not those of the folder.
     """
     run = Run(method, federation, settings, ENGINES[settings.engine]())
-    RunFolder(folder, _described(run, config), run.clients()).read(run, which)
+    RunFolder(folder, described(run, config), run.clients()).read(run, which)
     return run
 
 
-def _described(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
+def described(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     """What goes into ``run.json``; an entry ``variant`` names the method as the experiment does."""
     found = {**describe(run.method, run.federation, run.settings), **config}
     found["method"] |= found.pop("variant", {})

@@ -28,9 +28,10 @@ Params = dict[str, Tensor]
 
 _CLASSES: dict[str, type[Any]] = {}
 _DAMAGE = (
-    ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, safetensors.SafetensorError
+    ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, ArithmeticError, AssertionError,
+    safetensors.SafetensorError, FedlowrankError,
 )  # fmt: skip
-"""What damaged bytes make the parsers below raise."""
+"""What damaged bytes make the parsers below raise, and the classes that are made of what they found."""
 _PLAIN = (bool, int, float, str)
 
 
@@ -253,23 +254,33 @@ def decode(data: bytes) -> Any:
     """
     try:
         size = int.from_bytes(data[:8], "little")
+        if size > len(data):
+            raise TreeError(f"these {len(data)} bytes are no encoded tree, for their header alone would take {size}")
         shape = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tree"])
         return _decode(shape, safetensors.torch.load(data), "")
+    except TreeError:
+        raise
     except _DAMAGE as error:
         raise TreeError(f"these {len(data)} bytes are not an encoded tree: {error!r}") from error
 
 
 def _decode(shape: Any, tensors: dict[str, Tensor], path: str) -> Any:
     if shape == "t":
+        # bytes other than 0 and 1 in a boolean tensor are undefined behaviour; ours travel as bits
+        if tensors[path].dtype == torch.bool:
+            raise TreeError(f"the message holds booleans at {path} that are not packed as bits")
         return tensors[path]
     if "v" in shape:
+        if shape["v"] is not None and type(shape["v"]) not in _PLAIN:
+            raise TreeError(f"the message holds a {type(shape['v']).__name__} as a plain value at {path}")
         return shape["v"]
     if "b" in shape:
         count, packed = math.prod(shape["b"]), tensors[path]
         if min(shape["b"], default=1) < 0 or len(packed) != -(-count // 8):
             raise TreeError(f"the message holds {len(packed)} bytes for {count} bits at {path}")
         bits = np.unpackbits(packed.numpy(), count=count)
-        return torch.from_numpy(bits.astype(np.bool_)).reshape(shape["b"])
+        # seen as booleans, for a copy would take as much once more
+        return torch.from_numpy(bits.view(np.bool_)).reshape(shape["b"])
     for tag, kind in (("l", list), ("u", tuple)):
         if tag in shape:
             return kind(_decode(s, tensors, _join(path, str(i))) for i, s in enumerate(shape[tag]))

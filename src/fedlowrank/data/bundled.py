@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import sklearn.datasets
 import torch
 
 from .dataset import Dataset, Examples
+
+
+def _sklearn() -> Any:
+    """Its data sets; imported when they are wanted, for that takes as long as all else of this package."""
+    import sklearn.datasets
+
+    return sklearn.datasets
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Digits:
 
     def load(self) -> Dataset:
         """The images as [n, 1, 8, 8] in [0, 1] (grey levels 0..16 divided by 16)."""
-        raw = sklearn.datasets.load_digits()
+        raw = _sklearn().load_digits()
         return _dataset("digits", raw, raw.images[:, None] / 16.0)
 
 
@@ -36,7 +42,7 @@ class Wine:
 
     def load(self) -> Dataset:
         """The rows as [178, 13] in their own units."""
-        raw = sklearn.datasets.load_wine()
+        raw = _sklearn().load_wine()
         return _dataset("wine", raw, raw.data)
 
 
@@ -50,7 +56,7 @@ class BreastCancer:
 
     def load(self) -> Dataset:
         """The rows as [569, 30] in their own units."""
-        raw = sklearn.datasets.load_breast_cancer()
+        raw = _sklearn().load_breast_cancer()
         return _dataset("breast_cancer", raw, raw.data)
 
 
@@ -63,7 +69,7 @@ class Iris:
 
     def load(self) -> Dataset:
         """The rows as [150, 4] in cm."""
-        raw = sklearn.datasets.load_iris()
+        raw = _sklearn().load_iris()
         return _dataset("iris", raw, raw.data)
 
 

@@ -16,6 +16,7 @@ from ..errors import DataError, TaskError
 from ..key import Key
 from ..method import ClientInfo, Task
 from ..models.architecture import Architecture, architecture_of
+from ..tree import Params
 from .augment import UNCHANGED, Augment
 from .dataset import ClientData, Examples
 
@@ -32,6 +33,10 @@ class Companion(Protocol):
 
     def write(self, run: Any, folder: Path, merged: bool = False) -> list[Path]:
         """Write the models of a :class:`fedlowrank.engine.run.Run` in the form that others read; returns the folders."""
+        ...
+
+    def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
+        """Write one model likewise, a client's or, by None, the server's."""
         ...
 
 

@@ -56,9 +56,7 @@ class RunFolder:
                     f"{self.path} exists already. Resume it (`fedlowrank resume {self.path}`), choose another folder, "
                     "or pass --force to move it aside."
                 )
-            number = next(i for i in range(1, 10**6) if not self.path.with_name(f"{self.path.name}.old-{i}").exists())
-            with as_checkpoint_error(f"cannot move {self.path} aside"):
-                self.path.rename(self.path.with_name(f"{self.path.name}.old-{number}"))
+            self.move_aside(self.path)
         with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
         write_json(self.path / "clients.json", self.clients)
@@ -66,6 +64,13 @@ class RunFolder:
         self.status("running", 0)
         # last, for a folder counts as a run once it holds this file
         write_json(self.path / "run.json", self.config)
+
+    @staticmethod
+    def move_aside(path: Path) -> None:
+        """Rename a folder to a name that ends in ``.old-1``, ``.old-2``, ...; the first that is free."""
+        number = next(i for i in range(1, 10**6) if not path.with_name(f"{path.name}.old-{i}").exists())
+        with as_checkpoint_error(f"cannot move {path} aside"):
+            path.rename(path.with_name(f"{path.name}.old-{number}"))
 
     def status(self, state: str, rounds: int, message: str = "") -> None:
         """Say how the run stands."""

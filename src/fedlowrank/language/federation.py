@@ -105,14 +105,22 @@ class Language:
         for info in run.federation.infos:
             made = run.at_client(info)
             if info.id == 0 and made.server is not None:
-                written.append(self._write(folder / "server", made.server, run.round, None))
+                written.append(self.write_one(folder / "server", made.server, run.round, None))
                 if merged:
                     written.append(self._whole(folder / "server_merged", made.server))
             where = folder / f"client_{info.id:04d}"
-            written.append(self._write(where, made.personal(), run.round, info.id))
+            written.append(self.write_one(where, made.personal(), run.round, info.id))
         return written
 
-    def _write(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
+    def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
+        """The adapter folder of one model, or the whole model where its base weights moved.
+
+        Args:
+            folder: to be made.
+            params: of the model.
+            round: rounds completed.
+            client: whose it is, or None for the server's.
+        """
         lora = self._lora
         if any(site.weight in params for site in lora.sites.values()):
             return self._whole(folder, params)

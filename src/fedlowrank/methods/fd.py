@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import cross_entropy, soft_cross_entropy
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params, tree
+from ..method import Batch, ClientInfo, ClientView, Lengths, Method, Reply, ServerView, Task
+from ..tree import Params, map, tree  # noqa: A004
 
 
 @tree
@@ -109,6 +109,10 @@ class FD(Method[Server, Params, Targets, Outputs]):
         total, count = view.total(by_label, theta, given=(torch.eye(view.task.classes).to(down.mean),))
         labels = count.nonzero()[:, 0]
         return theta, Outputs(labels, total[labels] / count[labels, None])
+
+    def upload_form(self, expected: Outputs, task: Task) -> Lengths:
+        """A row for every label that the client owns."""
+        return Lengths(map(lambda t: t[:0], expected), task.classes)
 
     def server_update(self, server: Server, replies: Sequence[Reply[Outputs]], view: ServerView) -> Server:
         """Replace the share of every client that replied."""

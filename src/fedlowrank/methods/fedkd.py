@@ -28,8 +28,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import cross_entropy, kl_divergence, square_error
-from ..low_rank.factored import Compressed, compress, decompress
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..low_rank.factored import Compressed, Factored, compress, decompress
+from ..method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, Reply, ServerView, Task, by_examples
 from ..tree import Params, add, mean, nbytes, sub, tree
 
 
@@ -57,6 +57,13 @@ class Models:
     mentor: Params
     mentee: Params
     projection: Tensor
+
+
+def factors_of(w: Tensor) -> Lengths:
+    """The form of a weight's factors, as :func:`compress` makes them."""
+    m, n = w.flatten(1).shape
+    most = min(m, n, (m * n - 1) // (m + n + 1))
+    return Lengths(Factored(w.new_zeros(m, 0), w.new_zeros(0), w.new_zeros(n, 0)), most)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,12 @@ class FedKD(Method[Server, Models, Download, Compressed]):
         for update in down.updates:
             mentee = add(mentee, decompress(update, mentee))
         return mentee
+
+    def upload_form(self, expected: Compressed, task: Task) -> dict[str, OneOf | Tensor]:
+        """Each weight whole, or as factors of any rank that makes them smaller."""
+        del expected
+        mentee = task.smallest_model(self.mentee).initial
+        return {n: OneOf(w, factors_of(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
 
     def server_update(self, server: Server, replies: Sequence[Reply[Compressed]], view: ServerView) -> Server:
         """s^{t+1} is what clients can rebuild from the compressed mean update; those that replied hold s^t."""

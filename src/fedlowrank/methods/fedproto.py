@@ -26,8 +26,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import cross_entropy
-from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task
-from ..tree import Params, tree
+from ..method import Batch, ClientInfo, ClientView, Lengths, Method, Predictor, Reply, ServerView, Task
+from ..tree import Params, map, tree  # noqa: A004
 
 
 @tree
@@ -115,6 +115,10 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         return Client(theta, count > 0), Local(
             labels, total[labels] / count[labels, None], count[labels].to(torch.int64)
         )
+
+    def upload_form(self, expected: Local, task: Task) -> Lengths:
+        """A row for every class that the client owns."""
+        return Lengths(map(lambda t: t[:0], expected), task.classes)
 
     def server_update(self, server: Prototypes, replies: Sequence[Reply[Local]], view: ServerView) -> Prototypes:
         """Mean over the owners of each class."""

@@ -43,7 +43,7 @@ from ..errors import ConfigError
 from ..low_rank.delta import product_norms
 from ..low_rank.lora import padded, undiluted
 from ..low_rank.pair import Factors
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..method import ClientInfo, ClientView, Method, OneOf, Reply, ServerView, Task, by_examples
 from ..tree import Params, mean, tree
 
 
@@ -113,6 +113,12 @@ class HetLoRA(Method[Server, Params, Message, Message]):
             factors = scaled(cut(factors, kept), self._scaling(view).at(rank) / self._scaling(view).at(kept))
         own = self.tuning.kept(end)
         return own, self.tuning.message(factors, end["rest"])
+
+    def upload_form(self, expected: Message, task: Task) -> OneOf:
+        """Of the rank received, or of what pruning leaves of it."""
+        del task
+        kept = max(1, int(self.prune * next(iter(expected.factors.values())).b.shape[1]))
+        return OneOf(expected, self.tuning.message(cut(received(expected), kept), expected.rest))
 
     def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
         """Means of padded factors."""

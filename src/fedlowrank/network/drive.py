@@ -1,0 +1,148 @@
+"""A whole run on a server whose clients are reached by messages, from the first introduction to the last acknowledgement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..config import build
+from ..engine.base import client_view
+from ..engine.folder import RunFolder
+from ..engine.sequential import Sequential
+from ..errors import CheckpointError, ConfigError
+from ..experiment import Experiment
+from ..record import RoundRecord, as_checkpoint_error, write_json
+from ..simulate import Result, described, rounds, threads
+from .roster import Roster
+from .server import NetworkError, NetworkRun, Remote, Say, new_run_id
+from .settings import NetworkSettings
+from .transport import Transport
+from .trust import Bans
+
+ACCOUNT = "network.json"
+"""In a run's folder: the name of the run, who the clients are, and whose replies were refused."""
+
+
+def network_settings(made: Experiment) -> NetworkSettings:
+    """The section ``[network]`` of an experiment."""
+    found: NetworkSettings = build(NetworkSettings, made.table("network"), "network")
+    return found
+
+
+def clients_of(made: Experiment) -> int:
+    """How many clients an experiment has.
+
+    Raises:
+        ConfigError: if it does not say so.
+    """
+    count = network_settings(made).clients or getattr(made.partition, "clients", None)
+    if count is None:
+        raise ConfigError("how many clients there are depends on the data; set network.clients")
+    return int(count)
+
+
+def drive(
+    transport: Transport,
+    made: Experiment,
+    out: Path,
+    *,
+    say: Say,
+    resume: bool = False,
+    keys: Mapping[int, int] | None = None,
+    progress: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> Result:
+    """Run an experiment's method.
+
+    Args:
+        transport: carries the messages.
+        made: the experiment; its section ``network`` says how to deal with clients.
+        out: run folder.
+        say: tells a person what is worth knowing.
+        resume: go on from the folder's last checkpoint.
+        keys: which client a node belongs to, where nodes are known by their keys.
+        progress: show a progress bar.
+        config: what ``run.json`` says besides; by default what the experiment says of its method.
+
+    Raises:
+        NetworkError: if too few clients come or reply.
+        FedlowrankError: if something does not fit.
+    """
+    name, settings = made.header.method, network_settings(made)
+    method, count = made.method(name), clients_of(made)
+    protocol = dataclasses.replace(made.run, checkpoint_every=1, representations=0, adapters=(), engine="flower")
+    account: dict[str, Any] = _account(out) if resume else {"run": new_run_id(), "clients": {}, "refused": {}}
+    roster = Roster(made, count, settings.limits.max_examples, keys)
+    roster.remember(account["clients"])
+    bans = Bans.from_json(settings.limits.ban_after, account["refused"])
+    engine = Remote(
+        transport=transport, roster=roster, settings=settings, run_id=account["run"], bans=bans, say=say
+    )  # fmt: skip
+    _gather(engine, settings.enough(count))
+    with threads(made.run.threads):
+        run = NetworkRun(method, roster.federation(), protocol, engine)
+        said = {**(made.describe(name) if config is None else config), "network": dataclasses.asdict(settings)}
+        folder = RunFolder(out, described(run, said), run.clients())
+        records: list[RoundRecord] = []
+        if resume:
+            records = folder.restore(run)
+        else:
+            folder.create(force=False)
+
+        def keep(record: RoundRecord) -> None:
+            write_json(out / ACCOUNT, {"run": engine.run_id, "clients": roster.rows(), "refused": bans.to_json()})
+            for client, why in record.lost.items():
+                say(f"round {record.round}: client {client} was left out: {why}")
+            if not progress and record.round:
+                replies = len(record.participants) - len(record.lost)
+                say(f"round {record.round} of {protocol.rounds}: {replies} replies, {record.seconds['train']:.1f} s")
+
+        write_json(out / ACCOUNT, {"run": engine.run_id, "clients": roster.rows(), "refused": bans.to_json()})
+        result = rounds(run, folder, records, progress, keep)
+        _write_model(run, out)
+    return result
+
+
+def _gather(engine: Remote, enough: int) -> None:
+    roster, transport = engine.roster, engine.transport
+    engine.say(f"waiting for {enough} of {roster.clients} clients")
+    engine.meet(engine.settings.wait, lambda: len(roster.reachable(transport.nodes())) >= enough)
+    here = roster.reachable(transport.nodes())
+    if len(here) < enough:
+        missing = ", ".join(str(i) for i in range(roster.clients) if i not in here)
+        turned = "".join(f"\nturned away: {why}" for why in roster.strangers.values())
+        raise NetworkError(
+            f"only {len(here)} of {enough} clients came within {engine.settings.wait:g} s; missing: {missing}. Start them, or "
+            f"lower network.min_clients.{turned}"
+        )
+
+
+def _account(out: Path) -> dict[str, Any]:
+    path = out / ACCOUNT
+    try:
+        with as_checkpoint_error(f"cannot read {path}"):
+            found: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    return found
+
+
+def _write_model(run: NetworkRun, out: Path) -> None:
+    """The server's own model: parameters, or an adapter folder where it is a language model."""
+    companion = run.federation.companion
+    if companion is None:
+        return
+    info = run.federation.infos[0]
+    task, t = run.task, max(run.round - 1, 0)
+    view = client_view(run.federation, task, t, info, Sequential().trainer(run.method, run.federation, t, info))
+    state = run.method.client_init(task, info)
+    params = run.method.server_model(run.state.server, state, view)
+    if params is None:
+        params = run.method.personal(state, run.method.download(run.state.server, info), view)
+    folder = out / "adapters" / f"round-{run.round:04d}"
+    with as_checkpoint_error(f"cannot make {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    companion.write_one(folder / "server", params, run.round, None)

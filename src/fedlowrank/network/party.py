@@ -1,0 +1,240 @@
+"""A client's half: its examples and its memory in a folder of its own, and an answer to every order of the server.
+
+FOLDER/party.json     which client of which experiment it is
+FOLDER/data.tree      its examples, as the experiment prepares them
+FOLDER/RUN/           what it remembers of a run, see :mod:`.memory`
+FOLDER/RUN/model/     at the end: its own model
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from .. import experiment, tree
+from ..assemble import Shares, assemble
+from ..data.dataset import ClientData, Examples
+from ..data.federation import Federation
+from ..engine.base import Job
+from ..engine.folder import versions
+from ..engine.sequential import Sequential
+from ..errors import CheckpointError, ConfigError
+from ..evaluate import AtClient, evaluate_client, inference
+from ..record import as_checkpoint_error, write_atomically, write_json
+from .memory import ForgottenError, Memory
+from .messages import Answer, Hello, Order, sections
+
+
+def prepare(folder: Path, tables: Mapping[str, Any], client: int, shares: Shares) -> None:
+    """Make a client's folder; one that exists keeps what it remembers.
+
+    Args:
+        folder: of the client.
+        tables: of the experiment.
+        client: which of its clients.
+        shares: its examples at that place.
+
+    Raises:
+        ConfigError: if the folder is of another client or experiment.
+        CheckpointError: if it cannot be written.
+    """
+    made = {"client": client, "tables": dict(tables), "classes": list(shares.classes), "clients": len(shares.data)}
+    made = json.loads(json.dumps(made))
+    path = folder / "party.json"
+    if path.exists():
+        found = _party(path)
+        if found["client"] != client or sections(found["tables"]) != sections(tables):
+            raise ConfigError(
+                f"{folder} is the folder of client {found['client']} of another experiment or of one that was changed. "
+                "Choose another folder, or remove it with all that the client remembers."
+            )
+    with as_checkpoint_error(f"cannot make {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "data.tree", tree.encode(_packed(shares.data[client])))
+    write_json(path, made)
+
+
+def own_share(made: experiment.Experiment, client: int, clients: int, data: Path, test: Path | None = None) -> Shares:
+    """The shares of an experiment in which one client brings all examples of a file or folder of its own.
+
+    The examples are divided into training, validation and test by the experiment's section ``split``.
+
+    Args:
+        made: the experiment.
+        client: who brings them.
+        clients: how many clients there are.
+        data: where they lie, in the form of the experiment's source.
+        test: where its test examples lie, if the source takes such a path.
+    """
+    own = {**made.tables, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
+    own["data"] = {**made.table("data"), "path": str(data.resolve())}
+    own["data"].pop("test", None)
+    if test is not None:
+        own["data"]["test"] = str(test.resolve())
+    found = experiment.load(own).shares()
+    return elsewhere(found, client, clients)
+
+
+def elsewhere(shares: Shares, client: int, clients: int) -> Shares:
+    """Shares of which only the first is known, put in that client's place among others without examples."""
+    mine = shares.data[0]
+    absent = ClientData(_none(mine.train), _none(mine.val), _none(mine.test))
+    data = tuple(mine if i == client else absent for i in range(clients))
+    return dataclasses.replace(shares, data=data, notes=())
+
+
+class Party:
+    """One client.
+
+    Args:
+        folder: made by :func:`prepare`.
+
+    Raises:
+        CheckpointError: if the folder is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        stored = _party(folder / "party.json")
+        self.client = int(stored["client"])
+        self.clients = int(stored["clients"])
+        self.made = experiment.load(stored["tables"])
+        self.classes = tuple(stored["classes"])
+        self.method = self.made.method(self.made.header.method)
+        try:
+            self.data = _unpacked(tree.decode((folder / "data.tree").read_bytes()))
+        except (OSError, tree.TreeError, LookupError, TypeError) as error:
+            raise CheckpointError(f"{folder / 'data.tree'} is missing or damaged: {error}") from error
+        self._federations: dict[tuple[int, ...], Federation] = {}
+        self.engine = Sequential()
+        self.engine.micro_batch = self.made.run.micro_batch
+
+    @cached_property
+    def language(self) -> Any:
+        """The base model, or None."""
+        return self.made.language(self.classes)
+
+    def hello(self) -> tuple[Hello, bytes]:
+        """Who it is, and the form of its examples."""
+        words = Hello(
+            self.client,
+            len(self.data.train),
+            (len(self.data.val), len(self.data.test)),
+            sections(self.made.tables),
+            "" if self.language is None else self.language.loaded.digest,
+            versions(),
+        )
+        form = {"x": _none(self.data.train).x, "y": _none(self.data.train).y, "classes": list(self.classes)}
+        return words, tree.encode(form)
+
+    def answer(self, order: Order, body: bytes) -> tuple[Answer, bytes]:
+        """Do what the server asks.
+
+        Args:
+            order: its words.
+            body: the bytes of the download.
+
+        Returns:
+            Words and bytes of the reply. The client's new state is on the disk by then, but does not count before an order
+            acknowledges it.
+        """
+        reply = Answer(self.client, order.run, order.round)
+        try:
+            return self._answer(order, body, reply)
+        except ForgottenError as error:
+            return dataclasses.replace(reply, problem=str(error), kind="state"), b""
+        except CheckpointError as error:
+            return dataclasses.replace(reply, problem=str(error), kind="disk"), b""
+
+    def _answer(self, order: Order, body: bytes, reply: Answer) -> tuple[Answer, bytes]:
+        digest = hashlib.blake2b(order.to_json().encode() + body, digest_size=16).hexdigest()
+        memory = Memory(self.folder / _run_name(order.run))
+        before = memory.answered(digest)
+        if before is not None:
+            return Answer.from_json(before[0]), before[1]
+        if order.sizes is not None:
+            memory.learn_sizes(order.sizes)
+        sizes = memory.sizes()
+        if sizes is None:
+            return dataclasses.replace(reply, problem="the other clients are not known yet", kind="roster"), b""
+        state, method, down = memory.at(order.stamp), self.method, tree.decode(body)
+        federation = self._federation(sizes)
+        task, info = federation.task(self.made.run.rounds), federation.infos[self.client]
+        if state is None:
+            state = self.engine.boundary(method.client_init(task, info))
+        if order.evaluate or order.last:
+            place = (method, federation, task, self.engine, down, state, info, max(order.round - 1, 0))
+            here = inference(*place)
+            if order.evaluate:
+                reply = dataclasses.replace(reply, evaluation=evaluate_client(here, self.data))
+            if order.last:
+                self._write_model(memory.folder / "model", here, order.round)
+        if not order.train:
+            return reply, b""
+        outcome = next(iter(self.engine.run(method, federation, task, order.round, [Job(state, down, info)])))
+        if outcome.error is not None:
+            return dataclasses.replace(reply, problem=str(outcome.error), kind="training"), b""
+        meter = outcome.meter
+        reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=dict(meter.losses))
+        # a method whose clients send nothing replies all the same
+        upload = tree.encode(outcome.upload)
+        memory.propose(order.round + 1, outcome.state, upload, digest, reply.to_json())
+        return reply, upload
+
+    def _federation(self, sizes: tuple[int, ...]) -> Federation:
+        if sizes not in self._federations:
+            shares = elsewhere(Shares((self.data,), self.classes, (), self.language), self.client, len(sizes))
+            made = assemble(self.made, shares, sizes=sizes, here=frozenset({self.client}))
+            self._federations = {sizes: made.to(self.made.run.device)}
+        return self._federations[sizes]
+
+    def _write_model(self, folder: Path, here: AtClient, round: int) -> None:
+        params = {n: t.detach().cpu().contiguous() for n, t in here.personal().items()}
+        with as_checkpoint_error(f"cannot make {folder}"):
+            folder.mkdir(exist_ok=True)
+        write_atomically(folder / "model.safetensors", safetensors.torch.save(params))
+        if self.language is not None:
+            self.language.write_one(folder / "adapter", here.personal(), round, self.client)
+
+
+def _run_name(run: str) -> str:
+    """The folder of a run; the server names it, and may name nothing else on this disk."""
+    if not (run.isalnum() and run.isascii() and len(run) <= 64):
+        raise ConfigError(f"the server calls its run {run[:80]!r}, which is no name of a run")
+    return run
+
+
+def _party(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        sound = isinstance(found["client"], int) and isinstance(found["tables"], dict)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path.parent} is not a client's folder: it holds no party.json") from error
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    if not sound:
+        raise CheckpointError(f"{path} is damaged: it does not name a client and an experiment")
+    return found
+
+
+def _packed(data: ClientData) -> dict[str, Any]:
+    parts = {s: {"x": e.x, "y": e.y} for s, e in (("train", data.train), ("val", data.val), ("test", data.test))}
+    return {**parts, "notes": list(data.notes), "quarter_turns": data.quarter_turns}
+
+
+def _unpacked(stored: dict[str, Any]) -> ClientData:
+    train, val, test = (Examples(stored[s]["x"], stored[s]["y"]) for s in ("train", "val", "test"))
+    return ClientData(train, val, test, tuple(stored["notes"]), stored["quarter_turns"])
+
+
+def _none(examples: Examples) -> Examples:
+    """No example, of the same form."""
+    return examples.take(torch.arange(0))

@@ -1,0 +1,402 @@
+"""The SuperLink of the server and the SuperNode of a client.
+
+Flower's command line is spoken to in its JSON form; nothing here imports Flower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ..errors import ConfigError
+from ..record import write_atomically, write_json
+from . import family, guard
+from .flowerapp import Value, as_toml
+from .keys import ClientKeys, ServerKeys
+from .program import ProcessError, Program, Say, environment, find_program, free_port, listen
+
+__all__ = ["ProcessError", "RunStatus", "SuperLink", "SuperNode", "environment"]
+
+_CONNECTION = "federation"
+_ANSWER_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run stands.
+
+    Attributes:
+        status: pending, starting, running, finished:completed, finished:failed or finished:stopped.
+        details: why, in Flower's words; empty if there is nothing to say.
+    """
+
+    status: str
+    details: str
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.status.startswith("finished")
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it came to its end without an error."""
+        return self.status == "finished:completed"
+
+
+class SuperLink(Program):
+    """The server's program, which clients connect to. As a context manager it is started and closed.
+
+    What it knows (clients, runs, messages on their way) is kept in its home, so that it can be started again. Only clients'
+    calls are answered from other machines; see :mod:`.guard`.
+
+    Args:
+        home: its folder.
+        keys: with them it speaks TLS only and takes only clients that are registered.
+        insecure: True to do without, which is for trials on one machine: everyone may join, everything is readable.
+        host: address to listen on; ``0.0.0.0`` for all of this machine's.
+        port: to listen on, or None for a free one, which it then keeps.
+        variables: for its environment and the ServerApp's.
+        say: is told in a line when something of note happens.
+
+    Raises:
+        ConfigError: if neither or both of keys and insecure are given.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        keys: ServerKeys | None = None,
+        *,
+        insecure: bool = False,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        variables: Mapping[str, str] | None = None,
+        say: Say | None = None,
+    ) -> None:
+        super().__init__(home, "superlink", variables, say)
+        _check_security(keys, insecure)
+        self.keys = keys
+        self.host = host
+        self.port = free_port(host) if port is None else port
+        self._database = self.home / "superlink.db"
+        self._registered = self.home / "registered.json"
+
+    @property
+    def address(self) -> str:
+        """Under which a program of this machine reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    def _own_address(self) -> str:
+        return self.address
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, seconds: float = 60.0) -> None:
+        """Start it, with what it knew when it ended, and wait until it answers.
+
+        Args:
+            seconds: to wait at most.
+
+        Raises:
+            ConfigError: if Flower is not installed.
+            ProcessError: if it does not come up, or another program listens on its port.
+            CheckpointError: if its home cannot be written.
+        """
+        find_program("flower-superlink")
+        self._prepare()
+        try:
+            listen(self.host, self.port).close()
+        except OSError as error:
+            raise ProcessError(
+                f"cannot listen on {self.host}, port {self.port}: {error.strerror}. Choose another, or end the program that "
+                "has it."
+            ) from error
+        if not self._database.exists():
+            self._registered.unlink(missing_ok=True)
+        security: dict[str, Value] = {"insecure": True}
+        # without the folder of the script on the path, whose modules have common names
+        command = [sys.executable, "-P", guard.__file__, "--database", str(self._database)]
+        command += ["--host", self.host, "--port", str(self.port)]
+        if self.keys is None:
+            command += ["--insecure"]
+        else:
+            security = {"root-certificates": str(self.keys.authority)}
+            command += ["--enable-supernode-auth", "--ssl-ca-certfile", str(self.keys.authority)]
+            command += ["--ssl-certfile", str(self.keys.certificate), "--ssl-keyfile", str(self.keys.key)]
+        # where Flower's commands look for it
+        connection = f"[superlink.{_CONNECTION}]\n{as_toml({'address': self.address, **security})}"
+        write_atomically(self.home / "config.toml", connection.encode())
+        self._launch(command)
+        self._await(self._answers, "it answered", seconds)
+
+    def register(self, public_key: Path) -> int:
+        """Let a client join. One that is registered already stays so.
+
+        Args:
+            public_key: its file, as :func:`.keys.make_keys` makes it.
+
+        Returns:
+            The number by which Flower calls it from now on.
+
+        Raises:
+            ConfigError: if the file is missing.
+            ProcessError: if Flower refuses.
+        """
+        if not public_key.is_file():
+            raise ConfigError(f"there is no public key {public_key}")
+        key = public_key.read_text().strip()
+        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        if key not in known:
+            known[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
+            write_json(self._registered, known)
+        return known[key]
+
+    def nodes(self) -> dict[int, str]:
+        """Every client by Flower's number: registered (never seen yet), online or offline."""
+        found = self._flwr("supernode", "list")["nodes"]
+        return {int(node["node-id"]): node["status"] for node in found if node["status"] != "unregistered"}
+
+    def submit(self, app: Path) -> int:
+        """Start a run of an app that :func:`.flowerapp.write_app` wrote.
+
+        Args:
+            app: its folder.
+
+        Returns:
+            Flower's number of the run.
+
+        Raises:
+            ProcessError: if Flower refuses it, in Flower's words.
+        """
+        return int(self._flwr("run", str(app.absolute()))["run-id"])
+
+    def status(self, run: int) -> RunStatus:
+        """How a run stands. To ask costs a second of processor time, so ask seldom.
+
+        After the SuperLink was killed it takes a run that was going on for running still, until it has missed the ServerApp
+        for some minutes; stop such a run.
+
+        Args:
+            run: number from :meth:`submit`.
+
+        Raises:
+            ProcessError: if there is no such run.
+        """
+        found = self._flwr("list", "--run-id", str(run))["runs"][0]
+        details = found["status-details"]
+        return RunStatus(found["status"], "" if details == "N/A" else details)
+
+    def stop(self, run: int) -> None:
+        """End a run.
+
+        Args:
+            run: number from :meth:`submit`.
+
+        Raises:
+            ProcessError: if there is no such run or it has ended.
+        """
+        self._flwr("stop", str(run))
+
+    def run_log(self, run: int) -> str:
+        """What the ServerApp of a run has said, which is in no file.
+
+        Args:
+            run: number from :meth:`submit`.
+
+        Raises:
+            ProcessError: if there is no such run.
+        """
+        done = self._call("log", str(run), _CONNECTION, "--show")
+        if done.returncode:
+            raise ProcessError(f"Flower does not show the log of run {run}: {done.stderr.strip()}")
+        return done.stdout
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        """The answer of one of Flower's commands."""
+        done = self._call(*arguments, _CONNECTION, "--format", "json")
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            said = (done.stdout + done.stderr).strip()[-2000:]
+            raise ProcessError(f"`flwr {arguments[0]}` gave no answer that can be read: {said}") from None
+        if not answer.get("success"):
+            raise ProcessError(f"`flwr {arguments[0]}` failed: {str(answer.get('error-message', answer)).strip()}")
+        return answer
+
+    def _call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        if not self.alive():
+            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._last_words()}")
+        try:
+            return subprocess.run(
+                [find_program("flwr"), *arguments],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=self.variables,
+                timeout=_ANSWER_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise ProcessError(f"`flwr {arguments[0]}` had no answer within {_ANSWER_SECONDS} s") from None
+
+    def _answers(self) -> bool:
+        """Whether it is up, with its guard."""
+        host, _, port = self.address.rpartition(":")
+        place = (host.strip("[]"), int(port))
+        connection = http.client.HTTPConnection(*place, timeout=5)
+        if self.keys is not None:
+            trusted = ssl.create_default_context(cafile=self.keys.authority)
+            connection = http.client.HTTPSConnection(*place, timeout=5, context=trusted)
+        try:
+            connection.request("GET", guard.PROBE)
+            status = connection.getresponse().status
+        except ssl.SSLCertVerificationError as error:
+            raise ProcessError(
+                f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one with this host "
+                "(`renew_server`)."
+            ) from error
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        if status != 204:
+            raise ProcessError(
+                f"the SuperLink at {self.address} would let everyone register clients and start runs: its guard does not "
+                "stand. This release of Flower may be one that this package does not know."
+            )
+        return True
+
+
+class SuperNode(Program):
+    """A client's program: it connects to the server, waits for work, and starts a process for each message.
+
+    Args:
+        home: its folder.
+        address: of the server, as in ``fl.example.org:8000``.
+        node_config: what the ClientApp finds in ``context.node_config``.
+        keys: with them it speaks TLS, and proves to the server who it is.
+        insecure: True to do without, which is for trials on one machine.
+        port: for its own children, on loopback; None for a free one at every start.
+        variables: for its environment and the ClientApp's.
+        say: is told in a line when something of note happens.
+
+    Raises:
+        ConfigError: if neither or both of keys and insecure are given, or a setting cannot be passed on.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        address: str,
+        node_config: Mapping[str, str | int],
+        keys: ClientKeys | None = None,
+        *,
+        insecure: bool = False,
+        port: int | None = None,
+        variables: Mapping[str, str] | None = None,
+        say: Say | None = None,
+    ) -> None:
+        super().__init__(home, "supernode", variables, say)
+        _check_security(keys, insecure)
+        self.address = address
+        self.keys = keys
+        self.port = port
+        self._settings = as_toml(node_config)
+        self._runtime = ""
+
+    def _own_address(self) -> str:
+        return self._runtime
+
+    def start(self) -> None:
+        """Start it. It may be there before the server is, and connects when it can.
+
+        Raises:
+            ConfigError: if Flower is not installed.
+            ProcessError: if it runs already.
+            CheckpointError: if its home cannot be written.
+        """
+        self._prepare()
+        # as a file, for the other form that Flower takes has no escape for a quotation mark
+        settings = self.home / "node.toml"
+        write_atomically(settings, self._settings.encode())
+        port = self.port or free_port()
+        self._runtime = f"127.0.0.1:{port}"
+        command = [find_program("flower-supernode"), "--superlink", self.address, "--node-config", str(settings)]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
+        if self.keys is None:
+            command += ["--insecure"]
+        else:
+            command += ["--root-certificates", str(self.keys.authority)]
+            command += ["--auth-supernode-private-key", str(self.keys.key)]
+        self._launch(command)
+
+    def node_id(self) -> int | None:
+        """The number by which the server calls it; None until it has connected."""
+        if self.pid is None:
+            return None
+        with self.log.open("rb") as file:
+            file.seek(self._begin)
+            found = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
+        return int(found[1]) if found else None
+
+    def wait_connected(self, seconds: float = 60.0) -> int:
+        """Wait until it has connected.
+
+        Args:
+            seconds: to wait at most; then it is ended.
+
+        Returns:
+            The number by which the server calls it.
+
+        Raises:
+            ProcessError: if it ends or takes longer.
+        """
+        self._await(lambda: self.node_id() is not None, "it had connected", seconds)
+        number = self.node_id()
+        assert number is not None
+        return number
+
+    def working(self) -> list[int]:
+        """Numbers of the processes that work on a message at present."""
+        if not self.alive() or self.pid is None:
+            return []
+        found = family.descendants(self.pid)
+        return [number for number, process in found.items() if "flwr-clientapp" in process.command]
+
+    def kill_working(self) -> int:
+        """End the processes that work on a message, as a crash would, and nothing else.
+
+        Returns:
+            How many there were.
+        """
+        found = self.working()
+        for number in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        return len(found)
+
+
+def _check_security(keys: object, insecure: bool) -> None:
+    if (keys is None) != insecure:
+        raise ConfigError(
+            "give keys (`make_keys` makes them), or insecure=True for a trial on a machine that nobody else reaches"
+            if keys is None
+            else "keys and insecure=True contradict each other; give one of them"
+        )

@@ -1,0 +1,254 @@
+"""Who is there: the nodes that said which client they are, and were believed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .. import tree
+from ..assemble import Shares, assemble
+from ..data.dataset import ClientData, Examples
+from ..data.federation import Federation
+from ..errors import FedlowrankError
+from ..experiment import Experiment
+from .messages import PROTOCOL, Hello, MessageError, sections
+from .transport import Delivery, Parcel
+
+MOST_BYTES = 1 << 20
+"""Of an introduction."""
+
+
+class StrangerError(FedlowrankError):
+    """A node that says it is a client is not admitted."""
+
+
+class TakenError(StrangerError):
+    """Another node is that client."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What examples look like, without any.
+
+    Attributes:
+        none: no examples.
+        classes: names of the classes.
+    """
+
+    none: Examples
+    classes: tuple[str, ...]
+
+    @classmethod
+    def read(cls, body: bytes) -> Form:
+        """From the bytes of an introduction; raises TreeError or DataError."""
+        stored = tree.decode(body)
+        try:
+            examples, classes = Examples(stored["x"], stored["y"]), tuple(stored["classes"])
+        except (LookupError, TypeError, AttributeError) as error:
+            raise MessageError(f"the form of the examples is none: {error!r}") from error
+        if len(examples) or any(type(c) is not str for c in classes):
+            raise MessageError("the form of the examples holds examples, or classes without names")
+        return cls(examples, classes)
+
+    def describe(self) -> str:
+        """For comparison and for messages."""
+        x = self.none.x if isinstance(self.none.x, dict) else {"x": self.none.x}
+        inputs = {n: f"{t.dtype} {list(t.shape[1:])}" for n, t in sorted(x.items())}
+        y = f"{self.none.y.dtype} {list(self.none.y.shape[1:])}"
+        return json.dumps({"inputs": inputs, "targets": y, "classes": self.classes}).replace("torch.", "")
+
+
+@dataclass
+class Member:
+    """A client that was admitted.
+
+    Attributes:
+        node: by which it is reached, or None if it has gone.
+        examples: for training.
+        sizes: of its validation and test parts.
+        told: which sizes of the others it has been told.
+    """
+
+    node: int | None
+    examples: int
+    sizes: tuple[int, int]
+    told: tuple[int, ...] | None = None
+
+
+class Roster:
+    """The clients of a run by identifier.
+
+    Args:
+        made: the experiment.
+        clients: how many it has.
+        max_examples: that a client may claim to have, or None for any number.
+        keys: which client a node's key belongs to, where nodes are known by their keys; None where nobody checks.
+        form: of the examples, if it is known already, and with it the digest of the base.
+
+    Attributes:
+        members: those that were admitted, reachable or not.
+        asked: nodes that were asked who they are.
+        strangers: why a node was turned away.
+    """
+
+    def __init__(
+        self,
+        made: Experiment,
+        clients: int,
+        max_examples: int | None = None,
+        keys: Mapping[int, int] | None = None,
+        form: Form | None = None,
+    ) -> None:
+        self.made, self.clients, self.max_examples, self.keys = made, clients, max_examples, keys
+        self.form = form
+        self.members: dict[int, Member] = {}
+        self.asked: set[int] = set()
+        self.strangers: dict[int, str] = {}
+        self._sections = sections(made.tables)
+        self._base: str | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Training examples of all clients, 0 of those that have not been heard of."""
+        return tuple(self.members[i].examples if i in self.members else 0 for i in range(self.clients))
+
+    def missing(self) -> list[int]:
+        """Clients that have not been heard of."""
+        return [i for i in range(self.clients) if i not in self.members]
+
+    def reachable(self, present: set[int]) -> set[int]:
+        """The clients whose node is there."""
+        return {i for i, m in self.members.items() if m.node in present}
+
+    def leave(self, client: int) -> None:
+        """A client's node is gone. What it said of itself stays known, and a node that is found there is asked again."""
+        member = self.members[client]
+        if member.node is not None:
+            self.asked.discard(member.node)
+        member.node = None
+
+    def remember(self, rows: Mapping[str, Mapping[str, int]]) -> None:
+        """Take in what :meth:`rows` knew before the server was restarted; none of them has a node yet."""
+        for client, row in rows.items():
+            self.members[int(client)] = Member(None, int(row["train"]), (int(row["val"]), int(row["test"])))
+
+    def questions(self, present: set[int]) -> list[Parcel]:
+        """Who are you, to every reachable node that has not been asked."""
+        # a node that went away and came back may be another process, or have mended what was wrong
+        self.asked &= present
+        self.strangers = {n: why for n, why in self.strangers.items() if n in present}
+        known = {m.node for m in self.members.values() if m.node is not None}
+        new = sorted(present - self.asked - known)
+        self.asked |= set(new)
+        return [Parcel(node, "hello", "{}") for node in new]
+
+    def admit(self, delivery: Delivery, present: set[int]) -> int:
+        """Take in a client by what it says of itself.
+
+        Args:
+            delivery: its introduction.
+            present: the nodes that can be reached now.
+
+        Returns:
+            Its identifier.
+
+        Raises:
+            StrangerError: if it does not belong here; the message says why and what to do.
+        """
+        try:
+            client = self._admitted(delivery, present)
+        except FedlowrankError as error:
+            # what the carrier lost, and a place that is taken, may be otherwise the next time; what was wrong stays wrong
+            if delivery.problem or isinstance(error, TakenError):
+                self.asked.discard(delivery.node)
+            self.strangers[delivery.node] = str(error)
+            raise StrangerError(f"a node was turned away: {error}") from error
+        self.strangers.pop(delivery.node, None)
+        return client
+
+    def _admitted(self, delivery: Delivery, present: set[int]) -> int:
+        if delivery.problem:
+            raise StrangerError(f"it did not say who it is: {delivery.problem}")
+        if len(delivery.words) + len(delivery.body) > MOST_BYTES:
+            raise StrangerError(f"its introduction takes more than {MOST_BYTES} bytes")
+        hello = Hello.from_json(delivery.words)
+        self._check_words(hello, delivery.node)
+        form = Form.read(delivery.body)
+        if self.form is not None and form.describe() != self.form.describe():
+            raise StrangerError(
+                f"client {hello.client} has examples of another form: {form.describe()[:300]}, but the others' are "
+                f"{self.form.describe()[:300]}. All must name the same classes and prepare their data alike."
+            )
+        if self._base is not None and hello.base != self._base:
+            raise StrangerError(
+                f"client {hello.client} has another base model: its weights have the digest {hello.base or 'none'}, the "
+                f"others' {self._base or 'none'}. Give it the same files."
+            )
+        known = self.members.get(hello.client)
+        if known is not None and known.node != delivery.node and known.node in present:
+            raise StrangerError(
+                f"client {hello.client} is here already; stop the other one, or give this one its own number"
+            )
+        # the first one that fits in all else says what examples look like
+        self.form, self._base = form, hello.base
+        told = None if known is None else known.told
+        self.members[hello.client] = Member(delivery.node, hello.examples, hello.sizes, told)
+        return hello.client
+
+    def _check_words(self, hello: Hello, node: int) -> None:
+        if hello.protocol != PROTOCOL:
+            raise StrangerError(
+                f"client {hello.client} speaks version {hello.protocol} of the messages, this server {PROTOCOL}: install "
+                "the same version of fedlowrank on both"
+            )
+        if not 0 <= hello.client < self.clients:
+            raise StrangerError(f"it says it is client {hello.client}, but clients go from 0 to {self.clients - 1}")
+        if self.keys is not None and self.keys.get(node) != hello.client:
+            owner = self.keys.get(node)
+            whose = "nobody's" if owner is None else f"that of client {owner}"
+            raise StrangerError(f"it says it is client {hello.client}, but its key is {whose}")
+        if hello.examples < 1 or min(hello.sizes) < 0:
+            raise StrangerError(f"client {hello.client} says it has {hello.examples} examples")
+        if self.max_examples is not None and hello.examples > self.max_examples:
+            raise StrangerError(
+                f"client {hello.client} says it has {hello.examples} examples, above limits.max_examples = {self.max_examples}"
+            )
+        wrong = sorted(s for s in {*self._sections, *hello.sections} if self._sections.get(s) != hello.sections.get(s))
+        if wrong:
+            named = ", ".join(s if len(s) < 40 and s.isprintable() else "one without a decent name" for s in wrong[:10])
+            raise StrangerError(
+                f"client {hello.client} has another experiment: section(s) {named} differ from the server's. Give both the "
+                "same file and the same overrides."
+            )
+
+    def federation(self) -> Federation:
+        """The federation as the server sees it: everybody's size and model, nobody's examples.
+
+        Raises:
+            FedlowrankError: if nobody is there, or the models do not fit the examples.
+        """
+        if self.form is None:
+            raise StrangerError("no client has introduced itself, so nobody knows what the examples look like")
+        none = ClientData(self.form.none, self.form.none, self.form.none)
+        language = self.made.language(self.form.classes)
+        if language is not None and self._base is not None and language.loaded.digest != self._base:
+            raise StrangerError(
+                f"the clients' base model has the digest {self._base}, the server's {language.loaded.digest}: they are "
+                "different weights. Give all the same files."
+            )
+        shares = Shares((none,) * self.clients, self.form.classes, (), language)
+        return assemble(self.made, shares, sizes=self.sizes, here=frozenset())
+
+    def updated(self, federation: Federation) -> Federation:
+        """The federation with what has been learnt of the clients' sizes since."""
+        if tuple(i.examples for i in federation.infos) == self.sizes:
+            return federation
+        infos = [dataclasses.replace(i, examples=n) for i, n in zip(federation.infos, self.sizes, strict=True)]
+        return dataclasses.replace(federation, infos=infos)
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """Sizes of the parts of each client that is here."""
+        return {i: {"train": m.examples, "val": m.sizes[0], "test": m.sizes[1]} for i, m in self.members.items()}

@@ -1,0 +1,306 @@
+"""What a client sends over the network is not trusted: it is checked before a method sees it.
+
+Two nets, one behind the other. :func:`inspect` lets through what has the form that the method declares
+(:func:`fedlowrank.network.dry.expected_upload`), is no larger than that and holds finite numbers only. What no form can tell,
+such as a class that does not exist, shows when the server works with it: :func:`update_or_name` finds the reply to blame, drops
+it and goes on with the others. A client of whom too much was refused is shut out by :class:`Bans`.
+
+Neither net stops a client that lies within the form, by numbers that are plausible and wrong; ``max_norm`` and ``max_examples``
+bound what it can do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..errors import CheckpointError, ConfigError, FedlowrankError
+from ..method import ClientInfo, Reply, ServerView, Task
+from .dry import AnyMethod, expected_upload
+from .form import Misfit, Template, fitted, short
+
+__all__ = [
+    "FAULTS",
+    "Bans",
+    "Limits",
+    "Refused",
+    "Template",
+    "Templates",
+    "expected_upload",
+    "inspect",
+    "update_or_name",
+]
+
+FAULTS = (
+    RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, FedlowrankError
+)  # fmt: skip
+"""What a method may raise on numbers that it did not foresee."""
+
+SLACK = 2**16
+"""Bytes that an upload, or its header, may have beyond twice what is expected: other versions of a library write it otherwise."""
+
+_CHUNK = 2**16
+"""Numbers that are looked at together in float64: few enough to stay in a core's cache."""
+
+_KEPT = 256
+"""Templates remembered; a method that sends clients what they missed has one for every number of missed rounds."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is taken from a client over the network.
+
+    Attributes:
+        max_bytes: of an upload as it comes; None for twice what is expected and 64 KiB.
+        max_norm: largest Euclidean norm of all floating-point numbers of an upload together; None for any.
+        max_examples: that a client may claim to hold, for they weigh its replies; None for any number.
+        ban_after: a client of whom so many replies were refused takes no further part; 0 for never.
+    """
+
+    max_bytes: int | None = None
+    max_norm: float | None = None
+    max_examples: int | None = None
+    ban_after: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_examples"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"limits.{name} is a whole number of at least 1, or left out; it is {value!r}")
+        norm = self.max_norm
+        if norm is not None and (type(norm) not in (int, float) or not 0 < norm < math.inf):
+            raise ConfigError(f"limits.max_norm is a number above 0, or left out; it is {norm!r}")
+        if type(self.ban_after) is not int or self.ban_after < 0:
+            raise ConfigError(f"limits.ban_after is a whole number of at least 0 (never); it is {self.ban_after!r}")
+
+
+class Refused(FedlowrankError):  # noqa: N818 - says what happened to the reply, as the report of a round does
+    """A client's reply, or what it says of itself, was refused; nothing of it was used.
+
+    Args:
+        client: identifier of the client.
+        path: of what is wrong, a JSON pointer; empty for all of it.
+        reason: what is wrong.
+    """
+
+    def __init__(self, client: int, path: str, reason: str) -> None:
+        where = f" at {path}" if path else ""
+        super().__init__(f"the reply of client {client} was refused{where}: {reason}")
+        self.client = client
+        self.path = path
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[int, str, str]]:
+        return type(self), (self.client, self.path, self.reason)
+
+
+class Templates:
+    """:func:`expected_upload` of many clients, computed once for all that are alike and were sent what looks alike.
+
+    Args:
+        method: whose uploads.
+        task: what is to be learnt.
+    """
+
+    def __init__(self, method: AnyMethod, task: Task) -> None:
+        self.method, self.task = method, task
+        self._known: dict[tuple[Any, ...], Template] = {}
+
+    def of(self, info: ClientInfo, down: Any) -> Template:
+        """The template of a client's next upload.
+
+        Args:
+            info: of the client.
+            down: what it is sent.
+
+        Raises:
+            Refused: if the method fails on what the client is sent. Before the first round that is a fault of the method or its
+                settings; later what this client sent before may be to blame.
+        """
+        key = (info.architecture, info.rank, info.cluster, tree.signature(down))
+        found = self._known.pop(key, None)
+        if found is None:
+            try:
+                found = expected_upload(self.method, self.task, info, down)
+            except FAULTS as error:
+                reason = f"{self.method.title} cannot work with what it would be sent: {short(repr(error))}"
+                raise Refused(info.id, "", reason) from error
+        # at the end are those that were asked for last
+        self._known[key] = found
+        if len(self._known) > _KEPT:
+            del self._known[next(iter(self._known))]
+        return found
+
+
+def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> Any:
+    """The upload in these bytes, if it may be handed to the method.
+
+    Args:
+        data: as it came.
+        template: what it has to look like.
+        client: who sent it.
+        limits: what is taken from a client.
+
+    Returns:
+        A tree of the template's structure, types and shapes, keys in the template's order, all numbers finite.
+
+    Raises:
+        Refused: if it is anything else.
+    """
+    _check_size(data, template, client, limits)
+    try:
+        found = tree.decode(data if isinstance(data, bytes) else bytes(data))
+        upload = fitted(template.form, found)
+    except tree.TreeError as error:
+        raise Refused(client.id, "", short(str(error))) from error
+    except Misfit as error:
+        raise Refused(client.id, error.path, f"expected {error.expected}, found {error.found}") from error
+    norm = 0.0
+    for path, number in _floats(upload):
+        norm = math.hypot(norm, _norm(number))
+        if not math.isfinite(norm):
+            raise Refused(client.id, path, "it holds a NaN or an infinity")
+    if limits.max_norm is not None and norm > limits.max_norm:
+        raise Refused(client.id, "", f"its norm is {norm:.4g}, above limits.max_norm = {limits.max_norm:.4g}")
+    return upload
+
+
+def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> None:
+    """Whatever can be told without a look at what the bytes say."""
+    if limits.max_examples is not None and client.examples > limits.max_examples:
+        claim = f"it claims {client.examples} training examples, above limits.max_examples = {limits.max_examples}"
+        raise Refused(client.id, "", claim)
+    size, most = memoryview(data).nbytes, limits.max_bytes
+    if most is None:
+        most = 2 * template.bytes + SLACK
+    if size > most:
+        raise Refused(client.id, "", f"it has {size} bytes; at most {most} are taken (limits.max_bytes)")
+    # a header of many small parts takes many times its size in memory once it is read
+    header, most = int.from_bytes(data[:8], "little"), 2 * template.header + SLACK
+    if header > most:
+        raise Refused(client.id, "", f"its header has {header} bytes, where about {template.header} are expected")
+
+
+def _floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
+    """The floating-point tensors and numbers of a tree with their paths."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield path, value
+        return
+    if type(value) is float:
+        yield path, value
+    for key, child in tree._items(value, path) or ():
+        yield from _floats(child, tree._join(path, key))
+
+
+def _norm(number: Tensor | float) -> float:
+    """Euclidean norm in float64; not finite if a number is not (or the norm of finite ones exceeds float64)."""
+    if not isinstance(number, Tensor):
+        return abs(number)
+    norm = 0.0
+    # not in one go: a tensor in float64 would take twice as much as the tensor itself
+    for part in torch.split(number.detach().reshape(-1), _CHUNK):
+        wide = part.double()
+        here = float(torch.linalg.vector_norm(wide))
+        if not math.isfinite(here):
+            # squares of large numbers in float64 overflow where the numbers do not
+            top = float(wide.abs().amax())
+            here = top * float(torch.linalg.vector_norm(wide / top)) if math.isfinite(top) else math.nan
+        norm = math.hypot(norm, here)
+    return norm
+
+
+def update_or_name(
+    method: AnyMethod, server: Any, replies: Sequence[Reply[Any]], view: ServerView
+) -> tuple[Any, dict[int, str]]:
+    """The server's next state, without the replies that nothing can be computed from.
+
+    If the method fails on all replies together, or the new state holds a NaN or an infinity, each is tried alone. Those that fail
+    alone are dropped, and the others are used.
+
+    Args:
+        method: whose ``server_update``.
+        server: its state.
+        replies: at least one, inspected.
+        view: of the server.
+
+    Returns:
+        The new state, and for every client whose reply was dropped the reason. If all were dropped the state is the old one.
+
+    Raises:
+        FedlowrankError: if the state is not finite and no single reply is to blame, or is still so without those to blame.
+        Exception: one of :data:`FAULTS` that the method raised, likewise.
+    """
+    try:
+        return _updated(method, server, replies, view), {}
+    except FAULTS:
+        dropped = {r.client.id: reason for r in replies if (reason := _fault(method, server, r, view)) is not None}
+        if not dropped:
+            raise
+    rest = [r for r in replies if r.client.id not in dropped]
+    return (_updated(method, server, rest, view) if rest else server), dropped
+
+
+def _fault(method: AnyMethod, server: Any, reply: Reply[Any], view: ServerView) -> str | None:
+    try:
+        _updated(method, server, [reply], view)
+    except FAULTS as error:
+        return f"{method.title} cannot use the reply of client {reply.client.id}: {short(f'{type(error).__name__}: {error}')}"
+    return None
+
+
+def _updated(method: AnyMethod, server: Any, replies: Sequence[Reply[Any]], view: ServerView) -> Any:
+    new = method.server_update(server, replies, view)
+    for path, number in _floats(new):
+        if not math.isfinite(_norm(number)):
+            raise FedlowrankError(
+                f"{method.title}, round {view.round}: the server's new state would hold a NaN or an infinity at "
+                f"{path or 'its top'}. Lower the learning rate, clip the gradient (optimiser.clip), or set limits.max_norm."
+            )
+    return new
+
+
+@dataclass
+class Bans:
+    """Which clients take no further part, because their replies were refused too often.
+
+    Attributes:
+        after: how often is too often; 0 for never.
+        counts: refused replies by client.
+    """
+
+    after: int
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def refuse(self, client: int) -> bool:
+        """Count a refused reply; whether its client is banned now."""
+        self.counts[client] = self.counts.get(client, 0) + 1
+        return self.banned(client)
+
+    def banned(self, client: int) -> bool:
+        """Whether the client takes no further part."""
+        return 0 < self.after <= self.counts.get(client, 0)
+
+    def to_json(self) -> dict[str, int]:
+        """The counts, to be stored with a checkpoint."""
+        return {str(client): count for client, count in sorted(self.counts.items())}
+
+    @classmethod
+    def from_json(cls, after: int, stored: Mapping[str, Any]) -> Bans:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            CheckpointError: if what was stored is not that.
+        """
+        sound = isinstance(stored, Mapping) and all(
+            isinstance(i, str) and i.isdecimal() and type(n) is int and n >= 0 for i, n in stored.items()
+        )
+        if not sound:
+            raise CheckpointError(f"the counts of refused replies are damaged: {short(repr(stored))}")
+        return cls(after, {int(i): n for i, n in stored.items()})

@@ -1,0 +1,315 @@
+"""Honest uploads: none is refused, whatever the method, its settings, the models, the ranks and the round."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlowrank import tree
+from fedlowrank.adapters import Tuning
+from fedlowrank.check import federation as small
+from fedlowrank.clusters import Router
+from fedlowrank.data.dataset import ClientData, Examples
+from fedlowrank.data.federation import Federation
+from fedlowrank.engine.base import AnyMethod, Job, Outcome
+from fedlowrank.engine.run import Run, RunSettings
+from fedlowrank.engine.sequential import Sequential
+from fedlowrank.low_rank.delta import Form
+from fedlowrank.low_rank.factored import Factored
+from fedlowrank.low_rank.matricise import LowRank, Sparse
+from fedlowrank.method import ClientInfo, Reply, ServerView, Task
+from fedlowrank.methods import METHODS
+from fedlowrank.models.architecture import Architecture
+from fedlowrank.network.trust import (
+    Limits,
+    Templates,
+    expected_upload,
+    inspect,
+    update_or_name,
+)
+from fedlowrank.optimiser import SGD, AdamW, Schedule
+from methods.setting import Net, alike, arrays, unlike
+
+torch.set_num_threads(1)
+
+FAST: dict[str, Any] = {"optimiser": SGD(lr=0.3), "batch_size": 8}
+WIRES = ("float32", "bfloat16", "int8")
+HEADS = ("shared", "personal", "frozen")
+UNEQUAL = ("fedhl", "hetlora", "flexlora", "flora")
+EQUAL = ("fedit", "ffa_lora", "fedsa_lora", "fedex_lora")
+
+
+@dataclass
+class Guarded(Sequential):
+    """The sequential engine, whose every upload crosses as bytes and is inspected."""
+
+    name = "guarded"
+    templates: Templates | None = None
+    uploads: list[Any] = field(default_factory=list)
+    downs: list[Any] = field(default_factory=list)
+
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
+    ) -> Iterator[Outcome]:
+        self.templates = self.templates or Templates(method, task)
+        for job, outcome in zip(jobs, super().run(method, federation, task, round, jobs), strict=True):
+            data = tree.encode(outcome.upload)
+            template = self.templates.of(job.client, job.down)
+            upload = inspect(data, template, job.client, Limits())
+            assert tree.equal(upload, outcome.upload)
+            # the limits are of the size of what comes
+            assert len(data) <= template.bytes + 64
+            assert int.from_bytes(data[:8], "little") <= template.header
+            self.uploads.append(upload)
+            self.downs.append(job.down)
+            yield dataclasses.replace(outcome, upload=upload)
+
+
+def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: Any) -> Guarded:
+    """A few rounds in which some clients miss some, and the second net lets everything through, too."""
+    rest = {"rounds": 6, "participation": 0.75, "evaluate_every": 99, **settings}
+    guarded = Guarded()
+    run = Run(method, federation, RunSettings(**rest), guarded)
+    for t in range(rounds):
+        before, start = run.state.server, len(guarded.uploads)
+        infos = run.participants(t)
+        run.step()
+        found = zip(infos, guarded.uploads[start:], strict=True)
+        replies = [Reply(i, u) for i, u in found if u is not None]
+        if replies:
+            view = ServerView(run.task, t, federation.key / "server" / t)
+            server, dropped = update_or_name(method, before, replies, view)
+            assert not dropped
+            assert tree.equal(server, run.state.server)
+    return guarded
+
+
+# -- no honest reply is refused ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_with_its_default_settings(name: str) -> None:
+    method = METHODS[name]()
+    found = go(method, small(method.heterogeneous))
+    assert len(found.uploads) == 12
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_on_models_in_float64_with_adamw(name: str) -> None:
+    optimiser: Any = SGD(lr=0.1, schedule=Schedule("exponential", factor=0.5)) if name == "scaffold" else AdamW(lr=0.01)
+    kwargs: dict[str, Any] = {"tuning": Tuning(rank=2)} if "tuning" in {f.name for f in fields(name)} else {}
+    method = METHODS[name](**{**FAST, "optimiser": optimiser}, **kwargs)
+    assert go(method, unlike() if method.heterogeneous else alike(), rounds=2).uploads
+
+
+def fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(METHODS[name])
+
+
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", UNEQUAL + EQUAL)
+def test_lora_on_every_wire_and_with_every_head(name: str, head: Any, wire: Any) -> None:
+    ranks = (1, 2, 3, 4) if name in UNEQUAL else (3,) * 4
+    federation = Federation.from_arrays(arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, rank=ranks)
+    method = METHODS[name](**FAST, tuning=Tuning(rank=2, scaling="alpha", head=head, wire=wire))
+    found = go(method, federation)
+    seen = {next(iter(u.factors.values())).b.shape[1] for u in found.uploads}
+    assert seen == ({0} if name == "fedsa_lora" else set(ranks))
+
+
+def test_a_client_may_prune_its_rank_and_only_as_declared() -> None:
+    federation = Federation.from_arrays(arrays(), lambda: Net(9, 10), classes=4, rank=(2, 5, 7, 9))
+    for wire in WIRES:
+        method = METHODS["hetlora"](**FAST, prune=0.6, penalty=3.0, tuning=Tuning(wire=wire))
+        found = go(method, federation, rounds=5)
+        pairs = list(zip(found.downs, found.uploads, strict=True))
+        ranks = [[next(iter(m.factors.values())).b.shape[1] for m in pair] for pair in pairs]
+        assert {up < down for down, up in ranks} == {True, False}
+        assert all(up in (down, max(1, int(0.6 * down))) for down, up in ranks)
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "flora stacked": ("flora", {"keep": "stacked"}),
+    "flora merged": ("flora", {"keep": "merged"}),
+    "fedex stacked": ("fedex_lora", {"keep": "stacked"}),
+    "fedhl with the residual": ("fedhl", {"residual": True, "form": Form("exact")}),
+    "fedhl dense": ("fedhl", {"form": Form("dense")}),
+    "flexlora capped": ("flexlora", {"form": Form("capped", cap=2)}),
+    "hetlora per index by norm": ("hetlora", {"per_index": True, "weights": "norm"}),
+    "fedspa with fixed masks": ("fedspa", {"prune": 0.0}),
+    "fedspa": ("fedspa", {"density": 0.6}),
+    "fedslr of low rank": ("fedslr", {"lam": 0.06, "eta_g": 5.0}),
+    "fedslr sparse, with every gamma": ("fedslr", {"lam": 0.02, "shared": "sparse", "memory_efficient": False}),
+    "gpgd": ("gpgd", {"lam": 0.03}),
+    "floral, eq. 5": ("floral", {"router": Router(update="mfl")}),
+    "floral, noise": ("floral", {"router": Router(noise=1.0, top=2, keep=False), "centre": True}),
+    "floral, optimal": ("floral", {"router": Router(routing="optimal")}),
+    "ensemble, eq. 5": ("ensemble", {"router": Router(update="mfl"), "mixed": "weights"}),
+    "ensemble, optimal": ("ensemble", {"router": Router(routing="optimal")}),
+    "ifca": ("ifca", {"weights": "uniform"}),
+    "fedproto": ("fedproto", {"infer": "nearest", "weights": "uniform"}),
+    "feddyn": ("feddyn", {"evaluate": "mean_of_clients"}),
+    "per-fedavg": ("per_fedavg", {"variant": "hessian_free"}),
+    "pfedlora": ("pfedlora", {"width": 3, "relu": True, "start": "svd"}),
+    "scaffold that stands still": ("scaffold", {"optimiser": SGD(lr=0.0)}),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_that_change_what_is_sent(case: str) -> None:
+    name, settings = SETTINGS[case]
+    lora = "tuning" in {f.name for f in fields(name)}
+    ranks = (1, 2, 3, 4) if name in UNEQUAL else (3,) * 4
+    rest: dict[str, Any] = {"rank": ranks} if lora else {"cluster": (0, 1, 0, 2)}
+    federation = Federation.from_arrays(arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, **rest)
+    found = go(METHODS[name](**{**FAST, **settings}), federation, rounds=4)
+    assert len(found.uploads) == 12
+    if case == "fedslr of low rank":
+        # the download changes its form, the upload does not
+        forms = {type(w) for down in found.downs for w in down.values()}
+        assert LowRank in forms
+    if case.startswith("fedslr sparse"):
+        assert any(isinstance(w, Sparse) for down in found.downs for w in down.values())
+
+
+@pytest.mark.parametrize("energy", [0.3, 0.8, 1.0])
+def test_weights_travel_whole_or_as_factors_of_any_rank(energy: float) -> None:
+    method = METHODS["fedkd"](**FAST, energy_start=energy, energy_end=max(0.99, energy))
+    federation = Federation.from_arrays(arrays(), lambda: Net(30, 20, dtype=torch.float32), classes=4)
+    found = go(method, federation, rounds=6, participation=0.5)
+    forms = {type(w) for upload in found.uploads for w in upload.values()}
+    assert forms == ({Tensor} if energy == 1 else {Tensor, Factored})
+    if energy < 1:
+        # a client that missed rounds is sent several updates
+        assert max(len(down.updates) for down in found.downs) > 1
+        ranks = {w.rank for u in found.uploads for w in u.values() if isinstance(w, Factored)}
+        assert len(ranks) > 2
+
+
+@pytest.mark.parametrize("name", ["fd", "fedproto"])
+def test_clients_send_rows_for_the_classes_they_own(name: str) -> None:
+    found = go(METHODS[name](**FAST), unlike())
+    assert {len(u.labels) for u in found.uploads} == {2, 3}
+
+
+# -- other data --------------------------------------------------------------------------------------------------------
+
+
+def regression() -> Federation:
+    rng = np.random.default_rng(0)
+    data = [(rng.normal(size=(20, 6)), rng.normal(size=(20, 3)).astype(np.float32)) for _ in range(4)]
+    return Federation.from_arrays(data, lambda: Net(5, 4, inputs=6, classes=3, dtype=torch.float32))
+
+
+class Normalised(nn.Module):
+    """Images, a batch normalisation of planes and one of vectors, for which one example is no batch."""
+
+    head_name = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 5), nn.BatchNorm1d(5)
+        )
+        self.head = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def images() -> Federation:
+    rng = np.random.default_rng(0)
+    data = [(rng.normal(size=(20, 2, 6, 6)).astype(np.float32), rng.integers(0, 4, 20)) for _ in range(4)]
+    return Federation.from_arrays(data, Normalised, classes=4)
+
+
+class Words(nn.Module):
+    """Scores of the next word by the last one."""
+
+    head_name = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer, self.head = nn.Embedding(9, 5), nn.Linear(5, 6), nn.Linear(6, 9)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.head(self.layer(self.words(input_ids) * attention_mask[..., None]))
+
+
+def texts() -> Federation:
+    draw = torch.Generator().manual_seed(0)
+    data, infos = [], []
+    for i in range(4):
+        ids = torch.randint(1, 9, (12, 7), generator=draw)
+        examples = Examples({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids)
+        data.append(ClientData(examples, examples.take(torch.arange(0)), examples))
+        infos.append(ClientInfo(i, 12, "m", 2))
+    example = {n: t[:1] for n, t in data[0].train.x.items()}
+    return Federation(data, infos, {"m": Architecture("m", Words(), example)}, ())
+
+
+NOT_AT_ALL = {("pfedlora", regression), ("pfedlora", texts), ("per_fedavg", regression), ("fedem", texts)}
+
+
+@pytest.mark.parametrize("data", [regression, images, texts])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_on_other_kinds_of_data(name: str, data: Callable[[], Federation]) -> None:
+    if METHODS[name].needs_classes and data is not images:
+        pytest.skip("needs classes")
+    if (name, data) in NOT_AT_ALL:
+        pytest.skip("does not run on such data, network or not")
+    kwargs: dict[str, Any] = {"tuning": Tuning(rank=2)} if "tuning" in {f.name for f in fields(name)} else {}
+    if name in ("floral", "ensemble"):
+        kwargs["router"] = Router(update="mfl")
+    settings = {**FAST, "optimiser": SGD(lr=0.01), "batch_size": 10}
+    assert len(go(METHODS[name](**settings, **kwargs), data(), rounds=2).uploads) == 6
+
+
+# -- what it costs to know ---------------------------------------------------------------------------------------------
+
+
+def test_clients_that_are_alike_have_one_template() -> None:
+    federation = small(True, clients=200)
+    method, calls = METHODS["pfedlora"](), []
+
+    class Counted(type(method)):  # type: ignore[misc]
+        def local_update(self, state: Any, down: Any, view: Any) -> Any:
+            calls.append(view.info.id)
+            return super().local_update(state, down, view)
+
+    task, counted = federation.task(5), Counted()
+    server = method.server_init(task)
+    templates = Templates(counted, task)
+    for _ in range(3):
+        for info in federation.infos:
+            templates.of(info, method.download(server, info))
+    # clients are of two architectures
+    assert calls == [0, 1]
+    # what is sent is looked at for its form alone, and a form that is new is looked at anew
+    templates.of(federation.infos[0], tree.add(server, server))
+    assert len(calls) == 2
+    templates.of(federation.infos[0], tree.map(Tensor.double, server))
+    assert len(calls) == 3
+    for rank in range(1, 400):
+        templates.of(dataclasses.replace(federation.infos[0], rank=rank), server)
+    assert len(templates._known) == 256
+
+
+def test_a_dry_run_takes_nothing_from_the_client_nor_from_its_word() -> None:
+    federation = small(False)
+    # data that cannot be read, and a claim that would fill the memory
+    task = dataclasses.replace(federation.task(3), clients=[dataclasses.replace(federation.infos[0], examples=10**15)])
+    method = METHODS["floral"](router=Router(noise=1.0, update="mfl"))
+    info = task.clients[0]
+    template = expected_upload(method, task, info, method.download(method.server_init(task), info))
+    assert template.form.pi.shape == (4,)
+    held = [t.untyped_storage().nbytes() for _, t in tree.leaves(template.form)]
+    assert max(held) <= 8

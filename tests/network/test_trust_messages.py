@@ -1,0 +1,348 @@
+"""What is refused and how it is said; limits; messages made by hand; the memory that a large upload takes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlowrank import tree
+from fedlowrank.errors import CheckpointError, ConfigError
+from fedlowrank.low_rank.pair import Pair
+from fedlowrank.method import ClientInfo, Lengths, OneOf
+from fedlowrank.network.trust import Bans, Limits, Refused, Template, inspect
+
+from .trust_cases import CASES, LIMITS, judged, message, raw
+
+
+def test_plain_values_are_of_the_expected_kind() -> None:
+    form = {
+        "x": 1.5,
+        "n": 3,
+        "s": "word",
+        "b": True,
+        "none": None,
+        "l": [1, "two"],
+        "t": (2.5,),
+        "p": Pair(*[torch.ones(1)] * 2),
+    }
+    template, client = Template.of(form), ClientInfo(4, 1, "m")
+
+    places: list[str] = []
+
+    def passes(**changes: Any) -> bool:
+        try:
+            inspect(tree.encode({**form, **changes}), template, client, LIMITS)
+        except Refused as error:
+            places.append(error.path.split("/")[1])
+            return False
+        return True
+
+    assert passes()
+    assert passes(x=-1e308, n=10**4000, b=False, l=[7, "two"], t=(0.0,))
+    for wrong in (math.nan, math.inf, -math.inf, 1, True, "1.5", None, torch.tensor(1.5)):
+        assert not passes(x=wrong)
+    for wrong in (3.0, True, "3", None, torch.tensor(3)):
+        assert not passes(n=wrong)
+    for wrong in ("words", "", 1, None):
+        assert not passes(s=wrong)
+    for wrong in (1, 0, None, "True"):
+        assert not passes(b=wrong)
+    for wrong in (0, False, {}, [], ""):
+        assert not passes(none=wrong)
+    for wrong in ((1, "two"), [1], [1, "two", 3], [1, "2"], ["two", 1], {"0": 1, "1": "two"}):
+        assert not passes(l=wrong)
+    for wrong in ([2.5], (2.5, 2.5), (), (math.nan,)):
+        assert not passes(t=wrong)
+    for wrong in ({"b": torch.ones(1), "a": torch.ones(1)}, Pair(torch.ones(1), torch.ones(2))):
+        assert not passes(p=wrong)
+    assert list(dict.fromkeys(places)) == ["x", "n", "s", "b", "none", "l", "t", "p"]
+
+
+def test_the_message_names_client_path_and_what_was_expected() -> None:
+    form = {"layers": [{"a/b": torch.zeros(2, 3)}, {"a/b": torch.zeros(4)}], "m": Lengths({"u": torch.zeros(0, 5)}, 9)}
+    value = {"layers": [{"a/b": torch.ones(2, 3)}, {"a/b": torch.ones(4)}], "m": {"u": torch.ones(3, 5)}}
+
+    def refused(changed: Any) -> str:
+        with pytest.raises(Refused) as found:
+            inspect(tree.encode(changed), Template.of(form), ClientInfo(12, 1, "m"), LIMITS)
+        return str(found.value)
+
+    start = "the reply of client 12 was refused at "
+    broken = copy.deepcopy(value)
+    broken["layers"][1]["a/b"] = torch.ones(4).bfloat16()
+    assert refused(broken) == start + "/layers/1/a~1b: expected float32 [4], found bfloat16 [4]"
+    broken["layers"][1] = {"c": torch.ones(4)}
+    assert refused(broken) == start + "/layers/1: expected a dict of 1 parts, found one without 'a/b' and with 'c'"
+    assert (
+        refused({**value, "m": {"u": torch.ones(10, 5)}})
+        == start + "/m/u: expected float32 [1..9, 5], found float32 [10, 5]"
+    )
+    assert (
+        refused({**value, "m": {"u": torch.ones(3, 4)}})
+        == start + "/m/u: expected float32 [3, 5], found float32 [3, 4]"
+    )
+    broken["layers"][1] = {"a/b": torch.tensor([1.0, math.nan, 1, 1])}
+    assert refused(broken) == start + "/layers/1/a~1b: it holds a NaN or an infinity"
+    assert len(refused({"x" * 10_000: 1, **{str(i): 1 for i in range(1000)}})) < 600
+
+
+def test_a_common_length_is_common_and_within_its_bounds() -> None:
+    form = Lengths([torch.zeros(0), torch.zeros(2, 0)], 3)
+    template = Template.of({"a": form, "b": form, "c": OneOf(torch.zeros(2), form)})
+
+    def passes(a: int, also: int, b: int, c: Any) -> bool:
+        value = {"a": [torch.ones(a), torch.ones(2, also)], "b": [torch.ones(b), torch.ones(2, b)], "c": c}
+        try:
+            inspect(tree.encode(value), template, ClientInfo(0, 1, "m"), LIMITS)
+        except Refused:
+            return False
+        return True
+
+    whole, factors = torch.ones(2), [torch.ones(2), torch.ones(2, 2)]
+    assert passes(3, 3, 1, whole)
+    assert passes(1, 1, 3, factors)
+    for a, also, b in ((3, 2, 1), (1, 3, 1), (4, 4, 1), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 0, 1)):
+        assert not passes(a, also, b, whole)
+    for c in (
+        torch.ones(3),
+        [torch.ones(4), torch.ones(2, 4)],
+        [torch.ones(2)],
+        None,
+        [torch.ones(1), torch.ones(2, 2)],
+    ):
+        assert not passes(1, 1, 1, c)
+
+
+def test_every_kind_of_number_is_looked_at() -> None:
+    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    for dtype in kinds:
+        # beyond the first chunk, too
+        for size, where in ((1, 0), (3, 2), (150_000, 149_999), (150_000, 70_000)):
+            value = {"x": torch.ones(size).to(dtype)}
+            template = Template.of(value)
+            inspect(tree.encode(value), template, ClientInfo(0, 1, "m"), LIMITS)
+            for bad in (math.nan, math.inf):
+                if bad == math.inf and dtype == torch.float8_e4m3fn:
+                    continue  # has no infinity
+                wide = torch.ones(size, dtype=torch.float32)
+                wide[where] = bad
+                with pytest.raises(Refused, match="at /x: it holds a NaN or an infinity"):
+                    inspect(tree.encode({"x": wide.to(dtype)}), template, ClientInfo(0, 1, "m"), LIMITS)
+
+
+# -- limits and bans ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field_"),
+    [
+        ({"max_bytes": 0}, "max_bytes"), ({"max_bytes": 1.5}, "max_bytes"), ({"max_bytes": True}, "max_bytes"),
+        ({"max_norm": 0.0}, "max_norm"), ({"max_norm": -1}, "max_norm"), ({"max_norm": float("nan")}, "max_norm"),
+        ({"max_norm": float("inf")}, "max_norm"), ({"max_norm": "1"}, "max_norm"), ({"max_examples": 0}, "max_examples"),
+        ({"max_examples": "9"}, "max_examples"), ({"ban_after": -1}, "ban_after"), ({"ban_after": None}, "ban_after"),
+        ({"ban_after": False}, "ban_after"),
+    ],
+)  # fmt: skip
+def test_limits_that_make_no_sense_are_refused(wrong: dict[str, Any], field_: str) -> None:
+    with pytest.raises(ConfigError, match=f"limits.{field_} "):
+        Limits(**wrong)
+
+
+CLIENT = ClientInfo(7, 100, "m")
+VALUE = {"w": torch.tensor([3.0, 0.0]), "half": torch.tensor([4.0]).bfloat16(), "n": torch.tensor([10**6]), "x": 12.0}
+TEMPLATE = Template.of(VALUE)
+
+
+def test_the_norm_is_that_of_all_floating_point_numbers() -> None:
+    data = tree.encode(VALUE)
+    inspect(data, TEMPLATE, CLIENT, Limits(max_norm=13.0))
+    with pytest.raises(Refused, match=r"client 7 .* norm is 13, above limits.max_norm = 12.9"):
+        inspect(data, TEMPLATE, CLIENT, Limits(max_norm=12.9))
+
+
+def test_the_norm_of_large_numbers_does_not_overflow() -> None:
+    wide = {"w": torch.full((70_000,), 1e300, dtype=torch.float64), "v": torch.full((4,), 3e38)}
+    template, data = Template.of(wide), tree.encode(wide)
+    inspect(data, template, CLIENT, Limits())
+    norm = 1e300 * 70_000**0.5
+    inspect(data, template, CLIENT, Limits(max_norm=norm * 1.001))
+    with pytest.raises(Refused, match=r"norm is 2.646e\+302"):
+        inspect(data, template, CLIENT, Limits(max_norm=norm * 0.999))
+
+
+def test_bytes_are_limited_before_they_are_looked_at() -> None:
+    data = tree.encode(VALUE)
+    assert TEMPLATE.bytes == len(data)
+    inspect(data, TEMPLATE, CLIENT, Limits(max_bytes=len(data)))
+    with pytest.raises(Refused, match=rf"it has {len(data)} bytes; at most {len(data) - 1} "):
+        inspect(data, TEMPLATE, CLIENT, Limits(max_bytes=len(data) - 1))
+    most = 2 * len(data) + 65536
+    with pytest.raises(Refused, match="not an encoded tree"):
+        inspect(b"\1" + b"\0" * (most - 1), TEMPLATE, CLIENT, Limits())
+    with pytest.raises(Refused, match=f"at most {most} "):
+        inspect(b"x" * (most + 1), TEMPLATE, CLIENT, Limits())
+
+
+def test_a_claim_of_too_many_examples_is_refused() -> None:
+    data = tree.encode(VALUE)
+    inspect(data, TEMPLATE, CLIENT, Limits(max_examples=100))
+    with pytest.raises(Refused, match=r"claims 100 training examples, above limits\.max_examples = 99"):
+        inspect(data, TEMPLATE, CLIENT, Limits(max_examples=99))
+
+
+def test_a_view_of_a_buffer_is_inspected_like_bytes() -> None:
+    data = tree.encode(VALUE)
+    view = memoryview(b"frame" + data + b"end")[5:-3]
+    assert tree.equal(inspect(view, TEMPLATE, CLIENT, Limits()), VALUE)
+    assert tree.equal(inspect(memoryview(bytearray(data)), TEMPLATE, CLIENT, Limits(max_bytes=len(data))), VALUE)
+
+
+def test_a_refusal_can_cross_processes() -> None:
+    one = Refused(3, "/a", "why")
+    again = pickle.loads(pickle.dumps(one))  # noqa: S301
+    assert (str(again), again.client, again.path) == ("the reply of client 3 was refused at /a: why", 3, "/a")
+
+
+def test_clients_are_banned_after_so_many_refusals_and_stay_so() -> None:
+    bans = Bans(3)
+    assert [bans.refuse(5) for _ in range(3)] == [False, False, True]
+    assert not bans.refuse(12)
+    stored = bans.to_json()
+    assert stored == {"5": 3, "12": 1}
+    again = Bans.from_json(3, json.loads(json.dumps(stored)))
+    assert again == bans
+    assert (again.banned(5), again.banned(12), again.banned(0)) == (True, False, False)
+    assert not Bans.from_json(0, stored).banned(5)
+    assert not Bans(0).refuse(5)
+
+
+@pytest.mark.parametrize("stored", [[], {"5": -1}, {"5": 1.0}, {"x": 1}, {"5": True}, {"-5": 1}, {5: 1}, None])
+def test_damaged_counts_are_refused(stored: Any) -> None:
+    with pytest.raises(CheckpointError, match="refused replies are damaged"):
+        Bans.from_json(3, stored)
+
+
+# -- messages made by hand ---------------------------------------------------------------------------------------------
+
+
+HAND_MADE: dict[str, bytes] = {
+    "a deep skeleton": message(json.loads('{"l":[' * 300 + '"t"' + "]}" * 300)),
+    "a header that is nested without end": raw(b"[" * 60_000),
+    "a skeleton that is nested without end": raw(
+        json.dumps({"__metadata__": {"tree": '{"l":[' * 9000}}).encode() + b" " * 7
+    ),
+    "a tensor larger than its data": raw(
+        b'{"__metadata__":{"tree":"\\"t\\""},"":{"dtype":"F32","shape":[1000000000,1000],"data_offsets":[0,8]}}', b"\0" * 8
+    ),
+    "a product that overflows": raw(
+        b'{"__metadata__":{"tree":"\\"t\\""},"":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}}'
+    ),
+    "a shape that no integer holds": raw(
+        b'{"__metadata__":{"tree":"\\"t\\""},"":{"dtype":"F32","shape":[0,18446744073709551615],"data_offsets":[0,0]}}'
+    ),
+    "a negative shape": raw(
+        b'{"__metadata__":{"tree":"\\"t\\""},"":{"dtype":"F32","shape":[-1],"data_offsets":[0,4]}}', b"\0" * 4
+    ),
+    "offsets that run backwards": raw(
+        b'{"__metadata__":{"tree":"\\"t\\""},"":{"dtype":"F32","shape":[1],"data_offsets":[8,4]}}', b"\0" * 8
+    ),
+    "tensors that overlap": raw(
+        b'{"__metadata__":{"tree":"\\"t\\""},"":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+        b'"/a":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}', b"\0" * 12
+    ),
+    "bits that are not there": message({"d": {"m": {"b": [10**12]}}}, **{"/m": torch.zeros(2, dtype=torch.uint8)}),
+    "bits of a product of zero": message({"b": [0, 2**63]}, **{"": torch.zeros(0, dtype=torch.uint8)}),
+    "bools that are not packed": message("t", **{"": torch.ones(3, dtype=torch.bool)}),
+    "a list as a plain value": message({"v": [1, [2, {"x": None}]]}),
+    "a dict as a plain value": message({"v": {"a": 1}}),
+    "a class of unknown settings": message({"c": "fedlowrank.low_rank.delta:Form", "d": {"kind": {"v": "no such"}}}),
+    "a class that is none": message({"c": "os:system", "d": {"a": {"v": "true"}}}),
+    "a number with too many digits": raw(json.dumps({"__metadata__": {"tree": '{"v":' + "9" * 5000 + "}"}}).encode()),
+    "keys that stand twice": raw(
+        b'{"__metadata__":{"tree":"{\\"d\\":{\\"a\\":{\\"v\\":1},\\"a\\":\\"t\\"}}"},'
+        b'"/a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"/a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b"\0" * 4,
+    ),
+    "lone surrogates": raw(b'{"__metadata__":{"tree":"{\\"d\\":{\\"\\\\ud800\\":{\\"v\\":1}}}"}}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HAND_MADE)
+def test_messages_made_by_hand_are_refused(what: str) -> None:
+    for name in CASES:
+        assert judged(name, HAND_MADE[what]) is None
+    with pytest.raises(Refused):
+        inspect(HAND_MADE[what], Template.of(torch.zeros(1)), ClientInfo(0, 1, "m"), LIMITS)
+
+
+BOMBS = """
+import json, resource, sys, time
+import torch
+torch.set_num_threads(1)
+from fedlowrank import tree
+from fedlowrank.method import ClientInfo
+from fedlowrank.errors import CheckpointError, ConfigError
+from fedlowrank.network.trust import Limits, Refused, Template, inspect
+
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+client, size = ClientInfo(0, 1, "m"), 48_000_000
+value = {str(i): torch.full((size // 32,), 0.5) for i in range(8)}
+template, data = Template.of(value), tree.encode(value)
+del value
+small = Template.of({"x": torch.zeros(4), "m": torch.zeros(4, dtype=torch.bool)})
+inspect(tree.encode({"x": torch.zeros(4), "m": torch.zeros(4, dtype=torch.bool)}), small, client, Limits())
+# the peak of what came before is not ours
+held = bytearray(3 * size)
+del held
+before = peak()
+held = inspect(data, template, client, Limits(max_norm=1e9))
+print(json.dumps({"more": (peak() - before) / size, "held": sum(t.nbytes for t in held.values()) / size}))
+del held
+
+def raw(header, body=b""): return len(header).to_bytes(8, "little") + header + body
+meta = lambda text: b'{"__metadata__":{"tree":' + json.dumps(text).encode() + b"}}"
+bombs = {
+    "lists": (raw(meta("{\\"v\\":[" + "[]," * (size // 4) + "[]]}")), template),
+    "header": (raw(b'{"a":[' + b"{}," * (size // 4) + b"{}]}"), template),
+    "lie": ((2**62).to_bytes(8, "little") + data[8:], template),
+    "bits": (tree.encode({"x": torch.zeros(4), "m": torch.zeros(400_000, dtype=torch.bool)}), small),
+    "tensors": (tree.encode({str(i): torch.zeros(0) for i in range(20_000)}), template),
+    "large": (data, small),
+}
+for name, (bomb, form) in bombs.items():
+    before, clock = peak(), time.perf_counter()
+    try:
+        inspect(bomb, form, client, Limits())
+        print(json.dumps({"name": name, "passed": True}))
+    except Refused as error:
+        print(json.dumps({"name": name, "more": (peak() - before) / 1e6, "seconds": time.perf_counter() - clock}))
+"""
+
+
+def test_a_large_upload_is_held_once_and_bombs_take_neither_memory_nor_time() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BOMBS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0, done.stderr
+    first, *bombs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert first["held"] == 1
+    assert first["more"] < 1.2
+    assert len(bombs) == 6
+    for found in bombs:
+        assert "passed" not in found, found
+        assert found["more"] < 30, found
+        assert found["seconds"] < 3, found
