@@ -63,7 +63,7 @@ _CURRENT: list[Path] = []
 
 def hint() -> str:
     """What to do after an interrupt."""
-    return f"Go on with: fedlowrank resume {_CURRENT[-1]}" if _CURRENT else "Nothing was running."
+    return f"Go on with: fedlowrank resume {_CURRENT[-1]}" if _CURRENT else "Nothing is lost; start it again to go on."
 
 
 def list_(method: str | None) -> int:

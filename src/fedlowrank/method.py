@@ -254,7 +254,7 @@ class Method(ABC, Generic[S, C, D, U]):
         """The form of an upload: ``expected``, or with :class:`OneOf` and :class:`Lengths` in it where clients may differ.
 
         A server holds what comes over a network to it (:mod:`fedlowrank.network.trust`). It may depend on a client's
-        architecture, rank and cluster and on the form of what it was sent, and on nothing else.
+        architecture, rank and cluster and on the form of what it was sent, and on nothing else, the round included.
 
         Args:
             expected: what ``local_update`` returns where training changes whatever it is given; only its structure, plain

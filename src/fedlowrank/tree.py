@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from . import one_buffer
 from .errors import FedlowrankError
 
 T = TypeVar("T")
@@ -227,27 +228,25 @@ def encode(value: Any) -> bytes:
     Raises:
         TreeError: if the value is not a tree.
     """
-    seen: set[int] = set()
     tensors: dict[str, Tensor] = {}
     for path, leaf in leaves(value):
         flat = leaf.detach().cpu().contiguous()
         if flat.dtype == torch.bool:
             flat = torch.from_numpy(np.packbits(flat.numpy().reshape(-1)))
-        store = flat.untyped_storage()
-        # safetensors refuses tensors that share storage, which is an accident of how they were made
-        if store.data_ptr() in seen or store.nbytes() != flat.numel() * flat.element_size():
-            flat = flat.clone()
-        seen.add(flat.untyped_storage().data_ptr())
         tensors[path] = flat
     text = json.dumps(skeleton(value), separators=(",", ":"))
     try:
-        return safetensors.torch.save(tensors, {"tree": text})
+        return one_buffer.save(tensors, {"tree": text})
     except (KeyError, ValueError, RuntimeError) as error:
         raise TreeError(f"a tensor or a name in the tree has no safetensors form: {error!r}") from error
 
 
-def decode(data: bytes) -> Any:
+def decode(data: bytes, bools: int | None = None) -> Any:
     """Inverse of :func:`encode`.
+
+    Args:
+        data: the bytes.
+        bools: how many booleans there may be, for each takes a byte in memory and only a bit in a message; None for any number.
 
     Raises:
         TreeError: if the bytes are cut short, are of another format, or name a class that is not registered.
@@ -257,14 +256,14 @@ def decode(data: bytes) -> Any:
         if size > len(data):
             raise TreeError(f"these {len(data)} bytes are no encoded tree, for their header alone would take {size}")
         shape = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tree"])
-        return _decode(shape, safetensors.torch.load(data), "")
+        return _decode(shape, safetensors.torch.load(data), "", [math.inf if bools is None else bools])
     except TreeError:
         raise
     except _DAMAGE as error:
         raise TreeError(f"these {len(data)} bytes are not an encoded tree: {error!r}") from error
 
 
-def _decode(shape: Any, tensors: dict[str, Tensor], path: str) -> Any:
+def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]) -> Any:
     if shape == "t":
         # bytes other than 0 and 1 in a boolean tensor are undefined behaviour; ours travel as bits
         if tensors[path].dtype == torch.bool:
@@ -278,13 +277,16 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str) -> Any:
         count, packed = math.prod(shape["b"]), tensors[path]
         if min(shape["b"], default=1) < 0 or len(packed) != -(-count // 8):
             raise TreeError(f"the message holds {len(packed)} bytes for {count} bits at {path}")
+        left[0] -= count
+        if left[0] < 0:
+            raise TreeError(f"the message holds more booleans than it may; the last are the {count} at {path}")
         bits = np.unpackbits(packed.numpy(), count=count)
         # seen as booleans, for a copy would take as much once more
         return torch.from_numpy(bits.view(np.bool_)).reshape(shape["b"])
     for tag, kind in (("l", list), ("u", tuple)):
         if tag in shape:
-            return kind(_decode(s, tensors, _join(path, str(i))) for i, s in enumerate(shape[tag]))
-    children = {k: _decode(s, tensors, _join(path, k)) for k, s in shape["d"].items()}
+            return kind(_decode(s, tensors, _join(path, str(i)), left) for i, s in enumerate(shape[tag]))
+    children = {k: _decode(s, tensors, _join(path, k), left) for k, s in shape["d"].items()}
     if "c" not in shape:
         return children
     if shape["c"] not in _CLASSES:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fedlowrank
 from fedlowrank import tree
+from fedlowrank.errors import FedlowrankError
 from fedlowrank.tree import TreeError
 
 # the same examples in every run: what fails here fails for everyone
@@ -269,6 +270,60 @@ def test_booleans_of_a_size_that_the_bytes_do_not_hold_are_refused() -> None:
         with pytest.raises(TreeError):
             tree.decode(message({"d": {"m": {"b": shape}}}, **{"/m": none}))
     assert tree.decode(message({"d": {"m": {"b": [16]}}}, **{"/m": bits}))["m"].shape == (16,)
+
+
+def test_booleans_that_are_not_packed_are_refused() -> None:
+    # a boolean made of another byte than 0 or 1 is neither equal to True nor to False
+    odd = torch.tensor([2, 255, 1], dtype=torch.uint8).view(torch.bool)
+    with pytest.raises(TreeError, match="booleans at /m that are not packed"):
+        tree.decode(message({"d": {"m": "t"}}, **{"/m": odd}))
+
+
+@pytest.mark.parametrize("value", [[], [1, 2], {}, {"a": 1}, [[None]]])
+def test_a_plain_value_is_no_list_and_no_dict(value: Any) -> None:
+    with pytest.raises(TreeError, match=f"a {type(value).__name__} as a plain value at /x"):
+        tree.decode(message({"d": {"x": {"v": value}}}))
+
+
+@tree.tree
+class Even:
+    """A registered class that refuses some values, each in its own way."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if self.number % 2:
+            raise FedlowrankError("odd") if self.number > 0 else ZeroDivisionError
+
+
+@pytest.mark.parametrize("number", [1, -1, "x"])
+def test_a_class_that_refuses_its_values_makes_the_message_damaged(number: Any) -> None:
+    with pytest.raises(TreeError, match="not an encoded tree"):
+        tree.decode(message({"c": f"{__name__}:Even", "d": {"number": {"v": number}}}))
+    assert tree.decode(tree.encode(Even(4))) == Even(4)
+
+
+def test_a_header_that_claims_more_than_there_is_is_not_looked_at() -> None:
+    data = tree.encode(VALUE)
+    for size in (len(data) + 1, 2**40, 2**64 - 1):
+        with pytest.raises(TreeError, match=f"header alone would take {size}"):
+            tree.decode(size.to_bytes(8, "little") + data[8:])
+
+
+def test_decoded_tensors_are_private_and_may_be_written() -> None:
+    data = tree.encode(VALUE)
+    found = tree.decode(data)
+    found["x"].zero_()
+    found["m"][0] = False
+    assert_same(VALUE, tree.decode(data))
+
+
+def test_more_booleans_than_allowed_are_refused() -> None:
+    masks = {"a": torch.ones(3, 5, dtype=torch.bool), "b": [torch.ones(6, dtype=torch.bool)], "c": torch.ones(9)}
+    data = tree.encode(masks)
+    assert_same(masks, tree.decode(data, bools=21))
+    with pytest.raises(TreeError, match="the last are the 6 at /b/0"):
+        tree.decode(data, bools=20)
 
 
 # -- classes and code --------------------------------------------------------------------------------------------------

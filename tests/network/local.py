@@ -1,65 +1,342 @@
-"""A carrier of messages within one process, that loses, doubles, delays and changes what a test tells it to."""
+"""A federation within one process whose carrier loses, doubles, delays and changes what a test tells it to.
+
+Clients and the server die at any point of their lives and come back from their disks; time passes only where it is waited for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import dataclasses
+import errno
+import functools
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
-from fedlowrank import experiment
-from fedlowrank.network.messages import Order
+from fedlowrank import experiment, tree
+from fedlowrank.engine.run import Run
+from fedlowrank.engine.sequential import Sequential
+from fedlowrank.experiment import Experiment
+from fedlowrank.network import party, server, transport
+from fedlowrank.network.drive import drive
+from fedlowrank.network.memory import Memory
+from fedlowrank.network.messages import Answer, Order
 from fedlowrank.network.party import Party, prepare
 from fedlowrank.network.transport import Delivery, Parcel
+from fedlowrank.record import RoundRecord
+from fedlowrank.simulate import Result, threads
 
-Fault = Callable[[Parcel, Delivery], list[Delivery]]
+
+class Killed(BaseException):
+    """A process is gone: nobody catches this on its way."""
 
 
-def intact(parcel: Parcel, delivery: Delivery) -> list[Delivery]:
-    return [delivery]
+def no_space(where: str) -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+@dataclass
+class Hazard:
+    """The points of a process's life, counted; at some of them it dies, or what it does fails."""
+
+    at: set[int] = field(default_factory=set)
+    error: Callable[[str], BaseException] = Killed
+    points: list[str] = field(default_factory=list)
+
+    def __call__(self, where: str) -> None:
+        self.points.append(where)
+        if len(self.points) - 1 in self.at:
+            raise self.error(where)
+
+
+@dataclass
+class Clock:
+    """What the package takes for the module ``time``."""
+
+    now: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+Fault = Callable[["LocalTransport", Parcel], "list[Delivery | tuple[float, Delivery]]"]
+"""What comes back of a message, now or after so many seconds. Whoever asks ``answered`` lets the client work."""
+
+
+def intact(carrier: LocalTransport, parcel: Parcel) -> list[Delivery | tuple[float, Delivery]]:
+    return [carrier.answered(parcel)]
 
 
 @dataclass
 class LocalTransport:
-    """Nodes are 100 + client; every message opens its party anew, as Flower's processes do."""
+    """Nodes are 100 + client; every message opens its party anew from the disk, as Flower's processes do.
+
+    Attributes:
+        folders: of the clients, by node.
+        fault: what becomes of a message.
+        away: nodes that cannot be reached.
+        log: all messages to nodes.
+        hazards: of clients, by node; of the server under 0.
+        trained: client and round of every training.
+    """
 
     folders: dict[int, Path]
     fault: Fault = intact
     away: set[int] = field(default_factory=set)
     log: list[Parcel] = field(default_factory=list)
-    waiting: list[Delivery] = field(default_factory=list)
+    hazards: dict[int, Hazard] = field(default_factory=dict)
+    trained: list[tuple[int, int]] = field(default_factory=list)
+    clock: Clock = field(default_factory=Clock)
+    waiting: list[tuple[float, Delivery]] = field(default_factory=list)
+    running: int = 0
 
     def nodes(self) -> set[int]:
-        return {100 + i for i in self.folders if i not in self.away}
+        return set(self.folders) - self.away
 
     def send(self, parcels: Sequence[Parcel], group: str, seconds: float) -> None:
+        self.at("sending")
         for parcel in parcels:
             self.log.append(parcel)
-            self.waiting += self.fault(parcel, self.answered(parcel))
+            if parcel.node in self.away:
+                found: Any = [Delivery(parcel.node, parcel.kind, problem="it went away", gone=True)]
+            else:
+                found = self.fault(self, parcel)
+            made = [f if isinstance(f, tuple) else (0.0, f) for f in found]
+            self.waiting += [(self.clock.now + after, delivery) for after, delivery in made]
+        self.at("sent")
 
     def answered(self, parcel: Parcel) -> Delivery:
-        party = Party(self.folders[parcel.node - 100])
-        if parcel.kind == "hello":
-            words, body = party.hello()
-        else:
-            words, body = party.answer(Order.from_json(parcel.words), parcel.body)
-        return Delivery(parcel.node, parcel.kind, words.to_json(), body)
+        """Let the client work. One that raises is answered for as Flower does; of one that dies nothing comes."""
+        before, self.running = self.running, parcel.node
+        try:
+            mine = Party(self.folders[parcel.node])
+            if parcel.kind == "hello":
+                words, body = mine.hello()
+                return Delivery(parcel.node, parcel.kind, words.to_json(), body)
+            answer, body = mine.answer(Order.from_json(parcel.words), parcel.body)
+            return Delivery(parcel.node, parcel.kind, answer.to_json(), body)
+        except Killed as error:
+            return Delivery(parcel.node, parcel.kind, problem=f"the client's process died: {error}")
+        except Exception as error:  # noqa: BLE001 - whatever a client raises, its node says so
+            return Delivery(parcel.node, parcel.kind, problem=f"{type(error).__name__}: {error}")
+        finally:
+            self.running = before
 
     def receive(self) -> list[Delivery]:
+        self.at("receiving")
         # the last one first: the order of arrival must not matter
-        found, self.waiting = self.waiting[::-1], []
+        found = [d for due, d in self.waiting if due <= self.clock.now][::-1]
+        self.waiting = [(due, d) for due, d in self.waiting if due > self.clock.now]
         return found
 
     def forget(self) -> None:
         self.waiting = []
 
+    def at(self, where: str) -> None:
+        """A point in the life of the process that runs now."""
+        hazard = self.hazards.get(self.running)
+        if hazard is not None:
+            hazard(where)
 
-def local(made: experiment.Experiment, base: Path, fault: Fault = intact) -> LocalTransport:
+    @contextmanager
+    def world(self) -> Iterator[None]:
+        """Time is the transport's, trainings are counted, and every write to the disk is a point of its process's life."""
+        carrier, fsync, replace, unlink = self, os.fsync, Path.replace, Path.unlink
+
+        class Counting(Sequential):
+            def run(self, method: Any, federation: Any, task: Any, round: int, jobs: Any) -> Iterator[Any]:
+                carrier.trained += [(job.client.id, round) for job in jobs]
+                carrier.at("training")
+                yield from super().run(method, federation, task, round, jobs)
+
+        def synced(handle: int) -> None:
+            try:
+                self.at("not synced")
+            except Killed:
+                if stat.S_ISREG(os.fstat(handle).st_mode):
+                    # of what was not synced a machine that loses power may keep a part
+                    os.ftruncate(handle, os.fstat(handle).st_size // 2)
+                raise
+            fsync(handle)
+
+        def replaced(path: Path, target: Path) -> Path:
+            self.at(f"{target.name} not renamed")
+            found = replace(path, target)
+            self.at(f"{target.name} renamed")
+            return found
+
+        def unlinked(path: Path, missing_ok: bool = False) -> None:
+            self.at(f"{path.name} not removed")
+            unlink(path, missing_ok)
+
+        with ExitStack() as stack:
+            for module in (transport, server):
+                stack.enter_context(mock.patch.object(module, "time", self.clock))
+            stack.enter_context(mock.patch.object(experiment, "load", _loaded))
+            stack.enter_context(mock.patch.object(party, "Sequential", Counting))
+            stack.enter_context(mock.patch.object(os, "fsync", synced))
+            stack.enter_context(mock.patch.object(Path, "replace", replaced))
+            stack.enter_context(mock.patch.object(Path, "unlink", unlinked))
+            yield
+
+    def orders(self) -> list[tuple[int, Order]]:
+        """Client and words of every order that was sent."""
+        return [(p.node - 100, Order.from_json(p.words)) for p in self.log if p.kind == "order"]
+
+
+_load = experiment.load
+
+
+def _loaded(tables: dict[str, Any]) -> Experiment:
+    return _loaded_json(json.dumps(tables))
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded_json(text: str) -> Experiment:
+    return _load(json.loads(text))
+
+
+def tables(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> dict[str, Any]:
+    """A small experiment."""
+    found: dict[str, Any] = {
+        "name": "small",
+        "method": method,
+        "data": {"source": "iris", "normalise": "standard"},
+        "partition": {"kind": "iid", "clients": clients},
+        "model": {"names": ["mlp"], "hidden": [6]},
+        "defaults": {"epochs": 1, "batch_size": 16},
+        "run": {"rounds": rounds, "representations": 0},
+    }
+    if method in ("fedhl", "hetlora", "flora"):
+        found["lora"] = {"ranks": [1, 2, 3]}
+    for section, fields in sections.items():
+        found[section] = {**found.get(section, {}), **fields}
+    return found
+
+
+def small(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> Experiment:
+    return _loaded(tables(method, clients, rounds, **sections))
+
+
+def local(made: Experiment, base: Path, fault: Fault = intact) -> LocalTransport:
     shares = made.shares()
-    folders = {i: base / f"client-{i}" for i in range(len(shares.data))}
-    for i, folder in folders.items():
-        prepare(folder, made.tables, i, shares)
+    folders = {100 + i: base / f"client-{i}" for i in range(len(shares.data))}
+    for node, folder in folders.items():
+        prepare(folder, made.tables, node - 100, shares)
     return LocalTransport(folders, fault)
 
 
-def changed(delivery: Delivery, **fields: object) -> Delivery:
-    return replace(delivery, **fields)
+def served(carrier: LocalTransport, made: Experiment, out: Path, said: list[str] | None = None, **more: Any) -> Result:
+    """A run, or its continuation, of a server whose process begins now."""
+    with carrier.world():
+        return drive(carrier, made, out, say=(said if said is not None else []).append, **more)
+
+
+def lossy(lost: Mapping[int, set[int]] | Callable[[int, int], bool]) -> Fault:
+    """Replies of these clients in these rounds are lost after the client did its work; rounds count from 1."""
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> list[Delivery | tuple[float, Delivery]]:
+        found = carrier.answered(parcel)
+        if parcel.kind == "hello":
+            return [found]
+        order, client = Order.from_json(parcel.words), parcel.node - 100
+        gone = lost(order.round + 1, client) if callable(lost) else client in lost.get(order.round + 1, ())
+        return [silence(parcel)] if gone and order.train else [found]
+
+    return fault
+
+
+def silence(parcel: Parcel, problem: str = "it was lost") -> Delivery:
+    return Delivery(parcel.node, parcel.kind, problem=problem)
+
+
+def changed(delivery: Delivery, **fields: Any) -> Delivery:
+    """The delivery with other words in its answer, or with another body."""
+    own = {k: fields.pop(k) for k in ("words", "body", "problem", "node") if k in fields}
+    if fields:
+        answer = dataclasses.replace(Answer.from_json(delivery.words), **fields)
+        own["words"] = answer.to_json()
+    return dataclasses.replace(delivery, **own)
+
+
+def truth(made: Experiment, records: Sequence[RoundRecord]) -> tuple[Run, list[RoundRecord]]:
+    """The same run within one process, whose replies are lost where these records lost them."""
+    with threads(1):
+        run = Run(made.method(made.header.method), made.federation(), made.run, Sequential())
+        return run, [run.start(), *(run.step(losses=r.lost) for r in records[1:])]
+
+
+def agrees(result: Result, carrier: LocalTransport, made: Experiment, losses: Sequence[RoundRecord] = ()) -> set[Any]:
+    """Assert that a run is the sequential one to the last bit: server, every client's state on its disk, and records.
+
+    Args:
+        result: of the network's run.
+        carrier: knows the clients' folders.
+        made: the experiment.
+        losses: records whose losses the sequential run has; by default those of the run.
+
+    Returns:
+        Rounds and clients of which the records hold no evaluation.
+    """
+    run, records = truth(made, losses or result.rounds)
+    same_states(result, carrier, run)
+    assert len(result.rounds) == len(records) == made.run.rounds + 1
+    absent = set()
+    for found, wanted in zip(result.rounds, records, strict=True):
+        absent |= {(found.round, i) for i in same_record(found, wanted)}
+    return absent
+
+
+def same_states(result: Result, carrier: LocalTransport, run: Run) -> None:
+    """Assert that the server and all clients' disks hold the states of a run."""
+    assert tree.equal(result.run.state.server, run.state.server)
+    stamps = {i: s["stamp"] for i, s in result.run.state.clients.items() if s["stamp"]}
+    assert stamps.keys() == run.state.clients.keys()
+    for client, stamp in stamps.items():
+        assert tree.equal(remembered(result, carrier, client).at(stamp), run.state.clients[client]), client
+
+
+def remembered(result: Result, carrier: LocalTransport, client: int) -> Memory:
+    engine = result.run.engine
+    assert isinstance(engine, server.Remote)
+    return Memory(carrier.folders[100 + client] / engine.run_id)
+
+
+def same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:
+    """Assert that all is the same but what was found of clients that were not heard; returns who was not evaluated."""
+    a, b = found.untimed(), wanted.untimed()
+    unheard = {"bytes_up", "parameters_up", "steps", "flops", "loss"} if found.lost else set()
+    for name in a.keys() - unheard - {"accuracy", "risk", "parameters", "routes"}:
+        assert a[name] == b[name], (found.round, name)
+    if found.accuracy is None or wanted.accuracy is None or found.risk is None or wanted.risk is None:
+        assert wanted.accuracy is None or found.accuracy is None
+        return set() if wanted.accuracy is None else {i for i, _ in enumerate(headline(wanted))}
+    absent = set()
+    # only the server could evaluate its own model on everybody's data
+    series = [s for s in wanted.accuracy if s != "server"]
+    assert list(found.accuracy) == list(found.risk) == series
+    for here, there in ((found.accuracy, wanted.accuracy), (found.risk, wanted.risk)):
+        for name in series:
+            for split in ("val", "test"):
+                for i, (x, y) in enumerate(zip(here[name][split], there[name][split], strict=True)):
+                    if x is None and y is not None:
+                        absent.add(i)
+                    else:
+                        assert x == y, (found.round, name, split, i)
+    if not absent:
+        assert found.parameters == {n: v for n, v in (wanted.parameters or {}).items() if n != "server"}
+        assert found.routes == wanted.routes
+    return absent
+
+
+def headline(record: RoundRecord) -> list[float | None]:
+    assert record.accuracy is not None
+    return next(iter(record.accuracy.values()))["test"]

@@ -40,10 +40,16 @@ from methods.setting import Net, alike, arrays, unlike
 torch.set_num_threads(1)
 
 FAST: dict[str, Any] = {"optimiser": SGD(lr=0.3), "batch_size": 8}
-WIRES = ("float32", "bfloat16", "int8")
+WIRES: tuple[Any, ...] = ("float32", "bfloat16", "int8")
 HEADS = ("shared", "personal", "frozen")
 UNEQUAL = ("fedhl", "hetlora", "flexlora", "flora")
 EQUAL = ("fedit", "ffa_lora", "fedsa_lora", "fedex_lora")
+
+
+def made(name: str, **settings: Any) -> AnyMethod:
+    """A method of that name."""
+    method: AnyMethod = METHODS[name](**settings)
+    return method
 
 
 @dataclass
@@ -96,7 +102,7 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_with_its_default_settings(name: str) -> None:
-    method = METHODS[name]()
+    method = made(name)
     found = go(method, small(method.heterogeneous))
     assert len(found.uploads) == 12
 
@@ -105,7 +111,7 @@ def test_every_method_with_its_default_settings(name: str) -> None:
 def test_every_method_on_models_in_float64_with_adamw(name: str) -> None:
     optimiser: Any = SGD(lr=0.1, schedule=Schedule("exponential", factor=0.5)) if name == "scaffold" else AdamW(lr=0.01)
     kwargs: dict[str, Any] = {"tuning": Tuning(rank=2)} if "tuning" in {f.name for f in fields(name)} else {}
-    method = METHODS[name](**{**FAST, "optimiser": optimiser}, **kwargs)
+    method = made(name, **{**FAST, "optimiser": optimiser}, **kwargs)
     assert go(method, unlike() if method.heterogeneous else alike(), rounds=2).uploads
 
 
@@ -119,7 +125,7 @@ def fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
 def test_lora_on_every_wire_and_with_every_head(name: str, head: Any, wire: Any) -> None:
     ranks = (1, 2, 3, 4) if name in UNEQUAL else (3,) * 4
     federation = Federation.from_arrays(arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, rank=ranks)
-    method = METHODS[name](**FAST, tuning=Tuning(rank=2, scaling="alpha", head=head, wire=wire))
+    method = made(name, **FAST, tuning=Tuning(rank=2, scaling="alpha", head=head, wire=wire))
     found = go(method, federation)
     seen = {next(iter(u.factors.values())).b.shape[1] for u in found.uploads}
     assert seen == ({0} if name == "fedsa_lora" else set(ranks))
@@ -128,7 +134,7 @@ def test_lora_on_every_wire_and_with_every_head(name: str, head: Any, wire: Any)
 def test_a_client_may_prune_its_rank_and_only_as_declared() -> None:
     federation = Federation.from_arrays(arrays(), lambda: Net(9, 10), classes=4, rank=(2, 5, 7, 9))
     for wire in WIRES:
-        method = METHODS["hetlora"](**FAST, prune=0.6, penalty=3.0, tuning=Tuning(wire=wire))
+        method = made("hetlora", **FAST, prune=0.6, penalty=3.0, tuning=Tuning(wire=wire))
         found = go(method, federation, rounds=5)
         pairs = list(zip(found.downs, found.uploads, strict=True))
         ranks = [[next(iter(m.factors.values())).b.shape[1] for m in pair] for pair in pairs]
@@ -170,7 +176,7 @@ def test_settings_that_change_what_is_sent(case: str) -> None:
     ranks = (1, 2, 3, 4) if name in UNEQUAL else (3,) * 4
     rest: dict[str, Any] = {"rank": ranks} if lora else {"cluster": (0, 1, 0, 2)}
     federation = Federation.from_arrays(arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, **rest)
-    found = go(METHODS[name](**{**FAST, **settings}), federation, rounds=4)
+    found = go(made(name, **{**FAST, **settings}), federation, rounds=4)
     assert len(found.uploads) == 12
     if case == "fedslr of low rank":
         # the download changes its form, the upload does not
@@ -182,7 +188,7 @@ def test_settings_that_change_what_is_sent(case: str) -> None:
 
 @pytest.mark.parametrize("energy", [0.3, 0.8, 1.0])
 def test_weights_travel_whole_or_as_factors_of_any_rank(energy: float) -> None:
-    method = METHODS["fedkd"](**FAST, energy_start=energy, energy_end=max(0.99, energy))
+    method = made("fedkd", **FAST, energy_start=energy, energy_end=max(0.99, energy))
     federation = Federation.from_arrays(arrays(), lambda: Net(30, 20, dtype=torch.float32), classes=4)
     found = go(method, federation, rounds=6, participation=0.5)
     forms = {type(w) for upload in found.uploads for w in upload.values()}
@@ -196,7 +202,7 @@ def test_weights_travel_whole_or_as_factors_of_any_rank(energy: float) -> None:
 
 @pytest.mark.parametrize("name", ["fd", "fedproto"])
 def test_clients_send_rows_for_the_classes_they_own(name: str) -> None:
-    found = go(METHODS[name](**FAST), unlike())
+    found = go(made(name, **FAST), unlike())
     assert {len(u.labels) for u in found.uploads} == {2, 3}
 
 
@@ -222,7 +228,8 @@ class Normalised(nn.Module):
         self.head = nn.Linear(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x))
+        scores: Tensor = self.head(self.body(x))
+        return scores
 
 
 def images() -> Federation:
@@ -241,7 +248,8 @@ class Words(nn.Module):
         self.words, self.layer, self.head = nn.Embedding(9, 5), nn.Linear(5, 6), nn.Linear(6, 9)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.head(self.layer(self.words(input_ids) * attention_mask[..., None]))
+        scores: Tensor = self.head(self.layer(self.words(input_ids) * attention_mask[..., None]))
+        return scores
 
 
 def texts() -> Federation:
@@ -252,7 +260,7 @@ def texts() -> Federation:
         examples = Examples({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids)
         data.append(ClientData(examples, examples.take(torch.arange(0)), examples))
         infos.append(ClientInfo(i, 12, "m", 2))
-    example = {n: t[:1] for n, t in data[0].train.x.items()}
+    example = {n: torch.ones(1, 7, dtype=torch.int64) for n in ("input_ids", "attention_mask")}
     return Federation(data, infos, {"m": Architecture("m", Words(), example)}, ())
 
 
@@ -270,7 +278,7 @@ def test_every_method_on_other_kinds_of_data(name: str, data: Callable[[], Feder
     if name in ("floral", "ensemble"):
         kwargs["router"] = Router(update="mfl")
     settings = {**FAST, "optimiser": SGD(lr=0.01), "batch_size": 10}
-    assert len(go(METHODS[name](**settings, **kwargs), data(), rounds=2).uploads) == 6
+    assert len(go(made(name, **settings, **kwargs), data(), rounds=2).uploads) == 6
 
 
 # -- what it costs to know ---------------------------------------------------------------------------------------------
@@ -278,7 +286,7 @@ def test_every_method_on_other_kinds_of_data(name: str, data: Callable[[], Feder
 
 def test_clients_that_are_alike_have_one_template() -> None:
     federation = small(True, clients=200)
-    method, calls = METHODS["pfedlora"](), []
+    method, calls = made("pfedlora"), []
 
     class Counted(type(method)):  # type: ignore[misc]
         def local_update(self, state: Any, down: Any, view: Any) -> Any:
@@ -307,7 +315,7 @@ def test_a_dry_run_takes_nothing_from_the_client_nor_from_its_word() -> None:
     federation = small(False)
     # data that cannot be read, and a claim that would fill the memory
     task = dataclasses.replace(federation.task(3), clients=[dataclasses.replace(federation.infos[0], examples=10**15)])
-    method = METHODS["floral"](router=Router(noise=1.0, update="mfl"))
+    method = made("floral", router=Router(noise=1.0, update="mfl"))
     info = task.clients[0]
     template = expected_upload(method, task, info, method.download(method.server_init(task), info))
     assert template.form.pi.shape == (4,)

@@ -22,6 +22,8 @@ from fedlowrank.network.trust import Bans, Limits, Refused, Template, inspect
 
 from .trust_cases import CASES, LIMITS, judged, message, raw
 
+CLIENT = ClientInfo(7, 100, "m")
+
 
 def test_plain_values_are_of_the_expected_kind() -> None:
     form = {
@@ -37,6 +39,7 @@ def test_plain_values_are_of_the_expected_kind() -> None:
     template, client = Template.of(form), ClientInfo(4, 1, "m")
 
     places: list[str] = []
+    wrong: Any
 
     def passes(**changes: Any) -> bool:
         try:
@@ -69,7 +72,10 @@ def test_plain_values_are_of_the_expected_kind() -> None:
 
 def test_the_message_names_client_path_and_what_was_expected() -> None:
     form = {"layers": [{"a/b": torch.zeros(2, 3)}, {"a/b": torch.zeros(4)}], "m": Lengths({"u": torch.zeros(0, 5)}, 9)}
-    value = {"layers": [{"a/b": torch.ones(2, 3)}, {"a/b": torch.ones(4)}], "m": {"u": torch.ones(3, 5)}}
+    value: dict[str, Any] = {
+        "layers": [{"a/b": torch.ones(2, 3)}, {"a/b": torch.ones(4)}],
+        "m": {"u": torch.ones(3, 5)},
+    }
 
     def refused(changed: Any) -> str:
         with pytest.raises(Refused) as found:
@@ -93,6 +99,25 @@ def test_the_message_names_client_path_and_what_was_expected() -> None:
     broken["layers"][1] = {"a/b": torch.tensor([1.0, math.nan, 1, 1])}
     assert refused(broken) == start + "/layers/1/a~1b: it holds a NaN or an infinity"
     assert len(refused({"x" * 10_000: 1, **{str(i): 1 for i in range(1000)}})) < 600
+
+
+def test_a_message_has_one_line_whatever_a_client_calls_itself() -> None:
+    with pytest.raises(Refused) as found:
+        inspect(message({"c": "a\nERROR\x1b[31m: forged", "d": {}}), Template.of(None), CLIENT, LIMITS)
+    assert "holds a a?ERROR?[31m: forged, which" in str(found.value)
+    with pytest.raises(Refused) as found:
+        inspect(tree.encode({"a\nb": 1}), Template.of({"x": 1}), CLIENT, LIMITS)
+    assert str(found.value).isprintable()
+
+
+def test_booleans_are_counted_before_they_are_unpacked() -> None:
+    mask = torch.zeros(100, dtype=torch.bool)
+    template = Template.of({"m": mask, "n": [mask, OneOf(torch.zeros(1), mask)]})
+    assert template.bools == 300
+    value = {"m": mask, "n": [mask, mask]}
+    inspect(tree.encode(value), template, CLIENT, LIMITS)
+    with pytest.raises(Refused, match="more booleans than it may; the last are the 101 at /n/1"):
+        inspect(tree.encode({"m": mask, "n": [mask, torch.zeros(101, dtype=torch.bool)]}), template, CLIENT, LIMITS)
 
 
 def test_a_common_length_is_common_and_within_its_bounds() -> None:
@@ -157,7 +182,6 @@ def test_limits_that_make_no_sense_are_refused(wrong: dict[str, Any], field_: st
         Limits(**wrong)
 
 
-CLIENT = ClientInfo(7, 100, "m")
 VALUE = {"w": torch.tensor([3.0, 0.0]), "half": torch.tensor([4.0]).bfloat16(), "n": torch.tensor([10**6]), "x": 12.0}
 TEMPLATE = Template.of(VALUE)
 
@@ -286,11 +310,10 @@ def test_messages_made_by_hand_are_refused(what: str) -> None:
 
 BOMBS = """
 import json, resource, sys, time
-import torch
+import safetensors.torch, torch
 torch.set_num_threads(1)
 from fedlowrank import tree
 from fedlowrank.method import ClientInfo
-from fedlowrank.errors import CheckpointError, ConfigError
 from fedlowrank.network.trust import Limits, Refused, Template, inspect
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -309,12 +332,14 @@ print(json.dumps({"more": (peak() - before) / size, "held": sum(t.nbytes for t i
 del held
 
 def raw(header, body=b""): return len(header).to_bytes(8, "little") + header + body
+bits = {"tree": json.dumps({"d": {"m": {"b": [8 * size]}}})}
 meta = lambda text: b'{"__metadata__":{"tree":' + json.dumps(text).encode() + b"}}"
 bombs = {
     "lists": (raw(meta("{\\"v\\":[" + "[]," * (size // 4) + "[]]}")), template),
     "header": (raw(b'{"a":[' + b"{}," * (size // 4) + b"{}]}"), template),
     "lie": ((2**62).to_bytes(8, "little") + data[8:], template),
     "bits": (tree.encode({"x": torch.zeros(4), "m": torch.zeros(400_000, dtype=torch.bool)}), small),
+    "many bits": (safetensors.torch.save({"/m": torch.zeros(size, dtype=torch.uint8)}, bits), template),
     "tensors": (tree.encode({str(i): torch.zeros(0) for i in range(20_000)}), template),
     "large": (data, small),
 }
@@ -341,7 +366,7 @@ def test_a_large_upload_is_held_once_and_bombs_take_neither_memory_nor_time() ->
     first, *bombs = [json.loads(line) for line in done.stdout.splitlines()]
     assert first["held"] == 1
     assert first["more"] < 1.2
-    assert len(bombs) == 6
+    assert len(bombs) == 7
     for found in bombs:
         assert "passed" not in found, found
         assert found["more"] < 30, found

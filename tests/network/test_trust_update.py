@@ -105,7 +105,7 @@ VIEW: Any = SimpleNamespace(round=3)
 
 def test_several_culprits_are_found_and_the_rest_is_used() -> None:
     def update(server: float, replies: Any, view: Any) -> float:
-        return server + sum(1 / r.upload for r in replies)
+        return float(server + sum(1 / r.upload for r in replies))
 
     server, dropped = update_or_name(stub(update), 1.0, replies_of(1, 0, 2, "x", None, 4), VIEW)
     assert server == 1 + 1 + 0.5 + 0.25

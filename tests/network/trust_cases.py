@@ -112,15 +112,14 @@ def outline(value: Any, fixed: bool) -> list[tuple[Any, ...]]:
 def judged(name: str, data: bytes) -> Any:
     """What becomes of such bytes: None if refused, else an upload that did no harm to the server."""
     s = situation(name)
+    refused = []
     try:
         found = inspect(data, s.template, s.me, LIMITS)
     except Refused as error:
-        refusal = error
-    else:
-        refusal = None
-    if refusal is not None:
-        assert refusal.client == s.me.id
-        assert len(str(refusal)) < 2000
+        refused.append(error)
+    if refused:
+        assert refused[0].client == s.me.id
+        assert len(str(refused[0])) < 2000
         return None
     assert finite(found)
     if name not in ("fedkd", "hetlora"):
@@ -142,7 +141,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
-        value = dict(tree._items(value, ""))[key]
+        value = dict(tree._items(value, "") or ())[key]
     return value
 
 
@@ -150,7 +149,9 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     """The tree with another node there."""
     if not path:
         return new
-    return tree._rebuild(value, [(k, put(v, path[1:], new) if k == path[0] else v) for k, v in tree._items(value, "")])
+    return tree._rebuild(
+        value, [(k, put(v, path[1:], new) if k == path[0] else v) for k, v in tree._items(value, "") or ()]
+    )
 
 
 def message(skeleton: Any, **named: Tensor) -> bytes:

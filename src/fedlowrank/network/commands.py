@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from .. import config, experiment
@@ -132,7 +135,7 @@ def serve(
     if insecure:
         say("insecure: anyone who reaches this port can join, and read all that is sent")
     link = SuperLink(home, secured, insecure=insecure, host=host, port=port, variables=variables, say=say)
-    with link:
+    with ended_once(), link:
         if secured is not None:
             nodes = {str(link.register(key)): client for client, key in sorted(secured.clients.items())}
             write_json(home / "nodes.json", nodes)
@@ -259,10 +262,36 @@ def join(
     stop = threading.Event()
     if not stay:
         threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()
-    supervise(node, stop)
+    with ended_once():
+        supervise(node, stop)
     for model in _models(folder):
         say(f"its model: {model.parent}")
     return folder
+
+
+@contextlib.contextmanager
+def ended_once() -> Iterator[None]:
+    """An interrupt or a polite kill ends the block as Ctrl-C does; a second one does not end the ending.
+
+    Else the programs that the block has started would stay behind.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        for one in signals:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {one: signal.signal(one, end) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _models(folder: Path) -> set[Path]:

@@ -23,7 +23,7 @@ from .transport import Transport
 from .trust import Bans
 
 ACCOUNT = "network.json"
-"""In a run's folder: the name of the run, who the clients are, and whose replies were refused."""
+"""In a run's folder: the name of the run, who the clients are, whose replies were refused, and how it was dealt with them."""
 
 
 def network_settings(made: Experiment) -> NetworkSettings:
@@ -84,23 +84,27 @@ def drive(
     _gather(engine, settings.enough(count))
     with threads(made.run.threads):
         run = NetworkRun(method, roster.federation(), protocol, engine)
-        said = {**(made.describe(name) if config is None else config), "network": dataclasses.asdict(settings)}
-        folder = RunFolder(out, described(run, said), run.clients())
+        folder = RunFolder(out, described(run, made.describe(name) if config is None else config), run.clients())
         records: list[RoundRecord] = []
         if resume:
             records = folder.restore(run)
         else:
             folder.create(force=False)
 
+        def write_account() -> None:
+            now = {"run": engine.run_id, "clients": roster.rows(), "refused": bans.to_json()}
+            # not in run.json, for other settings of the network do not make another run
+            write_json(out / ACCOUNT, {**now, "settings": dataclasses.asdict(settings)})
+
         def keep(record: RoundRecord) -> None:
-            write_json(out / ACCOUNT, {"run": engine.run_id, "clients": roster.rows(), "refused": bans.to_json()})
+            write_account()
             for client, why in record.lost.items():
                 say(f"round {record.round}: client {client} was left out: {why}")
             if not progress and record.round:
                 replies = len(record.participants) - len(record.lost)
                 say(f"round {record.round} of {protocol.rounds}: {replies} replies, {record.seconds['train']:.1f} s")
 
-        write_json(out / ACCOUNT, {"run": engine.run_id, "clients": roster.rows(), "refused": bans.to_json()})
+        write_account()
         result = rounds(run, folder, records, progress, keep)
         _write_model(run, out)
     return result
@@ -125,8 +129,11 @@ def _account(out: Path) -> dict[str, Any]:
     try:
         with as_checkpoint_error(f"cannot read {path}"):
             found: dict[str, Any] = json.loads(path.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        sound = isinstance(found["run"], str) and isinstance(found["clients"], dict) and "refused" in found
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error!r}") from error
+    if not sound:
+        raise CheckpointError(f"{path} is damaged: it does not name a run and its clients")
     return found
 
 

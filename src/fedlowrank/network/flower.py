@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import json
 import os
@@ -28,7 +29,7 @@ from .. import experiment
 from ..errors import ConfigError, FedlowrankError
 from ..simulate import threads
 from .drive import clients_of, drive
-from .messages import Order
+from .messages import Order, sections
 from .party import Party, prepare
 from .server import Say
 from .transport import Delivery, Parcel
@@ -174,7 +175,10 @@ def _folder(context: Context) -> Path:
             "'folder=\"...\"' or 'partition-id=0'"
         )
     made, client = _from_run_config(context), int(config["partition-id"])
-    folder = Path(str(config.get("state", Path.home() / ".fedlowrank" / made.name))) / f"client-{client}"
+    state = Path(str(config.get("state", Path.home() / ".fedlowrank")))
+    digest = hashlib.blake2b(json.dumps(sections(made.tables)).encode(), digest_size=6).hexdigest()
+    # one node may serve many runs, of experiments that bear one name
+    folder = state / f"{made.name}-{digest}" / f"client-{client}"
     if not (folder / "party.json").exists():
         prepare(folder, made.tables, client, made.shares())
     return folder
@@ -210,7 +214,8 @@ def _speaker(log: Path | None) -> Say:
         print(f"fedlowrank: {text}", flush=True)
         if log is not None:
             with log.open("a") as file:
-                file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+                # one line, for whoever reads the file takes some lines for the end of the run
+                file.write(f"{time.strftime('%H:%M:%S')} {text.replace(chr(10), ' | ')}\n")
 
     return say
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..record import write_atomically
+from ..record import as_checkpoint_error, write_atomically
 
 Value = str | int | float | bool
+LONGEST = 10 << 20
+"""Bytes of an app, which Flower packs without compressing it."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
 _KEY = re.compile(r"[A-Za-z0-9_-]+")
 _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -19,8 +21,9 @@ _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config: Mapping[str, Value]) -> None:
     """Write an app that consists of objects in installed packages, for :meth:`.processes.SuperLink.submit`.
 
-    Every party must have the packages installed: only this file travels. Flower refuses an app of more than 10 MiB, after
-    compression; nothing else limits the length of a value. All of it goes to every client with the first message.
+    Every party must have the packages installed: only this file travels, to every client before its first message. Flower
+    takes an app of at most 10 MiB; nothing else limits the length of a value. But every process of the run reads the file
+    anew, a megabyte in some seconds, so what is long should travel another way.
 
     Args:
         folder: made if it does not exist; it should hold nothing else, for Flower would send that too.
@@ -31,7 +34,7 @@ def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config:
         config: what both find in ``context.run_config``.
 
     Raises:
-        ConfigError: if an argument is not as described.
+        ConfigError: if an argument is not as described, or all together is too long.
         CheckpointError: if the file cannot be written.
     """
     if not _NAME.fullmatch(name):
@@ -47,8 +50,14 @@ def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config:
         f'[tool.flwr.app.components]\nserverapp = "{server_ref}"\nclientapp = "{client_ref}"\n\n'
         f"[tool.flwr.app.config]\n{as_toml(config)}"
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "pyproject.toml", text.encode())
+    content = text.encode()
+    if len(content) > LONGEST:
+        raise ConfigError(
+            f"the settings of app {name!r} take {len(content)} bytes; Flower takes an app of {LONGEST} at most"
+        )
+    with as_checkpoint_error(f"cannot make {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "pyproject.toml", content)
 
 
 def as_toml(settings: Mapping[str, Value]) -> str:

@@ -24,11 +24,13 @@ class Template:
         form: a tree with :class:`OneOf` and :class:`Lengths`, whose tensors have types and shapes but hold nothing.
         bytes: size of the largest upload of that form.
         header: how many of these may be other than tensor data.
+        bools: booleans in it, which take more memory than bytes of a message.
     """
 
     form: Any
     bytes: int
     header: int
+    bools: int
 
     @classmethod
     def of(cls, form: Any) -> Template:
@@ -36,7 +38,12 @@ class Template:
         held = bare(form)
         wordy = _largest(held, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
         header = tree.encoded_size(wordy) - tree.nbytes(wordy)
-        return cls(held, header + tree.nbytes(_largest(held, tree.nbytes)), header)
+        size = header + tree.nbytes(_largest(held, tree.nbytes))
+        return cls(held, size, header, _bools(_largest(held, _bools)))
+
+
+def _bools(value: Any) -> int:
+    return sum(t.numel() for _, t in tree.leaves(value) if t.dtype == torch.bool)
 
 
 def bare(form: Any) -> Any:
@@ -162,5 +169,6 @@ def _apart(missing: Sequence[str], more: Sequence[str]) -> str:
 
 
 def short(text: str) -> str:
-    """The text, cut off where it is long."""
-    return text if len(text) <= _TEXT else f"{text[:_TEXT]} … ({len(text)} characters)"
+    """The text, cut off where it is long, and in one line: it may be a client's."""
+    line = "".join(c if c.isprintable() else "?" for c in text[:_TEXT])
+    return line if len(text) <= _TEXT else f"{line} … ({len(text)} characters)"

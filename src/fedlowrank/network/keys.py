@@ -15,7 +15,6 @@ import datetime
 import ipaddress
 import os
 import re
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..errors import ConfigError
+from ..record import as_checkpoint_error
 
 AUTHORITY_DAYS = 3650
 """Life of the authority, and so the longest life of a certificate that it signs."""
@@ -112,18 +112,20 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
 
     Raises:
         ConfigError: if the folder exists, or an argument is not as described. Nothing is written then.
+        CheckpointError: if the disk takes no more.
     """
     if clients < 1:
         raise ConfigError(f"a federation needs at least 1 client; clients is {clients}")
     names = _names(hosts)
     _check_days(days)
-    try:
-        folder.mkdir(parents=True, mode=0o700)
-    except FileExistsError:
+    if folder.exists():
         raise ConfigError(
             f"{folder} exists already, and keys are never overwritten. Choose another folder; to add a client or to "
             "renew the server's certificate, say so."
-        ) from None
+        )
+    with as_checkpoint_error(f"cannot make {folder}"):
+        folder.mkdir(parents=True, mode=0o700)
+        (folder / "server" / "clients").mkdir(parents=True)
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedlowrank authority")])
     builder = _certificate(subject, subject, key, key, AUTHORITY_DAYS)
@@ -131,9 +133,8 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
         _usage(signs_certificates=True), critical=True
     )
     _write_private(folder / "ca.key", _pem(key))
-    (folder / "server" / "clients").mkdir(parents=True)
     signed = authority.sign(key, hashes.SHA384())
-    (folder / "server" / "ca.crt").write_bytes(signed.public_bytes(Encoding.PEM))
+    _write(folder / "server" / "ca.crt", signed.public_bytes(Encoding.PEM))
     _certify(folder, key, signed, names, days)
     for client in range(clients):
         add_client(folder, client)
@@ -159,11 +160,12 @@ def add_client(folder: Path, client: int) -> None:
             f"{taken} exists already, and keys are never overwritten. Remove it to give the client a new key"
         )
     key = ec.generate_private_key(ec.SECP384R1())
-    own.mkdir(mode=0o700)
-    shutil.copyfile(authority, own / "ca.crt")
+    with as_checkpoint_error(f"cannot make {own}"):
+        own.mkdir(mode=0o700)
+        public.parent.mkdir(exist_ok=True)
+    _write(own / "ca.crt", authority.read_bytes())
     _write_private(own / "client.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    public.parent.mkdir(exist_ok=True)
-    public.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
+    _write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
 
 
 def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
@@ -214,7 +216,7 @@ def _certify(
     )
     # the two belong together, so each replaces its predecessor whole, and the certificate last
     _write_private(folder / "server" / "server.key", _pem(key))
-    _replace(folder / "server" / "server.pem", certificate.public_bytes(Encoding.PEM), 0o644)
+    _write(folder / "server" / "server.pem", certificate.public_bytes(Encoding.PEM))
 
 
 def _certificate(
@@ -301,13 +303,14 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write_private(path: Path, content: bytes) -> None:
-    _replace(path, content, 0o600)
+    _write(path, content, 0o600)
 
 
-def _replace(path: Path, content: bytes, mode: int) -> None:
-    """Write a file that at no moment is readable by more than its mode says, or half written."""
+def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Write a file that is at no moment half written, or readable by more than its mode says."""
     temporary = path.with_name(f"{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(content)
-    temporary.replace(path)
+    with as_checkpoint_error(f"cannot write {path}"):
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        temporary.replace(path)

@@ -81,6 +81,9 @@ class Memory:
             ForgottenError: if there is no such state.
             CheckpointError: if it cannot be read, or the disk cannot be written.
         """
+        if stamp == 0:
+            # so it is for the server, whatever was acknowledged here before it was told to begin anew
+            return None
         if self.offer is not None and self.offer.stamp == stamp:
             self._commit(stamp)
         if self.stamp != stamp:
@@ -88,8 +91,6 @@ class Memory:
                 f"the server expects the state after round {stamp}, but the last one acknowledged here is of round "
                 f"{self.stamp}: {self.folder} was lost or is of another machine"
             )
-        if stamp == 0:
-            return None
         try:
             return tree.decode(self._read("state", stamp))
         except tree.TreeError as error:
@@ -112,9 +113,11 @@ class Memory:
         self._tidy()
 
     def sizes(self) -> tuple[int, ...] | None:
-        """Training examples of all clients as the server told, or None if it never did."""
-        path = self.folder / "sizes.json"
-        return tuple(json.loads(path.read_text())) if path.exists() else None
+        """Training examples of all clients as the server told; None if it never did, or that is damaged: it tells again."""
+        try:
+            return tuple(map(int, json.loads((self.folder / "sizes.json").read_text())))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def learn_sizes(self, sizes: tuple[int, ...]) -> None:
         """Keep what the server told of the other clients."""

@@ -44,11 +44,17 @@ class Words:
             MessageError: if the text is something else.
         """
         try:
-            return pydantic.TypeAdapter(cls).validate_json(text, strict=True)
+            found: W = _ADAPTERS[cls].validate_json(text, strict=True)
         except pydantic.ValidationError as error:
-            first = error.errors()[0]
+            first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the whole"
-            raise MessageError(f"the message is not a {cls.__name__}: {where}: {first['msg']}") from error
+            raise MessageError(plain(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")) from error
+        return found
+
+
+def plain(text: str, most: int = 500) -> str:
+    """What another machine wrote as one short line, so that no part of it can pass for a line of ours in a log."""
+    return "".join(c if c.isprintable() else " " for c in text[:most])
 
 
 @dataclass(frozen=True)
@@ -126,6 +132,9 @@ class Answer(Words):
     losses: dict[str, float] = field(default_factory=dict)
     evaluation: ClientEvaluation | None = None
 
+
+# once, for to make one takes longer than to read a message
+_ADAPTERS: dict[type[Words], pydantic.TypeAdapter[Any]] = {c: pydantic.TypeAdapter(c) for c in (Hello, Order, Answer)}
 
 LOCAL = frozenset({
     "data.path", "data.test", "language.path", "language.offline", "run.device", "run.threads", "run.engine",

@@ -8,10 +8,12 @@ FOLDER/RUN/model/     at the end: its own model
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -148,7 +150,8 @@ class Party:
         """
         reply = Answer(self.client, order.run, order.round)
         try:
-            return self._answer(order, body, reply)
+            with _alone(self.folder):
+                return self._answer(order, body, reply)
         except ForgottenError as error:
             return dataclasses.replace(reply, problem=str(error), kind="state"), b""
         except CheckpointError as error:
@@ -160,6 +163,9 @@ class Party:
         before = memory.answered(digest)
         if before is not None:
             return Answer.from_json(before[0]), before[1]
+        if memory.offer is not None and order.round + 1 < memory.offer.stamp:
+            why = f"an order of round {order.round + 1} came when one of round {memory.offer.stamp} had been answered"
+            return dataclasses.replace(reply, problem=why, kind="other"), b""
         if order.sizes is not None:
             memory.learn_sizes(order.sizes)
         sizes = memory.sizes()
@@ -205,6 +211,18 @@ class Party:
             self.language.write_one(folder / "adapter", here.personal(), round, self.client)
 
 
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time: where a server was started again, one of before may still train for it."""
+    with as_checkpoint_error(f"cannot lock {folder}"):
+        file = (folder / "lock").open("w")
+    with file:
+        with as_checkpoint_error(f"cannot lock {folder}"):
+            # let go when the file is closed, however the process ends
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def _run_name(run: str) -> str:
     """The folder of a run; the server names it, and may name nothing else on this disk."""
     if not (run.isalnum() and run.isascii() and len(run) <= 64):
@@ -216,6 +234,7 @@ def _party(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
         sound = isinstance(found["client"], int) and isinstance(found["tables"], dict)
+        sound = sound and isinstance(found["clients"], int) and isinstance(found["classes"], list)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is not a client's folder: it holds no party.json") from error
     except (OSError, ValueError, LookupError, TypeError) as error:

@@ -191,8 +191,7 @@ class SuperLink(Program):
     def status(self, run: int) -> RunStatus:
         """How a run stands. To ask costs a second of processor time, so ask seldom.
 
-        After the SuperLink was killed it takes a run that was going on for running still, until it has missed the ServerApp
-        for some minutes; stop such a run.
+        After a kill the SuperLink takes a run that was going on for running still, for about a minute; stop such a run.
 
         Args:
             run: number from :meth:`submit`.
@@ -201,8 +200,7 @@ class SuperLink(Program):
             ProcessError: if there is no such run.
         """
         found = self._flwr("list", "--run-id", str(run))["runs"][0]
-        details = found["status-details"]
-        return RunStatus(found["status"], "" if details == "N/A" else details)
+        return RunStatus(found["status"], {"N/A": ""}.get(found["status-details"], found["status-details"]))
 
     def stop(self, run: int) -> None:
         """End a run.
@@ -278,8 +276,8 @@ class SuperLink(Program):
             connection.close()
         if status != 204:
             raise ProcessError(
-                f"the SuperLink at {self.address} would let everyone register clients and start runs: its guard does not "
-                "stand. This release of Flower may be one that this package does not know."
+                f"the SuperLink at {self.address} would let everyone register clients and start runs: its guard does not stand, "
+                "perhaps because this package does not know this release of Flower."
             )
         return True
 

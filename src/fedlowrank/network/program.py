@@ -155,7 +155,7 @@ class Program:
         self._end(signal.SIGTERM, seconds)
 
     def _own_address(self) -> str | None:
-        """Where its children reach it, which they have on their command lines."""
+        """Where its children reach it."""
         raise NotImplementedError
 
     def _prepare(self) -> None:
@@ -216,8 +216,9 @@ class Program:
 
     def _groups(self) -> set[int]:
         """Process groups of all that it started, and its own while it runs; the number of one that ended may be another's."""
-        address = f"--runtime-api-address {self._own_address()} "
-        found = [process for process in family.processes().values() if address in f"{process.command} "]
+        # a child that outlives it, and all that this child started, are one group
+        child = f" --runtime-api-address {self._own_address()} --parent-pid {self.pid} "
+        found = [process for process in family.processes().values() if child in f"{process.command} "]
         if self._process is not None and self.alive():
             found += family.descendants(self._process.pid).values()
             return {self._process.pid} | {process.group for process in found}

@@ -8,17 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from .. import tree
 from ..assemble import Shares, assemble
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from ..errors import FedlowrankError
 from ..experiment import Experiment
-from .messages import PROTOCOL, Hello, MessageError, sections
+from .messages import PROTOCOL, Hello, MessageError, plain, sections
 from .transport import Delivery, Parcel
 
 MOST_BYTES = 1 << 20
 """Of an introduction."""
+
+MOST_EXAMPLES = 1 << 40
+"""Of one part of a client's data; a number beyond it is none that a method could calculate with."""
 
 
 class StrangerError(FedlowrankError):
@@ -43,21 +48,27 @@ class Form:
 
     @classmethod
     def read(cls, body: bytes) -> Form:
-        """From the bytes of an introduction; raises TreeError or DataError."""
+        """From the bytes of an introduction; raises TreeError, DataError or MessageError."""
         stored = tree.decode(body)
         try:
-            examples, classes = Examples(stored["x"], stored["y"]), tuple(stored["classes"])
+            found = cls(Examples(stored["x"], stored["y"]), tuple(stored["classes"]))
+            found.describe()
         except (LookupError, TypeError, AttributeError) as error:
             raise MessageError(f"the form of the examples is none: {error!r}") from error
-        if len(examples) or any(type(c) is not str for c in classes):
+        if len(found.none) or any(type(c) is not str for c in found.classes):
             raise MessageError("the form of the examples holds examples, or classes without names")
-        return cls(examples, classes)
+        return found
 
     def describe(self) -> str:
         """For comparison and for messages."""
+        texts = isinstance(self.none.x, dict)
         x = self.none.x if isinstance(self.none.x, dict) else {"x": self.none.x}
-        inputs = {n: f"{t.dtype} {list(t.shape[1:])}" for n, t in sorted(x.items())}
-        y = f"{self.none.y.dtype} {list(self.none.y.shape[1:])}"
+
+        def form(t: Tensor) -> str:
+            # the longest text of a client is its own affair
+            return f"{t.dtype} {[*t.shape[1:]] if not texts or t.ndim != 2 else 'of tokens'}"
+
+        inputs, y = {n: form(t) for n, t in sorted(x.items())}, form(self.none.y)
         return json.dumps({"inputs": inputs, "targets": y, "classes": self.classes}).replace("torch.", "")
 
 
@@ -90,8 +101,8 @@ class Roster:
 
     Attributes:
         members: those that were admitted, reachable or not.
-        asked: nodes that were asked who they are.
         strangers: why a node was turned away.
+        settled: those of them that are not asked again, for what was wrong stays wrong.
     """
 
     def __init__(
@@ -105,8 +116,8 @@ class Roster:
         self.made, self.clients, self.max_examples, self.keys = made, clients, max_examples, keys
         self.form = form
         self.members: dict[int, Member] = {}
-        self.asked: set[int] = set()
         self.strangers: dict[int, str] = {}
+        self.settled: set[int] = set()
         self._sections = sections(made.tables)
         self._base: str | None = None
 
@@ -125,10 +136,7 @@ class Roster:
 
     def leave(self, client: int) -> None:
         """A client's node is gone. What it said of itself stays known, and a node that is found there is asked again."""
-        member = self.members[client]
-        if member.node is not None:
-            self.asked.discard(member.node)
-        member.node = None
+        self.members[client].node = None
 
     def remember(self, rows: Mapping[str, Mapping[str, int]]) -> None:
         """Take in what :meth:`rows` knew before the server was restarted; none of them has a node yet."""
@@ -136,14 +144,12 @@ class Roster:
             self.members[int(client)] = Member(None, int(row["train"]), (int(row["val"]), int(row["test"])))
 
     def questions(self, present: set[int]) -> list[Parcel]:
-        """Who are you, to every reachable node that has not been asked."""
+        """Who are you, to every reachable node of which nobody knows."""
         # a node that went away and came back may be another process, or have mended what was wrong
-        self.asked &= present
+        self.settled &= present
         self.strangers = {n: why for n, why in self.strangers.items() if n in present}
-        known = {m.node for m in self.members.values() if m.node is not None}
-        new = sorted(present - self.asked - known)
-        self.asked |= set(new)
-        return [Parcel(node, "hello", "{}") for node in new]
+        known = {m.node for m in self.members.values()}
+        return [Parcel(node, "hello", "{}") for node in sorted(present - self.settled - known)]
 
     def admit(self, delivery: Delivery, present: set[int]) -> int:
         """Take in a client by what it says of itself.
@@ -161,11 +167,12 @@ class Roster:
         try:
             client = self._admitted(delivery, present)
         except FedlowrankError as error:
-            # what the carrier lost, and a place that is taken, may be otherwise the next time; what was wrong stays wrong
-            if delivery.problem or isinstance(error, TakenError):
-                self.asked.discard(delivery.node)
-            self.strangers[delivery.node] = str(error)
-            raise StrangerError(f"a node was turned away: {error}") from error
+            # what the carrier lost, and a place that is taken, may be otherwise the next time
+            if not delivery.problem and not isinstance(error, TakenError):
+                self.settled.add(delivery.node)
+            why = plain(str(error), 1000)
+            self.strangers[delivery.node] = why
+            raise StrangerError(f"a node was turned away: {why}") from error
         self.strangers.pop(delivery.node, None)
         return client
 
@@ -189,7 +196,7 @@ class Roster:
             )
         known = self.members.get(hello.client)
         if known is not None and known.node != delivery.node and known.node in present:
-            raise StrangerError(
+            raise TakenError(
                 f"client {hello.client} is here already; stop the other one, or give this one its own number"
             )
         # the first one that fits in all else says what examples look like
@@ -210,8 +217,11 @@ class Roster:
             owner = self.keys.get(node)
             whose = "nobody's" if owner is None else f"that of client {owner}"
             raise StrangerError(f"it says it is client {hello.client}, but its key is {whose}")
-        if hello.examples < 1 or min(hello.sizes) < 0:
-            raise StrangerError(f"client {hello.client} says it has {hello.examples} examples")
+        counts = (hello.examples, *hello.sizes)
+        if hello.examples < 1 or min(counts) < 0 or max(counts) > MOST_EXAMPLES:
+            raise StrangerError(
+                f"client {hello.client} says it has {hello.examples} examples, and {hello.sizes} to validate and test by"
+            )
         if self.max_examples is not None and hello.examples > self.max_examples:
             raise StrangerError(
                 f"client {hello.client} says it has {hello.examples} examples, above limits.max_examples = {self.max_examples}"

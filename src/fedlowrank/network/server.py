@@ -7,8 +7,10 @@ its last reply), and asks it to evaluate what the round before came to; so evalu
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,11 +19,11 @@ from ..data.federation import Federation
 from ..engine.base import AnyMethod, Engine, Job, Outcome
 from ..engine.run import Run, RunSettings
 from ..errors import ConfigError, FedlowrankError
-from ..evaluate import ClientEvaluation, Evaluation, together
+from ..evaluate import SPLITS, ClientEvaluation, Evaluation, together
 from ..method import ClientInfo, Reply, ServerView, Task
 from ..record import RoundRecord
 from ..train import Meter
-from .messages import Answer, MessageError, Order
+from .messages import Answer, MessageError, Order, plain
 from .roster import Roster, StrangerError
 from .settings import NetworkSettings
 from .transport import Delivery, Parcel, Transport, exchange
@@ -29,6 +31,9 @@ from .trust import Bans, Refused, Templates, inspect, update_or_name
 
 WORDS = 1 << 20
 """Bytes of the words of an answer at most."""
+
+MOST = 10**30
+"""Of anything that a client counts: far above what it can be, and far below what a float cannot hold."""
 
 Say = Callable[[str], None]
 
@@ -78,20 +83,22 @@ class Remote(Engine):
             self._templates = Templates(method, task)
         outcomes: dict[int, Outcome] = {}
         self.found = {}
+        left, needed = list(jobs), min(self.settings.min_replies, len(jobs))
         for attempt in range(self.settings.attempts):
-            left = [j for j in jobs if j.client.id not in outcomes or outcomes[j.client.id].lost is not None]
-            watching = self.others if attempt == 0 else []
-            outcomes |= dict(self._wave(left, watching, round, last=False))
-            good = sum(outcomes[j.client.id].lost is None for j in jobs)
-            if good >= min(self.settings.min_replies, len(jobs)):
+            if attempt:
+                self._await({j.client.id for j in left if not self.bans.banned(j.client.id)})
+                left = [dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.fresh else j for j in left]
+            outcomes |= dict(self._wave(left, [] if attempt else self.others, round, last=False))
+            left = [j for j in jobs if outcomes[j.client.id].lost is not None]
+            good = len(jobs) - len(left)
+            if good >= needed:
                 break
             reasons = "; ".join(sorted({o.lost for o in outcomes.values() if o.lost}))
-            self.say(f"round {round + 1}: {good} good replies, {self.settings.min_replies} are needed: {reasons}")
-            self._await({j.client.id for j in left if not self.bans.banned(j.client.id)})
+            self.say(f"round {round + 1}: {good} good replies, {needed} are needed: {reasons}")
         else:
             raise NetworkError(
-                f"round {round + 1} was asked for {self.settings.attempts} times and never brought {self.settings.min_replies} "
-                f"good replies of {len(jobs)} clients: {reasons}. Mend what is wrong and resume."
+                f"round {round + 1} was asked for {self.settings.attempts} times and never brought {needed} good replies of "
+                f"{len(jobs)} clients: {reasons}. Mend what is wrong and resume, or lower network.min_replies."
             )
         yield from (outcomes[j.client.id] for j in jobs)
 
@@ -103,29 +110,31 @@ class Remote(Engine):
 
     def meet(self, seconds: float, enough: Callable[[], bool]) -> None:
         """Ask nodes who they are until there are enough of them, or the time is up."""
-        start = time.monotonic()
-        while not enough() and time.monotonic() - start < seconds:
+        end = time.monotonic() + seconds
+        while not enough() and (left := end - time.monotonic()) > 0:
             questions = self.roster.questions(self.transport.nodes())
-            if not questions:
-                time.sleep(0.1)
-                continue
-            for delivery in exchange(self.transport, questions, "hello", min(60.0, seconds)):
-                self._admit(delivery)
+            admitted = [self._admit(d) for d in exchange(self.transport, questions, "hello", left)]
+            if not any(admitted):
+                # whoever was turned away is not asked again at once
+                time.sleep(min(left, 1.0 if questions else 0.1))
 
     def _await(self, clients: set[int]) -> None:
         """Give clients that are away the time to come back."""
         self.meet(self.settings.wait, lambda: clients <= self.roster.reachable(self.transport.nodes()))
 
-    def _admit(self, delivery: Delivery) -> None:
+    def _admit(self, delivery: Delivery) -> bool:
+        known = self.roster.strangers.get(delivery.node)
         try:
             client = self.roster.admit(delivery, self.transport.nodes())
         except StrangerError as error:
-            self.say(str(error))
-        else:
-            self.say(f"client {client} is here, with {self.roster.members[client].examples} examples")
+            if self.roster.strangers[delivery.node] != known:
+                self.say(str(error))
+            return False
+        self.say(f"client {client} is here, with {self.roster.members[client].examples} examples")
+        return True
 
     def _wave(self, train: list[Job], watch: list[Job], round: int, last: bool) -> Iterator[tuple[int, Outcome]]:
-        present = self.transport.nodes()
+        present, sizes = self.transport.nodes(), self.roster.sizes
         parcels = self.roster.questions(present)
         asked: dict[int, Job] = {}
         bodies: dict[int, bytes] = {}
@@ -137,8 +146,10 @@ class Remote(Engine):
             elif member is None or member.node not in present:
                 why = f"client {client} is not connected"
             else:
-                words = self._order(job, round, trains, last)
-                body = bodies.setdefault(id(job.down), tree.encode(job.down))
+                words = self._order(job, round, sizes, trains, last)
+                if id(job.down) not in bodies:
+                    bodies[id(job.down)] = tree.encode(job.down)
+                body = bodies[id(job.down)]
                 parcels.append(Parcel(member.node, "order", words, body))
                 asked[member.node] = job
                 self.sent["words"] += len(words)
@@ -153,7 +164,7 @@ class Remote(Engine):
                 self._admit(delivery)
                 continue
             job = asked.pop(delivery.node)
-            outcome = self._outcome(delivery, job, round, job.client.id in training)
+            outcome = self._outcome(delivery, job, round, sizes, job.client.id in training)
             if job.client.id in training:
                 yield job.client.id, outcome
             elif outcome.lost:
@@ -165,13 +176,13 @@ class Remote(Engine):
             else:
                 self.say(why)
 
-    def _order(self, job: Job, round: int, trains: bool, last: bool) -> str:
-        member = self.roster.members[job.client.id]
-        sizes = self.roster.sizes
-        tell = None if member.told == sizes else sizes
+    def _order(self, job: Job, round: int, sizes: tuple[int, ...], trains: bool, last: bool) -> str:
+        tell = None if self.roster.members[job.client.id].told == sizes else sizes
         return Order(self.run_id, round, int(job.state["stamp"]), trains, self.evaluate or last, tell, last).to_json()
 
-    def _outcome(self, delivery: Delivery, job: Job, round: int, trains: bool) -> Outcome:
+    def _outcome(
+        self, delivery: Delivery, job: Job, round: int, sizes: tuple[int, ...], trains: bool
+    ) -> Outcome:  # fmt: skip
         """What a delivery is worth: nothing of it is believed before it has been looked at."""
         client = job.client
         lost = Outcome(None, None, Meter())
@@ -180,13 +191,14 @@ class Remote(Engine):
         if delivery.problem:
             if delivery.gone:
                 self.roster.leave(client.id)
-            return dataclasses.replace(lost, lost=f"no reply of client {client.id}: {delivery.problem}")
+            return dataclasses.replace(lost, lost=f"no reply of client {client.id}: {plain(delivery.problem)}")
         try:
-            answer = self._answer(delivery, client, round)
+            answer = self._answer(delivery, client, round, trains)
             if answer.problem:
                 return dataclasses.replace(lost, lost=self._problem(answer, client))
-            self.roster.members[client.id].told = self.roster.sizes
-            if answer.evaluation is not None:
+            # by now others may have joined, of whom it was not told
+            self.roster.members[client.id].told = sizes
+            if answer.evaluation is not None and self.evaluate:
                 self.found[client.id] = answer.evaluation
             if not trains:
                 return lost
@@ -196,11 +208,11 @@ class Remote(Engine):
         except Refused as error:
             if self.bans.refuse(client.id):
                 self.say(f"client {client.id} is banned: {self.bans.counts[client.id]} of its replies were refused")
-            return dataclasses.replace(lost, lost=str(error))
+            return dataclasses.replace(lost, lost=plain(str(error), 1000))
         meter = Meter(answer.steps, answer.flops, answer.losses)
         return Outcome({"stamp": round + 1}, upload, meter)
 
-    def _answer(self, delivery: Delivery, client: ClientInfo, round: int) -> Answer:
+    def _answer(self, delivery: Delivery, client: ClientInfo, round: int, trains: bool) -> Answer:
         if len(delivery.words) > WORDS:
             raise Refused(client.id, "", f"its words take more than {WORDS} bytes")
         try:
@@ -210,8 +222,12 @@ class Remote(Engine):
         expected = (client.id, self.run_id, round)
         if (answer.client, answer.run, answer.round) != expected:
             raise Refused(client.id, "", f"it answers {(answer.client, answer.run, answer.round)} and not {expected}")
-        if answer.steps < 0 or answer.flops < 0 or len(answer.losses) > 100:
-            raise Refused(client.id, "", "it counts steps or passes that cannot be")
+        passes = self._templates.method.passes() if trains and self._templates is not None else {}
+        counted = 0 <= answer.steps <= MOST and 0 <= answer.flops <= MOST and answer.losses.keys() <= passes.keys()
+        if not counted or not all(map(math.isfinite, answer.losses.values())):
+            raise Refused(client.id, "", "it counts steps or losses that cannot be")
+        if answer.evaluation is not None and not sound(answer.evaluation):
+            raise Refused(client.id, "", "what it says its models are worth cannot be")
         return answer
 
     def _problem(self, answer: Answer, client: ClientInfo) -> str:
@@ -220,7 +236,21 @@ class Remote(Engine):
             member.told = None
         if answer.kind == "state" and self.settings.forgotten == "begin":
             self.fresh.add(client.id)
-        return f"client {client.id}: {answer.problem[:500]}"
+        return f"client {client.id}: {plain(answer.problem)}"
+
+
+def sound(found: ClientEvaluation) -> bool:
+    """Whether an evaluation says of each of its series what can be said of one."""
+    accuracy, risk, parameters = found.accuracy, found.risk, found.parameters
+    return (
+        len(accuracy) > 0
+        and accuracy.keys() == risk.keys() == parameters.keys()
+        and all(table.keys() == set(SPLITS) for table in (*accuracy.values(), *risk.values()))
+        and all(v is None or 0 <= v <= 1 for table in accuracy.values() for v in table.values())
+        and all(0 <= n <= MOST for n in parameters.values())
+        # a loss and a route may be NaN, of a model whose training diverged
+        and not any(p < 0 or p > 1 for p in found.routes or ())
+    )
 
 
 class NetworkRun(Run):
@@ -252,10 +282,11 @@ class NetworkRun(Run):
         self._prepare()
         record = super().step(losses)
         for client in self.engine.fresh:
-            # it has lost its state; from the next round on it is as one that never took part
-            self.state.clients[client] = {"stamp": 0}
-            self.unsaved.add(client)
-            self.engine.say(f"client {client} begins anew")
+            self.engine.say(f"client {client} has lost its state, and begins anew")
+            # unless it did so in this round already, from the next one on it is as one that never took part
+            if self.state.clients.get(client) != {"stamp": self.round}:
+                self.state.clients[client] = {"stamp": 0}
+                self.unsaved.add(client)
         self.engine.fresh.clear()
         return record
 
@@ -275,6 +306,12 @@ class NetworkRun(Run):
         found = self.engine.found
         if not found:
             return None
+        # side by side can only stand what measures the same; the others are mistaken, or lie
+        usual = Counter(_form(found[client]) for client in sorted(found)).most_common(1)[0][0]
+        for client in sorted(found):
+            if _form(found[client]) != usual:
+                self.engine.say(f"client {client} measures other things than most clients; what it found is left out")
+                del found[client]
         return together([found.get(info.id) for info in self.federation.infos])
 
     def finish(self) -> None:
@@ -299,6 +336,10 @@ class NetworkRun(Run):
         known = self.engine.roster.rows()
         none = {"train": 0, "val": 0, "test": 0}
         return [{**row, **known.get(row["id"], none), "classes": {}} for row in super().clients()]
+
+
+def _form(found: ClientEvaluation) -> tuple[Any, ...]:
+    return tuple(found.accuracy), None if found.routes is None else len(found.routes)
 
 
 def new_run_id() -> str:

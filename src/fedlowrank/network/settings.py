@@ -19,7 +19,8 @@ class NetworkSettings:
         min_clients: the run begins once so many have introduced themselves; by default all. Later ones join as they come.
         wait: seconds for which they are waited for before the run begins.
         deadline: seconds a round; who has not replied by then is left out of it, and keeps the state of before.
-        min_replies: good replies without which a round does not count. It is asked for again, and then the run stops.
+        min_replies: good replies without which a round does not count. It is asked for again, and then the run stops. 0
+            lets rounds pass in which nobody replies.
         attempts: how often a round is asked for.
         forgotten: what to do with a client that lost the state it should build on: leave it out, or let it begin anew.
         limits: what is taken from a client.
@@ -36,10 +37,10 @@ class NetworkSettings:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("clients", "min_clients", "min_replies", "attempts"):
+        for name, least in (("clients", 1), ("min_clients", 1), ("min_replies", 0), ("attempts", 1)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"network.{name} must be >= 1; it is {value}")
+            if value is not None and value < least:
+                raise ConfigError(f"network.{name} must be >= {least}; it is {value}")
         for name in ("wait", "deadline"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"network.{name} is a number of seconds above 0; it is {getattr(self, name)}")

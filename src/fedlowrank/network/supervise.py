@@ -12,8 +12,9 @@ from .program import ProcessError
 PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)
 PATIENCE = 100.0
 _STEADY = 60.0
+_SLOW = 30.0
 _ATTEMPTS = 3
-_NOT_TAKEN = "Exit Code: 305"
+_REFUSED = "Exit Code: 305"
 
 
 def supervise(
@@ -25,36 +26,35 @@ def supervise(
     while, because it refuses a client whose program was killed, for about a minute, in the same words as a stranger.
 
     Args:
-        node: the program; it need not run yet.
+        node: the program; it may run already.
         stop: end when this is set.
-        pauses: seconds before each new start, the last one again and again; from the first again after a steady time.
+        pauses: seconds before each new start, the last one again and again; from the first again after a steady minute.
         patience: seconds for which the server may refuse.
 
     Raises:
         ProcessError: if the server refuses for longer than that, or the program ends three times before it gets as far as
-            to ask; with the end of its log.
+            to be refused; with the end of its log.
     """
-    ended, hope = 0, time.monotonic()
+    ended, failed, hope = 0, 0, time.monotonic()
     try:
-        while True:
-            began, connected = time.monotonic(), False
+        while not stop.is_set():
             if not node.alive():
                 node.start()
-            while node.alive() and not stop.wait(0.1):
-                if not connected and node.node_id() is not None:
-                    connected = True
-                    node.say(f"connected to {node.address} as {node.node_id()}")
+            began = time.monotonic()
+            connected = _watch(node, stop)
             if stop.is_set():
                 return
             now = time.monotonic()
             if connected:
-                hope = now
+                failed, hope = 0, now
                 ended = 0 if now - began > _STEADY else ended
+            else:
+                failed += 1
             ended += 1
             said = node.tail()
-            if not connected and ended >= _ATTEMPTS and (now - hope > patience or _NOT_TAKEN not in said):
+            if failed >= _ATTEMPTS and (now - hope > patience or _REFUSED not in said):
                 raise ProcessError(
-                    f"{node.name} ended with code {node.code} {ended} times in a row, and is not started again. Check the "
+                    f"{node.name} ended with code {node.code} {failed} times in a row, and is not started again. Check the "
                     f"server's address, the keys, and whether the server knows this client's. The end of {node.log}:\n{said}"
                 )
             pause = pauses[min(ended, len(pauses)) - 1]
@@ -62,3 +62,19 @@ def supervise(
             stop.wait(pause)
     finally:
         node.close()
+
+
+def _watch(node: SuperNode, stop: threading.Event) -> bool:
+    """Wait until a program ends or is to end; whether it has connected."""
+    began, number, warned = time.monotonic(), node.node_id(), False
+    while node.alive() and not stop.wait(0.1):
+        if number is None:
+            number = node.node_id()
+            if number is not None:
+                node.say(f"connected to {node.address}, which calls this client {number}")
+            elif not warned and time.monotonic() - began > _SLOW:
+                warned = True
+                node.say(
+                    f"no connection to {node.address} yet: the server may not run, or the address or a proxy be wrong"
+                )
+    return number is not None or node.node_id() is not None

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+PATIENCE = 60.0
+"""Seconds for which a wave waits for introductions alone: a node that says nothing must not hold up a round."""
+
 
 @dataclass(frozen=True)
 class Parcel:
@@ -73,13 +76,13 @@ def exchange(transport: Transport, parcels: Sequence[Parcel], group: str, second
         transport: the carrier.
         parcels: at most one to each node.
         group: name of this wave, for the carrier's records.
-        seconds: to wait for all.
+        seconds: to wait for all; for introductions no longer than :data:`PATIENCE`.
     """
     start = time.monotonic()
     open_ = {p.node: p.kind for p in parcels}
     transport.send(parcels, group, seconds)
     try:
-        while open_ and time.monotonic() - start < seconds:
+        while open_ and time.monotonic() - start < (seconds if "order" in open_.values() else min(seconds, PATIENCE)):
             found = transport.receive()
             for delivery in found:
                 # a reply that comes twice, or to something that was not asked, is no news

@@ -155,7 +155,7 @@ def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, li
     """
     _check_size(data, template, client, limits)
     try:
-        found = tree.decode(data if isinstance(data, bytes) else bytes(data))
+        found = tree.decode(data if isinstance(data, bytes) else bytes(data), template.bools)
         upload = fitted(template.form, found)
     except tree.TreeError as error:
         raise Refused(client.id, "", short(str(error))) from error

@@ -1,0 +1,138 @@
+"""Every registered method over Flower, in its simulation and in a deployment on loopback, against the sequential engine.
+
+    python benchmarks/network_equal.py [--methods fedavg,fedhl] [--rounds 4] [--out docs/results/network_equal.md]
+
+The deployment is a SuperLink with TLS and registered keys, and four SuperNodes, each a process with a folder of its own; every
+message to a client starts a new process there, as Flower does. A method passes if the server's state after the last round equals
+the sequential engine's bit for bit, and so does every client's. Written as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlowrank import experiment, tree
+from fedlowrank.engine import checkpoint
+from fedlowrank.engine.run import Run
+from fedlowrank.methods import METHODS
+from fedlowrank.network.commands import CLIENT, SERVER
+from fedlowrank.network.flower import simulation
+from fedlowrank.network.flowerapp import write_app
+from fedlowrank.network.keys import ClientKeys, ServerKeys, make_keys
+from fedlowrank.network.memory import Memory
+from fedlowrank.network.processes import SuperLink, SuperNode
+from fedlowrank.simulate import simulate
+
+CLIENTS = 4
+
+
+def tables(name: str, rounds: int) -> dict[str, Any]:
+    """An experiment small enough for all methods: handwritten digits, unequal shares, unequal ranks where a method takes them."""
+    equal = {"fedit", "ffa_lora", "fedsa_lora", "fedex_lora"}
+    models = ["cnn_floral", "mlp"] if METHODS[name].heterogeneous else ["mlp"]
+    return {
+        "name": f"equal-{name}".replace("_", "-"),
+        "method": name,
+        "data": {"source": "digits"},
+        "partition": {"kind": "dirichlet", "clients": CLIENTS, "alpha": 0.5},
+        "model": {"names": models, "hidden": [64]},
+        "lora": {"ranks": [3] if name in equal else [4, 3, 2, 1]},
+        "run": {"rounds": rounds, "participation": 0.75, "representations": 0, "evaluate_every": 2},
+        "defaults": {"batch_size": 64},
+    }
+
+
+def differences(run: Run, out: Path, clients: Sequence[Path]) -> list[str]:
+    """What of a network run is not what the sequential engine has."""
+    stored = checkpoint.load(out / "checkpoint")
+    wrong = [] if tree.equal(stored.server, run.state.server) else ["server"]
+    account = json.loads((out / "network.json").read_text())
+    for i, folder in enumerate(clients):
+        memory = Memory(folder / account["run"])
+        stamp = stored.clients.get(i, {"stamp": 0})["stamp"]
+        mine = memory.at(stamp)
+        if (stamp > 0) != (i in run.state.clients) or not tree.equal(mine, run.state.clients.get(i)):
+            wrong.append(f"client {i}")
+    return wrong
+
+
+def simulated(made: experiment.Experiment, base: Path) -> tuple[Path, list[Path]]:
+    """Run it in Flower's simulation."""
+    out, folders = base / "sim", base / "sim.clients"
+    simulation(made, out, folders, lambda _: None)
+    return out, [folders / str(i) for i in range(CLIENTS)]
+
+
+def deployed(
+    made: experiment.Experiment, base: Path, link: SuperLink, states: Sequence[Path]
+) -> tuple[Path, list[Path]]:
+    """Run it on the SuperNodes that are there."""
+    out = base / "net"
+    write_app(base / "app", "fedlowrank", SERVER, CLIENT, {"experiment": json.dumps(made.tables), "folder": str(out)})
+    run = link.submit(base / "app")
+    while not (status := link.status(run)).is_finished:
+        time.sleep(5)
+    if not status.is_completed:
+        raise RuntimeError(f"{status}: {link.run_log(run)[-2000:]}")
+    found = [next(s.glob(f"{made.name}-*/client-{i}")) for i, s in enumerate(states)]
+    return out, found
+
+
+def main() -> None:
+    """Compare, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
+    lines = ["| method | simulation | deployment |", "| :--- | :--- | :--- |"]
+    bad = 0
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        make_keys(base / "keys", CLIENTS, [])
+        keys = ServerKeys.read(base / "keys" / "server")
+        states = [base / "states" / str(i) for i in range(CLIENTS)]
+        nodes: list[SuperNode] = []
+        with SuperLink(base / "server", keys) as link:
+            try:
+                for i, public in keys.clients.items():
+                    link.register(public)
+                    own = ClientKeys.read(base / "keys" / f"client-{i}")
+                    config = {"partition-id": i, "state": str(states[i])}
+                    nodes.append(SuperNode(base / "nodes" / str(i), link.address, config, own))
+                    nodes[-1].start()
+                for node in nodes:
+                    node.wait_connected()
+                for method in args.methods.split(","):
+                    made = experiment.load(tables(method, args.rounds))
+                    run = simulate(made.method(method), made.federation(), **dataclasses.asdict(made.run)).run
+                    found = []
+                    for how in (simulated, lambda m, b: deployed(m, b, link, states)):
+                        wrong = differences(run, *how(made, base / method))
+                        bad += bool(wrong)
+                        found.append("equal" if not wrong else "differs: " + ", ".join(wrong))
+                    lines.append(f"| {METHODS[method].title} | {' | '.join(found)} |")
+                    print(lines[-1], flush=True)
+            finally:
+                for node in nodes:
+                    node.close()
+    table = "\n".join(lines)
+    if args.out:
+        head = f"# All methods over Flower\n\n    python benchmarks/network_equal.py --rounds {args.rounds}\n\n"
+        args.out.write_text(f"{head}{__doc__.split(chr(10) * 2, 2)[2].strip()}\n\n{table}\n")
+    raise SystemExit(bad > 0)
+
+
+if __name__ == "__main__":
+    main()

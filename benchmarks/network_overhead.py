@@ -1,0 +1,221 @@
+"""What the network costs: seconds a round and bytes, against the same run in one process and against Flower's own floor.
+
+    python benchmarks/network_overhead.py [--clients 10,50] [--deployed 4] [--rounds 6] [--out docs/results/network.md]
+
+The floor is a Flower app without this package: a client that imports torch and sends back what it got, of the same size, at as
+many nodes. What is compared is the time of one wave of messages, the median over all rounds but the first, floor and ours in
+one run of this script. The work of a client (a small network, handwritten digits) takes milliseconds. Bytes: what records count
+is the encoded trees; what is sent besides are the words of the messages and Flower's frames.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import platform
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from flwr.common.serde import recorddict_to_proto
+from flwr.serverapp import Grid, ServerApp
+
+from fedlowrank import experiment
+from fedlowrank.network.commands import CLIENT, SERVER
+from fedlowrank.network.flower import GridTransport, from_records, server_app, simulation, to_records
+from fedlowrank.network.flowerapp import write_app
+from fedlowrank.network.processes import SuperLink, SuperNode
+from fedlowrank.network.transport import Parcel, exchange
+from fedlowrank.simulate import simulate
+
+SIZE = 100_000
+"""Bytes of the floor's messages, about those of ours."""
+
+
+def tables(clients: int, rounds: int) -> dict[str, Any]:
+    """FedAvg of a small network on handwritten digits; all clients in every round."""
+    return {
+        "name": f"overhead-{clients}",
+        "method": "fedavg",
+        "data": {"source": "digits"},
+        "partition": {"kind": "iid", "clients": clients},
+        "model": {"names": ["mlp"], "hidden": [320]},
+        "run": {"rounds": rounds, "representations": 0, "evaluate_every": rounds},
+    }
+
+
+def waves(grid: Grid, nodes: int, rounds: int) -> list[float]:
+    """Seconds of each wave of messages that clients send back unread."""
+    carrier, found = GridTransport(grid), []
+    while len(carrier.nodes()) < nodes:
+        time.sleep(0.1)
+    for t in range(rounds):
+        parcels = [Parcel(n, "order", "{}", bytes(SIZE)) for n in sorted(carrier.nodes())]
+        start = time.perf_counter()
+        replies = list(exchange(carrier, parcels, str(t), 300.0))
+        found.append(time.perf_counter() - start)
+        if len(replies) < nodes or any(r.problem for r in replies):
+            raise RuntimeError(f"the floor lost messages: {[r.problem for r in replies]}")
+    return found
+
+
+def echo() -> ClientApp:
+    """A client that does nothing."""
+    app = ClientApp()
+
+    @app.train("order")
+    def order(message: Message, context: Context) -> Message:
+        import torch
+
+        torch.set_num_threads(1)
+        del context
+        return Message(to_records(*from_records(message.content)), reply_to=message)
+
+    return app
+
+
+def floor_main(grid: Grid, context: Context) -> None:
+    """The floor's server in a deployment; its figures go to a file."""
+    config = context.run_config
+    found = waves(grid, int(config["nodes"]), int(config["rounds"]))
+    Path(str(config["out"])).write_text(json.dumps(found))
+
+
+floor_client = echo()
+floor_server = ServerApp()
+floor_server.main()(floor_main)
+
+
+def in_simulation(base: Path, clients: int, rounds: int) -> tuple[list[float], list[float], dict[str, int]]:
+    """Seconds of the floor's waves, of ours, and bytes of ours."""
+    from flwr.simulation import run_simulation
+
+    floor: list[float] = []
+    resources: dict[str, Any] = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+
+    def measure(grid: Grid, context: Context) -> None:
+        del context
+        floor.extend(waves(grid, clients, rounds))
+
+    run_simulation(server_app(measure), echo(), clients, backend_config=resources)
+    made = experiment.load(tables(clients, rounds))
+    out = base / f"sim-{clients}"
+    simulation(made, out, base / f"sim-{clients}.clients", lambda _: None)
+    return floor, *figures(out)
+
+
+def figures(out: Path) -> tuple[list[float], dict[str, int]]:
+    """Seconds of every round's wave, and bytes of a run."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
+    counted = sum(r["bytes_down"] + r["bytes_up"] for r in rows)
+    return [r["seconds"]["train"] for r in rows], {
+        "counted": counted,
+        "messages": 2 * sum(len(r["participants"]) for r in rows),
+    }
+
+
+def in_process(clients: int, rounds: int) -> list[float]:
+    """Seconds of training of the rounds of the wire engine."""
+    made = experiment.load(tables(clients, rounds))
+    settings = dataclasses.asdict(dataclasses.replace(made.run, engine="wire"))
+    return [r.seconds["train"] for r in simulate(made.method("fedavg"), made.federation(), **settings).rounds[1:]]
+
+
+@contextmanager
+def deployment(base: Path, clients: int) -> Iterator[tuple[SuperLink, list[Path]]]:
+    """A server and clients on loopback."""
+    with ExitStack() as stack:
+        # the floor's apps are objects of this file
+        variables = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+        link = stack.enter_context(SuperLink(base / "server", insecure=True, variables=variables))
+        states = [base / "states" / str(i) for i in range(clients)]
+        for i, state in enumerate(states):
+            config = {"partition-id": i, "state": str(state)}
+            node = SuperNode(base / "nodes" / str(i), link.address, config, insecure=True, variables=variables)
+            node.start()
+            stack.callback(node.close)
+        yield link, states
+
+
+def finished(link: SuperLink, run: int) -> None:
+    """Wait for the end of a run."""
+    while not (status := link.status(run)).is_finished:
+        time.sleep(5)
+    if not status.is_completed:
+        raise RuntimeError(f"{status}: {link.run_log(run)[-2000:]}")
+
+
+def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[float], dict[str, int]]:
+    """As :func:`in_simulation`, with a process a message."""
+    with deployment(base, clients) as (link, _):
+        result = base / "floor.json"
+        config = {"nodes": clients, "rounds": rounds, "out": str(result)}
+        write_app(base / "floor", "floor", "network_overhead:floor_server", "network_overhead:floor_client", config)
+        finished(link, link.submit(base / "floor"))
+        made, out = experiment.load(tables(clients, rounds)), base / "net"
+        write_app(base / "app", "ours", SERVER, CLIENT, {"experiment": json.dumps(made.tables), "folder": str(out)})
+        finished(link, link.submit(base / "app"))
+        return json.loads(result.read_text()), *figures(out)
+
+
+def frame(body: int) -> int:
+    """Bytes by which Flower's records and our words exceed the tree in a message."""
+    words = json.dumps(
+        {"run": "0" * 16, "round": 1000, "stamp": 1000, "train": True, "evaluate": True, "sizes": None, "last": False}
+    )
+    return len(recorddict_to_proto(to_records(words, bytes(body))).SerializeToString()) - body
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", default="10,50")
+    parser.add_argument("--deployed", default="4")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
+    lines = [
+        "| clients | where | in process, s | floor, s | ours, s | ours / floor |",
+        "| ---: | :--- | ---: | ---: | ---: | ---: |",
+    ]
+    sizes = [
+        "| clients | messages | counted, bytes | frames and words, bytes | more |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    plan = [(int(n), "simulation") for n in args.clients.split(",")] + [
+        (int(n), "deployment") for n in args.deployed.split(",") if n
+    ]
+    for clients, where in plan:
+        with tempfile.TemporaryDirectory() as name:
+            how = in_simulation if where == "simulation" else deployed
+            floor, ours, counts = how(Path(name), clients, args.rounds)
+        middle = [statistics.median(x[1:]) for x in (in_process(clients, args.rounds), floor, ours)]
+        shown = " | ".join(f"{x:.3f}" for x in middle)
+        lines.append(f"| {clients} | {where} | {shown} | {middle[2] / middle[1]:.2f} |")
+        more = counts["messages"] * frame(counts["counted"] // counts["messages"])
+        sizes.append(
+            f"| {clients} | {counts['messages']} | {counts['counted']} | {more} | {100 * more / counts['counted']:.2f} % |"
+        )
+        print(lines[-1], sizes[-1], sep="\n", flush=True)
+    machine = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    text = "\n".join(
+        [f"Machine: {machine}; Flower with one process a message in the deployment.", "", *lines, "", *sizes]
+    )
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Keys of a federation, against the TLS of the standard library, which makes nothing of them itself."""
+
+from __future__ import annotations
+
+import datetime
+import ssl
+import stat
+from pathlib import Path
+
+import pytest
+
+from fedlowrank.errors import ConfigError
+
+pytest.importorskip("cryptography")
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from fedlowrank.network import keys
+from fedlowrank.network.keys import AUTHORITY_DAYS, ClientKeys, ServerKeys, add_client, make_keys, renew_server
+
+HOSTS = ["fl.example.org", "192.0.2.7", "2001:db8::7"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", 2, HOSTS)
+    return tmp_path / "keys"
+
+
+def shakes_hands(server: ServerKeys, authority: Path, host: str) -> bool:
+    """Whether a client that trusts an authority believes a server to be some host."""
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(server.certificate, server.key)
+    ours = ssl.create_default_context(cafile=authority)
+    ours.verify_flags |= ssl.VERIFY_X509_STRICT
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ours.wrap_bio(to_client, to_server, server_hostname=host)
+    other = theirs.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(4):
+        for side in (client, other):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLCertVerificationError:
+                return False
+    return client.version() is not None
+
+
+def test_the_folder_holds_what_it_says_and_keeps_secrets_from_others(folder: Path) -> None:
+    modes = {
+        str(p.relative_to(folder)): stat.S_IMODE(p.stat().st_mode) & 0o077 for p in folder.rglob("*") if p.is_file()
+    }
+    secret = {"ca.key", "server/server.key", "client-0/client.key", "client-1/client.key"}
+    public = {"server/ca.crt", "server/server.pem", "server/clients/0.pub", "server/clients/1.pub"}
+    assert set(modes) == secret | public | {"client-0/ca.crt", "client-1/ca.crt"}
+    assert {name for name, others in modes.items() if not others} >= secret
+    assert not any(b"PRIVATE" in (folder / name).read_bytes() for name in set(modes) - secret)
+    assert {(folder / name / "ca.crt").read_bytes() for name in ("server", "client-0", "client-1")} == {
+        (folder / "server" / "ca.crt").read_bytes()
+    }
+
+
+def test_a_client_believes_the_server_under_each_of_its_names_and_no_other(folder: Path, tmp_path: Path) -> None:
+    server, client = ServerKeys.read(folder / "server"), ClientKeys.read(folder / "client-1")
+    for host in [*HOSTS, "localhost", "127.0.0.1", "::1"]:
+        assert shakes_hands(server, client.authority, host), host
+    for host in ["example.org", "192.0.2.8"]:
+        assert not shakes_hands(server, client.authority, host), host
+    make_keys(tmp_path / "other", 1, HOSTS)
+    assert not shakes_hands(server, ClientKeys.read(tmp_path / "other" / "client-0").authority, "localhost")
+
+
+def test_a_client_has_a_key_of_its_own_in_the_form_of_openssh(folder: Path) -> None:
+    server = ServerKeys.read(folder / "server")
+    seen = set()
+    for number, path in server.clients.items():
+        key = load_ssh_private_key(ClientKeys.read(folder / f"client-{number}").key.read_bytes(), None)
+        public = load_ssh_public_key(path.read_bytes())
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        assert key.curve.name == "secp384r1"
+        assert key.public_key() == public
+        seen.add(path.read_bytes())
+    assert len(seen) == 2
+
+
+def test_certificates_begin_before_clocks_may_differ_and_end_as_asked(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", 1, [], days=AUTHORITY_DAYS)
+    make_keys(tmp_path / "short", 1, [], days=7)
+    now = datetime.datetime.now(datetime.UTC)
+
+    def life(folder: str, name: str) -> tuple[float, float]:
+        found = x509.load_pem_x509_certificate((tmp_path / folder / "server" / name).read_bytes())
+        day = datetime.timedelta(days=1)
+        return (found.not_valid_before_utc - now) / day, (found.not_valid_after_utc - now) / day
+
+    assert life("short", "server.pem") == pytest.approx((-1, 7), abs=0.01)
+    assert life("short", "ca.crt") == pytest.approx((-1, AUTHORITY_DAYS), abs=0.01)
+    assert life("keys", "server.pem")[1] <= life("keys", "ca.crt")[1]
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "a b", "https://a.org", "a.org:8000", "192.0.2.300", "-a.org", "[::1]", "a..b", "ä.org", "192.0.2.1/24"],
+)
+def test_what_is_neither_a_name_nor_an_address_is_refused_before_anything_is_written(tmp_path: Path, host: str) -> None:
+    with pytest.raises(ConfigError, match="neither the name of a machine nor an IP address"):
+        make_keys(tmp_path / "keys", 1, ["good.org", host])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("clients", "days"), [(0, 365), (-1, 365), (1, 0), (1, AUTHORITY_DAYS + 1)])
+def test_senseless_numbers_are_refused_before_anything_is_written(tmp_path: Path, clients: int, days: int) -> None:
+    with pytest.raises(ConfigError, match=r"at least 1 client|between 1 and"):
+        make_keys(tmp_path / "keys", clients, [], days)
+    assert not list(tmp_path.iterdir())
+
+
+def test_keys_are_never_overwritten(folder: Path) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=str(folder)):
+        make_keys(folder, 3, [])
+    for again in (lambda: add_client(folder, 1), lambda: add_client(folder, -1)):
+        with pytest.raises(ConfigError, match=r"client-1|from 0"):
+            again()
+    (folder / "client-1" / "client.key").unlink()
+    with pytest.raises(ConfigError, match="client-1"):
+        add_client(folder, 1)
+    before.pop(folder / "client-1" / "client.key")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_a_client_is_added_without_the_authority(folder: Path) -> None:
+    (folder / "ca.key").unlink()
+    known = ServerKeys.read(folder / "server").clients
+    add_client(folder, 12)
+    add_client(folder, 3)
+    server = ServerKeys.read(folder / "server")
+    assert list(server.clients) == [0, 1, 3, 12]
+    assert {number: server.clients[number] for number in known} == known
+    assert shakes_hands(server, ClientKeys.read(folder / "client-12").authority, "localhost")
+
+
+def test_the_server_is_renewed_and_clients_notice_nothing(folder: Path) -> None:
+    before = ServerKeys.read(folder / "server")
+    old = before.key.read_bytes(), before.authority.read_bytes()
+    renew_server(folder, ["new.example.org"], days=30)
+    after, client = ServerKeys.read(folder / "server"), ClientKeys.read(folder / "client-0")
+    assert shakes_hands(after, client.authority, "new.example.org")
+    assert not shakes_hands(after, client.authority, "fl.example.org")
+    assert after.key.read_bytes() != old[0]
+    assert after.authority.read_bytes() == old[1]
+    assert stat.S_IMODE(after.key.stat().st_mode) == 0o600
+
+
+def test_an_authority_vouches_for_nothing_beyond_its_end(folder: Path, tmp_path: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keys, "_now", lambda: now - datetime.timedelta(days=AUTHORITY_DAYS - 10))
+        make_keys(tmp_path / "old", 1, [])
+        patch.setattr(keys, "_now", lambda: now - datetime.timedelta(days=AUTHORITY_DAYS + 1))
+        make_keys(tmp_path / "ended", 1, [])
+    renew_server(tmp_path / "old", [], days=365)
+    found = x509.load_pem_x509_certificate((tmp_path / "old" / "server" / "server.pem").read_bytes())
+    assert (found.not_valid_after_utc - now).days in (9, 10)
+    with pytest.raises(ConfigError, match="ended on"):
+        renew_server(tmp_path / "ended", [])
+    (folder / "ca.key").write_bytes((tmp_path / "old" / "ca.key").read_bytes())
+    with pytest.raises(ConfigError, match=r"ca\.key is not the key of"):
+        renew_server(folder, [])
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "server.pem", "server.key"])
+def test_a_missing_file_of_the_server_is_named(folder: Path, name: str) -> None:
+    (folder / "server" / name).unlink()
+    with pytest.raises(ConfigError, match=f"no file {name}"):
+        ServerKeys.read(folder / "server")
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "client.key"])
+def test_a_missing_file_of_a_client_is_named(folder: Path, name: str) -> None:
+    (folder / "client-0" / name).unlink()
+    with pytest.raises(ConfigError, match=f"no file {name}"):
+        ClientKeys.read(folder / "client-0")
+
+
+def test_a_public_key_that_names_no_client_is_refused(folder: Path) -> None:
+    (folder / "server" / "clients" / "1.pub").rename(folder / "server" / "clients" / "berlin.pub")
+    with pytest.raises(ConfigError, match=r"berlin\.pub"):
+        ServerKeys.read(folder / "server")

@@ -1,0 +1,171 @@
+"""What crosses as words: any text is a valid message or a MessageError, and no text of another machine breaks a line of a log."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fedlowrank.evaluate import ClientEvaluation
+from fedlowrank.network.messages import LOCAL, Answer, Hello, MessageError, Order, Words, plain, sections
+
+FUZZ = settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+
+HELLO = Hello(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
+ORDER = Order("a1b2", 3, 2, True, False, (4, 5, 6), False)
+FOUND = ClientEvaluation(
+    {"personal": {"val": 0.5, "test": None}, "global": {"val": 1.0, "test": 0.0}},
+    {"personal": {"val": 0.1, "test": None}, "global": {"val": 1e-300, "test": 3.0}},
+    {"personal": 10, "global": 2**40},
+    [0.25, 0.75],
+)
+ANSWER = Answer(1, "a1b2", 3, "", "", 7, 2**70, {"local": 0.1 + 0.2}, FOUND)
+SAMPLES: list[Words] = [
+    HELLO,
+    ORDER,
+    ANSWER,
+    Order("a", 0, 0, False, True, None, True),
+    Answer(0, "a", 0, "a\nreason", "disk"),
+]
+
+texts = st.text(max_size=20)
+jsons = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("words", SAMPLES, ids=repr)
+def test_words_come_back_as_they_were(words: Words) -> None:
+    assert type(words).from_json(words.to_json()) == words
+
+
+def test_a_loss_that_is_not_finite_crosses_for_the_receiver_to_judge() -> None:
+    for loss in (math.nan, math.inf, -math.inf):
+        found = Answer.from_json(dataclasses.replace(ANSWER, losses={"local": loss}).to_json())
+        assert repr(found.losses["local"]) == repr(loss)
+
+
+def judged(cls: type[Words], text: str) -> Words | None:
+    try:
+        found = cls.from_json(text)
+    except MessageError as error:
+        refusal = str(error)
+    else:
+        refusal = None
+    if refusal is not None:
+        assert refusal.isprintable()
+        assert len(refusal) <= 500
+        return None
+    assert type(found) is cls
+    assert repr(cls.from_json(found.to_json())) == repr(found)
+    return found
+
+
+@FUZZ
+@given(st.sampled_from([Hello, Order, Answer]), texts)
+def test_any_text(cls: type[Words], text: str) -> None:
+    assert judged(cls, text) is None
+
+
+@FUZZ
+@given(st.sampled_from([Hello, Order, Answer]), jsons)
+def test_any_json(cls: type[Words], value: Any) -> None:
+    assert judged(cls, json.dumps(value)) is None
+
+
+@FUZZ
+@example(ANSWER, "losses", {"a\nb": None})
+@example(ORDER, "sizes", [1] * 1000)
+@given(
+    st.sampled_from(SAMPLES),
+    st.text(max_size=8) | st.sampled_from(["client", "run", "round", "sizes", "losses"]),
+    jsons,
+)
+def test_a_message_with_another_field(words: Words, name: str, value: Any) -> None:
+    judged(type(words), json.dumps({**dataclasses.asdict(words), name: value}))
+
+
+@FUZZ
+@given(st.sampled_from(SAMPLES), st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.characters()), max_size=4))
+def test_a_message_with_other_characters(words: Words, changes: list[tuple[float, str]]) -> None:
+    text = list(words.to_json())
+    for where, character in changes:
+        text[int(where * len(text))] = character
+    judged(type(words), "".join(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("client", True), ("client", "1"), ("client", 1.0), ("round", None), ("steps", 1.5), ("kind", "tired"),
+     ("losses", []), ("losses", {"a": "1"}), ("evaluation", {}), ("run", 3), ("run", None)],
+)  # fmt: skip
+def test_a_field_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(MessageError, match=rf"the message is not a Answer: {name}"):
+        Answer.from_json(json.dumps({**dataclasses.asdict(ANSWER), name: value}))
+
+
+@pytest.mark.parametrize("name", ["client", "run", "round"])
+def test_a_field_that_is_missing_is_named(name: str) -> None:
+    fields = dataclasses.asdict(ANSWER)
+    del fields[name]
+    with pytest.raises(MessageError, match=f": {name}: "):
+        Answer.from_json(json.dumps(fields))
+
+
+def test_deep_and_long_texts_are_refused_and_harm_nothing() -> None:
+    surrogate = json.dumps({**dataclasses.asdict(ANSWER), "run": "\ud800"})
+    digits = json.dumps(dataclasses.asdict(ANSWER)).replace('"steps": 7', f'"steps": {"9" * 100_000}')
+    for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, digits, surrogate):
+        assert judged(Answer, text) is None
+
+
+def test_no_text_of_a_client_makes_a_line_of_its_own() -> None:
+    with pytest.raises(MessageError) as found:
+        Answer.from_json(json.dumps({**dataclasses.asdict(ANSWER), "losses": {"x\n12:00:00 finished\n": None}}))
+    assert "\n" not in str(found.value)
+    for text in ("a\nb", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\x85b", "a\x00b"):
+        assert plain(text).isprintable()
+        assert plain(text).startswith("a ")
+    assert plain("ä € 日 " * 3) == "ä € 日 " * 3
+    assert len(plain("x" * 9999)) == 500
+
+
+TABLES: dict[str, Any] = {
+    "name": "n",
+    "method": "fedavg",
+    "data": {"source": "folder", "path": "/here", "normalise": "scale"},
+    "run": {"rounds": 3, "seed": 1, "threads": 2},
+    "model": {"names": ["mlp"]},
+    "network": {"wait": 3},
+    "title": "T",
+}
+
+
+def test_sections_leave_out_what_may_differ_and_nothing_else() -> None:
+    known = sections(TABLES)
+    assert known.keys() == {"name", "method", "data", "run", "model"}
+    for field in LOCAL:
+        section, name = field.split(".")
+        assert sections({**TABLES, section: {**TABLES.get(section, {}), name: "other"}}).items() >= known.items()
+    for section, fields in {"title": "U", "network": {"wait": 9}, "seeds": [1], "compare": ["fedavg"]}.items():
+        assert sections({**TABLES, section: fields}) == known
+    others: dict[str, Any] = {
+        "name": "m",
+        "method": "fedprox",
+        "data": {**TABLES["data"], "normalise": "none"},
+        "run": {**TABLES["run"], "seed": 2},
+        "model": {"names": ["mlp"], "hidden": [3]},
+    }
+    for section, value in others.items():
+        found = sections({**TABLES, section: value})
+        assert [s for s in known if found[s] != known[s]] == [section]
+    # the order of fields says nothing
+    assert sections({k: TABLES[k] for k in reversed(TABLES)}) == known
+    assert sections({**TABLES, "run": {k: TABLES["run"][k] for k in reversed(TABLES["run"])}}) == known

@@ -1,0 +1,587 @@
+"""Processes found, guarded, ended for certain; with stand-ins for Flower's programs, and at the end with these."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedlowrank.errors import ConfigError
+
+pytest.importorskip("flwr")
+pytest.importorskip("cryptography")
+from fedlowrank.network import family, guard
+from fedlowrank.network.flowerapp import LONGEST, as_toml, write_app
+from fedlowrank.network.keys import ClientKeys, ServerKeys, make_keys
+from fedlowrank.network.processes import SuperLink, SuperNode, environment
+from fedlowrank.network.program import ProcessError, Program, free_port, listen
+from fedlowrank.network.supervise import supervise
+
+
+def until(is_so: Callable[[], Any], seconds: float = 100.0) -> Any:
+    """What a function gives once that is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """No process of a test outlives it: all of them have its folder on their command lines or started from such a one."""
+    yield
+    left = {n: p.command for n, p in family.processes().items() if str(tmp_path) in p.command}
+    for number in left:
+        os.kill(number, signal.SIGKILL)
+    assert not left
+
+
+class Script(Program):
+    """A program that is a line of shell."""
+
+    def __init__(self, home: Path, script: str) -> None:
+        super().__init__(home, "script", None, None)
+        self.script = script
+
+    def _own_address(self) -> str:
+        return "127.0.0.1:1"
+
+    def start(self) -> None:
+        self._prepare()
+        self._launch(["sh", "-c", self.script, str(self.home)])
+
+    def wait_for(self, word: str, seconds: float) -> None:
+        self._await(lambda: word in self.tail(), f"it had said {word}", seconds)
+
+
+# settings and apps
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.dictionaries(
+        st.from_regex(r"[A-Za-z0-9_-]+", fullmatch=True),
+        st.text(st.characters(exclude_categories=["Cs"]))
+        | st.integers(-(2**63), 2**63 - 1)
+        | st.floats(allow_nan=False)
+        | st.booleans(),
+        max_size=4,
+    )
+)
+def test_settings_come_back_as_they_were(values: dict[str, str | int | float | bool]) -> None:
+    found = tomllib.loads(as_toml(values))
+    assert found == values
+    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in values.items()}
+
+
+def test_settings_of_numpy_are_numbers() -> None:
+    assert tomllib.loads(as_toml({"a": np.float64(0.25)})) == {"a": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("a.b", 1), ("", 1), ("a b", 1), ("a", 2**63), ("a", None), ("a", [1]), ("a", "\ud800")]
+)
+def test_settings_that_flower_cannot_take_are_refused(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError):
+        as_toml({key: value})
+
+
+@pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
+def test_an_app_is_one_file_that_flower_accepts(tmp_path: Path) -> None:
+    from flwr.cli.build import build_fab_from_disk
+    from flwr.common.config import get_fused_config_from_fab
+    from flwr.supercore.run import Run
+
+    config = {"json": json.dumps({"a": 'say "no" \\ to\n\x7f', "b": ["ü", 1]}), "n": 3, "x": 0.1, "yes": True}
+    write_app(tmp_path / "app", "trial-1", "a.b_c:server", "a.b_c:client", config)
+    assert [path.name for path in (tmp_path / "app").iterdir()] == ["pyproject.toml"]
+    fab = build_fab_from_disk(tmp_path / "app")
+    run = Run.create_empty(1)
+    assert get_fused_config_from_fab(fab, run) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "server", "size"),
+    [
+        ("1st", "a:b", 1),
+        ("a_b", "a:b", 1),
+        ("a" * 33, "a:b", 1),
+        ("app", "a.b", 1),
+        ("app", 'a:b"', 1),
+        ("app", "a:b", LONGEST),
+    ],
+)
+def test_an_app_that_flower_would_refuse_is_not_written(tmp_path: Path, name: str, server: str, size: int) -> None:
+    with pytest.raises(ConfigError):
+        write_app(tmp_path / "app", name, server, "a:b", {"long": "x" * size})
+    assert not (tmp_path / "app").exists()
+
+
+def test_the_environment_is_private_and_keeps_what_was_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("OMP_NUM_THREADS", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FLWR_HOME", "/elsewhere")
+    monkeypatch.chdir(tmp_path)
+    found = environment(Path("home"))
+    assert found["FLWR_HOME"] == str(tmp_path / "home")
+    assert [found[f"FLWR_{name}"] for name in ("TELEMETRY_ENABLED", "DISABLE_UPDATE_CHECK")] == ["0", "1"]
+    assert found["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
+    assert found["RAY_USAGE_STATS_ENABLED"] == "0"
+    assert found["OMP_NUM_THREADS"] == "1"
+    assert found["no_proxy"] == found["NO_PROXY"] == "localhost,127.0.0.1,::1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("NO_PROXY", "fl.example.org")
+    found = environment(Path("home"))
+    assert found["OMP_NUM_THREADS"] == "7"
+    # the small spelling hides the great one from those who read both
+    assert found["no_proxy"] == "fl.example.org,localhost,127.0.0.1,::1"
+
+
+# processes
+
+
+def test_a_family_is_found_in_both_ways(tmp_path: Path) -> None:
+    script = Script(tmp_path, f"setsid sh -c 'sleep 77 & echo ready; wait' {tmp_path} & sleep 78 & true & wait")
+    script.start()
+    script.wait_for("ready", 10)
+    assert script.pid is not None
+    found = family.descendants(script.pid)
+    assert sorted(p.command for p in found.values() if p.command.startswith("sleep")) == ["sleep 77", "sleep 78"]
+    # the shell that asked for a session of its own leads a group of its own
+    assert len({p.group for p in found.values()} | {script.pid}) == 2
+    listed = family._listed()
+    assert {n: listed[n] for n in found} == found
+    script.kill()
+    assert not set(found) & set(family.processes())
+    assert script.code == -9
+
+
+def test_one_that_ended_and_was_not_asked_how_does_not_live() -> None:
+    child = subprocess.Popen(["true"])
+    until(lambda: child.pid not in family.processes(), 10)
+    assert child.pid not in family._listed()
+    child.wait()
+
+
+def test_a_program_that_ends_too_soon_is_quoted_and_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    script = Script(tmp_path / "a", "printf '\\033[91mbroken\\033[0m: no ink\\n'; exit 3")
+    script.start()
+    with pytest.raises(ProcessError, match=r"ended with code 3 before it had said yes(?s:.*)\nbroken: no ink$"):
+        script.wait_for("yes", 10)
+    script = Script(tmp_path / "b", "echo starting; sleep 79")
+    script.start()
+    with pytest.raises(ProcessError, match=r"more than 1 s until it had said yes(?s:.*)starting"):
+        script.wait_for("yes", 1)
+    assert not script.alive()
+
+
+def test_the_tail_is_of_the_last_start_and_no_longer_than_asked(tmp_path: Path) -> None:
+    script = Script(tmp_path, "for i in 1 2 3; do echo old $i; done")
+    script.start()
+    until(lambda: not script.alive())
+    assert script.tail() == "old 1\nold 2\nold 3"
+    script.script = "for i in $(seq 2000); do echo new $i; done"
+    script.start()
+    until(lambda: not script.alive())
+    assert script.tail(2) == "new 1999\nnew 2000"
+    assert "old" not in script.tail(100000)
+    assert "old 1" in script.log.read_text()
+
+
+def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
+    script = Script(
+        tmp_path, "trap '' TERM; setsid sh -c \"trap '' TERM; echo ready; sleep 80; sleep 81\" & sleep 82; wait"
+    )
+    script.start()
+    script.wait_for("ready", 10)
+    assert script.pid is not None
+    found = family.descendants(script.pid)
+    began = time.monotonic()
+    script.close(0.5)
+    assert time.monotonic() - began < 8
+    assert not (set(found) | {script.pid}) & set(family.processes())
+    script.close()
+
+
+def test_what_ends_when_asked_is_left_to(tmp_path: Path) -> None:
+    script = Script(tmp_path, "trap 'sleep 0.3; echo adieu; exit 7' TERM; echo ready; while :; do sleep 0.05; done")
+    script.start()
+    script.wait_for("ready", 10)
+    with pytest.raises(ProcessError, match="runs already"):
+        script.start()
+    script.close()
+    assert (script.code, script.tail().splitlines()[-1]) == (7, "adieu")
+
+
+def test_a_child_in_another_session_is_ended_even_if_its_parent_died_before(tmp_path: Path) -> None:
+    wait = "import sys, time; print('ready', flush=True); time.sleep(83)"
+    child = f'{sys.executable} -c "{wait}" {tmp_path} --runtime-api-address 127.0.0.1:1 --parent-pid'
+    script = Script(tmp_path, f"setsid {child} $$ & setsid {child} 1 & wait")
+    script.start()
+    until(lambda: script.tail().count("ready") == 2)
+    assert script.pid is not None
+    children = [n for n, p in family.descendants(script.pid).items() if p.command.startswith(sys.executable)]
+    (own,) = (n for n in children if family.processes()[n].command.endswith(str(script.pid)))
+    os.kill(script.pid, signal.SIGKILL)
+    until(lambda: not script.alive())
+    script.kill()
+    (other,) = set(children) & set(family.processes())
+    assert other != own
+    # of whom it says that somebody else started it
+    os.kill(other, signal.SIGKILL)
+    until(lambda: other not in family.processes())
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    port = free_port()
+    with listen("127.0.0.1", port):
+        link = SuperLink(tmp_path, insecure=True, port=port)
+        with pytest.raises(ProcessError, match=f"port {port}"):
+            link.start()
+    assert not link.alive()
+    with pytest.raises(ProcessError, match="does not run"):
+        link.status(1)
+
+
+def test_neither_keys_nor_insecure_is_refused_and_so_are_both(tmp_path: Path) -> None:
+    keys = ClientKeys(tmp_path, tmp_path)
+    for make in (
+        lambda: SuperLink(tmp_path),
+        lambda: SuperLink(tmp_path, ServerKeys(tmp_path, tmp_path, tmp_path, {}), insecure=True),
+        lambda: SuperNode(tmp_path, "127.0.0.1:1", {}),
+        lambda: SuperNode(tmp_path, "127.0.0.1:1", {}, keys, insecure=True),
+    ):
+        with pytest.raises(ConfigError, match="insecure"):
+            make()
+
+
+# the guard
+
+
+def ask(path: str, client: tuple[str, int] | None, server: tuple[str, int | None] | None) -> int:
+    """The status with which the guard answers; 200 comes from the application behind it."""
+    sent: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {}
+
+    scope = {"type": "http", "path": path, "client": client, "server": server}
+    asyncio.run(guard.guarded(app)(scope, receive, send))
+    return int(sent[0]["status"])
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "is_local"),
+    [
+        (("127.0.0.1", 5), ("127.0.0.1", 8000), True),
+        (("127.0.0.9", 5), None, True),
+        (("::1", 5), ("::1", 8000), True),
+        (("::ffff:127.0.0.1", 5), ("::ffff:127.0.0.1", 8000), True),
+        (("192.0.2.7", 5), ("192.0.2.7", 8000), True),
+        (("192.0.2.8", 5), ("192.0.2.7", 8000), False),
+        (("::ffff:192.0.2.8", 5), ("::ffff:192.0.2.7", 8000), False),
+        (("2001:db8::1", 5), ("::1", 8000), False),
+        (("localhost", 5), ("localhost", 8000), False),
+        (None, None, False),
+    ],
+)
+def test_only_clients_are_heard_from_elsewhere(client: Any, server: Any, is_local: bool) -> None:
+    inner = ["/v1/control/register-node", "/v1/runtime/acquire-task", "/health", "/", "/v1/fleet"]
+    assert {ask(path, client, server) for path in inner} == {200 if is_local else 403}
+    assert ask("/v1/fleet/pull-messages", client, server) == 200
+    assert ask(guard.PROBE, client, server) == (204 if is_local else 403)
+
+
+def test_the_start_and_end_of_the_application_pass_the_guard() -> None:
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    asyncio.run(guard.guarded(app)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    assert seen == ["lifespan"]
+
+
+# keeping a client running
+
+
+class Pretended(SuperNode):
+    """A SuperNode whose starts are lines of shell, the last one again and again."""
+
+    def __init__(self, home: Path, *scripts: str) -> None:
+        self.said: list[str] = []
+        super().__init__(home, "127.0.0.1:1", {}, insecure=True, say=self.said.append)
+        self.scripts = scripts
+        self.starts = 0
+
+    def start(self) -> None:
+        self._prepare()
+        self._launch(["sh", "-c", self.scripts[min(self.starts, len(self.scripts) - 1)], str(self.home)])
+        self.starts += 1
+
+
+CONNECTED = "echo 'INFO : SuperNode ID: 123'"
+REFUSED = "echo 'ERROR : Exit Code: 305'; echo 'Failed to activate'; exit 1"
+
+
+def run_supervised(node: SuperNode, **limits: Any) -> tuple[threading.Thread, threading.Event, list[ProcessError]]:
+    stop, errors = threading.Event(), []
+
+    def run() -> None:
+        try:
+            supervise(node, stop, **limits)
+        except ProcessError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, stop, errors
+
+
+def test_a_program_that_was_killed_and_then_refused_for_a_while_is_brought_back(tmp_path: Path) -> None:
+    stay = f"{CONNECTED}; exec sleep 85"
+    node = Pretended(tmp_path, f"{CONNECTED}; exit 9", REFUSED, REFUSED, REFUSED, REFUSED, stay)
+    thread, stop, errors = run_supervised(node, pauses=[0.01, 0.05], patience=60)
+    try:
+        until(lambda: node.starts == 6 and node.node_id() == 123, 20)
+        assert node.alive()
+    finally:
+        stop.set()
+        thread.join(20)
+    assert not thread.is_alive()
+    assert not errors
+    assert not node.alive()
+    said = "\n".join(node.said)
+    assert said.count("started again in 0.01 s") == 1
+    assert said.count("started again in 0.05 s") == 4
+    assert "connected to 127.0.0.1:1, which calls this client 123" in said
+
+
+def test_refused_too_long_or_broken_from_the_start_it_is_given_up_with_its_log(tmp_path: Path) -> None:
+    began = time.monotonic()
+    node = Pretended(tmp_path / "refused", REFUSED)
+    thread, _, errors = run_supervised(node, pauses=[0.05], patience=1.0)
+    thread.join(20)
+    assert "Failed to activate" in str(errors[0])
+    assert time.monotonic() - began > 1
+    assert node.starts > 3
+    node = Pretended(tmp_path / "broken", "echo no such key; exit 2")
+    thread, _, errors = run_supervised(node, pauses=[0.05], patience=60)
+    thread.join(20)
+    assert "ended with code 2 3 times" in str(errors[0])
+    assert "no such key" in str(errors[0])
+    assert node.starts == 3
+
+
+def test_one_that_connects_and_falls_is_never_given_up(tmp_path: Path) -> None:
+    node = Pretended(tmp_path, f"{CONNECTED}; exit 9")
+    thread, stop, errors = run_supervised(node, pauses=[0.01], patience=0.0)
+    until(lambda: node.starts > 6, 20)
+    stop.set()
+    thread.join(20)
+    assert not errors
+
+
+def test_told_to_stop_in_a_pause_it_starts_nothing_more(tmp_path: Path) -> None:
+    node = Pretended(tmp_path, "exit 1")
+    thread, stop, errors = run_supervised(node, pauses=[30.0])
+    until(lambda: any("again in 30 s" in said for said in node.said), 20)
+    stop.set()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert node.starts == 1
+    assert not errors
+
+
+# with Flower
+
+TRIAL = """
+import json, os, time
+from pathlib import Path
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+client = ClientApp()
+server = ServerApp()
+
+
+def own():
+    return {name: value for name, value in os.environ.items() if name.startswith(("FEDLOWRANK", "FLWR_HOME"))}
+
+
+@client.query()
+def answer(message, context):
+    time.sleep(context.run_config["sleep"])
+    words = {"node": context.node_config, "run": context.run_config, "variables": own()}
+    return Message(RecordDict({"words": ConfigRecord({"json": json.dumps(words)})}), reply_to=message)
+
+
+@server.main()
+def main(grid: Grid, context: Context):
+    print("the server begins")
+    if context.run_config["fail"]:
+        raise ValueError("the server fails as it was asked to")
+    while len(nodes := sorted(grid.get_node_ids())) < context.run_config["nodes"]:
+        time.sleep(0.1)
+    messages = [Message(RecordDict(), node, "query", ttl=120.0) for node in nodes]
+    waiting, answers = set(grid.push_messages(messages)), {}
+    while waiting:
+        time.sleep(0.1)
+        for reply in grid.pull_messages(list(waiting)):
+            waiting.discard(reply.metadata.reply_to_message_id)
+            answers[reply.metadata.src_node_id] = json.loads(reply.content["words"]["json"])
+    out = Path(context.run_config["out"])
+    out.with_suffix(".part").write_text(json.dumps({"variables": own(), "answers": answers}))
+    out.with_suffix(".part").rename(out)
+"""
+
+
+@pytest.fixture
+def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Writes the app of a trial; what its server found out is in ``out.json``."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "fedlowrank_trial.py").write_text(TRIAL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+
+    def write(**config: str | int | float | bool) -> Path:
+        settings = {"out": str(tmp_path / "out.json"), "nodes": 1, "sleep": 0.0, "fail": False, **config}
+        write_app(tmp_path / "app", "trial", "fedlowrank_trial:server", "fedlowrank_trial:client", settings)
+        return tmp_path / "app"
+
+    return write
+
+
+@pytest.mark.slow
+def test_a_federation_without_keys(trial: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # where nobody answers: what passes between programs of this machine must not go there
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    odd = {"path": "C:\\data \"own\" 'share'\\x.toml", "partition-id": 1, "e": "a=b c=d"}
+    long = json.dumps({"text": 'ä "quoted" \\ \n' * 2000})
+    with SuperLink(tmp_path / "link", insecure=True, variables={"FEDLOWRANK_TEST": "the server's"}) as link:
+        node = SuperNode(
+            tmp_path / "a node", link.address, odd, insecure=True, variables={"FEDLOWRANK_TEST": "a client's"}
+        )
+        try:
+            node.start()
+            number = node.wait_connected()
+            run = link.submit(trial(long=long))
+            found = json.loads(until(lambda: _text(tmp_path / "out.json")))
+            assert found["variables"] == {"FLWR_HOME": str(tmp_path / "link"), "FEDLOWRANK_TEST": "the server's"}
+            ((sender, answer),) = found["answers"].items()
+            assert int(sender) == number
+            assert answer["node"] == odd
+            assert answer["run"]["long"] == long
+            assert answer["variables"] == {"FLWR_HOME": str(tmp_path / "a node"), "FEDLOWRANK_TEST": "a client's"}
+            status = until(lambda: (s := link.status(run)).is_finished and s)
+            assert (status.status, status.details, status.is_completed) == ("finished:completed", "", True)
+
+            failing = link.submit(trial(fail=True))
+            status = until(lambda: (s := link.status(failing)).is_finished and s)
+            assert (status.status, status.is_completed) == ("finished:failed", False)
+            assert "the server fails as it was asked to" in status.details
+            assert "the server begins" in link.run_log(failing)
+            with pytest.raises(ProcessError, match="already finished"):
+                link.stop(failing)
+
+            link.submit(trial(sleep=86.0))
+            until(node.working)
+            assert node.kill_working() == 1
+            assert node.alive()
+            assert not node.working()
+            assert any("flower-superexec" in process.command for process in family.descendants(node.pid or 0).values())
+            before = {link.pid, *family.descendants(link.pid or 0)}
+            assert any("flwr-serverapp" in process.command for n, process in family.processes().items() if n in before)
+            link.kill()
+            assert not before & set(family.processes())
+        finally:
+            before = {node.pid, *family.descendants(node.pid or 0)}
+            node.close()
+            assert not before & set(family.processes())
+
+
+@pytest.mark.slow
+def test_a_federation_with_keys(trial: Callable[..., Path], tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", 2, [])
+    make_keys(tmp_path / "stranger", 1, [])
+    keys = ServerKeys.read(tmp_path / "keys" / "server")
+    own = ClientKeys.read(tmp_path / "keys" / "client-1")
+    stranger = ClientKeys(own.authority, ClientKeys.read(tmp_path / "stranger" / "client-0").key)
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(SuperLink(tmp_path / "link", keys, host="0.0.0.0"))
+        node = SuperNode(tmp_path / "node", link.address, {"partition-id": 1}, own)
+        other = SuperNode(tmp_path / "other", link.address, {"partition-id": 7}, stranger)
+        for program in (node, other):
+            stack.callback(program.close)
+        number = link.register(keys.clients[1])
+        node.start()
+        other.start()
+        assert node.wait_connected() == number
+        with pytest.raises(ProcessError, match="Failed to activate"):
+            other.wait_connected()
+        assert other.code == 1
+        assert link.nodes() == {number: "online"}
+        for path, local, foreign in (("control/list-nodes", 200, 403), ("fleet/pull-messages", 401, 401)):
+            assert _status(link, keys, f"/v1/{path}", "127.0.0.1") == local
+            assert _status(link, keys, f"/v1/{path}", _foreign_address()) == foreign
+
+        link.kill()
+        link.start()
+        # what it knew it knows, and asks nothing of the client, which has noticed nothing
+        assert link.register(keys.clients[1]) == number
+        link.submit(trial())
+        found = json.loads(until(lambda: _text(tmp_path / "out.json")))
+        assert {int(n): answer["node"] for n, answer in found["answers"].items()} == {number: {"partition-id": 1}}
+        assert node.tail(1000).count("SuperNode ID") == 1
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _foreign_address() -> str:
+    """An address of this machine that is not the one called, as a caller elsewhere has; or loopback's if it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # sends nothing
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback's")
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _status(link: SuperLink, keys: ServerKeys, path: str, source: str) -> int:
+    trusted = ssl.create_default_context(cafile=keys.authority)
+    connection = http.client.HTTPSConnection("127.0.0.1", link.port, source_address=(source, 0), context=trusted)
+    headers = {"content-type": "application/protobuf", "accept": "application/protobuf", "x-forwarded-for": "127.0.0.1"}
+    try:
+        connection.request("POST", path, body=b"", headers=headers)
+        return connection.getresponse().status
+    finally:
+        connection.close()
