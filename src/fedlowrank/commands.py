@@ -42,6 +42,8 @@ from .low_rank.deploy import Layout
 from .method import Method
 from .methods import METHODS
 from .models.zoo import MODELS, ModelSettings
+from .network.settings import NetworkSettings
+from .network.trust import Limits
 from .optimiser import SGD, AdamW, Schedule
 from .record import RunRecord, as_checkpoint_error
 from .report import comparison, export_tensorboard, render_terminal, save_figures, write_report
@@ -125,6 +127,7 @@ def field_help() -> str:
     sections += [("methods.fedhl.form, methods.flexlora.form", Form)]
     sections += [("lora; with [language] the fields of peft.LoraConfig, and ranks", LoraTable)]
     sections += [("language", LanguageSettings)]
+    sections += [("network", NetworkSettings), ("network.limits", Limits)]
     for title, cls in sections:
         lines.append(f"\n[{title}]")
         lines += [f"  {f.name} = {f.default}\n      {f.meaning}" for f in config.fields_of(cls)]

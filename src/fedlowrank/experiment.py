@@ -30,6 +30,7 @@ from .key import Key
 from .method import Method
 from .methods import METHODS
 from .models.zoo import ModelSettings
+from .network.settings import NetworkSettings
 
 if TYPE_CHECKING:
     from .language.federation import Language, LanguageSettings
@@ -301,6 +302,7 @@ def load(tables: dict[str, Any]) -> Experiment:
     for name in {*experiment.compared, experiment.header.method, *_table(tables, "methods")}:
         experiment.method(name)
     experiment.concept.check(experiment.partition, experiment.augment)
+    build(NetworkSettings, _table(tables, "network"), "network")
     source, prepared, settings = _data_settings(tables)
     ranks, rest = split_table(_table(tables, "lora"))
     if "language" in tables:

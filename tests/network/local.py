@@ -154,7 +154,8 @@ class LocalTransport:
         class Counting(Sequential):
             def run(self, method: Any, federation: Any, task: Any, round: int, jobs: Any) -> Iterator[Any]:
                 carrier.trained += [(job.client.id, round) for job in jobs]
-                carrier.at("training")
+                if (hazard := carrier.hazards.get(carrier.running)) is not None and hazard.error is Killed:
+                    hazard("training")
                 yield from super().run(method, federation, task, round, jobs)
 
         def synced(handle: int) -> None:

@@ -53,13 +53,12 @@ def test_a_loss_that_is_not_finite_crosses_for_the_receiver_to_judge() -> None:
 
 
 def judged(cls: type[Words], text: str) -> Words | None:
+    refusal = ""
     try:
         found = cls.from_json(text)
     except MessageError as error:
         refusal = str(error)
-    else:
-        refusal = None
-    if refusal is not None:
+    if refusal:
         assert refusal.isprintable()
         assert len(refusal) <= 500
         return None

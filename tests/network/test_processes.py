@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fedlowrank.errors import ConfigError
@@ -87,6 +87,7 @@ class Script(Program):
         max_size=4,
     )
 )
+@example({"a": "\x7f\x00\t\u2028\U0001f600'", "b": 1e22, "c": float("inf")})
 def test_settings_come_back_as_they_were(values: dict[str, str | int | float | bool]) -> None:
     found = tomllib.loads(as_toml(values))
     assert found == values

@@ -177,9 +177,11 @@ def _see_through(link: SuperLink, app: Path, log: Path, say: Say) -> None:
         elif last is not None or time.monotonic() - looked > 60:
             looked = time.monotonic()
             status = link.status(run)
+            # what it said while that was asked
+            last = last or follow.news()
+            if status.is_completed or last == "finished":
+                return
             if status.is_finished or last is not None:
-                if last == "finished":
-                    return
                 why = last.removeprefix("error: ") if last else f"{status.status}: {status.details}"
                 raise ProcessError(f"the run failed: {why} Go on with it by --resume. Details are in {link.log}.")
 

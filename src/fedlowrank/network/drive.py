@@ -113,8 +113,9 @@ def drive(
 def _gather(engine: Remote, enough: int) -> None:
     roster, transport = engine.roster, engine.transport
     engine.say(f"waiting for {enough} of {roster.clients} clients")
-    engine.meet(engine.settings.wait, lambda: len(roster.reachable(transport.nodes())) >= enough)
-    here = roster.reachable(transport.nodes())
+    engine.meet(engine.settings.wait, lambda: len(roster.usual(transport.nodes())) >= enough)
+    here = roster.usual(present := transport.nodes())
+    roster.settle(present)
     if len(here) < enough:
         missing = ", ".join(str(i) for i in range(roster.clients) if i not in here)
         turned = "".join(f"\nturned away: {why}" for why in roster.strangers.values())

@@ -81,12 +81,16 @@ class Member:
         examples: for training.
         sizes: of its validation and test parts.
         told: which sizes of the others it has been told.
+        form: of its examples; None of one that has not introduced itself to this server's process.
+        base: digest of its base model, or "".
     """
 
     node: int | None
     examples: int
     sizes: tuple[int, int]
     told: tuple[int, ...] | None = None
+    form: Form | None = None
+    base: str = ""
 
 
 class Roster:
@@ -97,10 +101,10 @@ class Roster:
         clients: how many it has.
         max_examples: that a client may claim to have, or None for any number.
         keys: which client a node's key belongs to, where nodes are known by their keys; None where nobody checks.
-        form: of the examples, if it is known already, and with it the digest of the base.
 
     Attributes:
         members: those that were admitted, reachable or not.
+        form: of the examples, once that is settled.
         strangers: why a node was turned away.
         settled: those of them that are not asked again, for what was wrong stays wrong.
     """
@@ -111,15 +115,14 @@ class Roster:
         clients: int,
         max_examples: int | None = None,
         keys: Mapping[int, int] | None = None,
-        form: Form | None = None,
     ) -> None:
         self.made, self.clients, self.max_examples, self.keys = made, clients, max_examples, keys
-        self.form = form
+        self.form: Form | None = None
         self.members: dict[int, Member] = {}
         self.strangers: dict[int, str] = {}
         self.settled: set[int] = set()
         self._sections = sections(made.tables)
-        self._base: str | None = None
+        self._base = ""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -133,6 +136,29 @@ class Roster:
     def reachable(self, present: set[int]) -> set[int]:
         """The clients whose node is there."""
         return {i for i, m in self.members.items() if m.node in present}
+
+    def usual(self, present: set[int]) -> list[int]:
+        """The clients that are there and have examples of the form, and the base model, that most of them have."""
+        kinds: dict[tuple[str, str], list[int]] = {}
+        for client in sorted(self.reachable(present)):
+            member = self.members[client]
+            if member.form is not None:
+                kinds.setdefault((member.form.describe(), member.base), []).append(client)
+        return max(kinds.values(), key=len, default=[])
+
+    def settle(self, present: set[int]) -> None:
+        """From now on all must be like most of those that are there; who is not is turned away."""
+        usual = self.usual(present)
+        if not usual:
+            return
+        self.form, self._base = self.members[usual[0]].form, self.members[usual[0]].base
+        for client, member in list(self.members.items()):
+            wrong = None if member.form is None else self._misfit(client, member.form, member.base)
+            if wrong is not None:
+                del self.members[client]
+                if member.node is not None:
+                    self.strangers[member.node] = plain(wrong, 1000)
+                    self.settled.add(member.node)
 
     def leave(self, client: int) -> None:
         """A client's node is gone. What it said of itself stays known, and a node that is found there is asked again."""
@@ -184,26 +210,33 @@ class Roster:
         hello = Hello.from_json(delivery.words)
         self._check_words(hello, delivery.node)
         form = Form.read(delivery.body)
-        if self.form is not None and form.describe() != self.form.describe():
-            raise StrangerError(
-                f"client {hello.client} has examples of another form: {form.describe()[:300]}, but the others' are "
-                f"{self.form.describe()[:300]}. All must name the same classes and prepare their data alike."
-            )
-        if self._base is not None and hello.base != self._base:
-            raise StrangerError(
-                f"client {hello.client} has another base model: its weights have the digest {hello.base or 'none'}, the "
-                f"others' {self._base or 'none'}. Give it the same files."
-            )
+        wrong = self._misfit(hello.client, form, hello.base)
+        if wrong is not None:
+            raise StrangerError(wrong)
         known = self.members.get(hello.client)
         if known is not None and known.node != delivery.node and known.node in present:
             raise TakenError(
                 f"client {hello.client} is here already; stop the other one, or give this one its own number"
             )
-        # the first one that fits in all else says what examples look like
-        self.form, self._base = form, hello.base
         told = None if known is None else known.told
-        self.members[hello.client] = Member(delivery.node, hello.examples, hello.sizes, told)
+        self.members[hello.client] = Member(delivery.node, hello.examples, hello.sizes, told, form, hello.base)
         return hello.client
+
+    def _misfit(self, client: int, form: Form, base: str) -> str | None:
+        """What sets a client apart from the others, once that is settled."""
+        if self.form is None:
+            return None
+        if form.describe() != self.form.describe():
+            return (
+                f"client {client} has examples of another form: {form.describe()[:300]}, but the others' are "
+                f"{self.form.describe()[:300]}. All must name the same classes and prepare their data alike."
+            )
+        if base != self._base:
+            return (
+                f"client {client} has another base model: its weights have the digest {base[:64] or 'none'}, the others' "
+                f"{self._base[:64] or 'none'}. Give it the same files."
+            )
+        return None
 
     def _check_words(self, hello: Hello, node: int) -> None:
         if hello.protocol != PROTOCOL:
@@ -244,7 +277,7 @@ class Roster:
             raise StrangerError("no client has introduced itself, so nobody knows what the examples look like")
         none = ClientData(self.form.none, self.form.none, self.form.none)
         language = self.made.language(self.form.classes)
-        if language is not None and self._base is not None and language.loaded.digest != self._base:
+        if language is not None and language.loaded.digest != self._base:
             raise StrangerError(
                 f"the clients' base model has the digest {self._base}, the server's {language.loaded.digest}: they are "
                 "different weights. Give all the same files."

@@ -1,0 +1,361 @@
+"""A client's half: its folder, its answers, and data of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from fedlowrank import experiment, tree
+from fedlowrank.assemble import Shares, assemble
+from fedlowrank.engine.base import Job
+from fedlowrank.engine.run import Run
+from fedlowrank.engine.sequential import Sequential
+from fedlowrank.errors import CheckpointError, ConfigError
+from fedlowrank.experiment import Experiment
+from fedlowrank.network import party as module
+from fedlowrank.network.memory import Memory
+from fedlowrank.network.messages import Order, sections
+from fedlowrank.network.party import Party, own_share, prepare
+
+from .local import Hazard, LocalTransport, agrees, local, no_space, same_states, served, small, tables
+
+RUN = "0123456789abcdef"
+
+
+@pytest.fixture
+def made() -> Experiment:
+    return small("scaffold")
+
+
+@pytest.fixture
+def folder(made: Experiment, tmp_path: Path) -> Path:
+    prepare(tmp_path / "client", made.tables, 1, made.shares())
+    return tmp_path / "client"
+
+
+@pytest.fixture
+def run(made: Experiment) -> Run:
+    return Run(made.method("scaffold"), made.federation(), made.run, Sequential())
+
+
+def sizes(run: Run) -> tuple[int, ...]:
+    return tuple(i.examples for i in run.federation.infos)
+
+
+def download(run: Run, client: int = 1) -> bytes:
+    return tree.encode(run.method.download(run.state.server, run.federation.infos[client]))
+
+
+def order(run: Run, /, **fields: Any) -> Order:
+    given = {"run": RUN, "round": run.round, "stamp": 0, "train": True, "evaluate": False, "sizes": sizes(run)}
+    return Order(**{**given, **fields})
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_preparing_twice_keeps_what_the_client_remembers(made: Experiment, folder: Path) -> None:
+    memory = Memory(folder / RUN)
+    memory.propose(1, {"x": 1}, b"", "o", "a")
+    memory.at(1)
+    # where its things lie and how it is reached is nobody else's business
+    tables = {**made.tables, "network": {"wait": 5.0}, "run": {**made.tables["run"], "threads": 2}}
+    shares = made.shares()
+    fewer = dataclasses.replace(shares.data[1], train=shares.data[1].train.take(torch.arange(3)))
+    prepare(folder, tables, 1, dataclasses.replace(shares, data=(shares.data[0], fewer, shares.data[2])))
+    assert Memory(folder / RUN).at(1) == {"x": 1}
+    found = Party(folder)
+    assert len(found.data.train) == 3
+    assert found.made.run.threads == 2
+    assert torch.equal(found.data.test.x, shares.data[1].test.x)  # type: ignore[arg-type]
+
+
+def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(made: Experiment, folder: Path) -> None:
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    with pytest.raises(ConfigError, match="is the folder of client 1 of another experiment or of one that was changed"):
+        prepare(folder, made.tables, 0, made.shares())
+    for other in ({"method": "fedavg"}, {"run": {**made.tables["run"], "seed": 7}}, {"defaults": {"epochs": 2}}):
+        changed = {**made.tables, **other}
+        with pytest.raises(ConfigError, match="Choose another folder, or remove it"):
+            prepare(folder, changed, 1, experiment.load(changed).shares())
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_a_folder_that_is_none_is_named(made: Experiment, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is not a client's folder"):
+        Party(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot make .*file/x"):
+        prepare(tmp_path / "file" / "x", made.tables, 1, made.shares())
+    stored = json.loads((folder / "party.json").read_text())
+    damaged: list[Any] = [
+        "",
+        "{",
+        "[]",
+        "null",
+        "3",
+        {},
+        *({k: v for k, v in stored.items() if k != n} for n in stored),
+    ]
+    damaged += [{**stored, "client": "1"}, {**stored, "tables": 3}, {**stored, "clients": None}]
+    for text in damaged:
+        (folder / "party.json").write_text(text if isinstance(text, str) else json.dumps(text))
+        with pytest.raises(CheckpointError, match=r"party\.json is damaged"):
+            Party(folder)
+        with pytest.raises(CheckpointError, match=r"party\.json is damaged"):
+            prepare(folder, made.tables, 1, made.shares())
+    (folder / "party.json").write_text(json.dumps(stored))
+    data = (folder / "data.tree").read_bytes()
+    for other in (None, b"", data[:-1], tree.encode({"train": 3}), tree.encode(None)):
+        (folder / "data.tree").unlink(missing_ok=True)
+        if other is not None:
+            (folder / "data.tree").write_bytes(other)
+        with pytest.raises(CheckpointError, match=r"data\.tree is missing or damaged"):
+            Party(folder)
+
+
+def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(made: Experiment, tmp_path: Path) -> None:
+    for place in range(8):
+        carrier = LocalTransport({}, hazards={0: Hazard({place}, no_space)})
+        with carrier.world(), pytest.raises(CheckpointError, match="No space left"):
+            prepare(tmp_path / str(place), made.tables, 1, made.shares())
+        prepare(tmp_path / str(place), made.tables, 1, made.shares())
+        assert len(Party(tmp_path / str(place)).data.train)
+
+
+# -- who it is ---------------------------------------------------------------------------------------------------------
+
+
+def test_it_introduces_itself_without_an_example(made: Experiment, folder: Path) -> None:
+    words, body = Party(folder).hello()
+    mine = made.shares().data[1]
+    assert (words.client, words.examples, words.sizes) == (1, len(mine.train), (len(mine.val), len(mine.test)))
+    assert words.sections == sections(made.tables)
+    assert words.base == ""
+    form = tree.decode(body)
+    assert form["x"].shape == (0, 4)
+    assert form["y"].shape == (0,)
+    assert form["y"].dtype == torch.int64
+    assert form["classes"] == list(made.shares().classes)
+    assert len(body) < 1000
+
+
+# -- its answers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, folder: Path) -> None:
+    carrier = LocalTransport({101: folder})
+    with carrier.world():
+        first = Party(folder).answer(order(run), download(run))
+        again = Party(folder).answer(order(run), download(run))
+        assert again == first
+        assert carrier.trained == [(1, 0)]
+        # the sequential run sends the same
+        outcome = next(iter(Sequential().run(run.method, run.federation, run.task, 0, [job(run, 1)])))
+        assert first[1] == tree.encode(outcome.upload)
+        assert (first[0].steps, first[0].flops) == (outcome.meter.steps, outcome.meter.flops)
+        assert first[0].losses == outcome.meter.losses
+        # another order is another order, be it by its words or by its body alone
+        trains = len(carrier.trained)
+        for other, body in ((order(run, evaluate=True), download(run)), (order(run), other_download(run))):
+            Party(folder).answer(other, body)
+            trains += 1
+            assert len(carrier.trained) == trains
+
+
+def job(run: Run, client: int) -> Any:
+    info = run.federation.infos[client]
+    return Job(run.state_of(info), run.method.download(run.state.server, info), info)
+
+
+def other_download(run: Run) -> bytes:
+    down = run.method.download(run.state.server, run.federation.infos[1])
+    return tree.encode(tree.map(lambda t: t + 1, down))
+
+
+def test_it_asks_for_the_sizes_of_the_others_until_it_knows_them(run: Run, folder: Path) -> None:
+    words, body = Party(folder).answer(order(run, sizes=None), download(run))
+    assert (words.kind, body) == ("roster", b"")
+    words, body = Party(folder).answer(order(run), download(run))
+    assert words.problem == ""
+    assert Party(folder).answer(order(run, sizes=None, round=1), download(run))[0].problem == ""
+    # and again if they are damaged
+    (folder / RUN / "sizes.json").write_text("{")
+    assert Party(folder).answer(order(run, sizes=None, round=2), download(run))[0].kind == "roster"
+
+
+def test_runs_have_memories_of_their_own(run: Run, folder: Path) -> None:
+    Party(folder).answer(order(run), download(run))
+    words, _ = Party(folder).answer(order(run, run="other", round=1, stamp=1), download(run))
+    assert words.kind == "state"
+    assert "was lost or is of another machine" in words.problem
+    words, _ = Party(folder).answer(order(run, round=1, stamp=1), download(run))
+    assert words.problem == ""
+
+
+@pytest.mark.parametrize("name", ["../../x", "..", ".", "", "a/b", "a b", "ä", "x" * 65, "a\n", "/etc/x", "a\0b", "²"])
+def test_a_run_with_a_name_that_is_a_path_is_refused(run: Run, folder: Path, name: str) -> None:
+    before = sorted(folder.parent.rglob("*"))
+    with pytest.raises(ConfigError, match="the server calls its run"):
+        Party(folder).answer(order(run, run=name), download(run))
+    assert [p for p in sorted(folder.parent.rglob("*")) if p.name != "lock"] == before
+
+
+def test_training_that_diverges_is_reported_and_keeps_the_state(run: Run, folder: Path) -> None:
+    Party(folder).answer(order(run), download(run))
+    words, body = Party(folder).answer(order(run, round=1, stamp=1), nan_download(run))
+    assert (words.kind, body) == ("training", b"")
+    assert "not finite" in words.problem
+    assert (words.steps, words.losses) == (0, {})
+    words, _ = Party(folder).answer(order(run, round=2, stamp=1), download(run))
+    assert words.problem == ""
+
+
+def nan_download(run: Run) -> bytes:
+    down = run.method.download(run.state.server, run.federation.infos[1])
+    return tree.encode(tree.map(lambda t: t * float("nan"), down))
+
+
+def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(run: Run, folder: Path) -> None:
+    party, now = Party(folder), order(run, round=1, stamp=1)
+    party.answer(order(run), download(run))
+    shutil.copytree(folder / RUN, folder / "before")
+    wanted = party.answer(now, download(run))
+    for place in range(30):
+        shutil.rmtree(folder / RUN)
+        shutil.copytree(folder / "before", folder / RUN)
+        carrier = LocalTransport({}, hazards={0: Hazard({place}, no_space)})
+        with carrier.world():
+            words, body = party.answer(now, download(run))
+        if words.problem:
+            assert (words.kind, body) == ("disk", b"")
+            assert "No space left on device" in words.problem
+        # whatever happened, once there is room again all is as if nothing had
+        assert party.answer(now, download(run)) == wanted
+        if len(carrier.hazards[0].points) <= place:
+            break
+    # sizes, the commit, the state, the upload, the manifest; and then what cannot be removed
+    assert place == 21
+
+
+def test_an_order_of_a_round_that_is_over_changes_nothing(run: Run, folder: Path) -> None:
+    Party(folder).answer(order(run), download(run))
+    # the reply was lost, and the server went on; then a process of before gets to its old order
+    Party(folder).answer(order(run, round=2), download(run))
+    words, body = Party(folder).answer(order(run, round=1), download(run))
+    assert (words.kind, body) == ("other", b"")
+    assert "an order of round 2 came when one of round 3 had been answered" in words.problem
+    assert Party(folder).answer(order(run, round=3, stamp=3), download(run))[0].problem == ""
+
+
+def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path) -> None:
+    done = threading.Event()
+    other = Party(folder)
+
+    def work() -> None:
+        other.answer(order(run), download(run))
+        done.set()
+
+    thread = threading.Thread(target=work)
+    with module._alone(folder):
+        thread.start()
+        assert not done.wait(0.3)
+    thread.join(60)
+    assert done.is_set()
+
+
+def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
+    Party(folder).answer(order(run), download(run))
+    run.step()
+    words, _ = Party(folder).answer(order(run, stamp=1, train=False, evaluate=True, last=True), download(run))
+    model = safetensors.torch.load_file(folder / RUN / "model" / "model.safetensors")
+    wanted = run.personal(run.federation.infos[1])
+    assert tree.equal(model, {n: wanted[n] for n in model})
+    assert model.keys() == wanted.keys()
+    assert words.evaluation is not None
+    found = run.evaluation()
+    assert found is not None
+    assert words.evaluation.accuracy["personal"]["test"] == found.accuracy["personal"]["test"][1]
+    assert (words.steps, words.losses, words.problem) == (0, {}, "")
+
+
+# -- data of one's own -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> tuple[Experiment, list[Path]]:
+    """Three organisations with a file each, and an experiment whose own file nobody has."""
+    draw = np.random.default_rng(0)
+    files = []
+    for i, n in enumerate((30, 41, 52)):
+        x = draw.normal(size=(n, 5)).astype("float32") + i
+        files.append(tmp_path / f"mine-{i}.npz")
+        np.savez(files[-1], x=x, y=(x[:, 0] > i).astype("int64"), classes=np.array(["no", "yes"]))
+    data = {"source": "arrays", "path": str(tmp_path / "nowhere.npz")}
+    split = {"kind": "local", "train": 0.7, "val": 0.1, "test": 0.2}
+    return experiment.load({**tables("scaffold"), "data": data, "split": split}), files
+
+
+def test_a_federation_of_data_of_ones_own(own: tuple[Experiment, list[Path]], tmp_path: Path) -> None:
+    made, files = own
+    shares = [own_share(made, i, 3, path) for i, path in enumerate(files)]
+    for i, (share, n) in enumerate(zip(shares, (30, 41, 52), strict=True)):
+        parts = [len(p) for p in (share.data[i].train, share.data[i].val, share.data[i].test)]
+        assert sum(parts) == n
+        assert parts[1] == round(0.1 * n)
+        assert [len(d.train) for k, d in enumerate(share.data) if k != i] == [0, 0]
+    folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
+    for i, share in enumerate(shares):
+        prepare(folders[100 + i], made.tables, i, share)
+    carrier = LocalTransport(folders)
+    result = served(carrier, made, tmp_path / "run")
+    whole = Shares(tuple(share.data[i] for i, share in enumerate(shares)), ("no", "yes"))
+    run = Run(made.method("scaffold"), assemble(made, whole), made.run, Sequential())
+    records = [run.start(), *(run.step() for _ in range(3))]
+    same_states(result, carrier, run)
+    assert [r.accuracy for r in result.rounds] == [r.accuracy for r in records]
+    assert [r["train"] for r in result.run.clients()] == [len(d.train) for d in whole.data]
+
+
+def test_a_file_of_ones_own_that_is_not_there_or_does_not_fit_is_named(
+    own: tuple[Experiment, list[Path]], tmp_path: Path
+) -> None:
+    made, files = own
+    with pytest.raises(Exception, match=r"nothing\.npz"):
+        own_share(made, 0, 3, tmp_path / "nothing.npz")
+    with pytest.raises(ConfigError, match=r"data\.test"):
+        own_share(made, 0, 3, files[0], files[1])
+
+
+def test_a_client_with_other_columns_is_not_admitted(own: tuple[Experiment, list[Path]], tmp_path: Path) -> None:
+    made, files = own
+    np.savez(files[2], x=np.zeros((9, 6), "float32"), y=np.zeros(9, "int64"), classes=np.array(["no", "yes"]))
+    folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
+    for i, path in enumerate(files):
+        prepare(folders[100 + i], made.tables, i, own_share(made, i, 3, path))
+    said: list[str] = []
+    with pytest.raises(Exception, match=r"only 2 of 3 clients came(.|\n)*examples of another form"):
+        served(LocalTransport(folders), made, tmp_path / "run", said)
+    assert any("float32 [6]" in line and "float32 [5]" in line for line in said)
+
+
+def test_a_party_of_another_experiment_serves_none(made: Experiment, tmp_path: Path) -> None:
+    carrier = local(made, tmp_path)
+    other = small("feddyn")
+    prepare(tmp_path / "other", other.tables, 1, other.shares())
+    carrier.folders[101] = tmp_path / "other"
+    with pytest.raises(Exception, match=r"only 2 of 3(.|\n)*section\(s\) method differ"):
+        served(carrier, made, tmp_path / "run")
+    assert not carrier.orders()
+    prepare(tmp_path / "client-1", made.tables, 1, made.shares())
+    carrier.folders[101] = tmp_path / "client-1"
+    assert agrees(served(carrier, made, tmp_path / "run"), carrier, made) == set()
