@@ -3,8 +3,8 @@
     python benchmarks/kill_and_resume.py FILE.toml [section.field=value ...]
 
 Runs the file's method twice. The second time its process is killed (SIGKILL) during the third round, some seconds after the
-second ended, and resumed. With run.lost_replies above 0 clients are lost in mid-round too: their training is done and their reply never
-arrives, so they go on from the state before. The states of server and clients must be equal bit for bit.
+second ended, and resumed. With run.lost_replies above 0 clients are lost in mid-round too: their training is done and their
+reply never arrives, so they go on from the state before. The states of server and clients must be equal bit for bit.
 """
 
 from __future__ import annotations

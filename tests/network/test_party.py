@@ -19,12 +19,13 @@ from fedlowrank.assemble import Shares, assemble
 from fedlowrank.engine.base import Job
 from fedlowrank.engine.run import Run
 from fedlowrank.engine.sequential import Sequential
-from fedlowrank.errors import CheckpointError, ConfigError
+from fedlowrank.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.experiment import Experiment
 from fedlowrank.network import party as module
 from fedlowrank.network.memory import Memory
 from fedlowrank.network.messages import Order, sections
 from fedlowrank.network.party import Party, own_share, prepare
+from fedlowrank.network.server import NetworkError
 
 from .local import Hazard, LocalTransport, agrees, local, no_space, same_states, served, small, tables
 
@@ -305,6 +306,10 @@ def own(tmp_path: Path) -> tuple[Experiment, list[Path]]:
     return experiment.load({**tables("scaffold"), "data": data, "split": split}), files
 
 
+def small_network(made: Experiment) -> Experiment:
+    return experiment.load({**made.tables, "network": {"min_clients": 2}})
+
+
 def test_a_federation_of_data_of_ones_own(own: tuple[Experiment, list[Path]], tmp_path: Path) -> None:
     made, files = own
     shares = [own_share(made, i, 3, path) for i, path in enumerate(files)]
@@ -330,7 +335,7 @@ def test_a_file_of_ones_own_that_is_not_there_or_does_not_fit_is_named(
     own: tuple[Experiment, list[Path]], tmp_path: Path
 ) -> None:
     made, files = own
-    with pytest.raises(Exception, match=r"nothing\.npz"):
+    with pytest.raises(DataError, match=r"nothing\.npz"):
         own_share(made, 0, 3, tmp_path / "nothing.npz")
     with pytest.raises(ConfigError, match=r"data\.test"):
         own_share(made, 0, 3, files[0], files[1])
@@ -342,10 +347,16 @@ def test_a_client_with_other_columns_is_not_admitted(own: tuple[Experiment, list
     folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
     for i, path in enumerate(files):
         prepare(folders[100 + i], made.tables, i, own_share(made, i, 3, path))
-    said: list[str] = []
-    with pytest.raises(Exception, match=r"only 2 of 3 clients came(.|\n)*examples of another form"):
-        served(LocalTransport(folders), made, tmp_path / "run", said)
-    assert any("float32 [6]" in line and "float32 [5]" in line for line in said)
+    # it is the first to answer, and the others are right all the same
+    carrier = LocalTransport(folders)
+    with pytest.raises(
+        NetworkError, match=r"only 2 of 3 clients came(.|\n)*client 2 has examples of another form: .*\[6\]"
+    ):
+        served(carrier, made, tmp_path / "run")
+    assert not carrier.orders()
+    result = served(carrier, small_network(made), tmp_path / "run")
+    assert {client for client, _ in carrier.orders()} == {0, 1}
+    assert [r.lost for r in result.rounds[1:]] == [{"2": "client 2 is not connected"}] * 3
 
 
 def test_a_party_of_another_experiment_serves_none(made: Experiment, tmp_path: Path) -> None:
@@ -353,7 +364,7 @@ def test_a_party_of_another_experiment_serves_none(made: Experiment, tmp_path: P
     other = small("feddyn")
     prepare(tmp_path / "other", other.tables, 1, other.shares())
     carrier.folders[101] = tmp_path / "other"
-    with pytest.raises(Exception, match=r"only 2 of 3(.|\n)*section\(s\) method differ"):
+    with pytest.raises(NetworkError, match=r"only 2 of 3(.|\n)*section\(s\) method differ"):
         served(carrier, made, tmp_path / "run")
     assert not carrier.orders()
     prepare(tmp_path / "client-1", made.tables, 1, made.shares())

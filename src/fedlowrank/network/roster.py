@@ -129,10 +129,6 @@ class Roster:
         """Training examples of all clients, 0 of those that have not been heard of."""
         return tuple(self.members[i].examples if i in self.members else 0 for i in range(self.clients))
 
-    def missing(self) -> list[int]:
-        """Clients that have not been heard of."""
-        return [i for i in range(self.clients) if i not in self.members]
-
     def reachable(self, present: set[int]) -> set[int]:
         """The clients whose node is there."""
         return {i for i, m in self.members.items() if m.node in present}
