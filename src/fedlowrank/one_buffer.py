@@ -50,5 +50,7 @@ def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     out.write(len(text).to_bytes(8, "little"))
     out.write(text)
     for name in order:
-        out.write(tensors[name].detach().reshape(-1).view(torch.uint8).numpy().data)
+        t = tensors[name].detach()
+        # torch calls one element contiguous whatever its strides, but cannot view it as bytes then
+        out.write(t.as_strided((t.numel(),), (1,)).view(torch.uint8).numpy().data)
     return out.getvalue()

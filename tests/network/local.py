@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pydantic
+
 from fedlowrank import experiment, tree
 from fedlowrank.engine.run import Run
 from fedlowrank.engine.sequential import Sequential
@@ -30,6 +32,7 @@ from fedlowrank.network.party import Party, prepare
 from fedlowrank.network.transport import Delivery, Parcel
 from fedlowrank.record import RoundRecord
 from fedlowrank.simulate import Result, threads
+from fedlowrank.train import FlopLedger
 
 
 class Killed(BaseException):
@@ -95,6 +98,7 @@ class LocalTransport:
     hazards: dict[int, Hazard] = field(default_factory=dict)
     trained: list[tuple[int, int]] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
+    ledger: FlopLedger = field(default_factory=FlopLedger)
     waiting: list[tuple[float, Delivery]] = field(default_factory=list)
     running: int = 0
 
@@ -149,9 +153,13 @@ class LocalTransport:
     @contextmanager
     def world(self) -> Iterator[None]:
         """Time is the transport's, trainings are counted, and every write to the disk is a point of its process's life."""
-        carrier, fsync, replace, unlink = self, os.fsync, Path.replace, Path.unlink
+        carrier, replace, unlink = self, Path.replace, Path.unlink
 
         class Counting(Sequential):
+            def __post_init__(self) -> None:
+                # what a step costs is the same in every process
+                self.ledger = carrier.ledger
+
             def run(self, method: Any, federation: Any, task: Any, round: int, jobs: Any) -> Iterator[Any]:
                 carrier.trained += [(job.client.id, round) for job in jobs]
                 if (hazard := carrier.hazards.get(carrier.running)) is not None and hazard.error is Killed:
@@ -166,7 +174,7 @@ class LocalTransport:
                     # of what was not synced a machine that loses power may keep a part
                     os.ftruncate(handle, os.fstat(handle).st_size // 2)
                 raise
-            fsync(handle)
+            # no test takes this machine's power away, and to wait for its disk takes longer than all else
 
         def replaced(path: Path, target: Path) -> Path:
             self.at(f"{target.name} not renamed")
@@ -182,6 +190,7 @@ class LocalTransport:
             for module in (transport, server):
                 stack.enter_context(mock.patch.object(module, "time", self.clock))
             stack.enter_context(mock.patch.object(experiment, "load", _loaded))
+            stack.enter_context(mock.patch.object(pydantic, "TypeAdapter", _adapter))
             stack.enter_context(mock.patch.object(party, "Sequential", Counting))
             stack.enter_context(mock.patch.object(os, "fsync", synced))
             stack.enter_context(mock.patch.object(Path, "replace", replaced))
@@ -193,7 +202,7 @@ class LocalTransport:
         return [(p.node - 100, Order.from_json(p.words)) for p in self.log if p.kind == "order"]
 
 
-_load = experiment.load
+_load, _adapter = experiment.load, functools.cache(pydantic.TypeAdapter)
 
 
 def _loaded(tables: dict[str, Any]) -> Experiment:
@@ -255,13 +264,33 @@ def lossy(lost: Mapping[int, set[int]] | Callable[[int, int], bool]) -> Fault:
     return fault
 
 
+def missed(result: Result) -> set[tuple[int, int]]:
+    """Evaluations that a lost reply took along: those of the round before."""
+    return {(r.round - 1, int(c)) for r in result.rounds for c in r.lost}
+
+
+def lost(result: Result) -> list[set[int]]:
+    return [set(map(int, r.lost)) for r in result.rounds[1:]]
+
+
+def in_round(t: int, client: int, act: Fault) -> Fault:
+    """What becomes of the order to that client in a round, counted from 1; all else arrives."""
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order" and parcel.node == 100 + client and Order.from_json(parcel.words).round == t - 1:
+            return act(carrier, parcel)
+        return intact(carrier, parcel)
+
+    return fault
+
+
 def silence(parcel: Parcel, problem: str = "it was lost") -> Delivery:
     return Delivery(parcel.node, parcel.kind, problem=problem)
 
 
 def changed(delivery: Delivery, **fields: Any) -> Delivery:
     """The delivery with other words in its answer, or with another body."""
-    own = {k: fields.pop(k) for k in ("words", "body", "problem", "node") if k in fields}
+    own = {k: fields.pop(k) for k in ("words", "body") if k in fields}
     if fields:
         answer = dataclasses.replace(Answer.from_json(delivery.words), **fields)
         own["words"] = answer.to_json()

@@ -108,9 +108,10 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
         def predict(x: Any) -> Tensor:
             outputs = torch.stack([model.apply(component, x) for component in components])
-            if regression:
+            # of texts there are scores for every token [C, b, T, V], and no classes either
+            if regression and outputs.ndim == 3:
                 return pi @ outputs.movedim(0, 1)
-            return (outputs.log_softmax(-1) + pi.log()[:, None, None]).logsumexp(0)
+            return (outputs.log_softmax(-1) + pi.log().reshape(-1, *[1] * (outputs.ndim - 1))).logsumexp(0)
 
         return predict
 

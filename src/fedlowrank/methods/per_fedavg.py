@@ -41,7 +41,7 @@ def half(batch: Batch, which: Literal[0, 1]) -> Batch:
     Padding stands behind the examples, so the halves are the same whether a batch is padded or not.
     """
     rows = torch.arange(which, max(len(batch), 2), 2, device=batch.y.device)
-    count = batch.y.new_tensor(len(batch)) if batch.mask is None else batch.mask.sum()
+    count = rows.new_tensor(len(batch)) if batch.mask is None else batch.mask.sum()
     at = torch.minimum(rows, count - 1)
     mask = None if batch.mask is None else rows < count.clamp(min=2)
     x = {n: t[at] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[at]

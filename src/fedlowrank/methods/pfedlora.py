@@ -58,6 +58,7 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
     title = "pFedLoRA"
     citation = "Yi et al. 2023, arXiv:2310.13283"
     heterogeneous = True
+    needs_classes = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -32,6 +32,8 @@ from .supervise import supervise
 SERVER, CLIENT = "fedlowrank.network.flower:server", "fedlowrank.network.flower:client"
 RESTARTS = 3
 """How often a SuperLink that died is started again."""
+GRACE = 20
+"""Seconds for which a client's last reply may take to leave."""
 
 
 def _flower() -> Any:
@@ -304,9 +306,13 @@ def _until_done(folder: Path, node: SuperNode, stop: threading.Event) -> None:
     """Stop once a model of this client has been written and the reply about it has left."""
     before = _models(folder)
     while not stop.wait(0.5):
-        if _models(folder) - before and not node.working():
-            # the SuperNode sends what its children left with it
-            time.sleep(5)
+        if _models(folder) - before:
+            # the SuperNode sends what its children left with it; one that is stuck is not waited for
+            for _ in range(GRACE):
+                if not node.working():
+                    break
+                stop.wait(1)
+            stop.wait(5)
             stop.set()
 
 

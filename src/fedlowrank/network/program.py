@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -205,10 +204,7 @@ class Program:
         groups = self._groups()
         if self.alive():
             self._process.send_signal(how)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-        if seconds:
-            family.await_end(groups, seconds)
+        family.await_end(groups, seconds)
         left = family.kill(groups)
         if left:
             raise ProcessError(f"{self.name} left processes that cannot be ended: {sorted(left)}")

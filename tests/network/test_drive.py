@@ -1,0 +1,346 @@
+"""A whole run over messages is the run within one process: states, records, one wave a round, and a resume where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlowrank import tree
+from fedlowrank.engine.folder import RunFolder
+from fedlowrank.errors import CheckpointError, ConfigError
+from fedlowrank.network import transport
+from fedlowrank.network.drive import clients_of
+from fedlowrank.network.messages import Order
+from fedlowrank.network.party import prepare
+from fedlowrank.network.server import NetworkError, NetworkRun
+from fedlowrank.network.settings import NetworkSettings
+from fedlowrank.network.transport import Delivery, Parcel
+from fedlowrank.record import RunRecord
+from fedlowrank.simulate import simulate
+
+from .local import (
+    Killed,
+    LocalTransport,
+    agrees,
+    intact,
+    local,
+    lossy,
+    lost,
+    missed,
+    remembered,
+    same_record,
+    same_states,
+    served,
+    small,
+    truth,
+)
+
+METHODS = ["scaffold", "feddyn", "fedhl", "fedslr", "ditto", "floral"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_is_the_sequential_one_bit_for_bit_with_one_wave_a_round(method: str, tmp_path: Path) -> None:
+    made = small(method, 4, run={"participation": 0.5, "evaluate_every": 2, "unseen": 0.25, "rounds": 4})
+    carrier = local(made, tmp_path)
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    assert agrees(result, carrier, made) == set()
+    assert [r.accuracy is not None for r in result.rounds] == [True, True, True, False, True]
+    # nobody is asked twice in a round, and those who do not train only where the models are to be evaluated
+    waves = [{c: o for c, o in carrier.orders() if o.round == t} for t in range(5)]
+    assert sum(map(len, waves)) == len(carrier.orders())
+    trained = [set(r.participants) for r in result.rounds[1:]]
+    assert [{c for c, o in wave.items() if o.train} for wave in waves] == [*trained, set()]
+    assert all(len(t) == 2 for t in trained)
+    assert [len(wave) for wave in waves] == [4, 4, 4, 2, 4]
+    assert [{o.evaluate for o in wave.values()} for wave in waves] == [{True}, {True}, {True}, {False}, {True}]
+    assert carrier.trained == [(c, t) for t, clients in enumerate(trained) for c in sorted(clients)]
+    # each was asked once who it is, and told once how large the others are
+    assert Counter(p.kind for p in carrier.log) == {"hello": 4, "order": 18}
+    told = [(c, o.round) for c, o in carrier.orders() if o.sizes is not None]
+    assert sorted(told) == [(c, 0) for c in range(4)]
+    assert carrier.clock.now == 0
+    assert sum("replies" in line for line in said) == 4
+
+
+def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: Path) -> None:
+    made = small("ditto", run={"participation": 0.67})
+    carrier = local(made, tmp_path)
+    result = served(carrier, made, tmp_path / "run")
+    assert [o.last for _, o in carrier.orders()].count(True) == 3
+    run, _ = truth(made, result.rounds)
+    for i in range(3):
+        memory = remembered(result, carrier, i)
+        assert memory.offer is None
+        assert memory.stamp == result.run.state.clients.get(i, {"stamp": 0})["stamp"]
+        assert (memory.folder / "model" / "model.safetensors").exists()
+    same_states(result, carrier, run)
+
+
+def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
+    made = small("feddyn")
+    carrier = local(made, tmp_path)
+    result = served(carrier, made, tmp_path / "run")
+    method = made.method("feddyn")
+    settings = dataclasses.asdict(made.run)
+    sequential = simulate(
+        method, made.federation(), folder=tmp_path / "seq", config=made.describe("feddyn"), **settings
+    )
+    found, wanted = RunRecord.load(tmp_path / "run"), RunRecord.load(tmp_path / "seq")
+    assert [r.untimed() for r in found.rounds] == [r.untimed() for r in result.rounds]
+    assert [same_record(a, b) for a, b in zip(found.rounds, wanted.rounds, strict=True)] == [set()] * 4
+    assert found.status == {"state": "finished", "rounds": 3, "message": ""}
+    # what classes a client's examples have is not told
+    assert found.clients == [{**row, "classes": {}} for row in wanted.clients]
+    assert found.config.keys() == wanted.config.keys()
+    differ = {k for k in found.config if found.config[k] != wanted.config[k]}
+    assert differ == {"run", "fingerprint"}
+    assert found.config["run"]["engine"] == "flower"
+    assert tree.equal(result.run.state.server, sequential.run.state.server)
+    account = json.loads((tmp_path / "run" / "network.json").read_text())
+    assert account["clients"] == {
+        str(i): {k: row[k] for k in ("train", "val", "test")} for i, row in enumerate(wanted.clients)
+    }
+    assert account["refused"] == {}
+    assert account["settings"]["min_replies"] == 1
+
+
+def test_what_is_sent_is_what_is_counted(tmp_path: Path) -> None:
+    made = small("scaffold", run={"evaluate_every": 99})
+    carrier = local(made, tmp_path)
+    result = served(carrier, made, tmp_path / "run")
+    for t, record in enumerate(result.rounds[1:]):
+        sent = [len(p.body) for p in carrier.log if p.kind == "order" and Order.from_json(p.words).round == t]
+        assert sum(sent) == record.bytes_down
+    engine: Any = result.run.engine
+    assert engine.sent["down"] == sum(len(p.body) for p in carrier.log if p.kind == "order")
+    assert engine.sent["up"] == sum(r.bytes_up for r in result.rounds)
+    assert engine.sent["words"] > sum(len(p.words) for p in carrier.log if p.kind == "order")
+
+
+def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=4)
+    carrier = local(made, tmp_path, lossy({2: {1}}))
+    append = RunFolder.append
+
+    def stop(folder: RunFolder, record: Any) -> None:
+        if record.round == 3:
+            raise Killed
+        append(folder, record)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "append", stop)
+        with pytest.raises(Killed):
+            served(carrier, made, tmp_path / "run")
+    before = len(carrier.log)
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "running"
+    result = served(carrier, made, tmp_path / "run", resume=True)
+    # a reply that is lost takes along what its client found of the round before
+    assert agrees(result, carrier, made) == {(1, 1)}
+    assert [set(r.lost) for r in result.rounds] == [set(), set(), {"1"}, set(), set()]
+    rounds = [Order.from_json(p.words).round for p in carrier.log[before:] if p.kind == "order"]
+    assert sorted(set(rounds)) == [2, 3, 4]
+    # a finished one reaches those who were not told that it is over, and trains nobody
+    trained = len(carrier.trained)
+    again = served(carrier, made, tmp_path / "run", resume=True)
+    assert agrees(again, carrier, made) == {(1, 1)}
+    assert len(carrier.trained) == trained
+    assert [r.untimed() for r in again.rounds] == [r.untimed() for r in result.rounds]
+
+
+def test_a_client_that_missed_the_end_is_told_when_the_run_is_resumed(tmp_path: Path) -> None:
+    made = small("scaffold")
+    carrier = local(made, tmp_path)
+    plain = carrier.fault
+
+    def leaves(there: Any, parcel: Any) -> Any:
+        if parcel.kind == "order" and Order.from_json(parcel.words).last:
+            there.away.add(102)
+        return plain(there, parcel) if parcel.node not in there.away else []
+
+    carrier.fault = leaves
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == {(3, 2)}
+    carrier.fault = plain
+    carrier.away.clear()
+    assert agrees(served(carrier, made, tmp_path / "run", resume=True), carrier, made) == set()
+
+
+def test_other_settings_of_the_network_do_not_make_another_run(tmp_path: Path) -> None:
+    made = small("scaffold", network={"min_replies": 3, "attempts": 1})
+    carrier = local(made, tmp_path, lossy({2: {1}}))
+    with pytest.raises(NetworkError, match=r"lower network\.min_replies"):
+        served(carrier, made, tmp_path / "run")
+    other = small("scaffold", network={"min_replies": 2, "deadline": 5.0, "min_clients": 2})
+    result = served(carrier, other, tmp_path / "run", resume=True)
+    assert agrees(result, carrier, other) == {(1, 1)}
+    assert set(result.rounds[2].lost) == {"1"}
+    # but another seed does, and says so before anything is sent
+    changed = small("scaffold", run={"seed": 8})
+    strangers = local(changed, tmp_path / "others")
+    with pytest.raises(CheckpointError, match=r"run\.seed was 0 and is 8"):
+        served(strangers, changed, tmp_path / "run", resume=True)
+    assert not strangers.orders()
+
+
+def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=1)
+    carrier = local(made, tmp_path)
+    served(carrier, made, tmp_path / "run")
+    before = {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError, match="exists already"):
+        served(carrier, made, tmp_path / "run")
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"run": 3, "clients": {}, "refused": {}}', '{"run": "a", "clients": {}}']
+)
+def test_a_damaged_account_is_named(tmp_path: Path, text: str) -> None:
+    made = small("scaffold", rounds=1)
+    (tmp_path / "run").mkdir()
+    with pytest.raises(CheckpointError, match=r"cannot read .*network\.json"):
+        served(local(made, tmp_path), made, tmp_path / "run", resume=True)
+    (tmp_path / "run" / "network.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"network\.json is damaged"):
+        served(local(made, tmp_path), made, tmp_path / "run", resume=True)
+
+
+def test_a_run_of_before_its_first_checkpoint_cannot_be_resumed_and_says_so(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=1)
+    carrier = local(made, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "save", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            served(carrier, made, tmp_path / "run")
+    with pytest.raises(CheckpointError, match="stopped before its first one"):
+        served(carrier, made, tmp_path / "run", resume=True)
+
+
+def test_the_best_round_cannot_be_kept(tmp_path: Path) -> None:
+    made = small("scaffold", run={"keep_best": True})
+    carrier = local(made, tmp_path)
+    with pytest.raises(ConfigError, match=r"run\.keep_best: over a network"):
+        served(carrier, made, tmp_path / "run")
+    assert not carrier.orders()
+    assert not (tmp_path / "run").exists()
+
+
+def test_how_many_clients_there_are() -> None:
+    assert clients_of(small("scaffold", 4)) == 4
+    assert clients_of(small("scaffold", 4, network={"clients": 7})) == 7
+    made = small("scaffold")
+    natural = dataclasses.replace(made, partition=object())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"set network\.clients"):
+        clients_of(natural)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [({"clients": 0}, "network.clients must be >= 1"), ({"min_clients": 0}, "network.min_clients must be >= 1"),
+     ({"attempts": 0}, "network.attempts must be >= 1"), ({"min_replies": -1}, "network.min_replies must be >= 0"),
+     ({"wait": 0.0}, "network.wait is a number of seconds above 0"), ({"deadline": -1.0}, "network.deadline is a number"),
+     ({"deadline": float("nan")}, "network.deadline is a number"), ({"wait": float("inf")}, "network.wait is a number"),
+     ({"clients": 2, "min_clients": 3}, "network.min_clients is 3, but there are 2"), ({"forgotten": "x"}, "forgotten")],
+)  # fmt: skip
+def test_settings_that_cannot_be(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        NetworkSettings(**fields)
+
+
+def test_with_how_many_clients_a_run_begins() -> None:
+    assert NetworkSettings().enough(5) == 5
+    assert NetworkSettings(min_clients=2).enough(5) == 2
+    assert NetworkSettings(min_clients=9).enough(5) == 5
+
+
+def test_clients_that_do_not_come_are_named(tmp_path: Path) -> None:
+    made = small("scaffold", network={"wait": 30.0})
+    carrier = local(made, tmp_path)
+    carrier.away = {100, 102}
+    with pytest.raises(NetworkError, match=r"only 1 of 3 clients came within 30 s; missing: 0, 2\. Start them"):
+        served(carrier, made, tmp_path / "run")
+    assert carrier.clock.now == pytest.approx(30)
+    assert not carrier.orders()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_state_of_a_network_run_is_stamps(tmp_path: Path) -> None:
+    made = small("scaffold")
+    carrier = local(made, tmp_path, lossy({3: {0}}))
+    result = served(carrier, made, tmp_path / "run")
+    assert isinstance(result.run, NetworkRun)
+    assert result.run.state.clients == {0: {"stamp": 2}, 1: {"stamp": 3}, 2: {"stamp": 3}}
+    # client 0 has an offer that nobody took, and the state of before
+    assert remembered(result, carrier, 0).stamp == 2
+    assert agrees(result, carrier, made) == {(2, 0)}
+
+
+# -- nodes that hold others up -----------------------------------------------------------------------------------------
+
+
+def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=4, network={"min_clients": 2})
+    carrier = local(made, tmp_path)
+
+    def fault(there: LocalTransport, parcel: Parcel) -> Any:
+        heard = parcel.node != 101 or parcel.kind == "order" or sum(p.node == 101 for p in there.log) > 3
+        return intact(there, parcel) if heard else []
+
+    carrier.fault = fault
+    result = served(carrier, made, tmp_path / "run")
+    # it was asked when the run began and in the first three rounds, and heard in the third
+    assert agrees(result, carrier, made) == {(t, 1) for t in range(3)}
+    assert lost(result) == [{1}, {1}, {1}, set()]
+    assert carrier.clock.now == pytest.approx(3 * transport.PATIENCE, abs=4)
+
+
+def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=4)
+    carrier = local(made, tmp_path)
+    carrier.folders[201] = carrier.folders[101]
+    carrier.away = {201}
+
+    def fault(there: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order":
+            there.away.discard(201)
+        if parcel.kind == "order" and Order.from_json(parcel.words).round == 2 and parcel.node == 101:
+            there.away.add(101)
+            return [Delivery(101, "order", problem="the node is gone", gone=True)]
+        return intact(there, parcel)
+
+    carrier.fault = fault
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    # it is asked again in every round, turned away as long as the first is there, and says so once
+    assert sum("a node was turned away: client 1 is here already" in line for line in said) == 1
+    assert not any(p.kind == "order" and p.node == 201 and Order.from_json(p.words).round < 3 for p in carrier.log)
+    assert lost(result) == [set(), set(), {1}, set()]
+    assert agrees(result, carrier, made) == missed(result)
+
+
+def test_strangers_are_never_sent_an_order(tmp_path: Path) -> None:
+    made, other = small("scaffold"), small("scaffold", run={"seed": 3})
+    carrier = local(made, tmp_path)
+    prepare(tmp_path / "other", other.tables, 1, other.shares())
+    carrier.folders[300] = tmp_path / "other"
+    keys = {100: 0, 101: 1, 102: 2, 300: 1}
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said, keys=keys)
+    assert agrees(result, carrier, made) == set()
+    sent = [p for p in carrier.log if p.node == 300]
+    assert [(p.kind, p.words, p.body) for p in sent] == [("hello", "{}", b"")]
+    assert sum("section(s) run differ" in line for line in said) == 1
+
+
+def test_a_wrong_key_keeps_a_client_out(tmp_path: Path) -> None:
+    made = small("scaffold", network={"min_clients": 1})
+    carrier = local(made, tmp_path)
+    result = served(carrier, made, tmp_path / "run", keys={100: 0, 101: 2, 102: 1})
+    assert [len(r.lost) for r in result.rounds[1:]] == [2] * 3
+    assert all(p.kind == "hello" for p in carrier.log if p.node != 100)

@@ -1,0 +1,392 @@
+"""Clients that die, fall silent, are slow, come late, go, forget, or run out of disk: nothing is lost, and duals stay consistent.
+
+The truth is always a run within one process whose replies are lost where the network lost them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlowrank.engine.sequential import Sequential
+from fedlowrank.network.messages import Order
+from fedlowrank.network.server import NetworkError
+from fedlowrank.network.transport import Delivery, Parcel
+
+from .local import (
+    Fault,
+    Hazard,
+    LocalTransport,
+    agrees,
+    in_round,
+    intact,
+    local,
+    lossy,
+    lost,
+    missed,
+    no_space,
+    remembered,
+    same_record,
+    same_states,
+    served,
+    silence,
+    small,
+    truth,
+)
+
+DUAL = ["scaffold", "feddyn", "fedslr"]
+
+
+def nothing(carrier: LocalTransport, parcel: Parcel) -> Any:
+    return [silence(parcel, "error 8: the client's process died")]
+
+
+def worked_and_lost(carrier: LocalTransport, parcel: Parcel) -> Any:
+    carrier.answered(parcel)
+    return [silence(parcel)]
+
+
+def twice(carrier: LocalTransport, parcel: Parcel) -> Any:
+    found = carrier.answered(parcel)
+    return [found, found, carrier.answered(parcel)]
+
+
+def never(carrier: LocalTransport, parcel: Parcel) -> Any:
+    carrier.answered(parcel)
+    return []
+
+
+# -- one reply that does not come --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", DUAL)
+@pytest.mark.parametrize("act", [nothing, worked_and_lost, twice, never])
+def test_a_reply_that_is_lost_or_comes_twice(method: str, act: Fault, tmp_path: Path) -> None:
+    made = small(method)
+    carrier = local(made, tmp_path, in_round(2, 1, act))
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == missed(result)
+    assert lost(result) == ([set()] * 3 if act is twice else [set(), {1}, set()])
+    # only a carrier that says nothing at all makes the server wait
+    assert carrier.clock.now == (pytest.approx(3600, abs=2) if act is never else 0)
+
+
+def test_a_client_that_raises_in_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = small("scaffold")
+    carrier = local(made, tmp_path)
+    update = type(made.method("scaffold")).local_update
+
+    def raising(self: Any, state: Any, down: Any, view: Any) -> Any:
+        if (view.info.id, view.round) == (1, 1) and carrier.running:
+            raise RuntimeError("out of memory\n12:00:00 finished")
+        return update(self, state, down, view)
+
+    monkeypatch.setattr(type(made.method("scaffold")), "local_update", raising)
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    assert agrees(result, carrier, made) == missed(result)
+    assert result.rounds[2].lost == {"1": "no reply of client 1: RuntimeError: out of memory 12:00:00 finished"}
+    assert all("\n" not in line for line in said)
+
+
+def test_training_that_diverges_at_one_client(tmp_path: Path) -> None:
+    made = small("scaffold")
+    carrier = local(made, tmp_path)
+    train = Sequential.run
+
+    def diverging(self: Any, method: Any, federation: Any, task: Any, round: int, jobs: Any) -> Any:
+        if carrier.running == 101 and round == 1:
+            jobs = [dataclasses.replace(j, down=j.down.__class__(nan(j.down.model), j.down.control)) for j in jobs]
+        return train(self, method, federation, task, round, jobs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sequential, "run", diverging)
+        result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == missed(result) == {(1, 1)}
+    assert "not finite" in result.rounds[2].lost["1"]
+
+
+def nan(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {n: t * float("nan") for n, t in params.items()}
+
+
+def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
+    """With half-written files left behind; its next process must find its way."""
+    made = small("scaffold", 2, 2)
+    for place in range(40):
+        hazard = Hazard({place})
+        carrier = local(made, tmp_path / str(place), in_round(2, 1, functools.partial(perilous, hazard=hazard)))
+        result = served(carrier, made, tmp_path / str(place) / "run")
+        assert agrees(result, carrier, made) == missed(result)
+        if place == len(hazard.points):
+            break
+        assert "the client's process died" in result.rounds[2].lost["1"]
+    # commit, training, state, upload, manifest
+    assert place == 18
+
+
+def perilous(carrier: LocalTransport, parcel: Parcel, hazard: Hazard) -> Any:
+    carrier.hazards[parcel.node] = hazard
+    found = carrier.answered(parcel)
+    del carrier.hazards[parcel.node]
+    return [found]
+
+
+@pytest.mark.parametrize("place", [0, 5, 13])
+def test_a_client_whose_disk_is_full_for_a_round(place: int, tmp_path: Path) -> None:
+    made = small("scaffold")
+    full = Hazard(set(range(place, 99)), no_space)
+    carrier = local(made, tmp_path, in_round(2, 1, functools.partial(perilous, hazard=full)))
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == missed(result)
+    assert lost(result) == [set(), {1}, set()]
+    assert "No space left on device" in result.rounds[2].lost["1"]
+
+
+# -- late replies and slow clients -------------------------------------------------------------------------------------
+
+
+def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=4)
+    kept: list[Delivery] = []
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        found = carrier.answered(parcel)
+        if parcel.kind == "hello" or parcel.node != 101:
+            return [found]
+        kept.append(found)
+        # round 2 is lost, and its reply comes in round 3; LocalTransport hands out the last one first
+        return [] if len(kept) == 2 else [found, kept[1]] if len(kept) == 3 else [found]
+
+    carrier = local(made, tmp_path, fault)
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == missed(result)
+    assert lost(result) == [set(), {1}, {1}, set()]
+    assert "it answers (1, " in result.rounds[3].lost["1"]
+
+
+def test_slow_clients_are_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
+    made = small("feddyn", network={"deadline": 60.0, "min_replies": 2})
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        found = carrier.answered(parcel)
+        if parcel.kind == "hello" or Order.from_json(parcel.words).last:
+            return [found]
+        # client 0 takes 20 s and is in time; client 1 takes 90 s in the second round, and comes too late
+        slow = parcel.node == 101 and Order.from_json(parcel.words).round == 1
+        return [(90.0 if slow else 20.0 if parcel.node == 100 else 0.0, found)]
+
+    carrier = local(made, tmp_path, fault)
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == missed(result)
+    assert result.rounds[2].lost == {"1": "client 1 did not reply within 60 s"}
+    assert lost(result) == [set(), {1}, set()]
+    assert carrier.clock.now == pytest.approx(20 + 60 + 20, abs=4)
+
+
+def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_again(tmp_path: Path) -> None:
+    made = small("scaffold", network={"min_replies": 3, "attempts": 3})
+    left = Counter({(102, 1): 2})
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        found = carrier.answered(parcel)
+        if parcel.kind == "hello":
+            return [found]
+        key = parcel.node, Order.from_json(parcel.words).round
+        left[key] -= 1
+        return [silence(parcel)] if left[key] >= 0 else [found]
+
+    carrier = local(made, tmp_path, fault)
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    assert agrees(result, carrier, made) == set()
+    assert lost(result) == [set()] * 3
+    # only who did not reply is asked again, by the same bytes, and answers from its memory
+    again = [p for p in carrier.log if p.kind == "order" and p.node == 102 and Order.from_json(p.words).round == 1]
+    assert len(again) == 3
+    assert again[0] == again[1] == again[2]
+    assert len(carrier.orders()) == 3 * 4 + 2
+    assert sorted(carrier.trained) == sorted((c, t) for c in range(3) for t in range(3))
+    assert sum("2 good replies, 3 are needed: no reply of client 2: it was lost" in line for line in said) == 2
+
+
+def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_resumed(tmp_path: Path) -> None:
+    made = small("scaffold", network={"min_replies": 2, "attempts": 2, "wait": 50.0})
+    carrier = local(made, tmp_path)
+
+    def fault(there: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order" and Order.from_json(parcel.words).round == 1 and parcel.node != 100:
+            if parcel.node == 101:
+                there.away.add(101)
+                return [Delivery(101, "order", problem="the node is gone", gone=True)]
+            there.answered(parcel)
+            return [silence(parcel, "the line is bad")]
+        return intact(there, parcel)
+
+    carrier.fault = fault
+    with pytest.raises(NetworkError) as error:
+        served(carrier, made, tmp_path / "run")
+    for text in ("round 2 was asked for 2 times and never brought 2 good replies of 3 clients", "client 1 is not connected",
+                 "no reply of client 2: the line is bad", "Mend what is wrong and resume"):  # fmt: skip
+        assert text in str(error.value)
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["message"] == str(error.value)
+    # it was waited for once, between the attempts, and not after the last
+    assert carrier.clock.now == pytest.approx(50)
+    trained = list(carrier.trained)
+    assert sorted(trained) == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
+    carrier.fault = intact
+    carrier.away.clear()
+    result = served(carrier, made, tmp_path / "run", resume=True)
+    assert agrees(result, carrier, made) == set()
+    assert lost(result) == [set()] * 3
+
+
+def test_a_client_that_comes_back_between_two_attempts_is_asked_again(tmp_path: Path) -> None:
+    made = small("feddyn", network={"min_replies": 3, "wait": 100.0})
+    carrier = local(made, tmp_path)
+
+    def fault(there: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order" and parcel.node == 101 and Order.from_json(parcel.words).round == 1:
+            # its node is replaced by another one, as after a restart
+            there.folders[201] = there.folders.pop(101)
+            return [Delivery(101, "order", problem="the node is gone", gone=True)]
+        return intact(there, parcel)
+
+    carrier.fault = fault
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    carrier.folders[101] = carrier.folders[201]
+    assert agrees(result, carrier, made) == set()
+    assert lost(result) == [set()] * 3
+    assert said.count("client 1 is here, with 40 examples") == 2
+    assert carrier.clock.now == 0
+
+
+def test_rounds_without_any_reply_pass_where_that_is_allowed(tmp_path: Path) -> None:
+    made = small("scaffold", network={"min_replies": 0})
+    carrier = local(made, tmp_path, lossy({2: {0, 1, 2}}))
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == missed(result) == {(1, 0), (1, 1), (1, 2)}
+    assert len(carrier.orders()) == 12
+
+
+# -- coming, going and forgetting --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["scaffold", "ditto", "fedhl"])
+def test_a_client_that_joins_late(method: str, tmp_path: Path) -> None:
+    made = small(method, rounds=4, network={"min_clients": 2})
+    carrier = local(made, tmp_path)
+    carrier.away = {101}
+
+    def fault(there: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order" and Order.from_json(parcel.words).round == 1:
+            # there from the second round on: it is asked who it is along with the third round's orders
+            there.away.clear()
+        return intact(there, parcel)
+
+    carrier.fault = fault
+    result = served(carrier, made, tmp_path / "run")
+    assert lost(result) == [{1}, {1}, {1}, set()]
+    assert result.rounds[1].lost == {"1": "client 1 is not connected"}
+    assert agrees(result, carrier, made) == {(0, 1), (1, 1), (2, 1)}
+    # everybody learns how large it is, also those whose replies came after it had introduced itself
+    sizes = tuple(i.examples for i in made.federation().infos)
+    assert [remembered(result, carrier, i).sizes() for i in range(3)] == [sizes] * 3
+    told = [(c, o.round) for c, o in carrier.orders() if o.sizes == sizes]
+    assert sorted(told) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_client_that_leaves_for_good(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=4)
+    carrier = local(made, tmp_path)
+
+    def fault(there: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order" and Order.from_json(parcel.words).round == 1:
+            there.away.add(101)
+        return [] if parcel.node in there.away else intact(there, parcel)
+
+    carrier.fault = fault
+    result = served(carrier, made, tmp_path / "run")
+    assert lost(result) == [set(), {1}, {1}, {1}]
+    # what it did before stays part of the model, and its disk holds the state that belongs to it
+    assert agrees(result, carrier, made) == {(t, 1) for t in range(1, 5)}
+    assert result.run.state.clients[1] == {"stamp": 1}
+
+
+def test_a_client_that_lost_its_folder_is_left_out(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=4)
+    carrier = local(made, tmp_path, forgetting(1, 2))
+    result = served(carrier, made, tmp_path / "run")
+    assert "the other clients are not known yet" in result.rounds[2].lost["1"]
+    assert "the server expects the state after round 1" in result.rounds[3].lost["1"]
+    assert lost(result) == [set(), {1}, {1}, {1}]
+    run, records = truth(made, result.rounds)
+    assert torch.equal(result.run.state.server.control["head.bias"], run.state.server.control["head.bias"])
+    assert [same_record(a, b) for a, b in zip(result.rounds, records, strict=True)] == [set(), *[{1}] * 4]
+
+
+def forgetting(client: int, t: int) -> Fault:
+    """Before round t that client's disk is replaced by an empty one."""
+
+    def act(carrier: LocalTransport, parcel: Parcel) -> Any:
+        folder = carrier.folders[100 + client]
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+        return intact(carrier, parcel)
+
+    return in_round(t, client, act)
+
+
+@pytest.mark.parametrize("method", DUAL)
+@pytest.mark.parametrize("needed", [1, 3])
+def test_a_client_that_lost_its_folder_begins_anew(method: str, needed: int, tmp_path: Path) -> None:
+    made = small(method, rounds=4, network={"forgotten": "begin", "min_replies": needed})
+    carrier = local(made, tmp_path, forgetting(1, 2))
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    # it is asked again at once only where a round needs it
+    assert lost(result) == ([set(), {1}, {1}, set()] if needed == 1 else [set()] * 4)
+    run, records = truth(made, result.rounds[:1])
+    for t, record in enumerate(result.rounds[1:], 1):
+        if t == (4 if needed == 1 else 2):
+            run.restore(dataclasses.replace(run.state, clients={i: c for i, c in run.state.clients.items() if i != 1}))
+        records.append(run.step(losses=record.lost))
+    same_states(result, carrier, run)
+    assert sum("client 1 has lost its state, and begins anew" in line for line in said) == 1
+
+
+def test_a_client_whose_disk_is_of_last_week_begins_anew(tmp_path: Path) -> None:
+    """A copy of before is no state to build on either, and must not keep the client out for ever."""
+    made = small("scaffold", rounds=5, network={"forgotten": "begin"})
+
+    memory = tmp_path
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        nonlocal memory
+        t = Order.from_json(parcel.words).round + 1 if parcel.kind == "order" and parcel.node == 101 else 0
+        if t == 4:
+            shutil.rmtree(memory)
+            shutil.copytree(tmp_path / "week", memory)
+        found = intact(carrier, parcel)
+        if t == 2:
+            memory = next(p for p in carrier.folders[101].iterdir() if p.is_dir())
+            shutil.copytree(memory, tmp_path / "week")
+        return found
+
+    carrier = local(made, tmp_path, fault)
+    result = served(carrier, made, tmp_path / "run")
+    assert lost(result) == [set(), set(), set(), {1}, set()]
+    run, _ = truth(made, result.rounds[:5])
+    run.restore(dataclasses.replace(run.state, clients={i: c for i, c in run.state.clients.items() if i != 1}))
+    run.step()
+    same_states(result, carrier, run)

@@ -1,0 +1,242 @@
+"""Flower itself: its simulation, and a deployment whose processes are killed. All methods are in benchmarks/network_equal.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlowrank import experiment, tree
+from fedlowrank.engine import Sequential, checkpoint
+from fedlowrank.engine.run import Run
+from fedlowrank.network.flower import from_records, to_records
+from fedlowrank.network.memory import Memory
+from fedlowrank.network.program import free_port
+from fedlowrank.record import RunRecord
+
+COMMAND = [sys.executable, "-m", "fedlowrank.cli"]
+
+
+def tables(method: str, **run: Any) -> dict[str, Any]:
+    """Irises for three clients of unequal ranks."""
+    return {
+        "name": "t",
+        "method": method,
+        "data": {"source": "iris", "normalise": "standard"},
+        "partition": {"kind": "iid", "clients": 3},
+        "model": {"names": ["mlp"], "hidden": [8]},
+        "lora": {"ranks": [3, 2, 1]},
+        "run": {"rounds": 2, "representations": 0, **run},
+        "network": {"deadline": 25.0, "wait": 240.0},
+    }
+
+
+def written(path: Path, value: dict[str, Any]) -> Path:
+    """The tables as a file; every value of theirs is written in JSON as in TOML."""
+    lines = [f"{k} = {json.dumps(v)}" for k, v in value.items() if not isinstance(v, dict)]
+    for section, fields in value.items():
+        if isinstance(fields, dict):
+            lines += [f"[{section}]", *(f"{k} = {json.dumps(v)}" for k, v in fields.items())]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def gone_over_again(made: experiment.Experiment, records: list[Any]) -> Run:
+    """The run in this process, losing just the replies that the records name."""
+    run = Run(made.method(made.header.method), made.federation(), made.run, Sequential())
+    for record in records[1:]:
+        run.step(losses=record.lost)
+    return run
+
+
+def assert_equal(run: Run, out: Path, folder_of: Callable[[int], Path]) -> None:
+    stored = checkpoint.load(out / "checkpoint")
+    assert stored.round == run.round
+    assert tree.equal(stored.server, run.state.server)
+    name = json.loads((out / "network.json").read_text())["run"]
+    for i in range(3):
+        stamp = stored.clients.get(i, {"stamp": 0})["stamp"]
+        assert (stamp > 0) == (i in run.state.clients)
+        assert tree.equal(Memory(folder_of(i) / name).at(stamp), run.state.clients.get(i))
+
+
+def test_a_message_is_words_and_one_buffer() -> None:
+    body = bytes(range(256)) * 10
+    records = to_records('{"a": 1}', body)
+    assert from_records(records) == ('{"a": 1}', body)
+    assert len(records.array_records["body"]) == 1
+
+
+@pytest.mark.parametrize("method", ["fedhl", "scaffold"])
+def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: str) -> None:
+    pytest.importorskip("ray")
+    file = written(tmp_path / "t.toml", tables(method))
+    out = tmp_path / "run"
+    # a process of its own: Ray leaves threads and warnings behind
+    done = subprocess.run(
+        [*COMMAND, "run", str(file), "--engine", "flower", "-o", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "FLWR_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = experiment.load(tables(method))
+    records = RunRecord.load(out).rounds
+    run = gone_over_again(made, records)
+    assert [r.lost for r in records] == [{}, {}, {}]
+    assert_equal(run, out, lambda i: out.with_name("run.clients") / str(i))
+    # evaluation rode on the orders: no round lacks it
+    measured = run.evaluation()
+    assert measured is not None
+    assert records[-1].risk == {k: v for k, v in measured.risk.items() if k != "server"}
+
+
+class Party:
+    """A command of ours as a process, with all it starts."""
+
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log, self.arguments = log, arguments
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*COMMAND, *self.arguments],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "COLUMNS": "200"},
+            )
+
+    def family(self) -> list[int]:
+        """It and its descendants."""
+        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        parents = {int(p): int(q) for p, q in (line.split() for line in listed.splitlines())}
+        found = [self.process.pid]
+        for pid in found:
+            found += [p for p, q in parents.items() if q == pid]
+        return found
+
+    def kill(self) -> None:
+        """Everything at once, as a loss of power would."""
+        for pid in self.family():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+@pytest.fixture
+def parties() -> Iterator[list[Party]]:
+    made: list[Party] = []
+    yield made
+    for party in made:
+        party.close()
+
+
+def until(what: Callable[[], bool], seconds: float, *watched: Party) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        ended = [p for p in watched if p.process.poll() is not None]
+        assert not ended, ended[0].log.read_text()[-3000:]
+        assert time.monotonic() < end, "\n".join(p.log.read_text()[-2000:] for p in watched)
+        time.sleep(0.2)
+
+
+def rounds(out: Path) -> int:
+    path = out / "metrics.jsonl"
+    return len(path.read_text().splitlines()) - 1 if path.exists() else -1
+
+
+@pytest.mark.timeout(840)
+def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_run(
+    tmp_path: Path, parties: list[Party]
+) -> None:
+    planned = tables("scaffold", rounds=6)
+    file, out, port = written(tmp_path / "t.toml", planned), tmp_path / "run", free_port()
+    subprocess.run([*COMMAND, "keys", str(tmp_path / "keys"), "--clients", "3"], check=True, stdout=subprocess.DEVNULL)
+
+    def serve(*more: str) -> Party:
+        keys = str(tmp_path / "keys" / "server")
+        parties.append(
+            Party(
+                tmp_path / "serve.log", "serve", str(file), "--keys", keys, "--port", str(port), "-o", str(out), *more
+            )
+        )
+        return parties[-1]
+
+    def join(client: int) -> Party:
+        keys, folder = tmp_path / "keys" / f"client-{client}", tmp_path / f"client-{client}"
+        where = ("--server", f"127.0.0.1:{port}", "--keys", str(keys), "--folder", str(folder))
+        parties.append(Party(tmp_path / f"join{client}.log", "join", str(file), "--client", str(client), *where))
+        return parties[-1]
+
+    server = serve()
+    clients = [join(i) for i in range(3)]
+    until(lambda: rounds(out) >= 1, 300, server, *clients)
+    # its order is under way or about to come
+    clients[1].kill()
+    until(lambda: rounds(out) >= 2, 200, server)
+    server.kill()
+    before = rounds(out)
+    clients[1].start()
+    server = serve("--resume")
+    until(lambda: server.process.poll() is not None, 400)
+    assert server.process.returncode == 0, server.log.read_text()[-3000:]
+    for client in clients:
+        client.process.wait(60)
+        assert client.process.returncode == 0, client.log.read_text()[-3000:]
+    records = RunRecord.load(out).rounds
+    assert len(records) == 7
+    assert before >= 2
+    assert any("1" in r.lost for r in records)
+    assert "1" not in records[-1].lost
+    run = gone_over_again(experiment.load(planned), records)
+    assert_equal(run, out, lambda i: tmp_path / f"client-{i}")
+    for i in range(3):
+        assert list((tmp_path / f"client-{i}").glob("*/model/model.safetensors"))
+
+
+def test_a_server_wants_keys_or_to_be_told_that_it_needs_none(tmp_path: Path) -> None:
+    file = written(tmp_path / "t.toml", tables("fedavg"))
+    done = subprocess.run([*COMMAND, "serve", str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "fedlowrank keys" in done.stderr
+    assert "--insecure" in done.stderr
+
+
+def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:
+    import tomllib
+
+    from fedlowrank.network.commands import app
+
+    planned = tables("fedavg")
+    app(written(tmp_path / "t.toml", planned), [], None, tmp_path / "app")
+    found = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
+    assert json.loads(found["config"]["experiment"]) == planned
+    assert found["components"] == {
+        "serverapp": "fedlowrank.network.flower:server",
+        "clientapp": "fedlowrank.network.flower:client",
+    }
+    assert dataclasses.asdict(experiment.load(json.loads(found["config"]["experiment"])).run)["rounds"] == 2

@@ -1,0 +1,368 @@
+"""Nodes that lie, hold others up, or are none of ours: they get nothing, spoil nothing, and are named."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fedlowrank import tree
+from fedlowrank.engine.run import Run, evaluated, not_finite
+from fedlowrank.engine.sequential import Sequential
+from fedlowrank.evaluate import ClientEvaluation
+from fedlowrank.experiment import Experiment
+from fedlowrank.methods.scaffold import SCAFFOLD
+from fedlowrank.network.messages import Answer, Order
+from fedlowrank.network.roster import Roster
+from fedlowrank.network.server import NetworkError, NetworkRun, Remote
+from fedlowrank.network.settings import NetworkSettings
+from fedlowrank.network.transport import Delivery, Parcel
+from fedlowrank.network.trust import Bans
+from fedlowrank.record import RoundRecord
+
+from .local import Killed, LocalTransport, agrees, changed, in_round, local, lost, missed, served, small
+
+# -- answers that are none ---------------------------------------------------------------------------------------------
+
+Lie = Callable[[Delivery], Delivery]
+
+
+def upload(change: Callable[[Any], Any]) -> Lie:
+    return lambda d: changed(d, body=tree.encode(change(tree.decode(d.body))))
+
+
+def evaluation(**fields: Any) -> Lie:
+    def lie(delivery: Delivery) -> Delivery:
+        found = Answer.from_json(delivery.words).evaluation
+        assert found is not None
+        return changed(delivery, evaluation=dataclasses.replace(found, **fields))
+
+    return lie
+
+
+def half(name: str) -> dict[str, dict[str, float | None]]:
+    return {name: {"val": 0.5, "test": 0.5}}
+
+
+WORDS: dict[str, tuple[Lie, str]] = {
+    "no JSON": (lambda d: changed(d, words="{"), "the message is not a Answer"),
+    "nothing": (lambda d: changed(d, words="", body=b""), "the message is not a Answer"),
+    "other fields": (lambda d: changed(d, words='{"a\\n": 1}'), "the message is not a Answer: client: "),
+    "another round": (lambda d: changed(d, round=1), r"it answers \(1, '[0-9a-f]{16}', 1\) and not"),
+    "another run": (lambda d: changed(d, run="x"), r"it answers \(1, 'x', 0\) and not"),
+    "another client": (lambda d: changed(d, client=0), r"it answers \(0, '[0-9a-f]{16}', 0\) and not"),
+    "giant words": (lambda d: changed(d, problem="x" * (1 << 20)), "its words take more than 1048576 bytes"),
+    "fewer steps than none": (lambda d: changed(d, steps=-1), "it counts steps or losses that cannot be"),
+    "endless steps": (lambda d: changed(d, steps=10**4000), "it counts steps or losses that cannot be"),
+    "fewer operations": (lambda d: changed(d, flops=-1), "it counts steps or losses that cannot be"),
+    "endless operations": (lambda d: changed(d, flops=10**31), "it counts steps or losses that cannot be"),
+    "a loss that is NaN": (lambda d: changed(d, losses={"local": math.nan}), "it counts steps or losses that cannot"),
+    "a loss without end": (lambda d: changed(d, losses={"local": -math.inf}), "it counts steps or losses that cannot"),
+    "a pass that is none": (lambda d: changed(d, losses={"a\nb": 1.0}), "it counts steps or losses that cannot be"),
+    "no series": (evaluation(accuracy={}, risk={}, parameters={}), "what it says its models are worth cannot be"),
+    "more than all right": (
+        evaluation(accuracy={"personal": {"val": 0.5, "test": 1.1}}),
+        "what it says its models are worth cannot be",
+    ),
+    "right by NaN": (evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}), "its models are worth cannot"),
+    "no test": (evaluation(risk={"personal": {"val": 0.5}}), "what it says its models are worth cannot be"),
+    "two kinds of series": (evaluation(risk=half("other")), "what it says its models are worth cannot be"),
+    "sizes of nothing": (evaluation(parameters={}), "what it says its models are worth cannot be"),
+    "a model of less than nothing": (evaluation(parameters={"personal": -1}), "its models are worth cannot be"),
+    "a route beyond": (evaluation(routes=[0.5, 1.5]), "what it says its models are worth cannot be"),
+}
+BODIES: dict[str, tuple[Lie, str]] = {
+    "no tree": (lambda d: changed(d, body=b"upload"), "its header has [0-9]+ bytes, where about"),
+    "empty": (lambda d: changed(d, body=b""), "was refused: these 0 bytes are"),
+    "a NaN": (upload(lambda u: tree.map(lambda t: t * math.nan, u)), "it holds a NaN or an infinity"),
+    "an infinity": (upload(lambda u: tree.map(lambda t: t + math.inf, u)), "it holds a NaN or an infinity"),
+    "another shape": (upload(lambda u: tree.map(lambda t: t[..., :1], u)), "expected float32"),
+    "more": (upload(lambda u: {"model": u, "more": u}), "was refused: expected a Controlled"),
+    "large": (lambda d: changed(d, body=d.body + bytes(1 << 17)), "bytes; at most"),
+}
+
+
+@pytest.mark.parametrize("lie", [*WORDS, *BODIES])
+def test_an_answer_that_cannot_be_is_refused_with_the_reason(lie: str) -> None:
+    change, text = {**WORDS, **BODIES}[lie]
+    _, _, kept = stage()
+    told = change(kept[101][1])
+    why, counts = judged(told.words, told.body)
+    assert re.search(text, why)
+    assert why.startswith("the reply of client 1 was refused")
+    assert counts == {1: 1}
+
+
+@pytest.mark.parametrize("lie", ["a loss that is NaN", "no series", "a NaN", "large"])
+def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_path: Path) -> None:
+    change, _ = {**WORDS, **BODIES}[lie]
+    made = small("scaffold")
+    carrier = local(made, tmp_path, in_round(2, 1, lambda there, parcel: [change(there.answered(parcel))]))
+    result = served(carrier, made, tmp_path / "run")
+    assert lost(result) == [set(), {1}, set()]
+    # words that were in order are believed even where the upload was not
+    assert agrees(result, carrier, made) == (set() if lie in BODIES else {(1, 1)})
+    assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {"1": 1}
+
+
+def test_a_problem_is_told_in_one_short_line(tmp_path: Path) -> None:
+    made = small("scaffold")
+    problem = "\x1b[2J\n12:00:00 finished\n" * 99
+    there = in_round(2, 1, lambda there, parcel: [changed(there.answered(parcel), problem=problem, kind="disk")])
+    carrier = local(made, tmp_path, there)
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    assert all(line.isprintable() and len(line) < 700 for line in said)
+    assert agrees(result, carrier, made) == missed(result) == {(1, 1)}
+    assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {}
+
+
+@pytest.mark.parametrize("client", [0, 2])
+def test_whoever_measures_other_things_is_left_out_of_the_table(client: int, tmp_path: Path) -> None:
+    made = small("floral", defaults={"clusters": 2})
+    strange = evaluation(accuracy=half("x"), risk=half("x"), parameters={"x": 3})
+    routed = evaluation(routes=[1.0])
+    for i, lie in enumerate((strange, routed)):
+        fault = in_round(2, client, lambda there, parcel, lie=lie: [lie(there.answered(parcel))])  # type: ignore[misc]
+        carrier = local(made, tmp_path / str(i), fault)
+        said: list[str] = []
+        result = served(carrier, made, tmp_path / str(i) / "run", said)
+        assert agrees(result, carrier, made) == {(1, client)}
+        assert lost(result) == [set()] * 3
+        assert sum(f"client {client} measures other things than most clients" in line for line in said) == 1
+        assert result.rounds[1].routes is None
+        assert result.rounds[2].routes is not None
+
+
+def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=4, run={"evaluate_every": 4})
+    found = ClientEvaluation(half("personal"), half("personal"), {"personal": 3})
+    carrier = local(made, tmp_path, in_round(3, 1, lambda t, p: [changed(t.answered(p), evaluation=found)]))
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == set()
+    assert [r.accuracy is not None for r in result.rounds] == [True, True, False, False, True]
+
+
+# -- who lies too often ------------------------------------------------------------------------------------------------
+
+
+def liar(carrier: LocalTransport, parcel: Parcel) -> Any:
+    found = carrier.answered(parcel)
+    if parcel.kind == "hello" or parcel.node != 101 or not Order.from_json(parcel.words).train:
+        return [found]
+    return [changed(found, body=b"lies")]
+
+
+def test_a_client_that_lies_too_often_is_banned_also_after_a_restart(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=5, network={"limits": {"ban_after": 2}})
+    carrier = local(made, tmp_path, liar)
+
+    def fault(there: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order" and Order.from_json(parcel.words).round == 3 and parcel.node == 102:
+            raise Killed
+        return liar(there, parcel)
+
+    carrier.fault = fault
+    said: list[str] = []
+    with pytest.raises(Killed):
+        served(carrier, made, tmp_path / "run", said)
+    assert "client 1 is banned: 2 of its replies were refused" in said
+    carrier.fault = liar
+    result = served(carrier, made, tmp_path / "run", resume=True)
+    assert lost(result) == [{1}] * 5
+    assert ["is banned" in r.lost["1"] for r in result.rounds[1:]] == [False, False, True, True, True]
+    # it was sent nothing more, not even that the run is over
+    assert [o.round for c, o in carrier.orders() if c == 1] == [0, 1]
+    assert agrees(result, carrier, made) == {(t, 1) for t in range(2, 6)}
+
+
+def test_nobody_is_banned_where_that_is_switched_off(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=4, network={"limits": {"ban_after": 0}})
+    carrier = local(made, tmp_path, liar)
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == set()
+    assert lost(result) == [{1}] * 4
+    assert [o.round for c, o in carrier.orders() if c == 1] == [0, 1, 2, 3, 4]
+
+
+def test_where_only_banned_clients_are_left_the_run_ends_at_once(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=4, network={"limits": {"ban_after": 1}})
+    everyone = local(made, tmp_path, lambda t, p: [d if p.kind == "hello" else changed(d, body=b"")]
+                     if (d := t.answered(p)) else [])  # fmt: skip
+    with pytest.raises(NetworkError, match="client 0 is banned: 1 of its replies were refused; client 1 is banned"):
+        served(everyone, made, tmp_path / "run")
+    assert len(everyone.orders()) == 3
+    assert everyone.clock.now == 0
+
+
+def test_a_reply_that_the_method_cannot_use_is_dropped_named_and_counted(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=3, network={"limits": {"ban_after": 2}})
+    odd = upload(lambda u: tree.map(lambda t: torch.full_like(t, 777.0), u))
+    carrier = local(made, tmp_path, lambda t, p: [odd(t.answered(p)) if trains(p) and p.node == 101 else t.answered(p)])
+    update = SCAFFOLD.server_update
+
+    def picky(self: Any, server: Any, replies: Any, view: Any) -> Any:
+        if any(bool((t == 777.0).any()) for r in replies for _, t in tree.leaves(r.upload)):
+            raise ArithmeticError("777")
+        return update(self, server, replies, view)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SCAFFOLD, "server_update", picky)
+        result = served(carrier, made, tmp_path / "run")
+    assert lost(result) == [{1}] * 3
+    assert "cannot use the reply of client 1: ArithmeticError: 777" in result.rounds[1].lost["1"]
+    assert "is banned" in result.rounds[3].lost["1"]
+    assert agrees(result, carrier, made) == {(2, 1), (3, 1)}
+
+
+def trains(parcel: Parcel) -> bool:
+    return parcel.kind == "order" and Order.from_json(parcel.words).train
+
+
+# -- anything at all ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def stage() -> tuple[Experiment, str, dict[int, list[Delivery]]]:
+    """What three clients honestly say in the first round."""
+    made, kept = small("scaffold", rounds=2), dict[int, list[Delivery]]()
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        found = carrier.answered(parcel)
+        kept.setdefault(parcel.node, []).append(found)
+        return [found]
+
+    with TemporaryDirectory() as base:
+        result = served(local(made, Path(base), fault), made, Path(base) / "run")
+        engine: Any = result.run.engine
+    return made, engine.run_id, kept
+
+
+@dataclasses.dataclass
+class Stub:
+    """Hands out what it is given."""
+
+    given: list[Delivery]
+
+    def nodes(self) -> set[int]:
+        return {100, 101, 102}
+
+    def send(self, parcels: Any, group: str, seconds: float) -> None:
+        self.asked = {p.node for p in parcels}
+
+    def receive(self) -> list[Delivery]:
+        found, self.given = [d for d in self.given if d.node in self.asked], []
+        return found
+
+    def forget(self) -> None:
+        pass
+
+
+@functools.cache
+def world() -> tuple[Any, Any]:
+    made, _, kept = stage()
+    roster = admitted(made, kept)
+    honest = Run(made.method("scaffold"), made.federation(), made.run, Sequential())
+    honest.step(losses={"1": "refused"})
+    return roster.federation(), honest.state.server
+
+
+def admitted(made: Experiment, kept: dict[int, list[Delivery]]) -> Roster:
+    roster = Roster(made, 3)
+    for node in (100, 101, 102):
+        roster.admit(kept[node][0], {100, 101, 102})
+    roster.settle({100, 101, 102})
+    return roster
+
+
+def judged(words: str, body: bytes) -> tuple[str, dict[int, int]]:
+    """Why client 1's reply was lost, if it was; whatever it is, the round ends well and its record can be written."""
+    made, run_id, kept = stage()
+    federation, without = world()
+    said: list[str] = []
+    given = [kept[100][1], Delivery(101, "order", words, body), kept[102][1]]
+    engine = Remote(
+        transport=Stub(given), roster=admitted(made, kept), settings=NetworkSettings(), run_id=run_id, bans=Bans(3),
+        say=said.append,
+    )  # fmt: skip
+    run = NetworkRun(made.method("scaffold"), federation, made.run, engine)
+    before = run.start()
+    record = run.step()
+    found = run.late()
+    assert found is not None
+    for r in (record, evaluated(before, found)):
+        assert RoundRecord(**json.loads(json.dumps(dataclasses.asdict(r)))).untimed() == r.untimed() or "NaN" in repr(r)
+        assert all(math.isfinite(x) for x in (*r.loss.values(), float(r.steps), float(r.flops)))
+        assert all(line.isprintable() and len(line) < 1200 for line in (*said, *r.lost.values()))
+    assert not_finite(run.state.server) is None
+    assert set(record.lost) <= {"1"}
+    if record.lost:
+        assert tree.equal(run.state.server, without)
+        assert run.state.clients == {0: {"stamp": 1}, 2: {"stamp": 1}}
+    assert engine.bans.counts.keys() <= {1}
+    return record.lost.get("1", ""), engine.bans.counts
+
+
+FUZZ = settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+values = st.recursive(
+    plain,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
+    max_leaves=9,
+)
+
+
+def test_what_is_honest_is_taken() -> None:
+    _, _, kept = stage()
+    assert judged(kept[101][1].words, kept[101][1].body) == ("", {})
+
+
+@FUZZ
+@given(st.text(max_size=40), st.binary(max_size=60))
+def test_any_words_and_any_bytes(words: str, body: bytes) -> None:
+    _, _, kept = stage()
+    assert judged(words, kept[101][1].body)[0]
+    assert judged(kept[101][1].words, body)[0]
+
+
+@FUZZ
+@given(st.sampled_from([f.name for f in dataclasses.fields(Answer)]), values)
+def test_an_answer_with_any_field(name: str, value: Any) -> None:
+    _, _, kept = stage()
+    judged(json.dumps({**json.loads(kept[101][1].words), name: value}), kept[101][1].body)
+
+
+@FUZZ
+@given(st.sampled_from(["accuracy", "risk", "parameters", "routes"]), st.sampled_from(["", "personal", "test"]), values)
+def test_an_answer_with_any_evaluation(field: str, where: str, value: Any) -> None:
+    _, _, kept = stage()
+    words = json.loads(kept[101][1].words)
+    held = words["evaluation"]
+    if not where or field == "routes":
+        held[field] = value
+    elif where == "test" and field != "parameters":
+        held[field]["personal"]["test"] = value
+    else:
+        held[field]["personal"] = value
+    judged(json.dumps(words), kept[101][1].body)
+
+
+@FUZZ
+@given(st.floats(width=32), st.sampled_from(["model", "control"]))
+def test_an_upload_of_any_number(number: float, where: str) -> None:
+    _, _, kept = stage()
+    held = tree.decode(kept[101][1].body)
+    odd = dataclasses.replace(held, **{where: tree.map(lambda t: torch.full_like(t, number), getattr(held, where))})
+    why, _ = judged(kept[101][1].words, tree.encode(odd))
+    assert (why == "") == bool(torch.isfinite(torch.tensor(number, dtype=torch.float32)))

@@ -1,0 +1,191 @@
+"""A server that dies at any point of a run, and is started again, ends where the unbroken run ends, to the last bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fedlowrank.engine import checkpoint
+from fedlowrank.engine.folder import RunFolder
+from fedlowrank.errors import CheckpointError
+from fedlowrank.experiment import Experiment
+from fedlowrank.network.messages import Order
+from fedlowrank.network.transport import Parcel
+from fedlowrank.simulate import Result
+
+from .local import Hazard, Killed, LocalTransport, agrees, intact, local, lost, missed, no_space, served, silence, small
+
+
+def watched(out: Path, lose: set[tuple[int, int]], double: set[tuple[int, int]]) -> Any:
+    """Loses and doubles replies by round and client, and sees that no order is ahead of what is on the server's disk."""
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "hello":
+            return intact(carrier, parcel)
+        order, client = Order.from_json(parcel.words), parcel.node - 100
+        state = checkpoint.load(out / "checkpoint")
+        assert state.round == order.round
+        assert state.clients.get(client, {"stamp": 0}) == {"stamp": order.stamp}
+        place = order.round + 1, client
+        found = carrier.answered(parcel)
+        return [silence(parcel)] if place in lose and order.train else [found] * (2 if place in double else 1)
+
+    return fault
+
+
+def not_ahead(carrier: LocalTransport, out: Path) -> None:
+    """No client took a state for good that the server's disk does not know of."""
+    if not (out / "checkpoint" / "manifest.json").exists():
+        return
+    known = checkpoint.load(out / "checkpoint").clients
+    for node, folder in carrier.folders.items():
+        for path in folder.glob("*/manifest.json"):
+            assert json.loads(path.read_text())["stamp"] <= known.get(node - 100, {"stamp": 0})["stamp"]
+
+
+def seen_through(carrier: LocalTransport, made: Experiment, out: Path, deaths: list[Any]) -> Result:
+    """Start the server again after each of its deaths, as whoever runs it does."""
+    for at in [*deaths, None]:
+        carrier.hazards[0] = Hazard(set() if at is None else {at})
+        try:
+            return served(carrier, made, out, resume=(out / "run.json").exists())
+        except Killed:
+            not_ahead(carrier, out)
+        except CheckpointError as error:
+            # before its first checkpoint nothing was sent but introductions
+            assert "before its first one" in str(error) or "cannot read" in str(error)
+            assert not carrier.orders()
+        if not (out / "checkpoint" / "manifest.json").exists() and out.exists():
+            out.rename(out.with_name(f"aside-{len(list(out.parent.iterdir()))}"))
+    raise AssertionError("the last life has no hazard")
+
+
+def test_a_server_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
+    made = small("scaffold", 2, 2)
+    carrier = local(made, tmp_path / "whole")
+    carrier.hazards[0] = whole = Hazard()
+    served(carrier, made, tmp_path / "whole" / "run")
+    second = whole.points.index("sending", whole.points.index("metrics.jsonl not renamed") + 1)
+    second = whole.points.index("sending", second + 1)
+    # once of every kind in the second round, and all of what comes after
+    names = {f"{name} {whole.points[:i].count(name) - whole.points[:second].count(name)}": i
+             for i, name in enumerate(whole.points) if i >= second}  # fmt: skip
+    chosen = [i for name, i in names.items() if not name.startswith("not synced")]
+    assert len(chosen) > 25
+    for place in chosen[::2]:
+        base = tmp_path / str(place)
+        carrier = local(made, base, watched(base / "run", set(), set()))
+        result = seen_through(carrier, made, base / "run", [place])
+        assert agrees(result, carrier, made) == set()
+        assert lost(result) == [set(), set()]
+
+
+PLAN = settings(
+    max_examples=10,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+places = st.sets(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=4)
+
+
+@PLAN
+@example("feddyn", [60, 61], {(2, 0), (2, 1), (2, 2)}, set())
+@given(st.sampled_from(["scaffold", "feddyn", "fedhl"]), st.lists(st.integers(0, 150), max_size=3), places, places)
+def test_deaths_losses_and_doubles_in_any_order(
+    method: str, deaths: list[int], lose: set[tuple[int, int]], double: set[tuple[int, int]]
+) -> None:
+    made = small(method, network={"min_replies": 0})
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        carrier = local(made, Path(folder), watched(out, lose, double))
+        result = seen_through(carrier, made, out, deaths)
+        not_ahead(carrier, out)
+        assert agrees(result, carrier, made) == missed(result)
+        assert {(t, c) for t, clients in enumerate(lost(result), 1) for c in clients} == lose
+
+
+@PLAN
+@given(
+    st.sampled_from(["scaffold", "fedhl"]),
+    st.lists(st.integers(20, 120), max_size=2),
+    st.dictionaries(st.integers(100, 102), st.tuples(st.sets(st.integers(0, 60), max_size=3), st.booleans())),
+)
+def test_deaths_and_full_disks_on_both_sides(
+    method: str, deaths: list[int], clients: dict[int, tuple[set[int], bool]]
+) -> None:
+    made = small(method, network={"min_replies": 0})
+    with TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        carrier = local(made, Path(folder), watched(out, set(), set()))
+        for node, (at, full) in clients.items():
+            carrier.hazards[node] = Hazard(at, no_space if full else Killed)
+        result = seen_through(carrier, made, out, deaths)
+        not_ahead(carrier, out)
+        # besides what a lost reply took along, the last wave's may be missing
+        assert agrees(result, carrier, made) <= missed(result) | {(3, node - 100) for node in clients}
+
+
+def test_a_record_that_was_written_by_half_is_written_again(tmp_path: Path) -> None:
+    made = small("scaffold")
+    carrier = local(made, tmp_path)
+    append = RunFolder.append
+
+    def torn(folder: RunFolder, record: Any) -> None:
+        append(folder, record)
+        if record.round == 2:
+            path = folder.path / "metrics.jsonl"
+            path.write_bytes(path.read_bytes()[:-40])
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "append", torn)
+        with pytest.raises(Killed):
+            served(carrier, made, tmp_path / "run")
+    result = served(carrier, made, tmp_path / "run", resume=True)
+    assert agrees(result, carrier, made) == set()
+
+
+@pytest.mark.parametrize("where", ["sent", "metrics.jsonl renamed", "server-000002.tree not renamed"])
+def test_an_interrupt_by_hand_leaves_a_run_that_says_so_and_goes_on(where: str, tmp_path: Path) -> None:
+    made = small("feddyn")
+    carrier = local(made, tmp_path, watched(tmp_path / "run", set(), set()))
+
+    class Stopping(Hazard):
+        def __call__(self, place: str) -> None:
+            super().__call__(place)
+            if place == where and carrier.orders() and not self.at:
+                self.at.add(1)
+                raise KeyboardInterrupt
+
+    carrier.hazards[0] = Stopping()
+    with pytest.raises(KeyboardInterrupt):
+        served(carrier, made, tmp_path / "run")
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["message"]) == ("stopped", "interrupted")
+    not_ahead(carrier, tmp_path / "run")
+    del carrier.hazards[0]
+    result = served(carrier, made, tmp_path / "run", resume=True)
+    assert agrees(result, carrier, made) == set()
+    assert lost(result) == [set()] * 3
+
+
+def test_a_full_disk_at_the_server_stops_the_run_which_then_goes_on(tmp_path: Path) -> None:
+    made = small("scaffold", 2, 2)
+    for place in (62, 66, 70):
+        base = tmp_path / str(place)
+        carrier = local(made, base, watched(base / "run", set(), set()))
+        carrier.hazards[0] = Hazard(set(range(place, 999)), no_space)
+        with pytest.raises(CheckpointError, match="No space left"):
+            served(carrier, made, base / "run")
+        not_ahead(carrier, base / "run")
+        del carrier.hazards[0]
+        result = served(carrier, made, base / "run", resume=True)
+        assert agrees(result, carrier, made) == set()
