@@ -1,79 +1,85 @@
-"""Federated LoRA on text classification and Dolly, as Markdown tables: ``python docs/fedhl_table.py RUNS``.
+"""Federated LoRA on text classification and Dolly, as Markdown tables: ``python docs/fedhl_table.py [RUNS]``.
 
-RUNS holds a folder for each experiment of ``experiments/fedhl/cpu`` (``agnews-high``, ...) as ``fedlowrank compare``
-leaves them. All figures are of the last round: the mean over clients, then mean ± standard deviation over seeds. "Per client" is
-each client's own model, of its own rank; "server" is the server's model on the same examples.
+RUNS holds a folder for each experiment of ``experiments/fedhl/cpu`` (``agnews-high``, ...) as ``fedlowrank compare`` leaves them;
+the figures of its finished runs are entered into ``docs/results/fedhl_small.csv``, one row a run, from which the tables are
+made. All are of the last round: the mean over clients, then mean ± standard deviation over seeds. "Per client" is each client's
+own model, of its own rank; "server" is the server's model on the same examples.
 """
 
 from __future__ import annotations
 
+import csv
 import statistics
 import sys
 from pathlib import Path
 
 from fedlowrank import config, experiment
-from fedlowrank.record import RoundRecord, RunRecord
+from fedlowrank.record import RunRecord
 
-FILES = Path(__file__).resolve().parents[1] / "experiments" / "fedhl" / "cpu"
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ROOT / "experiments" / "fedhl" / "cpu"
+FIGURES = ROOT / "docs" / "results" / "fedhl_small.csv"
+FIELDS = ("experiment", "method", "seed", "per_client", "server", "worst", "bytes_up", "bytes_down")
 
 
-def finished(folder: Path) -> list[RoundRecord] | None:
-    """The rounds of a run that came to its end, or None."""
+def figures(folder: Path, stem: str) -> dict[str, str] | None:
+    """One row, or None if the run did not come to its end."""
     run = RunRecord.load(folder)
-    return run.rounds if run.status["state"] == "finished" else None
+    if run.status["state"] != "finished":
+        return None
+    last, tokens = run.rounds[-1], stem.endswith("stories")
+    measured = (last.risk if tokens else last.accuracy) or {}
+    own = [v for v in next(iter(measured.values()))["test"] if v is not None]
+    # where a method has no series of the server, clients are sent the server's own model
+    server = [v for v in measured.get("server", next(iter(measured.values())))["test"] if v is not None]
+    values = [statistics.mean(own), statistics.mean(server), max(own) if tokens else min(own)]
+    totals = [sum(getattr(r, way) for r in run.rounds) for way in ("bytes_up", "bytes_down")]
+    name, _, seed = folder.name.rpartition("-s")
+    return dict(zip(FIELDS, [stem, name, seed, *(f"{v:.5f}" for v in values), *map(str, totals)], strict=True))
 
 
-def mean(values: list[float | None]) -> float:
-    """Over the clients that have test examples."""
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known)
+def entered(runs: Path | None) -> list[dict[str, str]]:
+    """All rows that are known, those of these runs in the place of older ones."""
+    known: dict[tuple[str, str, int], dict[str, str]] = {}
+    if FIGURES.exists():
+        with FIGURES.open(newline="") as file:
+            known = {(r["experiment"], r["method"], int(r["seed"])): r for r in csv.DictReader(file)}
+    for folder in sorted(runs.glob("*/*-s[0-9]*")) if runs else ():
+        if (FILES / f"{folder.parent.name}.toml").exists() and (row := figures(folder, folder.parent.name)):
+            known[row["experiment"], row["method"], int(row["seed"])] = row
+    rows = [known[key] for key in sorted(known)]
+    with FIGURES.open("w", newline="") as file:
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return rows
 
 
-def over_seeds(values: list[float], digits: int) -> str:
+def over_seeds(rows: list[dict[str, str]], field: str, scale: float, digits: int) -> str:
     """Mean and standard deviation."""
+    values = [float(r[field]) * scale for r in rows]
     spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
-def row(runs: list[list[RoundRecord]], tokens: bool) -> list[str]:
-    """What the runs of one method came to."""
-    cells = []
-    for series in ("personal", "server"):
-        found = []
-        for rounds in runs:
-            measured = (rounds[-1].risk if tokens else rounds[-1].accuracy) or {}
-            # where a method has no series of the server, clients are sent the server's own model
-            split = measured.get(series) or next(iter(measured.values()))
-            found.append(mean(split["test"]) * (1 if tokens else 100))
-        cells.append(over_seeds(found, 3 if tokens else 1))
-    lowest = [sorted(v for v in _headline(r, tokens) if v is not None) for r in runs]
-    cells.append(over_seeds([(ends[-1] if tokens else ends[0] * 100) for ends in lowest], 3 if tokens else 1))
-    cells += [f"{sum(getattr(r, way) for r in runs[0]) / 1e6:.1f}" for way in ("bytes_up", "bytes_down")]
-    return [*cells, str(len(runs))]
-
-
-def _headline(rounds: list[RoundRecord], tokens: bool) -> list[float | None]:
-    return next(iter(((rounds[-1].risk if tokens else rounds[-1].accuracy) or {}).values()))["test"]
-
-
-def main(runs: Path) -> None:
+def main(runs: Path | None) -> None:
     """Print a table an experiment."""
-    for path in sorted(FILES.glob("*.toml")):
-        if path.stem.startswith("base-") or not (runs / path.stem).is_dir():
-            continue
-        made = experiment.load(config.read(path))
-        tokens = path.stem.endswith("stories")
+    rows = entered(runs)
+    for stem in sorted({r["experiment"] for r in rows}):
+        made, tokens = experiment.load(config.read(FILES / f"{stem}.toml")), stem.endswith("stories")
+        scale, digits = (1.0, 3) if tokens else (100.0, 1)
         what = "held-out loss" if tokens else "test accuracy, %"
-        print(f"### {made.header.title}\n\nRanks {list(made.ranks)}, {made.run.rounds} rounds; {what}.\n")
+        print(f"### {made.header.title.partition(': ')[2]}\n\nRanks {list(made.ranks)}; {what}.\n")
         print("| method | per client | server | worst client | MB up | MB down | seeds |")
         print("| :--- | ---: | ---: | ---: | ---: | ---: | ---: |")
         for name in made.compared:
-            folders = sorted((runs / path.stem).glob(f"{name}-s[0-9]*"))
-            found = [r for folder in folders if (r := finished(folder)) is not None]
+            found = [r for r in rows if (r["experiment"], r["method"]) == (stem, name)]
             if found:
-                print(f"| {made.title(name)} | {' | '.join(row(found, tokens))} |")
+                cells = [over_seeds(found, f, scale, digits) for f in ("per_client", "server", "worst")]
+                cells += [f"{float(found[0][way]) / 1e6:.1f}" for way in ("bytes_up", "bytes_down")]
+                print(f"| {made.title(name)} | {' | '.join(cells)} | {len(found)} |")
         print()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else None)

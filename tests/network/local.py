@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import functools
 import json
 import os
@@ -144,10 +145,10 @@ class LocalTransport:
     def forget(self) -> None:
         self.waiting = []
 
-    def at(self, where: str) -> None:
-        """A point in the life of the process that runs now."""
+    def at(self, where: str, disk: bool = False) -> None:
+        """A point in the life of the process that runs now; a full disk shows only where the disk is used."""
         hazard = self.hazards.get(self.running)
-        if hazard is not None:
+        if hazard is not None and (disk or hazard.error is not no_space):
             hazard(where)
 
     @contextmanager
@@ -162,28 +163,30 @@ class LocalTransport:
 
             def run(self, method: Any, federation: Any, task: Any, round: int, jobs: Any) -> Iterator[Any]:
                 carrier.trained += [(job.client.id, round) for job in jobs]
-                if (hazard := carrier.hazards.get(carrier.running)) is not None and hazard.error is Killed:
-                    hazard("training")
+                carrier.at("training")
                 yield from super().run(method, federation, task, round, jobs)
 
         def synced(handle: int) -> None:
             try:
-                self.at("not synced")
+                self.at("not synced", disk=True)
             except Killed:
+                # of what was not synced a machine that loses power may keep a part: half of a new file, all but the end of
+                # one that grew
+                size = os.fstat(handle).st_size
                 if stat.S_ISREG(os.fstat(handle).st_mode):
-                    # of what was not synced a machine that loses power may keep a part
-                    os.ftruncate(handle, os.fstat(handle).st_size // 2)
+                    new = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+                    os.ftruncate(handle, size // 2 if new else max(0, size - 40))
                 raise
             # no test takes this machine's power away, and to wait for its disk takes longer than all else
 
         def replaced(path: Path, target: Path) -> Path:
-            self.at(f"{target.name} not renamed")
+            self.at(f"{target.name} not renamed", disk=True)
             found = replace(path, target)
-            self.at(f"{target.name} renamed")
+            self.at(f"{target.name} renamed", disk=True)
             return found
 
         def unlinked(path: Path, missing_ok: bool = False) -> None:
-            self.at(f"{path.name} not removed")
+            self.at(f"{path.name} not removed", disk=True)
             unlink(path, missing_ok)
 
         with ExitStack() as stack:

@@ -344,3 +344,32 @@ def test_a_wrong_key_keeps_a_client_out(tmp_path: Path) -> None:
     result = served(carrier, made, tmp_path / "run", keys={100: 0, 101: 2, 102: 1})
     assert [len(r.lost) for r in result.rounds[1:]] == [2] * 3
     assert all(p.kind == "hello" for p in carrier.log if p.node != 100)
+
+
+def test_a_client_that_comes_back_between_two_attempts_is_asked_again(tmp_path: Path) -> None:
+    made = small("feddyn", network={"min_replies": 3, "wait": 100.0})
+    carrier = local(made, tmp_path)
+
+    def fault(there: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order" and parcel.node == 101 and Order.from_json(parcel.words).round == 1:
+            # its node is replaced by another one, as after a restart
+            there.folders[201] = there.folders.pop(101)
+            return [Delivery(101, "order", problem="the node is gone", gone=True)]
+        return intact(there, parcel)
+
+    carrier.fault = fault
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    carrier.folders[101] = carrier.folders[201]
+    assert agrees(result, carrier, made) == set()
+    assert lost(result) == [set()] * 3
+    assert said.count("client 1 is here, with 40 examples") == 2
+    assert carrier.clock.now == 0
+
+
+def test_rounds_without_any_reply_pass_where_that_is_allowed(tmp_path: Path) -> None:
+    made = small("scaffold", network={"min_replies": 0})
+    carrier = local(made, tmp_path, lossy({2: {0, 1, 2}}))
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == missed(result) == {(1, 0), (1, 1), (1, 2)}
+    assert len(carrier.orders()) == 12

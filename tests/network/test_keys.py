@@ -121,9 +121,10 @@ def test_keys_are_never_overwritten(folder: Path) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=str(folder)):
         make_keys(folder, 3, [])
-    for again in (lambda: add_client(folder, 1), lambda: add_client(folder, -1)):
-        with pytest.raises(ConfigError, match=r"client-1|from 0"):
-            again()
+    with pytest.raises(ConfigError, match="client-1"):
+        add_client(folder, 1)
+    with pytest.raises(ConfigError, match="from 0"):
+        add_client(folder, -1)
     (folder / "client-1" / "client.key").unlink()
     with pytest.raises(ConfigError, match="client-1"):
         add_client(folder, 1)

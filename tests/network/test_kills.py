@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from fedlowrank.engine import checkpoint
@@ -57,12 +58,10 @@ def seen_through(carrier: LocalTransport, made: Experiment, out: Path, deaths: l
             return served(carrier, made, out, resume=(out / "run.json").exists())
         except Killed:
             not_ahead(carrier, out)
-        except CheckpointError as error:
-            # before its first checkpoint nothing was sent but introductions
-            assert "before its first one" in str(error) or "cannot read" in str(error)
+        if out.exists() and not (out / "checkpoint" / "manifest.json").exists():
+            # before its first checkpoint nothing was sent but introductions, and nothing is lost
             assert not carrier.orders()
-        if not (out / "checkpoint" / "manifest.json").exists() and out.exists():
-            out.rename(out.with_name(f"aside-{len(list(out.parent.iterdir()))}"))
+            shutil.rmtree(out)
     raise AssertionError("the last life has no hazard")
 
 
@@ -77,7 +76,7 @@ def test_a_server_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
     names = {f"{name} {whole.points[:i].count(name) - whole.points[:second].count(name)}": i
              for i, name in enumerate(whole.points) if i >= second}  # fmt: skip
     chosen = [i for name, i in names.items() if not name.startswith("not synced")]
-    assert len(chosen) > 25
+    assert len(chosen) > 20
     for place in chosen[::2]:
         base = tmp_path / str(place)
         carrier = local(made, base, watched(base / "run", set(), set()))
@@ -91,7 +90,9 @@ PLAN = settings(
     derandomize=True,
     deadline=None,
     database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    # to make a failing plan smaller takes minutes
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow],
 )
 places = st.sets(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=4)
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,7 @@ def test_an_app_is_one_file_that_flower_accepts(tmp_path: Path) -> None:
     from flwr.common.config import get_fused_config_from_fab
     from flwr.supercore.run import Run
 
+    config: dict[str, str | int | float | bool]
     config = {"json": json.dumps({"a": 'say "no" \\ to\n\x7f', "b": ["ü", 1]}), "n": 3, "x": 0.1, "yes": True}
     write_app(tmp_path / "app", "trial-1", "a.b_c:server", "a.b_c:client", config)
     assert [path.name for path in (tmp_path / "app").iterdir()] == ["pyproject.toml"]
@@ -292,7 +293,8 @@ def ask(path: str, client: tuple[str, int] | None, server: tuple[str, int | None
         return {}
 
     scope = {"type": "http", "path": path, "client": client, "server": server}
-    asyncio.run(guard.guarded(app)(scope, receive, send))
+    answer: Any = guard.guarded(app)(scope, receive, send)
+    asyncio.run(answer)
     return int(sent[0]["status"])
 
 
@@ -324,7 +326,8 @@ def test_the_start_and_end_of_the_application_pass_the_guard() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    asyncio.run(guard.guarded(app)({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    passed: Any = guard.guarded(app)({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
+    asyncio.run(passed)
     assert seen == ["lifespan"]
 
 
@@ -410,10 +413,11 @@ def test_one_that_connects_and_falls_is_never_given_up(tmp_path: Path) -> None:
 
 def test_a_connection_wipes_out_what_failed_before(tmp_path: Path) -> None:
     steady = f"{CONNECTED}; sleep 3; exit 9"
-    node = Pretended(tmp_path, "exit 2", "exit 2", steady, REFUSED, REFUSED, REFUSED, f"{CONNECTED}; exec sleep 87")
+    scripts = ["exit 2", "exit 2", steady, "exit 2", REFUSED, REFUSED, REFUSED, f"{CONNECTED}; exec sleep 87"]
+    node = Pretended(tmp_path, *scripts)
     thread, stop, errors = run_supervised(node, pauses=[0.01], patience=2.5)
     try:
-        until(lambda: errors or node.starts == 7, 30)
+        until(lambda: errors or node.starts == len(scripts), 30)
     finally:
         stop.set()
         thread.join(20)
@@ -494,7 +498,7 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 def test_a_federation_without_keys(trial: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # where nobody answers: what passes between programs of this machine must not go there
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    odd = {"path": "C:\\data \"own\" 'share'\\x.toml", "partition-id": 1, "e": "a=b c=d"}
+    odd: dict[str, str | int] = {"path": "C:\\data \"own\" 'share'\\x.toml", "partition-id": 1, "e": "a=b c=d"}
     long = json.dumps({"text": 'ä "quoted" \\ \n' * 2000})
     with SuperLink(tmp_path / "link", insecure=True, variables={"FEDLOWRANK_TEST": "the server's"}) as link:
         node = SuperNode(
@@ -538,6 +542,13 @@ def test_a_federation_without_keys(trial: Callable[..., Path], tmp_path: Path, m
             assert not before & set(family.processes())
 
 
+class Keyless(SuperNode):
+    """A client that believes the server and does not say who it is, which Flower by itself would let in."""
+
+    def _launch(self, command: Sequence[str]) -> None:
+        super()._launch(command[: command.index("--auth-supernode-private-key")])
+
+
 @pytest.mark.slow
 def test_a_federation_with_keys(trial: Callable[..., Path], tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", 2, [])
@@ -549,7 +560,8 @@ def test_a_federation_with_keys(trial: Callable[..., Path], tmp_path: Path) -> N
         link = stack.enter_context(SuperLink(tmp_path / "link", keys, host="0.0.0.0"))
         node = SuperNode(tmp_path / "node", link.address, {"partition-id": 1}, own)
         other = SuperNode(tmp_path / "other", link.address, {"partition-id": 7}, stranger)
-        for program in (node, other):
+        nobody = Keyless(tmp_path / "nobody", link.address, {"partition-id": 1}, own)
+        for program in (node, other, nobody):
             stack.callback(program.close)
         number = link.register(keys.clients[1])
         node.start()
@@ -558,6 +570,9 @@ def test_a_federation_with_keys(trial: Callable[..., Path], tmp_path: Path) -> N
         with pytest.raises(ProcessError, match="Failed to activate"):
             other.wait_connected()
         assert other.code == 1
+        nobody.start()
+        with pytest.raises(ProcessError, match="must be registered"):
+            nobody.wait_connected()
         assert link.nodes() == {number: "online"}
         for path, local, foreign in (("control/list-nodes", 200, 403), ("fleet/pull-messages", 401, 401)):
             assert _status(link, keys, f"/v1/{path}", "127.0.0.1") == local

@@ -57,6 +57,7 @@ class Remote(Engine):
         found: what clients found out of that, in the last wave.
         fresh: clients whose state is to be begun anew.
         others: everyone's download, for those who do not train in a round.
+        sizes: training examples of all clients, as the federation has them in this round, whoever joins in the meantime.
         sent: bytes of words and bodies sent and received, by what they were.
     """
 
@@ -71,6 +72,7 @@ class Remote(Engine):
     found: dict[int, ClientEvaluation] = dataclasses.field(default_factory=dict)
     fresh: set[int] = dataclasses.field(default_factory=set)
     others: list[Job] = dataclasses.field(default_factory=list)
+    sizes: tuple[int, ...] = ()
     sent: dict[str, int] = dataclasses.field(default_factory=lambda: {"words": 0, "down": 0, "up": 0})
     _templates: Templates | None = None
 
@@ -86,7 +88,8 @@ class Remote(Engine):
         left, needed = list(jobs), min(self.settings.min_replies, len(jobs))
         for attempt in range(self.settings.attempts):
             if attempt:
-                self._await({j.client.id for j in left if not self.bans.banned(j.client.id)})
+                known = {j.client.id for j in left if self.sizes[j.client.id]}
+                self._await({i for i in known if not self.bans.banned(i)})
                 left = [dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.fresh else j for j in left]
             outcomes |= dict(self._wave(left, [] if attempt else self.others, round, last=False))
             left = [j for j in jobs if outcomes[j.client.id].lost is not None]
@@ -134,7 +137,7 @@ class Remote(Engine):
         return True
 
     def _wave(self, train: list[Job], watch: list[Job], round: int, last: bool) -> Iterator[tuple[int, Outcome]]:
-        present, sizes = self.transport.nodes(), self.roster.sizes
+        present = self.transport.nodes()
         parcels = self.roster.questions(present)
         asked: dict[int, Job] = {}
         bodies: dict[int, bytes] = {}
@@ -145,8 +148,11 @@ class Remote(Engine):
                 why = f"client {client} is banned: {self.bans.counts[client]} of its replies were refused"
             elif member is None or member.node not in present:
                 why = f"client {client} is not connected"
+            elif not self.sizes[client]:
+                # this round's federation does not know how large it is, so its reply would have no weight
+                why = f"client {client} came when the round had begun"
             else:
-                words = self._order(job, round, sizes, trains, last)
+                words = self._order(job, round, trains, last)
                 if id(job.down) not in bodies:
                     bodies[id(job.down)] = tree.encode(job.down)
                 body = bodies[id(job.down)]
@@ -164,7 +170,7 @@ class Remote(Engine):
                 self._admit(delivery)
                 continue
             job = asked.pop(delivery.node)
-            outcome = self._outcome(delivery, job, round, sizes, job.client.id in training)
+            outcome = self._outcome(delivery, job, round, job.client.id in training)
             if job.client.id in training:
                 yield job.client.id, outcome
             elif outcome.lost:
@@ -176,13 +182,11 @@ class Remote(Engine):
             else:
                 self.say(why)
 
-    def _order(self, job: Job, round: int, sizes: tuple[int, ...], trains: bool, last: bool) -> str:
-        tell = None if self.roster.members[job.client.id].told == sizes else sizes
+    def _order(self, job: Job, round: int, trains: bool, last: bool) -> str:
+        tell = None if self.roster.members[job.client.id].told == self.sizes else self.sizes
         return Order(self.run_id, round, int(job.state["stamp"]), trains, self.evaluate or last, tell, last).to_json()
 
-    def _outcome(
-        self, delivery: Delivery, job: Job, round: int, sizes: tuple[int, ...], trains: bool
-    ) -> Outcome:  # fmt: skip
+    def _outcome(self, delivery: Delivery, job: Job, round: int, trains: bool) -> Outcome:
         """What a delivery is worth: nothing of it is believed before it has been looked at."""
         client = job.client
         lost = Outcome(None, None, Meter())
@@ -196,8 +200,7 @@ class Remote(Engine):
             answer = self._answer(delivery, client, round, trains)
             if answer.problem:
                 return dataclasses.replace(lost, lost=self._problem(answer, client))
-            # by now others may have joined, of whom it was not told
-            self.roster.members[client.id].told = sizes
+            self.roster.members[client.id].told = self.sizes
             if answer.evaluation is not None and self.evaluate:
                 self.found[client.id] = answer.evaluation
             if not trains:
@@ -323,6 +326,7 @@ class NetworkRun(Run):
         federation = self.engine.roster.updated(self.federation)
         if federation is not self.federation:
             self.federation, self.task = federation, federation.task(self.settings.rounds)
+        self.engine.sizes = tuple(i.examples for i in federation.infos)
         self.engine.evaluate = self.is_due()
         training = {i.id for i in self.participants(self.round)} if self.round < self.settings.rounds else set()
         due = self.engine.evaluate
