@@ -372,8 +372,9 @@ def test_a_program_that_was_killed_and_then_refused_for_a_while_is_brought_back(
     node = Pretended(tmp_path, f"{CONNECTED}; exit 9", REFUSED, REFUSED, REFUSED, REFUSED, stay)
     thread, stop, errors = run_supervised(node, pauses=[0.01, 0.05], patience=60)
     try:
-        until(lambda: node.starts == 6 and node.node_id() == 123, 20)
+        until(lambda: node.starts == 6 and node.said[-1].startswith("connected"))
         assert node.alive()
+        assert node.node_id() == 123
     finally:
         stop.set()
         thread.join(20)
@@ -530,7 +531,7 @@ def test_a_federation_without_keys(trial: Callable[..., Path], tmp_path: Path, m
             until(node.working)
             assert node.kill_working() == 1
             assert node.alive()
-            assert not node.working()
+            until(lambda: not node.working())
             assert any("flower-superexec" in process.command for process in family.descendants(node.pid or 0).values())
             before = {link.pid, *family.descendants(link.pid or 0)}
             assert any("flwr-serverapp" in process.command for n, process in family.processes().items() if n in before)
