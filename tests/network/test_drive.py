@@ -40,7 +40,7 @@ from .local import (
     truth,
 )
 
-METHODS = ["scaffold", "feddyn", "fedhl", "fedslr", "ditto", "floral"]
+METHODS = ["scaffold", "feddyn", "fedhl", "fedslr", "per_fedavg", "floral"]
 
 
 @pytest.mark.parametrize("method", METHODS)

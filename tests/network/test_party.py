@@ -167,7 +167,7 @@ def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, fold
         assert first[0].losses == outcome.meter.losses
         # another order is another order, be it by its words or by its body alone
         trains = len(carrier.trained)
-        for other, body in ((order(run, evaluate=True), download(run)), (order(run), other_download(run))):
+        for other, body in ((order(run), other_download(run)), (order(run, evaluate=True), other_download(run))):
             Party(folder).answer(other, body)
             trains += 1
             assert len(carrier.trained) == trains
