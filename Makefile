@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo demo-language test lint types unit bench clean
+.PHONY: install demo demo-language test test-deployment lint types unit bench clean
 
 install: $(VENV)/.installed
 
@@ -43,6 +43,9 @@ types: install
 
 unit: install
 	$(BIN)/python -m pytest -n 2
+
+test-deployment: install
+	FEDLOWRANK_DEPLOYMENT=1 $(BIN)/python -m pytest tests/network/test_flower.py tests/network/test_processes.py
 
 bench: install
 	$(BIN)/python benchmarks/round_cost.py

@@ -169,6 +169,8 @@ def rounds(out: Path) -> int:
     return len(path.read_text().splitlines()) - 1 if path.exists() else -1
 
 
+@pytest.mark.slow
+@pytest.mark.skipif("FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes minutes; `make test-deployment` runs it")
 @pytest.mark.timeout(840)
 def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_run(
     tmp_path: Path, parties: list[Party]
