@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from . import tree
 from .errors import NonFiniteError
+from .flops import FlopLedger
 from .key import Key
 from .local_data import LocalData, Size, channels_last, gather, size_of
 from .method import Batch, ClientInfo, Request
@@ -35,30 +35,6 @@ class Meter:
     steps: int = 0
     flops: int = 0
     losses: dict[str, float] = field(default_factory=dict)
-
-
-class FlopLedger:
-    """Floating-point operations of a step, counted by torch once for each kind of step and shape of batch."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, int] = {}
-
-    def count(self, kind: Any, sizes: Mapping[Size, int], run: Callable[[Size], object]) -> int:
-        """Operations of a number of steps.
-
-        Args:
-            kind: everything but the batch that the cost depends on.
-            sizes: number of steps for each size of a batch, examples and tokens.
-            run: executes one step of that size; called under the counter when the size is new.
-        """
-        total = 0
-        for size, steps in sizes.items():
-            if (kind, size) not in self._known:
-                with FlopCounterMode(display=False) as counter:
-                    run(size)
-                self._known[kind, size] = counter.get_total_flops()
-            total += steps * self._known[kind, size]
-        return total
 
 
 def code_of(function: Callable[..., Any]) -> Any:

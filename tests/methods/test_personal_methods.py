@@ -505,11 +505,9 @@ def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
 # -- all ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "method", [PerFedAvg(), FedRep(head_epochs=2), FedPer(), FedSpa()], ids=lambda m: type(m).__name__
-)
-def test_the_battery(method) -> None:
-    assert [f for f in check_method(method) if not f.ok] == []
+def test_the_battery_with_more_epochs_of_the_head() -> None:
+    # with defaults every method passes it in tests/engine/test_engines.py
+    assert [f for f in check_method(FedRep(head_epochs=2)) if not f.ok] == []
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from fedlowrank import experiment, tree
 from fedlowrank.engine.run import Run
 from fedlowrank.engine.sequential import Sequential
 from fedlowrank.experiment import Experiment
+from fedlowrank.flops import FlopLedger
 from fedlowrank.network import party, server, transport
 from fedlowrank.network.drive import drive
 from fedlowrank.network.memory import Memory
@@ -33,7 +34,6 @@ from fedlowrank.network.party import Party, prepare
 from fedlowrank.network.transport import Delivery, Parcel
 from fedlowrank.record import RoundRecord
 from fedlowrank.simulate import Result, threads
-from fedlowrank.train import FlopLedger
 
 
 class Killed(BaseException):

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 from .. import tree
 from ..data.federation import Federation
 from ..errors import NonFiniteError
+from ..flops import FlopLedger
 from ..local_data import LocalData
 from ..method import ClientInfo, ClientView, Method, Task, Trainer
-from ..train import FlopLedger, LocalTrainer, Meter
+from ..train import LocalTrainer, Meter
 
 AnyMethod = Method[Any, Any, Any, Any]
 
