@@ -43,6 +43,24 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Pull:
+    """A quadratic added to a loss: strength/2 ‖p - towards‖² - ⟨along, p⟩.
+
+    It enters by its derivative, strength (p - towards) - along, which an engine can make part of a step without ever
+    writing a gradient down.
+
+    Attributes:
+        strength: at least 0.
+        towards: a tree like the one that is trained; None where the strength is 0.
+        along: a tree like it, or None for none.
+    """
+
+    strength: float = 0.0
+    towards: Any = None
+    along: Any = None
+
+
+@dataclass(frozen=True)
 class Request:
     """One call of :meth:`ClientView.train`, whose arguments these are."""
 
@@ -53,6 +71,7 @@ class Request:
     given: tuple[Any, ...]
     precondition: Callable[..., Any] | None
     prox: Callable[..., Any] | None
+    pull: Pull | None = None
 
 
 class Trainer(Protocol):
@@ -101,6 +120,7 @@ class ClientView:
         given: tuple[Any, ...] = (),
         precondition: Callable[..., T] | None = None,
         prox: Callable[..., T] | None = None,
+        pull: Pull | None = None,
     ) -> T:
         """Train a tree of parameters by one pass over the local training data.
 
@@ -116,6 +136,7 @@ class ClientView:
             precondition: ``precondition(grads, params, *given)``, the gradient to use instead, before clipping, weight
                 decay and momentum.
             prox: ``prox(params, lr, *given)``, applied after every step with the round's learning rate.
+            pull: a quadratic whose derivative is added to the gradient, after ``precondition`` and before the rest.
 
         Returns:
             The trained tree, detached and contiguous.
@@ -123,7 +144,7 @@ class ClientView:
         Raises:
             NonFiniteError: if a loss or a parameter becomes NaN or infinite.
         """
-        end: T = self.trainer.train(Request(loss, start, name, optimiser, given, precondition, prox))
+        end: T = self.trainer.train(Request(loss, start, name, optimiser, given, precondition, prox, pull))
         return end
 
     def total(self, statistic: Callable[..., T], params: Any, *, given: tuple[Any, ...] = ()) -> T:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import CellType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import tree
+from .descent import Work, layout
 from .errors import NonFiniteError
 from .flops import FlopLedger
+from .fused import FusedPass, Fusion, fusable
 from .key import Key
-from .local_data import LocalData, Size, channels_last, gather, size_of
+from .local_data import LocalData, Size, gather, size_of
 from .method import Batch, ClientInfo, Request
 from .models.architecture import Architecture
-from .optimiser import clip
 
 T = TypeVar("T")
 
@@ -38,9 +40,20 @@ class Meter:
 
 
 def code_of(function: Callable[..., Any]) -> Any:
-    """Identity of a function's code, equal for the same method at different clients."""
+    """Identity of a function's code and of the numbers and words that it captured; equal at different clients."""
     inner = getattr(function, "__func__", function)
-    return getattr(inner, "__code__", inner)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        return inner
+    held = [_content(c) for c in inner.__closure__ or ()] + [*(inner.__defaults__ or ())]
+    return (code, *(v for v in held if v is None or type(v) in (bool, int, float, str)))
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the function refers to one that is yet to be defined
+        return None
 
 
 def shapes(value: Any) -> tuple[Any, ...]:
@@ -57,6 +70,7 @@ class LocalTrainer:
         data: of the client.
         round: counted from 0.
         ledger: shared by all clients of a run.
+        fusions: likewise, by the kind of steps.
         micro_batch: examples at once in a step, or None for all of its batch.
     """
 
@@ -67,6 +81,7 @@ class LocalTrainer:
         data: LocalData,
         round: int,
         ledger: FlopLedger,
+        fusions: dict[Any, Fusion] | None = None,
         micro_batch: int | None = None,
     ) -> None:
         self.model = model
@@ -74,6 +89,7 @@ class LocalTrainer:
         self.data = data
         self.round = round
         self.ledger = ledger
+        self.fusions = {} if fusions is None else fusions
         self.micro_batch = micro_batch
         self.meter = Meter()
 
@@ -83,9 +99,9 @@ class LocalTrainer:
 
     def train(self, request: Request) -> Any:
         """See :meth:`fedlowrank.method.ClientView.train`."""
-        name = request.name
+        name, fusion = request.name, self._fusion(request)
         with in_training(self.random, self.data.key / name):
-            end, losses = descend(request, self.data.batches(name), self.round, self.micro_batch)
+            end, losses = descend(request, self.data.batches(name), self.round, self.micro_batch, fusion)
         self.account(request, losses)
         check_finite(self.data.info, self.round, name, losses, end)
         return tree.canonical(end)
@@ -99,25 +115,38 @@ class LocalTrainer:
             size = self.data.size(i)
             where.setdefault(size, i)
             sizes[size] = sizes.get(size, 0) + 1
-        inputs = shapes(self.data.examples.x)
-        kind = (code_of(request.loss), self.model.name, inputs, shapes(request.start), shapes(request.given))
+        kind = self._kind(request)
 
         def step(size: Size) -> object:
             some = gather(self.data.examples, where[size])
-            params, rebuilt = _private(request.start)
-            value = request.loss(rebuilt, some, *request.given)
-            return torch.autograd.grad(value, params, materialize_grads=True)
+            work = Work(request, self.round)
+            return torch.autograd.grad(work.loss(some), work.params, materialize_grads=True)
 
         with in_training(self.random, self.data.key / "flops"):
             self.meter.flops += self.ledger.count(kind, sizes, step)
         self.meter.steps += len(losses)
         self.meter.losses[request.name] = float(losses.mean())
 
+    def _fusion(self, request: Request) -> Fusion | None:
+        """How steps of a request are fused, None if they cannot be."""
+        if not fusable(request):
+            return None
+        kind = self._kind(request)
+        if kind not in self.fusions:
+            with in_training(self.random, self.data.key / "fusion"):
+                self.fusions[kind] = Fusion(Work(request, self.round), next(self.data.batches(request.name)))
+        return self.fusions[kind]
+
+    def _kind(self, request: Request) -> Any:
+        """What the cost of a step depends on, but for its batch."""
+        inputs = shapes(self.data.examples.x)
+        return code_of(request.loss), self.model.name, inputs, shapes(request.start), shapes(request.given)
+
     def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.method.ClientView.total`."""
         sums: list[T] = []
         sizes: dict[Size, int] = {}
-        params = _layout(params)
+        params = layout(params)
         with torch.no_grad():
             for batch in self.data.chunks():
                 part = statistic(params, batch, *given)
@@ -131,7 +160,11 @@ class LocalTrainer:
 
 
 def descend(
-    request: Request, batches: Iterator[Batch], round: int, micro_batch: int | None = None
+    request: Request,
+    batches: Iterator[Batch],
+    round: int,
+    micro_batch: int | None = None,
+    fusion: Fusion | None = None,
 ) -> tuple[Any, Tensor]:
     """Take one step a batch.
 
@@ -140,37 +173,30 @@ def descend(
         batches: one a step.
         round: counted from 0.
         micro_batch: examples of which a gradient is taken at once; those of a batch add up to its own.
+        fusion: how matrices can take their steps in the backward pass; None to take all steps by gradients.
 
     Returns:
         The trained tree, and the loss of every step ``[steps]``.
     """
-    params, now = _private(request.start)
-    given = _layout(request.given)
-    rates = request.optimiser.rates([path for path, _ in tree.leaves(request.start)], round)
-    lr = request.optimiser.learning_rate(round)
-    memory: list[list[Tensor]] = []
+    work = Work(request, round, frozenset() if fusion is None else fusion.places)
+    fused = None if fusion is None else FusedPass(fusion, work)
     losses: list[Tensor] = []
     for count, batch in enumerate(batches):
-        value, grads = _gradient(request, now, params, batch, given, micro_batch)
+        whole = micro_batch is None or len(batch) <= micro_batch
+        value = fused.step(batch) if fused is not None and whole else None
+        if value is None:
+            value, grads = _gradient(work, batch, micro_batch)
+            work.step(grads, count)
+        work.proximal()
         losses.append(value)
-        with torch.no_grad():
-            if request.precondition is not None:
-                grads = tensors_like(now, request.precondition(refill(now, grads), now, *given))
-            if request.optimiser.clip is not None:
-                grads = clip(grads, request.optimiser.clip)
-            request.optimiser.step(params, grads, memory, rates, count)
-            if request.prox is not None:
-                for p, q in zip(params, tensors_like(now, request.prox(now, lr, *given)), strict=True):
-                    p.copy_(q)
-    return now, torch.stack(losses)
+    return work.now, torch.stack(losses)
 
 
-def _gradient(
-    request: Request, now: Any, params: list[Tensor], batch: Batch, given: Any, micro_batch: int | None
-) -> tuple[Tensor, list[Tensor]]:
+def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor, list[Tensor]]:
     """The loss of a batch and its gradient."""
+    request, now, params, given = work.request, work.now, work.params, work.given
     if micro_batch is None or len(batch) <= micro_batch:
-        value = request.loss(now, batch, *given)
+        value = work.loss(batch)
         return value.detach(), list(torch.autograd.grad(value, params, materialize_grads=True))
     weights = torch.ones(len(batch)) if batch.weights is None else batch.weights
     whole = max(1, int(weights.sum()))
@@ -210,27 +236,3 @@ def in_training(models: list[Architecture], key: Key) -> Iterator[None]:
         finally:
             for model in models:
                 model.training(False)
-
-
-def _layout(value: T) -> T:
-    """The memory layout in which convolutions are fastest; no value changes."""
-    return tree.map(channels_last, value)
-
-
-def _private(start: T) -> tuple[list[Tensor], T]:
-    """Copies that may be changed in place, as a list and in their tree."""
-    params = [channels_last(t.detach().clone()).requires_grad_() for _, t in tree.leaves(start)]
-    return params, refill(start, params)
-
-
-def refill(like: T, tensors: list[Tensor]) -> T:
-    """A tree of that structure with these tensors."""
-    new = iter(tensors)
-    return tree.map(lambda _: next(new), like)
-
-
-def tensors_like(like: Any, value: Any) -> list[Tensor]:
-    """The tensors of a tree in the order of another, matched by path."""
-    out: list[Tensor] = []
-    tree.map(lambda _, t: out.append(t), like, value)
-    return out

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedlowrank.flops import FlopCounter, FlopLedger
 
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from .. import tree
 from ..data.federation import Federation
 from ..errors import NonFiniteError
 from ..flops import FlopLedger
+from ..fused import Fusion
 from ..local_data import LocalData
 from ..method import ClientInfo, ClientView, Method, Task, Trainer
 from ..train import LocalTrainer, Meter
@@ -52,11 +53,13 @@ class Engine(ABC):
 
     Attributes:
         ledger: what steps cost, found once for all clients.
+        fusions: which matrices can take their steps in the backward pass, found once for all clients.
         micro_batch: examples of which a gradient is taken at once, or None for all of a batch.
     """
 
     name: ClassVar[str]
     ledger: FlopLedger = field(default_factory=FlopLedger, repr=False)
+    fusions: dict[Any, Fusion] = field(default_factory=dict, repr=False)
     micro_batch: int | None = None
 
     @abstractmethod
@@ -76,7 +79,8 @@ class Engine(ABC):
         passes, by_length = method.passes(), federation.by_length
         data = LocalData(client, held.train, passes, key, federation.augment, held.quarter_turns, by_length)
         models = federation.architectures
-        return LocalTrainer(models[client.architecture], models.values(), data, round, self.ledger, self.micro_batch)
+        mine, others = models[client.architecture], models.values()
+        return LocalTrainer(mine, others, data, round, self.ledger, self.fusions, self.micro_batch)
 
 
 def client_key(federation: Federation, client: int, round: int) -> Any:

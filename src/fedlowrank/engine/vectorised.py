@@ -26,9 +26,10 @@ from torch import Tensor
 from .. import tree
 from ..data.dataset import NO_LOSS
 from ..data.federation import Federation
+from ..descent import refill, tensors_like
 from ..errors import NonFiniteError, TaskError
 from ..method import Batch, Request, Task
-from ..train import LocalTrainer, Meter, check_finite, refill, shapes, tensors_like
+from ..train import LocalTrainer, Meter, check_finite, shapes
 from .base import AnyMethod, Engine, Job, Outcome, client_view
 
 T = TypeVar("T")
@@ -181,6 +182,7 @@ def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[
     first = requests[0]
     base = _stack([r.start for r in requests])
     given = _stack([r.given for r in requests])
+    towards, along = (_stack([_pull_of(r, n) for r in requests]) for n in ("towards", "along"))
     rates = first.optimiser.rates([path for path, _ in tree.leaves(first.start)], round)
     lr = first.optimiser.learning_rate(round)
     steps = [c.local.steps(first.name) for c in clients]
@@ -209,6 +211,8 @@ def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[
         with torch.no_grad():
             if first.precondition is not None:
                 grads = _mapped(first.precondition, first, grads, work, held)
+            if first.pull is not None:
+                grads = _pulled(grads, work, first.pull.strength, towards, along)
             if first.optimiser.clip is not None:
                 grads = _clip(grads, first.optimiser.clip)
             first.optimiser.step(work, grads, memory, rates, count)
@@ -241,6 +245,24 @@ def _mapped(
 
     result: list[Tensor] = torch.vmap(one)(a, b, given)
     return result
+
+
+def _pull_of(request: Request, name: str) -> list[Tensor]:
+    """The tensors of a tree of a request's pull, in the order of the start's; none if it has not got that tree."""
+    found = getattr(request.pull, name, None)
+    return [] if found is None else tensors_like(request.start, found)
+
+
+def _pulled(
+    grads: list[Tensor], work: list[Tensor], strength: float, towards: list[Tensor], along: list[Tensor]
+) -> list[Tensor]:
+    """Gradients with the derivative of a pull added; its trees have a row for every client, ``work`` for the active ones."""
+    active = len(work[0])
+    if along:
+        grads = list(torch._foreach_sub(grads, [t[:active] for t in along]))
+    if towards and strength:
+        grads = list(torch._foreach_add(grads, torch._foreach_sub(work, [t[:active] for t in towards]), alpha=strength))
+    return grads
 
 
 def _clip(grads: list[Tensor], bound: float) -> list[Tensor]:
@@ -302,6 +324,7 @@ def _kind(client: _Client) -> Any:
         client.local.model.name,
         shapes(r.start),
         shapes(r.given),
+        None if r.pull is None else (r.pull.strength, shapes(r.pull.towards), shapes(r.pull.along)),
         repr(tree.skeleton((r.start, r.given))),
         inputs,
     )

@@ -19,13 +19,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task, by_examples
-from ..tree import Params, map, mean  # noqa: A004
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,13 @@ class Ditto(Method[Params, Params, Params, Params]):
 
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """FedAvg's box, then SGD on F_k(v) + λ/2 ‖v - w^t‖²."""
-        model, lam = view.model, self.lam
+        model = view.model
 
-        def loss(theta: Params, batch: Batch, *_: Params) -> Tensor:
+        def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        def pulled(grads: Params, v: Params, anchor: Params) -> Params:
-            return map(lambda g, p, q: torch.add(g, p - q, alpha=lam), grads, v, anchor)
-
         w = view.train(loss, down, "global", self.optimiser)
-        v = view.train(loss, state, "personal", self.optimiser, given=(down,), precondition=pulled)
+        v = view.train(loss, state, "personal", self.optimiser, pull=Pull(self.lam, towards=down))
         return v, w
 
     def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:

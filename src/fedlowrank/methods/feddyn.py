@@ -24,13 +24,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task
-from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
+from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Pull, Reply, ServerView, Task
+from ..tree import Params, add, mean, sub, tree, zeros_like
 
 
 @tree
@@ -86,16 +85,14 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     def local_update(self, state: Params, down: Down, view: ClientView) -> tuple[Params, Params]:
         """SGD on F_k(θ) - ⟨g_k, θ⟩ + α/2 ‖θ - θ^t‖²."""
-        model, alpha = view.model, self.alpha
+        model = view.model
 
-        def loss(theta: Params, batch: Batch, _: Params, __: Params) -> Tensor:
+        def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        def dynamic(grads: Params, theta: Params, anchor: Params, own: Params) -> Params:
-            return map(lambda g, p, q, o: torch.add(g - o, p - q, alpha=alpha), grads, theta, anchor, own)
-
-        theta = view.train(loss, down.model, "local", self.optimiser, given=(down.model, state), precondition=dynamic)
-        return add(state, sub(theta, down.model), -alpha), theta
+        pull = Pull(self.alpha, towards=down.model, along=state)
+        theta = view.train(loss, down.model, "local", self.optimiser, pull=pull)
+        return add(state, sub(theta, down.model), -self.alpha), theta
 
     def server_update(self, server: Cloud, replies: Sequence[Reply[Params]], view: ServerView) -> Cloud:
         """The dual h moves by the share of clients that replied, θ leaves their mean by h / α."""

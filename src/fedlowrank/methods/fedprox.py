@@ -17,13 +17,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, map, mean  # noqa: A004
+from ..method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task, by_examples
+from ..tree import Params, mean
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,12 @@ class FedProx(Method[Params, None, Params, Params]):
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on F_k(θ) + μ/2 ‖θ - θ^t‖²."""
         del state
-        model, mu = view.model, self.mu
+        model = view.model
 
-        def loss(theta: Params, batch: Batch, _: Params) -> Tensor:
+        def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        def proximal(grads: Params, theta: Params, anchor: Params) -> Params:
-            return map(lambda g, p, q: torch.add(g, p - q, alpha=mu), grads, theta, anchor)
-
-        return None, view.train(loss, down, "local", self.optimiser, given=(down,), precondition=proximal)
+        return None, view.train(loss, down, "local", self.optimiser, pull=Pull(self.mu, towards=down))
 
     def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""

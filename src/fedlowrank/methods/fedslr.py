@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -34,7 +33,7 @@ from ..loss import task_loss
 from ..low_rank.matricise import Weights, unpack
 from ..low_rank.penalty import Norm, Shrunk, begin, prox, prox_in_step, warn_if_dead
 from ..low_rank.threshold import soft
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
 from ..optimiser import SGD, Optimiser, Schedule
 from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
 
@@ -120,11 +119,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         """Both phases, from the same w^t."""
         model, eta_g, mu, norm, w = view.model, self.eta_g, self.mu, self.private, unpack(down, view.model.initial)
 
-        def loss(theta: Params, batch: Batch, *_: Params) -> Tensor:
+        def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
-
-        def dual(grads: Params, theta: Params, anchor: Params, gamma: Params) -> Params:
-            return map(lambda g, v, a, o: torch.add(g - o, v - a, alpha=1 / eta_g), grads, theta, anchor, gamma)
 
         def fused(p: Params, batch: Batch, fixed: Params) -> Tensor:
             return task_loss(model.apply(add(fixed, p), batch.x), batch)
@@ -132,7 +128,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         def threshold(p: Params, lr: float, _: Params) -> Params:
             return map(lambda t: soft(t, lr * mu), p) if norm == "sparse" else prox_in_step(p, lr * mu, norm, ())
 
-        end = view.train(loss, w, "phase1", self.optimiser, given=(w, state.gamma), precondition=dual)
+        end = view.train(loss, w, "phase1", self.optimiser, pull=Pull(1 / eta_g, towards=w, along=state.gamma))
         p = view.train(fused, state.p, "phase2", self.optimiser, given=(w,), prox=threshold)
         return Client(add(state.gamma, sub(w, end), 1 / eta_g), p), end
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task
 from ..optimiser import AdamW
 from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
 
@@ -84,14 +84,11 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         """Corrected SGD, then option II."""
         model = view.model
 
-        def loss(y: Params, batch: Batch, _: Params) -> Tensor:
+        def loss(y: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(y, batch.x), batch)
 
-        def corrected(grads: Params, _: Params, correction: Params) -> Params:
-            return add(grads, correction)
-
-        given = (sub(down.control, state),)
-        y = view.train(loss, down.model, "local", self.optimiser, given=given, precondition=corrected)
+        correction = Pull(along=sub(state, down.control))
+        y = view.train(loss, down.model, "local", self.optimiser, pull=correction)
         way = view.steps("local") * self.optimiser.learning_rate(view.round)
         if way == 0:
             return state, Controlled(sub(y, down.model), zeros_like(state))

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..errors import TaskError
 from ..tree import Params
+from .stateless import Stateless
 
 _BATCH = nn.modules.batchnorm._BatchNorm
 _INSTANCE = nn.modules.instancenorm._InstanceNorm
@@ -46,6 +46,8 @@ class Code:
                 if isinstance(layer, _BATCH) and _keeps(layer):
                     # buffers in place but not tracked: training uses the batch and changes nothing
                     layer.track_running_stats = False
+            self._by_statistics = Stateless(self._fixed)
+        self._by_batch = Stateless(self._batch)
         self.training(False)
 
     def training(self, mode: bool) -> None:
@@ -58,11 +60,11 @@ class Code:
     def __call__(self, params: Params, x: Any) -> Tensor:
         """Scores of inputs; a dict of inputs is passed as keyword arguments."""
         if not self.names:
-            return self._call(self._batch, params, x)
+            return self._call(self._by_batch, params, x)
         if self.names[0] in params:
-            return self._call(self._fixed, params, x)
+            return self._call(self._by_statistics, params, x)
         try:
-            return self._call(self._batch, params, x)
+            return self._call(self._by_batch, params, x)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -71,12 +73,11 @@ class Code:
                 "batch of one example, or a model without batch normalisation."
             ) from error
 
-    def _call(self, module: nn.Module, params: Params, x: Any) -> Tensor:
-        # torch's own search for tied weights swaps a layer that has two names twice, and leaves in it what it was given
+    def _call(self, code: Stateless, params: Params, x: Any) -> Tensor:
         tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
         given, named = (params | tied if tied else params), isinstance(x, dict)
         args, kwargs = ((), x) if named else ((x,), {})
-        out: Any = functional_call(module, given, args, kwargs, tie_weights=False)
+        out: Any = code(given, *args, **kwargs)
         scores: Tensor = out if isinstance(out, Tensor) else out.logits
         return scores
 
@@ -99,9 +100,10 @@ class Code:
                 # without momentum the statistics are the plain mean over calls
                 layer.momentum = None
                 layer.reset_running_stats()
+        code = Stateless(counter)
         with torch.no_grad():
             for x in chunks():
-                self._call(counter, params, x)
+                self._call(code, params, x)
         buffers = dict(counter.named_buffers())
         return {name: buffers[name] for name in self.names}
 
