@@ -32,10 +32,15 @@ def weigh(messages: Iterable[Any]) -> Traffic:
         messages: trees, as a method's ``download`` and ``local_update`` return them.
     """
     bytes_, parameters = 0, 0
+    known: dict[int, tuple[Any, int, int]] = {}
     for message in messages:
-        if message is not None:
-            bytes_ += tree.encoded_size(message)
-            parameters += tree.numel(message)
+        if message is None:
+            continue
+        if id(message) not in known:
+            # kept with the message, for only of those that live are no two identities equal
+            known[id(message)] = message, tree.encoded_size(message), tree.numel(message)
+        bytes_ += known[id(message)][1]
+        parameters += known[id(message)][2]
     return Traffic(bytes_, parameters)
 
 

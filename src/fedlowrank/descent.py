@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ from .method import Batch, Pull, Request
 from .optimiser import Rates, clip
 
 T = TypeVar("T")
+
+
+class Disguise(Protocol):
+    """Puts other tensors, which know more, in the places of parameters while a loss is computed."""
+
+    def __call__(self, params: list[Tensor]) -> list[Tensor]:
+        """The parameters as the loss is to see them."""
+        ...
 
 
 class Work:
@@ -48,8 +56,13 @@ class Work:
         pull = Pull() if request.pull is None else request.pull
         self.towards = None if not pull.strength else tensors_like(request.start, layout(pull.towards))
         self.along = None if pull.along is None else tensors_like(request.start, layout(pull.along))
+        self.memory: list[list[Tensor]] = []
         self._lr = request.optimiser.learning_rate(round)
-        self._memory: list[list[Tensor]] = []
+
+    @property
+    def strength(self) -> float:
+        """Of the pull."""
+        return 0.0 if self.request.pull is None else self.request.pull.strength
 
     def replace(self, new: dict[int, Tensor]) -> None:
         """Other tensors in some places."""
@@ -62,23 +75,27 @@ class Work:
         """Copy what is still the start's."""
         self.replace({i: self.params[i].detach().clone() for i in self.borrowed})
 
-    def loss(self, batch: Batch) -> Tensor:
+    def loss(self, batch: Batch, disguise: Disguise | None = None) -> Tensor:
         """Of a batch."""
-        value: Tensor = self.request.loss(self.now, batch, *self.given)
+        now = self.now if disguise is None else refill(self.now, disguise(self.params))
+        value: Tensor = self.request.loss(now, batch, *self.given)
         return value
 
+    def gradient(self, value: Tensor, allow_unused: bool = False) -> list[Tensor]:
+        """Of a loss; None for what it does not depend on, if that is allowed, and else zeros."""
+        return list(torch.autograd.grad(value, self.params, allow_unused=True, materialize_grads=not allow_unused))
+
     @torch.no_grad()
-    def step(self, grads: Sequence[Tensor], count: int) -> None:
+    def step(self, grads: list[Tensor], count: int) -> None:
         """Move in place, given the gradient and the number of steps before."""
         self.own()
-        request, now, all_ = self.request, self.now, range(len(self.params))
-        grads = list(grads)
+        request = self.request
         if request.precondition is not None:
-            grads = tensors_like(now, request.precondition(refill(now, grads), now, *self.given))
-        grads = self.pulled(grads, all_)
+            grads = self.mapped(request.precondition, grads)
+        grads = self.pulled(grads, range(len(grads)))
         if request.optimiser.clip is not None:
-            grads = clip(grads, request.optimiser.clip)
-        request.optimiser.step(self.params, grads, self._memory, self.rates, count)
+            grads = self.clipped(grads, request.optimiser.clip)
+        request.optimiser.step(self.params, grads, self.memory, self.rates, count)
 
     @torch.no_grad()
     def step_some(self, grads: Sequence[Tensor | None], places: Sequence[int]) -> None:
@@ -92,18 +109,27 @@ class Work:
         """Gradients at some places with the derivative of the request's pull added."""
         if self.along is not None:
             grads = list(torch._foreach_sub(grads, [self.along[i] for i in places]))
-        if self.towards is not None and self.request.pull is not None:
+        if self.towards is not None:
             apart = torch._foreach_sub([self.params[i] for i in places], [self.towards[i] for i in places])
-            grads = list(torch._foreach_add(grads, apart, alpha=self.request.pull.strength))
+            grads = list(torch._foreach_add(grads, apart, alpha=self.strength))
         return grads
 
     @torch.no_grad()
     def proximal(self) -> None:
         """What comes after every step."""
-        if self.request.prox is not None:
-            new = tensors_like(self.now, self.request.prox(self.now, self._lr, *self.given))
+        prox, lr = self.request.prox, self._lr
+        if prox is not None:
+            new = self.mapped(lambda _, p, *given: prox(p, lr, *given), self.params)
             for p, q in zip(self.params, new, strict=True):
                 p.copy_(q)
+
+    def mapped(self, f: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors of ``f(a, now, *given)``, where a is the tree of some tensors."""
+        return tensors_like(self.now, f(refill(self.now, tensors), self.now, *self.given))
+
+    def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
+        """Gradients whose common norm is at most ``bound``."""
+        return clip(grads, bound)
 
 
 def layout(value: T) -> T:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .descent import Work, refill
+from .descent import Work
 from .method import Batch, Request
 from .optimiser import SGD
 
@@ -46,18 +46,14 @@ def _within(value: Any) -> list[Tensor]:
 
 
 class Watch(TorchFunctionMode):
-    """Sees what a step does with its parameters; to be entered around its loss and its backward pass.
+    """Sees what a loss does with its parameters; to be entered around it.
 
     Args:
         params: of the step.
-
-    Attributes:
-        value: the loss, once it is there; that gradients of it are asked for is no use of a parameter.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         super().__init__()
-        self.value: Tensor | None = None
         self._places = {id(p): i for i, p in enumerate(params) if p.ndim == 2 and p.numel() >= SMALLEST}
         self._linear = dict.fromkeys(self._places.values(), 0)
         self._other: set[int] = set()
@@ -73,11 +69,13 @@ class Watch(TorchFunctionMode):
         """Execute, and remember which parameters took part."""
         del types
         kwargs = kwargs or {}
-        asked = func is torch.autograd.grad and any(t is self.value for t in _within(args[0]))
-        if func not in _HARMLESS and not asked:
+        if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+            # a backward pass within the loss would take the steps too early
+            self._other.update(self._linear)
+        if func not in _HARMLESS:
             used = [self._places[id(t)] for t in (*_within(args), *_within(kwargs)) if id(t) in self._places]
             for place in used:
-                if len(used) == 1 and linear_of(func, args, kwargs) is not None:
+                if len(used) == 1 and linear_of(func, args, kwargs) is not None and not _is_recomputed():
                     self._linear[place] += 1
                 else:
                     self._other.add(place)
@@ -90,8 +88,17 @@ def linear_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         return None
     x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else kwargs.get("bias")
     plain = x.dtype == weight.dtype and x.ndim >= 2 and not torch.is_autocast_enabled(weight.device.type)
-    functorch = any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, weight))
-    return (x, weight, bias) if plain and not functorch else None
+    return (x, weight, bias) if plain and _is_of_many(x) == _is_of_many(weight) else None
+
+
+def _is_recomputed() -> bool:
+    """Whether what is computed now may be computed again in the backward pass, as ``torch.utils.checkpoint`` does."""
+    return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _is_of_many(t: Tensor) -> bool:
+    """Whether a tensor stands for those of many clients, within ``vmap``."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
 
 
 class Step:
@@ -103,18 +110,20 @@ class Step:
 
     Attributes:
         moved: the matrices that have taken it, by place.
+        begun: whether the loss is there; a backward pass before that is one within the loss.
     """
 
     def __init__(self, work: Work, places: frozenset[int]) -> None:
-        pull = work.request.pull
-        strength = 0.0 if pull is None else pull.strength
         lr, decay = work.rates.lr, work.rates.weight_decay
-        self._factors = {i: (1.0 - lr[i] * (decay[i] + strength), -lr[i]) for i in places}
+        self._factors = {i: (1.0 - lr[i] * (decay[i] + work.strength), -lr[i]) for i in places}
         self._borrowed = work.borrowed
         self._seen: set[int] = set()
         self.moved: dict[int, Tensor] = {}
-        matrices = [Matrix.of(p, self, i) if i in places else p for i, p in enumerate(work.params)]
-        self.now = refill(work.now, matrices)
+        self.begun = False
+
+    def disguise(self, params: list[Tensor]) -> list[Tensor]:
+        """The parameters with stand-ins of the matrices."""
+        return [Matrix.of(p, self, i) if i in self._factors else p for i, p in enumerate(params)]
 
     def claim(self, place: int) -> None:
         """A linear map uses the matrix at a place; raises UnfusableError if one has done so before."""
@@ -123,19 +132,35 @@ class Step:
         self._seen.add(place)
 
     def take(self, place: int, weight: Tensor, g: Tensor, x: Tensor) -> None:
-        """Let a matrix take the step, given gᵀ ``[out, n]`` and x ``[n, in]``."""
+        """Let a matrix take the step.
+
+        Args:
+            place: of the matrix.
+            weight: the matrix ``[out, in]``, or those of many clients ``[clients, out, in]``.
+            g: gradient of the output ``[(clients,) n, out]``.
+            x: the input ``[(clients,) n, in]``.
+        """
+        if not self.begun:
+            raise UnfusableError
         beta, alpha = self._factors[place]
         out = None if place in self._borrowed else weight
-        self.moved[place] = torch.addmm(weight, g, x, beta=beta, alpha=alpha, out=out)
+        product = torch.addmm if weight.ndim == 2 else torch.baddbmm
+        self.moved[place] = product(weight, g.mT, x, beta=beta, alpha=alpha, out=out)
 
-    def decay(self, place: int, weight: Tensor) -> None:
-        """Let a matrix take the step that the loss does not depend on."""
-        self.moved[place] = weight * self._factors[place][0]
-
-    def again(self) -> None:
-        """Begin the next step, of the same tensors."""
-        self._seen.clear()
-        self.moved.clear()
+    def finish(self, work: Work, grads: Sequence[Tensor | None]) -> None:
+        """What is left of the step after the backward pass."""
+        for i, (beta, _) in self._factors.items():
+            new = self.moved.get(i)
+            if new is None:
+                # the loss does not depend on it this time
+                new = work.params[i] * beta if i in self._borrowed else work.params[i].mul_(beta)
+            if work.towards is not None:
+                new.add_(work.towards[i], alpha=work.rates.lr[i] * work.strength)
+            if work.along is not None:
+                new.add_(work.along[i], alpha=work.rates.lr[i])
+            self.moved[i] = new
+        work.step_some(grads, [i for i in range(len(work.params)) if i not in self._factors])
+        work.replace({i: t for i, t in self.moved.items() if t is not work.params[i]})
 
 
 class Matrix(Tensor):
@@ -167,7 +192,8 @@ class Matrix(Tensor):
         if parts is None:
             raise UnfusableError
         matrix.step.claim(matrix.place)
-        return _Linear.apply(*parts, matrix.step, matrix.place)  # type: ignore[no-untyped-call]
+        form = LinearOfMany if _is_of_many(matrix.plain) else _Linear
+        return form.apply(*parts, matrix.step, matrix.place)  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
@@ -185,7 +211,60 @@ class _Linear(torch.autograd.Function):
         rows = g.reshape(-1, g.shape[-1])
         below = g @ weight if ctx.needs_input_grad[0] else None
         bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        ctx.step.take(ctx.place, weight, rows.t(), x.reshape(-1, x.shape[-1]))
+        ctx.step.take(ctx.place, weight, rows, x.reshape(-1, x.shape[-1]))
+        return below, None, bias, None, None
+
+
+class LinearOfMany(torch.autograd.Function):
+    """The same for many clients within ``vmap``; it leaves ``vmap`` for one product over all of them."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, step: Step, place: int) -> Tensor:
+        """Never called: ``vmap`` calls the rule below."""
+        del x, weight, bias, step, place
+        raise UnfusableError
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing: the rule below is differentiated."""
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        axes: tuple[int | None, ...],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        step: Step,
+        place: int,
+    ) -> tuple[Tensor, int]:
+        """The products of all clients ``[clients, n, in] × [clients, out, in]``."""
+        # a matrix within a second vmap is not every client's own
+        if axes[1] != 0 or axes[0] is None or _is_of_many(weight):
+            raise UnfusableError
+        x = x.movedim(axes[0], 0)
+        if bias is not None:
+            bias = bias.movedim(axes[2], 0) if axes[2] is not None else bias.expand(info.batch_size, *bias.shape)
+        rows = x.reshape(len(x), -1, x.shape[-1])
+        out: Tensor = _Products.apply(rows, weight, bias, step, place)  # type: ignore[no-untyped-call]
+        return out.reshape(*x.shape[:-1], out.shape[-1]), 0
+
+
+class _Products(torch.autograd.Function):
+    """Linear maps of many clients, whose matrices take their step in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, step: Step, place: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.step, ctx.place = step, place
+        return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias[:, None], x, weight.mT)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        below = torch.bmm(g, weight) if ctx.needs_input_grad[0] else None
+        bias = g.sum(1) if ctx.needs_input_grad[2] else None
+        ctx.step.take(ctx.place, weight, g, x)
         return below, None, bias, None, None
 
 
@@ -202,58 +281,23 @@ class Fusion:
 
     def __init__(self, work: Work, batch: Batch) -> None:
         with Watch(work.params) as watch:
-            watch.value = work.loss(batch)
-            torch.autograd.grad(watch.value, work.params, materialize_grads=True)
+            work.loss(batch)
         self.places = watch.found
 
-
-class FusedPass:
-    """A pass whose steps are fused.
-
-    Args:
-        fusion: what is known of them.
-        work: what is trained.
-    """
-
-    def __init__(self, fusion: Fusion, work: Work) -> None:
-        self._places, self._work = fusion.places, work
-        self._others = [i for i in range(len(work.params)) if i not in fusion.places]
-        self._step: Step | None = None
-
-    def step(self, batch: Batch) -> Tensor | None:
+    def step(self, work: Work, batch: Batch) -> Tensor | None:
         """Take a step, and return its loss; None if it must be taken by gradients."""
-        work = self._work
-        if not self._places:
+        if not self.places:
             return None
-        if self._step is None:
-            self._step = Step(work, self._places)
+        step = Step(work, self.places)
         try:
-            value: Tensor = work.request.loss(self._step.now, batch, *work.given)
+            value = work.loss(batch, step.disguise)
         except UnfusableError:
-            self._step = None
             return None
-        grads = torch.autograd.grad(value, work.params, allow_unused=True)
-        self._finish(work, self._step, grads)
+        step.begun = True
+        grads = work.gradient(value, allow_unused=True)
+        with torch.no_grad():
+            step.finish(work, grads)
         return value.detach()
-
-    @torch.no_grad()
-    def _finish(self, work: Work, step: Step, grads: Sequence[Tensor | None]) -> None:
-        """What is left of a step after the backward pass."""
-        for i in self._places:
-            if i not in step.moved:
-                step.decay(i, work.params[i])
-            lr, new = work.rates.lr[i], step.moved[i]
-            if work.towards is not None and work.request.pull is not None:
-                new.add_(work.towards[i], alpha=lr * work.request.pull.strength)
-            if work.along is not None:
-                new.add_(work.along[i], alpha=lr)
-        work.step_some(grads, self._others)
-        fresh = {i: t for i, t in step.moved.items() if t is not work.params[i]}
-        work.replace(fresh)
-        if fresh:
-            self._step = None
-        else:
-            step.again()
 
 
 def fusable(request: Request) -> bool:

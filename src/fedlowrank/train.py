@@ -15,7 +15,7 @@ from . import tree
 from .descent import Work, layout
 from .errors import NonFiniteError
 from .flops import FlopLedger
-from .fused import FusedPass, Fusion, fusable
+from .fused import Fusion, fusable
 from .key import Key
 from .local_data import LocalData, Size, gather, size_of
 from .method import Batch, ClientInfo, Request
@@ -99,15 +99,16 @@ class LocalTrainer:
 
     def train(self, request: Request) -> Any:
         """See :meth:`fedlowrank.method.ClientView.train`."""
-        name, fusion = request.name, self._fusion(request)
+        name, kind = request.name, self.kind(request)
+        fusion = self.fusion(request, kind)
         with in_training(self.random, self.data.key / name):
             end, losses = descend(request, self.data.batches(name), self.round, self.micro_batch, fusion)
-        self.account(request, losses)
+        self.account(request, kind, losses)
         check_finite(self.data.info, self.round, name, losses, end)
         return tree.canonical(end)
 
-    def account(self, request: Request, losses: Tensor) -> None:
-        """Enter a pass into the meter."""
+    def account(self, request: Request, kind: Any, losses: Tensor) -> None:
+        """Enter a pass of that :meth:`kind` into the meter."""
         index = self.data.order(request.name)
         where: dict[Size, Tensor] = {}
         sizes: dict[Size, int] = {}
@@ -115,29 +116,27 @@ class LocalTrainer:
             size = self.data.size(i)
             where.setdefault(size, i)
             sizes[size] = sizes.get(size, 0) + 1
-        kind = self._kind(request)
 
         def step(size: Size) -> object:
             some = gather(self.data.examples, where[size])
             work = Work(request, self.round)
-            return torch.autograd.grad(work.loss(some), work.params, materialize_grads=True)
+            return work.gradient(work.loss(some))
 
         with in_training(self.random, self.data.key / "flops"):
             self.meter.flops += self.ledger.count(kind, sizes, step)
         self.meter.steps += len(losses)
         self.meter.losses[request.name] = float(losses.mean())
 
-    def _fusion(self, request: Request) -> Fusion | None:
-        """How steps of a request are fused, None if they cannot be."""
+    def fusion(self, request: Request, kind: Any) -> Fusion | None:
+        """How steps of a request of that :meth:`kind` are fused, None if they cannot be."""
         if not fusable(request):
             return None
-        kind = self._kind(request)
         if kind not in self.fusions:
             with in_training(self.random, self.data.key / "fusion"):
                 self.fusions[kind] = Fusion(Work(request, self.round), next(self.data.batches(request.name)))
         return self.fusions[kind]
 
-    def _kind(self, request: Request) -> Any:
+    def kind(self, request: Request) -> Any:
         """What the cost of a step depends on, but for its batch."""
         inputs = shapes(self.data.examples.x)
         return code_of(request.loss), self.model.name, inputs, shapes(request.start), shapes(request.given)
@@ -179,11 +178,10 @@ def descend(
         The trained tree, and the loss of every step ``[steps]``.
     """
     work = Work(request, round, frozenset() if fusion is None else fusion.places)
-    fused = None if fusion is None else FusedPass(fusion, work)
     losses: list[Tensor] = []
     for count, batch in enumerate(batches):
         whole = micro_batch is None or len(batch) <= micro_batch
-        value = fused.step(batch) if fused is not None and whole else None
+        value = fusion.step(work, batch) if fusion is not None and whole else None
         if value is None:
             value, grads = _gradient(work, batch, micro_batch)
             work.step(grads, count)
@@ -197,7 +195,7 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
     request, now, params, given = work.request, work.now, work.params, work.given
     if micro_batch is None or len(batch) <= micro_batch:
         value = work.loss(batch)
-        return value.detach(), list(torch.autograd.grad(value, params, materialize_grads=True))
+        return value.detach(), work.gradient(value)
     weights = torch.ones(len(batch)) if batch.weights is None else batch.weights
     whole = max(1, int(weights.sum()))
     total, grads = torch.zeros(()), [torch.zeros_like(p) for p in params]
@@ -215,9 +213,7 @@ def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end:
     bad = (~torch.isfinite(losses)).nonzero()
     if len(bad):
         raise NonFiniteError(client.id, round, name, int(bad[0]))
-    # a sum is finite only if all it adds is, and is many times cheaper than to look at every element
-    sums = torch.stack([t.detach().sum() for _, t in tree.leaves(end)])
-    if not bool(torch.isfinite(sums).all()):
+    if tree.not_finite(end) is not None:
         raise NonFiniteError(client.id, round, name, None)
 
 

@@ -300,15 +300,37 @@ def signature(value: Any) -> str:
     return json.dumps([skeleton(value), shapes])
 
 
-_SIZES: dict[str, int] = {}
+_SIZES: dict[Any, int] = {}
+
+
+def _form(value: Any) -> Any:
+    """What :func:`signature` says, as something to look up, many times faster."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape
+    items = _items(value, "")
+    # repr tells 1 from True, and takes NaN for equal to itself
+    return type(value), repr(value) if items is None else tuple([(k, _form(v)) for k, v in items])
 
 
 def encoded_size(value: Any) -> int:
     """``len(encode(value))``, measured once for each :func:`signature` and remembered."""
-    name = signature(value)
-    if name not in _SIZES:
-        _SIZES[name] = len(encode(value))
-    return _SIZES[name]
+    form = _form(value)
+    if form not in _SIZES:
+        _SIZES[form] = len(encode(value))
+    return _SIZES[form]
+
+
+def not_finite(value: Any) -> str | None:
+    """The path of the first tensor that holds a NaN or an infinity, or None."""
+    found = [(path, t) for path, t in leaves(value) if t.is_floating_point() and t.numel()]
+    if not found:
+        return None
+    # a norm is finite only if all it squares is, and is many times cheaper than to look at every element; only one that is
+    # not needs a second look, for finite numbers may overflow it
+    norms = torch._foreach_norm([t for _, t in found])
+    if bool(torch.stack([n.double() for n in norms]).isfinite().all()):
+        return None
+    return next((path for path, t in found if not bool(t.isfinite().all())), None)
 
 
 def equal(a: Any, b: Any) -> bool:

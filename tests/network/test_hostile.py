@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedlowrank import tree
-from fedlowrank.engine.run import Run, evaluated, not_finite
+from fedlowrank.engine.run import Run, evaluated
 from fedlowrank.engine.sequential import Sequential
 from fedlowrank.evaluate import ClientEvaluation
 from fedlowrank.experiment import Experiment
@@ -305,7 +305,7 @@ def judged(words: str, body: bytes) -> tuple[str, dict[int, int]]:
         assert RoundRecord(**json.loads(json.dumps(dataclasses.asdict(r)))).untimed() == r.untimed() or "NaN" in repr(r)
         assert all(math.isfinite(x) for x in (*r.loss.values(), float(r.steps), float(r.flops)))
         assert all(line.isprintable() and len(line) < 1200 for line in (*said, *r.lost.values()))
-    assert not_finite(run.state.server) is None
+    assert tree.not_finite(run.state.server) is None
     assert set(record.lost) <= {"1"}
     if record.lost:
         assert tree.equal(run.state.server, without)

@@ -258,7 +258,7 @@ class Run:
                 if self.settings.on_nan == "stop":
                     raise outcome.error
                 lost[str(info.id)] = str(outcome.error)
-            elif (where := not_finite(outcome.upload)) is not None:
+            elif (where := tree.not_finite(outcome.upload)) is not None:
                 lost[str(info.id)] = (
                     f"the reply of client {info.id} holds a NaN or an infinity at {where}; it was dropped"
                 )
@@ -299,15 +299,6 @@ def evaluated(record: RoundRecord, found: Evaluation) -> RoundRecord:
     return dataclasses.replace(
         record, accuracy=found.accuracy, risk=found.risk, routes=found.routes, parameters=found.parameters
     )
-
-
-def not_finite(upload: Any) -> str | None:
-    """The path of the first tensor that holds a NaN or an infinity, or None."""
-    for path, t in tree.leaves(upload):
-        # a sum is finite if all it adds is; only a sum that is not needs a second look, for finite numbers may overflow it
-        if t.is_floating_point() and not bool(t.sum().isfinite()) and not bool(t.isfinite().all()):
-            return path
-    return None
 
 
 class Clock:

@@ -20,17 +20,14 @@ from queue import SimpleQueue
 from types import CellType, FunctionType, MethodType
 from typing import Any, ClassVar, TypeVar
 
-import torch
-from torch import Tensor
-
 from .. import tree
-from ..data.dataset import NO_LOSS
 from ..data.federation import Federation
-from ..descent import refill, tensors_like
-from ..errors import NonFiniteError, TaskError
-from ..method import Batch, Request, Task
+from ..descent import refill
+from ..errors import NonFiniteError
+from ..method import Request, Task
 from ..train import LocalTrainer, Meter, check_finite, shapes
 from .base import AnyMethod, Engine, Job, Outcome, client_view
+from .stacked import descend_together
 
 T = TypeVar("T")
 
@@ -158,152 +155,21 @@ def _alone(client: _Client) -> Any:
 def _together(title: str, clients: list[_Client], round: int) -> list[Any]:
     """The answers to equal requests, executed at once."""
     order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
-    ends, losses = _descend(title, [clients[i] for i in order], round)
+    first = [clients[i] for i in order]
+    ends, losses = descend_together(title, [c.local for c in first], [_request(c) for c in first], round)
+    kind = first[0].local.kind(_request(first[0]))
+    rows = [t.unbind() for _, t in tree.leaves(ends)]
     answers: list[Any] = [None] * len(clients)
     for place, i in enumerate(order):
         client, request = clients[i], _request(clients[i])
-        end = tree.map(lambda t, place=place: t[place].clone(), ends)
-        client.local.account(request, losses[place])
+        end = refill(request.start, [row[place] for row in rows])
+        client.local.account(request, kind, losses[place])
         try:
             check_finite(client.local.data.info, round, request.name, losses[place], end)
             answers[i] = tree.canonical(end)
         except NonFiniteError as error:
             answers[i] = error
     return answers
-
-
-def _descend(title: str, clients: list[_Client], round: int) -> tuple[Any, list[Tensor]]:
-    """Take the steps of all clients, those with the most steps first.
-
-    Returns:
-        The trained trees with a leading client axis, and the losses of each client.
-    """
-    requests = [_request(c) for c in clients]
-    first = requests[0]
-    base = _stack([r.start for r in requests])
-    given = _stack([r.given for r in requests])
-    towards, along = (_stack([_pull_of(r, n) for r in requests]) for n in ("towards", "along"))
-    rates = first.optimiser.rates([path for path, _ in tree.leaves(first.start)], round)
-    lr = first.optimiser.learning_rate(round)
-    steps = [c.local.steps(first.name) for c in clients]
-    feeds = [c.local.data.batches(first.name) for c in clients]
-    loss = _vmap(first.loss, first.start, first.given)
-    memory: list[list[Tensor]] = []
-    losses: list[list[Tensor]] = [[] for _ in clients]
-    active = len(clients)
-    work = _leaves(base, active)
-    for count in range(steps[0]):
-        while steps[active - 1] <= count:
-            active -= 1
-            work = _leaves(base, active)
-            memory = [[m[:active] for m in ms] for ms in memory]
-        held = [g[:active] for g in given]
-        batch = _pad([next(feed) for feed in feeds[:active]])
-        try:
-            values = loss(work, held, batch.x, batch.y, batch.mask, count)
-        except RuntimeError as error:
-            raise TaskError(
-                f"{title}: the pass {first.name!r} cannot be vectorised ({error}). Use engine = 'sequential'."
-            ) from error
-        grads = list(torch.autograd.grad(values.sum(), work, materialize_grads=True))
-        for each, value in zip(losses, values.detach().unbind(), strict=False):
-            each.append(value)
-        with torch.no_grad():
-            if first.precondition is not None:
-                grads = _mapped(first.precondition, first, grads, work, held)
-            if first.pull is not None:
-                grads = _pulled(grads, work, first.pull.strength, towards, along)
-            if first.optimiser.clip is not None:
-                grads = _clip(grads, first.optimiser.clip)
-            first.optimiser.step(work, grads, memory, rates, count)
-            if first.prox is not None:
-                new = _mapped(lambda p, _, *g, prox=first.prox: prox(p, lr, *g), first, work, work, held)
-                for p, q in zip(work, new, strict=True):
-                    p.copy_(q)
-    return refill(first.start, base), [torch.stack(each) for each in losses]
-
-
-def _vmap(loss: Callable[..., Tensor], start: Any, given: tuple[Any, ...]) -> Callable[..., Tensor]:
-    def one(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None, step: int) -> Tensor:
-        return loss(refill(start, p), Batch(x, y, mask, step), *refill(given, g))
-
-    def all_(p: list[Tensor], g: list[Tensor], x: Any, y: Tensor, mask: Tensor | None, step: int) -> Tensor:
-        out: Tensor = torch.vmap(one, in_dims=(0, 0, 0, 0, None if mask is None else 0, None))(p, g, x, y, mask, step)
-        return out
-
-    return all_
-
-
-def _mapped(
-    f: Callable[..., Any], like: Request, a: list[Tensor], b: list[Tensor], given: list[Tensor]
-) -> list[Tensor]:
-    """``f(a, b, *given)`` client by client, of trees like the start."""
-
-    def one(x: list[Tensor], y: list[Tensor], g: list[Tensor]) -> list[Tensor]:
-        out = f(refill(like.start, x), refill(like.start, y), *refill(like.given, g))
-        return tensors_like(like.start, out)
-
-    result: list[Tensor] = torch.vmap(one)(a, b, given)
-    return result
-
-
-def _pull_of(request: Request, name: str) -> list[Tensor]:
-    """The tensors of a tree of a request's pull, in the order of the start's; none if it has not got that tree."""
-    found = getattr(request.pull, name, None)
-    return [] if found is None else tensors_like(request.start, found)
-
-
-def _pulled(
-    grads: list[Tensor], work: list[Tensor], strength: float, towards: list[Tensor], along: list[Tensor]
-) -> list[Tensor]:
-    """Gradients with the derivative of a pull added; its trees have a row for every client, ``work`` for the active ones."""
-    active = len(work[0])
-    if along:
-        grads = list(torch._foreach_sub(grads, [t[:active] for t in along]))
-    if towards and strength:
-        grads = list(torch._foreach_add(grads, torch._foreach_sub(work, [t[:active] for t in towards]), alpha=strength))
-    return grads
-
-
-def _clip(grads: list[Tensor], bound: float) -> list[Tensor]:
-    """Gradients scaled so that the norm of each client's is at most ``bound``."""
-    square = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
-    scale = torch.clamp(bound / (square.sqrt() + 1e-6), max=1.0)
-    return [g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in grads]
-
-
-def _stack(trees: list[Any]) -> list[Tensor]:
-    """The tensors of equal trees, stacked over a leading client axis."""
-    return [torch.stack(ts).detach() for ts in zip(*([t for _, t in tree.leaves(v)] for v in trees), strict=True)]
-
-
-def _leaves(base: list[Tensor], active: int) -> list[Tensor]:
-    """The first clients' parameters as leaves that share memory with ``base``."""
-    return [b[:active].detach().requires_grad_() for b in base]
-
-
-def _pad(batches: list[Batch]) -> Batch:
-    """Batches stacked over a leading client axis, short ones filled up with masked zeros."""
-    sizes = [len(b) for b in batches]
-    longest = max(sizes)
-
-    def stack(tensors: list[Tensor], fill: int = 0) -> Tensor:
-        if all(t.shape == tensors[0].shape for t in tensors):
-            return torch.stack(tensors)
-        # texts of unequal length differ in their second dimension too
-        shape = [max(ns) for ns in zip(*(t.shape for t in tensors), strict=True)]
-        out = tensors[0].new_full((len(tensors), *shape), fill)
-        for row, t in zip(out, tensors, strict=True):
-            row[tuple(slice(n) for n in t.shape)] = t
-        return out
-
-    x = [b.x for b in batches]
-    joined = {n: stack([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else stack(x)
-    mask = None
-    if min(sizes) != longest:
-        mask = torch.arange(longest)[None, :] < torch.tensor(sizes)[:, None]
-        mask = mask.to(batches[0].y.device)
-    return Batch(joined, stack([b.y for b in batches], NO_LOSS if batches[0].weights is not None else 0), mask)
 
 
 def _request(client: _Client) -> Request:

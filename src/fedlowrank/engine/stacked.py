@@ -1,0 +1,163 @@
+"""One pass of many clients at once: their tensors stacked over a leading client axis, their steps taken together.
+
+What a method's functions compute for one client, ``vmap`` computes for all. The gradients of large matrices are never written
+down (see :mod:`fedlowrank.fused`): the matrices of all clients move by one batched product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..data.dataset import NO_LOSS
+from ..descent import Disguise, Work, refill, tensors_like
+from ..errors import TaskError
+from ..method import Batch, Pull, Request
+from ..train import LocalTrainer
+
+
+class Stack(Work):
+    """The work of clients whose requests are equal but for their tensors.
+
+    Args:
+        requests: one a client.
+        round: counted from 0.
+    """
+
+    def __init__(self, requests: Sequence[Request], round: int) -> None:
+        first = requests[0]
+        pull = None
+        if first.pull is not None:
+            towards, along = (stacked([getattr(r.pull, n) for r in requests]) for n in ("towards", "along"))
+            pull = Pull(first.pull.strength, towards, along)
+        start, given = stacked([r.start for r in requests]), stacked([r.given for r in requests])
+        whole = Request(first.loss, start, first.name, first.optimiser, given, first.precondition, first.prox, pull)
+        # a stack is a copy already
+        super().__init__(whole, round, frozenset(range(len(list(tree.leaves(start))))))
+        self.borrowed = frozenset()
+        self._all = self.params, self.given, self.towards, self.along
+
+    @property
+    def ends(self) -> Any:
+        """What all clients have come to."""
+        return refill(self.request.start, self._all[0])
+
+    def narrow(self, clients: int) -> None:
+        """Go on with the first clients alone; their parameters are leaves that share memory with those of all."""
+        params, given, towards, along = self._all
+        self.params = [p[:clients].detach().requires_grad_() for p in params]
+        self.now = refill(self.now, self.params)
+        self.given = tree.map(lambda t: t[:clients], given)
+        self.towards, self.along = (None if ts is None else [t[:clients] for t in ts] for ts in (towards, along))
+        self.memory = [[m[:clients] for m in ms] for ms in self.memory]
+
+    def loss(self, batch: Batch, disguise: Disguise | None = None) -> Tensor:
+        """Of a batch of each client ``[clients]``."""
+        like, step = (self.now, self.given), batch.step
+
+        def one(params: list[Tensor], given: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
+            own = params if disguise is None else disguise(params)
+            return self.request.loss(refill(like[0], own), Batch(x, y, mask, step), *refill(like[1], given))
+
+        given = [t for _, t in tree.leaves(self.given)]
+        over = (0, 0, 0, 0, None if batch.mask is None else 0)
+        value: Tensor = torch.vmap(one, in_dims=over)(self.params, given, batch.x, batch.y, batch.mask)
+        return value
+
+    def gradient(self, value: Tensor, allow_unused: bool = False) -> list[Tensor]:
+        """Of each client's loss by its own parameters."""
+        return super().gradient(value.sum(), allow_unused)
+
+    def mapped(self, f: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors of ``f(a, now, *given)`` client by client."""
+        like, inner = self.now, self.given
+
+        def one(a: list[Tensor], now: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+            return tensors_like(like, f(refill(like, a), refill(like, now), *refill(inner, given)))
+
+        result: list[Tensor] = torch.vmap(one)(tensors, self.params, [t for _, t in tree.leaves(inner)])
+        return result
+
+    def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
+        """Gradients scaled so that the norm of each client's is at most ``bound``."""
+        square = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
+        scale = torch.clamp(bound / (square.sqrt() + 1e-6), max=1.0)
+        return [g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in grads]
+
+
+def descend_together(
+    title: str, trainers: Sequence[LocalTrainer], requests: Sequence[Request], round: int
+) -> tuple[Any, list[Tensor]]:
+    """Take the steps of all clients, those with the most steps first.
+
+    Args:
+        title: of the method, for messages.
+        trainers: one a client.
+        requests: equal but for their tensors.
+        round: counted from 0.
+
+    Returns:
+        The trained trees with a leading client axis, and the losses of each client.
+
+    Raises:
+        TaskError: if a function of the method is not one that ``vmap`` can handle.
+    """
+    name = requests[0].name
+    fusion = trainers[0].fusion(requests[0], trainers[0].kind(requests[0]))
+    steps = [t.steps(name) for t in trainers]
+    feeds = [t.data.batches(name) for t in trainers]
+    losses: list[list[Tensor]] = [[] for _ in trainers]
+    work, active = Stack(requests, round), len(trainers)
+    for count in range(steps[0]):
+        while steps[active - 1] <= count:
+            active -= 1
+            work.narrow(active)
+        batch = joined([next(feed) for feed in feeds[:active]])
+        try:
+            values = None if fusion is None else fusion.step(work, batch)
+            if values is None:
+                found = work.loss(batch)
+                work.step(work.gradient(found), count)
+                values = found.detach()
+            work.proximal()
+        except RuntimeError as error:
+            raise TaskError(
+                f"{title}: the pass {name!r} cannot be vectorised ({error}). Use engine = 'sequential'."
+            ) from error
+        for each, value in zip(losses, values.unbind(), strict=False):
+            each.append(value)
+    return work.ends, [torch.stack(each) for each in losses]
+
+
+def stacked(trees: list[Any]) -> Any:
+    """Equal trees as one, whose tensors have a leading client axis."""
+    return tree.map(lambda *ts: torch.stack(ts).detach(), trees[0], *trees[1:])
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """Batches stacked over a leading client axis, short ones filled up with masked zeros."""
+    sizes = [len(b) for b in batches]
+    longest = max(sizes)
+
+    def join(tensors: list[Tensor], fill: int = 0) -> Tensor:
+        if all(t.shape == tensors[0].shape for t in tensors):
+            return torch.stack(tensors)
+        # texts of unequal length differ in their second dimension too
+        shape = [max(ns) for ns in zip(*(t.shape for t in tensors), strict=True)]
+        out = tensors[0].new_full((len(tensors), *shape), fill)
+        for row, t in zip(out, tensors, strict=True):
+            row[tuple(slice(n) for n in t.shape)] = t
+        return out
+
+    x = [b.x for b in batches]
+    inputs = {n: join([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
+    mask = None
+    if min(sizes) != longest:
+        mask = torch.arange(longest)[None, :] < torch.tensor(sizes)[:, None]
+        mask = mask.to(batches[0].y.device)
+    labels = join([b.y for b in batches], NO_LOSS if batches[0].weights is not None else 0)
+    return Batch(inputs, labels, mask, batches[0].step)
