@@ -40,7 +40,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("file", type=Path, help="experiment file (TOML)")
     p.add_argument("overrides", nargs="*", help=OVERRIDES)
     p.add_argument("--method", help="instead of the file's")
-    p.add_argument("--engine", help="instead of the file's run.engine: sequential, vectorised, wire or flower")
+    p.add_argument(
+        "--engine", help="instead of the file's run.engine: sequential, vectorised, processes, auto, wire or flower"
+    )
     p.add_argument("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     p.add_argument("--force", action="store_true", help="move an existing run folder aside")
     p.set_defaults(run=lambda a: commands.run(a.file, a.overrides, a.method, a.engine, a.out, a.force))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -79,14 +79,12 @@ def evaluate(
         state_of: state of a client, fresh for one that never took part.
         round: counted from 0.
     """
-    found = (
-        evaluate_client(
-            at_client(method, federation, task, engine, server, state_of(info), info, round),
-            federation.clients[info.id],
-        )
-        for info in federation.infos
-    )
-    return together(list(found))
+
+    def one(info: ClientInfo) -> dict[str, Any]:
+        client = at_client(method, federation, task, engine, server, state_of(info), info, round)
+        return asdict(evaluate_client(client, federation.clients[info.id]))
+
+    return together([ClientEvaluation(**found) for found in engine.each(one, federation.infos)])
 
 
 def evaluate_client(client: AtClient, data: ClientData) -> ClientEvaluation:

@@ -220,6 +220,7 @@ def rounds(
     with contextlib.ExitStack() as stack:
         show = stack.enter_context(bar(run.method.title, settings.rounds, run.round)) if progress else None
         stack.enter_context(_ending(run, folder, records))
+        stack.callback(run.engine.close)
 
         def done(record: RoundRecord) -> None:
             records.append(record)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from .auto import Auto
 from .base import Engine
+from .processes import Processes
 from .sequential import Sequential, Wire
 from .vectorised import Vectorised
 
-ENGINES: dict[str, type[Engine]] = {"sequential": Sequential, "vectorised": Vectorised, "wire": Wire}
+ENGINES: dict[str, type[Engine]] = {
+    "sequential": Sequential,
+    "vectorised": Vectorised,
+    "processes": Processes,
+    "auto": Auto,
+    "wire": Wire,
+}
 """Every engine by name."""
 
-__all__ = ["ENGINES", "Engine", "Sequential", "Vectorised", "Wire"]
+__all__ = ["ENGINES", "Auto", "Engine", "Processes", "Sequential", "Vectorised", "Wire"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from .. import tree
 from ..data.federation import Federation
@@ -16,6 +16,7 @@ from ..local_data import LocalData
 from ..method import ClientInfo, ClientView, Method, Task, Trainer
 from ..train import LocalTrainer, Meter
 
+T = TypeVar("T")
 AnyMethod = Method[Any, Any, Any, Any]
 
 
@@ -67,6 +68,13 @@ class Engine(ABC):
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
     ) -> Iterator[Outcome]:
         """Execute the jobs of one round."""
+
+    def each(self, work: Callable[[T], dict[str, Any]], items: Sequence[T]) -> list[dict[str, Any]]:
+        """Look at many things; what is found of each is a value of JSON."""
+        return [work(item) for item in items]
+
+    def close(self) -> None:  # noqa: B027 - most engines hold nothing
+        """Give back what the engine holds beside memory; it can be used again."""
 
     def boundary(self, value: Any) -> Any:
         """A value that crosses between server and client, or is stored, as the other side sees it."""

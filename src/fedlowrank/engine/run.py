@@ -33,8 +33,8 @@ class RunSettings:
         unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the others, by
             whatever the method does at a client that never took part.
         seed: of everything random: partition, participants, order of examples, initial values.
-        engine: sequential; vectorised (clients of like shapes at once); wire (every message through bytes); or flower (Flower's
-            simulation, of an experiment file).
+        engine: sequential; vectorised (clients of like shapes at once); processes (one a core); auto (the fastest of these by
+            a short trial); wire (every message through bytes); or flower (Flower's simulation, of an experiment file).
         device: cpu, or cuda where torch finds one.
         micro_batch: examples of which a gradient is taken at once, to save memory; larger batches are taken in parts whose
             gradients add up to the same. None takes every batch whole.
@@ -53,7 +53,7 @@ class RunSettings:
     participation: float = 1.0
     unseen: float = 0.0
     seed: int = 0
-    engine: Literal["sequential", "vectorised", "wire", "flower"] = "sequential"
+    engine: Literal["sequential", "vectorised", "processes", "auto", "wire", "flower"] = "sequential"
     device: str = "cpu"
     micro_batch: int | None = None
     threads: int = 1

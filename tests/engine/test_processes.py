@@ -1,0 +1,179 @@
+"""Clients in processes of their own: the sequential engine's bits, whoever does the work and whatever happens to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlowrank import tree
+from fedlowrank.check import federation
+from fedlowrank.data.federation import Federation
+from fedlowrank.engine import Processes, Sequential, processes
+from fedlowrank.engine.base import Engine, Job
+from fedlowrank.engine.processes import WorkerError
+from fedlowrank.engine.run import Run, RunSettings
+from fedlowrank.errors import NonFiniteError
+from fedlowrank.method import Method
+from fedlowrank.methods import METHODS
+from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.optimiser import SGD
+from fedlowrank.simulate import simulate
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "cores", lambda: 2)
+
+
+def run_of(method: Method[Any, Any, Any, Any], engine: Engine, on: Federation | None = None, rounds: int = 3) -> Run:
+    on = federation(method.heterogeneous) if on is None else on
+    run = Run(method, on, RunSettings(rounds=rounds, participation=0.8), engine)
+    for _ in range(rounds):
+        run.step()
+    engine.close()
+    return run
+
+
+def same(a: Run, b: Run) -> bool:
+    return tree.equal((a.state.server, _clients(a)), (b.state.server, _clients(b)))
+
+
+def _clients(run: Run) -> Any:
+    return {str(i): s for i, s in run.state.clients.items()}
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedslr", "floral", "pfedlora", "fedhl", "fd"])
+def test_the_sequential_engine_s_bits(name: str) -> None:
+    assert same(run_of(METHODS[name](), Processes()), run_of(METHODS[name](), Sequential()))
+
+
+def test_records_are_the_same_but_for_time() -> None:
+    found = [simulate("ditto", federation(False), rounds=3, engine=e).rounds for e in ("processes", "sequential")]
+    for a, b in zip(*found, strict=True):
+        assert dataclasses.replace(a, seconds={}, cpu_seconds={}) == dataclasses.replace(b, seconds={}, cpu_seconds={})
+
+
+def test_messages_longer_than_the_shared_memory_go_through_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = run_of(FedAvg(), Sequential())
+    monkeypatch.setattr(processes, "SHARED", 4096)
+    assert same(run_of(FedAvg(), Processes()), whole)
+
+
+def test_work_is_done_by_as_many_processes_as_cores_and_the_longest_is_begun_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Processes(workers=7)
+    run = run_of(FedAvg(), engine, rounds=1)
+    assert len(engine.costs) == 4  # of five clients, 80 % took part
+    assert all(c > 0 for c in engine.costs.values())
+    engine.costs = {0: 0.1, 1: 0.4, 2: 0.2, 3: 0.3}
+    asked: list[int] = []
+    ask = processes.Worker.ask
+    seen: set[int] = set()
+
+    def noted(self: processes.Worker, words: dict[str, Any], bodies: Any) -> None:
+        asked.append(words["client"])
+        seen.add(self.process.pid or 0)
+        ask(self, words, bodies)
+
+    monkeypatch.setattr(processes.Worker, "ask", noted)
+    infos = run.federation.infos
+    jobs = [Job(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
+    outcomes = list(engine.run(run.method, run.federation, run.task, 1, jobs))
+    # the one of which nothing is known is begun at once; the outcomes come in the order of the jobs
+    assert asked == [4, 1, 3, 2, 0]
+    assert len(seen) == len(engine._pool) == 2
+    order = list(Sequential().run(run.method, run.federation, run.task, 1, jobs))
+    assert all(tree.equal(a.upload, b.upload) for a, b in zip(outcomes, order, strict=True))
+    engine.close()
+
+
+def test_a_process_has_one_thread() -> None:
+    engine = Processes()
+    found = engine.each(lambda _: {"threads": torch.get_num_threads(), "pid": os.getpid()}, range(5))
+    assert {f["threads"] for f in found} == {1}
+    assert len({f["pid"] for f in found}) == 2
+    assert os.getpid() not in {f["pid"] for f in found}
+
+
+def test_what_is_found_of_each_comes_in_their_order() -> None:
+    assert Processes().each(lambda i: {"n": i * i}, range(7)) == [{"n": i * i} for i in range(7)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(FedAvg):
+    """Fails at one client."""
+
+    how: str = "raise"
+
+    def local_update(self, state: Any, down: Any, view: Any) -> Any:
+        if view.info.id == 1:
+            if self.how == "raise":
+                raise ValueError("no such thing")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().local_update(state, down, view)
+
+
+@pytest.mark.parametrize(("how", "said"), [("raise", "ValueError: no such thing"), ("die", "was killed")])
+def test_a_failure_is_told_and_leaves_no_process_behind(how: str, said: str) -> None:
+    engine = Processes()
+    run = Run(Broken(how=how), federation(False), RunSettings(rounds=2), engine)
+    with pytest.raises(WorkerError, match=said):
+        run.step()
+    assert run.round == 0
+    assert engine._pool == []
+    # and it can be used again
+    assert same(run_of(FedAvg(), engine), run_of(FedAvg(), Sequential()))
+
+
+def test_training_that_diverges_is_the_client_s() -> None:
+    method = FedAvg(optimiser=SGD(lr=1e30))
+    for engine in (Processes(), Sequential()):
+        run = Run(method, federation(False), RunSettings(rounds=2), engine)
+        run.step()
+        with pytest.raises(NonFiniteError, match="client 0, round 1") as error:
+            run.step()
+        assert (error.value.client, error.value.step) == (0, 0)
+        engine.close()
+
+
+def test_processes_end_with_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "PATIENCE", 0.1)
+    note = tmp_path / "pids"
+    child = os.fork()
+    if child == 0:
+        engine = Processes()
+        run_of(FedAvg(), engine, rounds=1)
+        engine._prepare(FedAvg(), federation(False), None)  # type: ignore[arg-type]
+        note.with_suffix(".new").write_text(" ".join(str(w.process.pid) for w in engine._pool))
+        note.with_suffix(".new").rename(note)
+        time.sleep(60)
+        os._exit(0)
+    try:
+        end = time.monotonic() + 60
+        while not note.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        pids = [int(p) for p in note.read_text().split()]
+        assert len(pids) == 2
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    while any(_alive(p) for p in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(_alive(p) for p in pids)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
