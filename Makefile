@@ -48,7 +48,7 @@ test-deployment: install
 	FEDLOWRANK_DEPLOYMENT=1 $(BIN)/python -m pytest tests/network/test_flower.py tests/network/test_processes.py
 
 bench: install
-	$(BIN)/python benchmarks/round_cost.py
+	$(BIN)/fedlowrank bench
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

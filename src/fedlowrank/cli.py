@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from . import __version__, commands
+from . import __version__, bench, benching, commands
 from .errors import FedlowrankError
 
 OVERRIDES = (
@@ -35,6 +35,16 @@ def parser() -> argparse.ArgumentParser:
     p = sub.add_parser("list", help="methods, models, data; or the fields of one method", parents=[common])
     p.add_argument("method", nargs="?", help="show this method's paper and fields")
     p.set_defaults(run=lambda a: commands.list_(a.method))
+
+    p = sub.add_parser("bench", help="time rounds on this machine against a bare PyTorch loop", parents=[common])
+    p.add_argument(
+        "--models", default=",".join(bench.SUBJECTS), help=f"comma-separated; known: {', '.join(bench.SUBJECTS)}"
+    )
+    p.add_argument("--engines", default="sequential,vectorised,processes", help="comma-separated")
+    p.add_argument("--method", choices=["fedavg", "fedprox", "scaffold", "feddyn"], default="fedavg")
+    p.add_argument("--rounds", type=int, default=15, help="that are timed for each model")
+    p.add_argument("-o", "--out", type=Path, help="write the table to this file too, as Markdown")
+    p.set_defaults(run=lambda a: benching.bench(a.models.split(","), a.engines.split(","), a.method, a.rounds, a.out))
 
     p = sub.add_parser("run", help="run one method", epilog=commands.field_help(), **fields)
     p.add_argument("file", type=Path, help="experiment file (TOML)")

@@ -16,6 +16,7 @@ from .. import tree
 from ..data.dataset import NO_LOSS
 from ..descent import Disguise, Work, refill, tensors_like
 from ..errors import TaskError
+from ..local_data import LocalData, gather
 from ..method import Batch, Pull, Request
 from ..train import LocalTrainer
 
@@ -109,14 +110,14 @@ def descend_together(
     name = requests[0].name
     fusion = trainers[0].fusion(requests[0], trainers[0].kind(requests[0]))
     steps = [t.steps(name) for t in trainers]
-    feeds = [t.data.batches(name) for t in trainers]
+    feed = Feed([t.data for t in trainers], name)
     losses: list[list[Tensor]] = [[] for _ in trainers]
     work, active = Stack(requests, round), len(trainers)
     for count in range(steps[0]):
         while steps[active - 1] <= count:
             active -= 1
             work.narrow(active)
-        batch = joined([next(feed) for feed in feeds[:active]])
+        batch = feed.batch(count, active)
         try:
             values = None if fusion is None else fusion.step(work, batch)
             if values is None:
@@ -136,6 +137,42 @@ def descend_together(
 def stacked(trees: list[Any]) -> Any:
     """Equal trees as one, whose tensors have a leading client axis."""
     return tree.map(lambda *ts: torch.stack(ts).detach(), trees[0], *trees[1:])
+
+
+class Feed:
+    """The batches of clients, step by step; where all it takes is to pick examples, each is copied once, to its place.
+
+    Args:
+        data: of the clients.
+        name: of the pass.
+    """
+
+    def __init__(self, data: Sequence[LocalData], name: str) -> None:
+        self._examples = [d.examples for d in data]
+        self._orders = [d.order(name) for d in data]
+        self._feeds = [d.batches(name) for d in data]
+        # images take another layout on their way
+        self._picks = all(isinstance(d.examples.x, Tensor) and d.examples.x.ndim != 4 for d in data) and not any(
+            d.augment.active for d in data
+        )
+
+    def batch(self, step: int, active: int) -> Batch:
+        """That of the first clients at a step; steps come one after another."""
+        if not self._picks:
+            return joined([next(feed) for feed in self._feeds[:active]])
+        examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
+        if any(len(i) != len(index[0]) for i in index):
+            return joined([gather(e, i, step) for e, i in zip(examples, index, strict=True)])
+        return Batch(_picked([e.x for e in examples], index), _picked([e.y for e in examples], index), step=step)
+
+
+def _picked(tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
+    """Rows of tensors, as many of each, stacked over a leading axis."""
+    first: Tensor = tensors[0]
+    out = first.new_empty(len(tensors), len(index[0]), *first.shape[1:])
+    for row, t, i in zip(out, tensors, index, strict=True):
+        torch.index_select(t, 0, i.to(t.device), out=row)
+    return out
 
 
 def joined(batches: list[Batch]) -> Batch:

@@ -13,9 +13,10 @@ client with fewer steps stops while the others go on.
 
 from __future__ import annotations
 
-import threading
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import CellType, FunctionType, MethodType
 from typing import Any, ClassVar, TypeVar
@@ -29,6 +30,12 @@ from ..train import LocalTrainer, Meter, check_finite, shapes
 from .base import AnyMethod, Engine, Job, Outcome, client_view
 from .stacked import descend_together
 
+CACHE = 8 << 20
+"""Bytes of stacked parameters on a CPU: in a larger stack they leave the cache from one step to the next."""
+
+MEMORY = 4 << 30
+"""Bytes of stacked parameters on a GPU; gradients and activations take a few times as much."""
+
 T = TypeVar("T")
 
 
@@ -36,8 +43,8 @@ class _CancelledError(Exception):
     """Tells a waiting client that the round has failed elsewhere."""
 
 
-class _Client(threading.Thread):
-    """A client's ``local_update``, suspended at every ``view.train``.
+class _Client:
+    """A client's ``local_update``, suspended at every ``view.train``; a thread runs it.
 
     Args:
         work: runs the client's box, given this thread as its trainer.
@@ -45,7 +52,6 @@ class _Client(threading.Thread):
     """
 
     def __init__(self, work: Callable[[_Client], tuple[Any, Any]], local: LocalTrainer) -> None:
-        super().__init__(daemon=True)
         self.work = work
         self.local = local
         self.answers: SimpleQueue[Any] = SimpleQueue()
@@ -92,15 +98,27 @@ class Vectorised(Engine):
     """Clients of like shapes at once; equal to the sequential engine up to rounding."""
 
     name: ClassVar[str] = "vectorised"
+    _threads: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
+    _width: int = field(default=0, init=False, repr=False)
+
+    def close(self) -> None:
+        """See the base class: threads that have nothing to do."""
+        if self._threads is not None:
+            self._threads.shutdown()
+        self._threads, self._width = None, 0
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
     ) -> Iterator[Outcome]:
         """See the base class."""
         clients = [self._client(method, federation, task, round, job) for job in jobs]
+        if self._threads is None or self._width < len(clients):
+            # every client of a round waits in a thread of its own
+            self.close()
+            self._threads, self._width = ThreadPoolExecutor(len(clients), "client"), len(clients)
         try:
             for client in clients:
-                client.start()
+                self._threads.submit(client.run)
                 client.advance(None)
             while waiting := [c for c in clients if c.request is not None]:
                 answers = self._execute(method, waiting, round)
@@ -135,10 +153,10 @@ class Vectorised(Engine):
         for members in groups.values():
             group = [clients[i] for i in members]
             local = group[0].local
-            if len(group) == 1 or local.random or local.model.couples:
+            if local.random or local.model.couples:
                 found = [_alone(c) for c in group]
             else:
-                found = _together(method.title, group, round)
+                found = [a for chunk in _chunks(group) for a in _together(method.title, chunk, round)]
             for i, answer in zip(members, found, strict=True):
                 answers[i] = answer
         return answers
@@ -152,8 +170,20 @@ def _alone(client: _Client) -> Any:
         return error
 
 
+def _chunks(clients: list[_Client]) -> list[list[_Client]]:
+    """As many clients at once as have room, in parts of like sizes."""
+    start = [t for _, t in tree.leaves(_request(clients[0]).start)]
+    room = CACHE if all(t.device.type == "cpu" for t in start) else MEMORY
+    most = max(1, room // max(1, sum(t.numel() * t.element_size() for t in start)))
+    parts = -(-len(clients) // most)
+    bounds = [len(clients) * k // parts for k in range(parts + 1)]
+    return [clients[a:b] for a, b in itertools.pairwise(bounds)]
+
+
 def _together(title: str, clients: list[_Client], round: int) -> list[Any]:
     """The answers to equal requests, executed at once."""
+    if len(clients) == 1:
+        return [_alone(clients[0])]
     order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
     first = [clients[i] for i in order]
     ends, losses = descend_together(title, [c.local for c in first], [_request(c) for c in first], round)
