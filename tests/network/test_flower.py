@@ -25,6 +25,9 @@ from fedlowrank.network.memory import Memory
 from fedlowrank.network.program import free_port
 from fedlowrank.record import RunRecord
 
+deployment = pytest.mark.skipif(
+    "FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes minutes; `make test-deployment` runs it"
+)
 COMMAND = [sys.executable, "-m", "fedlowrank.cli"]
 
 
@@ -78,7 +81,7 @@ def test_a_message_is_words_and_one_buffer() -> None:
     assert len(records.array_records["body"]) == 1
 
 
-@pytest.mark.parametrize("method", ["fedhl", "scaffold"])
+@pytest.mark.parametrize("method", ["fedhl", pytest.param("scaffold", marks=deployment)])
 def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: str) -> None:
     pytest.importorskip("ray")
     file = written(tmp_path / "t.toml", tables(method))
@@ -170,7 +173,7 @@ def rounds(out: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes minutes; `make test-deployment` runs it")
+@deployment
 @pytest.mark.timeout(840)
 def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_run(
     tmp_path: Path, parties: list[Party]

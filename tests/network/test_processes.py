@@ -496,6 +496,7 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes a minute; `make test-deployment` runs it")
 def test_a_federation_without_keys(trial: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # where nobody answers: what passes between programs of this machine must not go there
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
