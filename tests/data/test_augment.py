@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedlowrank import Federation, commands, experiment, simulate, tree
 from fedlowrank.data.augment import Augment
 from fedlowrank.data.dataset import ClientData, Examples
-from fedlowrank.engine import ENGINES, checkpoint, vectorised
+from fedlowrank.engine import ENGINES, checkpoint, stacked
 from fedlowrank.engine.base import client_key
 from fedlowrank.engine.run import Run, RunSettings, State
 from fedlowrank.errors import CheckpointError, ConfigError, DataError
@@ -232,11 +232,12 @@ def test_statistics_inference_and_the_count_of_operations_see_the_images_as_they
         records.append(Run(method, on, RunSettings(rounds=1), ENGINES["sequential"]()).step())
     data, order = on.clients[0], local(on, watched[0]).order("local")
     raw, found = data.train.x, watched[0].seen
-    # three steps, and one of each of the two sizes to count its operations
-    assert [len(x) for x in found["train"]] == [8, 8, 4, 8, 4]
-    assert all(len(set(which(x, raw[i], BOTH))) > 1 for i, x in zip(order, found["train"][:3], strict=True))
-    assert all(torch.equal(x, raw[i]) for i, x in zip((order[0], order[2]), found["train"][3:], strict=True))
-    assert all(torch.equal(x, raw[i]) for i, x in zip(order, watched[1].seen["train"][:3], strict=True))
+    # the first batch to see what can be fused, three steps, and one of each of the two sizes to count its operations
+    assert [len(x) for x in found["train"]] == [8, 8, 8, 4, 8, 4]
+    assert torch.equal(found["train"][0], found["train"][1])
+    assert all(len(set(which(x, raw[i], BOTH))) > 1 for i, x in zip(order, found["train"][1:4], strict=True))
+    assert all(torch.equal(x, raw[i]) for i, x in zip((order[0], order[2]), found["train"][4:], strict=True))
+    assert all(torch.equal(x, raw[i]) for i, x in zip(order, watched[1].seen["train"][1:4], strict=True))
     assert {torch.equal(x, raw) for x in found["total"]} == {True}
     assert all(torch.equal(x, part.x) for x, part in zip(found["infer"], (data.val, data.test), strict=True))
     assert records[0].flops == records[1].flops > 0
@@ -302,8 +303,8 @@ def test_all_engines_and_a_resumed_run_agree(name: str, tmp_path: Path) -> None:
 
 
 def test_clients_at_once_see_the_very_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], vectorised._pad
-    monkeypatch.setattr(vectorised, "_pad", lambda batches: seen.append(list(batches)) or pad(batches))
+    on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], stacked.joined
+    monkeypatch.setattr(stacked, "joined", lambda batches: seen.append(list(batches)) or pad(batches))
     run_of(method, "vectorised", on, 1)
     # those with the most steps first
     for place, client in enumerate((2, 0, 1)):

@@ -35,6 +35,9 @@ from fedlowrank.tree import Params, mean
 
 torch.set_num_threads(1)
 
+HERE = ["sequential", "vectorised", "wire"]
+"""Engines that execute a method in this process, where a test can listen."""
+
 NAMES = {test.__name__.strip("_"): name for name, test in CHECKS.items()}
 """Full names of the checks by a short one."""
 
@@ -612,7 +615,7 @@ def settles(count: int, seconds: float = 5.0) -> bool:
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before training", "after training"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", HERE)
 def test_an_error_at_one_client_surfaces(engine: str, after: bool) -> None:
     count = threading.active_count()
     run = Run(FailsAt(after=after), federation(False), RunSettings(rounds=2), ENGINES[engine]())
@@ -674,6 +677,7 @@ def test_a_nan_stops_the_run(engine: str) -> None:
     assert (caught.value.client, caught.value.round, caught.value.name) == (1, 0, "local")
     assert "client 1, round 0, pass 'local'" in str(caught.value)
     assert run.state is before
+    run.engine.close()
     assert settles(count)
 
 
@@ -729,7 +733,7 @@ def test_a_round_of_lost_replies_leaves_the_server_as_it_was(name: str, engine: 
     assert run.round == 1
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", HERE)
 @pytest.mark.parametrize("name", METHODS)
 def test_bytes_are_those_of_the_messages(name: str, engine: str) -> None:
     heard: list[tuple[int, Any, Any]] = []

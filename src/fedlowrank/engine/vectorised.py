@@ -63,7 +63,8 @@ class _Client:
     def run(self) -> None:
         """Work until done; the engine hears of every stop through ``asks``."""
         try:
-            self.answers.get()
+            if isinstance(cancelled := self.answers.get(), BaseException):
+                raise cancelled
             self.result = self.work(self)
         except BaseException as error:  # noqa: BLE001 - handed over to the engine's thread, which raises it
             self.error = error
@@ -124,15 +125,18 @@ class Vectorised(Engine):
                 answers = self._execute(method, waiting, round)
                 for client, answer in zip(waiting, answers, strict=True):
                     client.advance(answer)
-        finally:
             for client in clients:
-                if client.request is not None:
-                    client.answers.put(_CancelledError())
+                if client.error is not None and not isinstance(client.error, NonFiniteError):
+                    raise client.error
+        except BaseException:
+            for client in clients:
+                # also for those that are not waiting yet
+                client.answers.put(_CancelledError())
+            self.close()
+            raise
         for client in clients:
             if isinstance(client.error, NonFiniteError):
                 yield Outcome(None, None, Meter(), client.error)
-            elif client.error is not None:
-                raise client.error
             elif client.result is not None:
                 state, upload = client.result
                 yield Outcome(self.boundary(state), self.boundary(upload), client.local.meter)
@@ -156,7 +160,9 @@ class Vectorised(Engine):
             if local.random or local.model.couples:
                 found = [_alone(c) for c in group]
             else:
-                found = [a for chunk in _chunks(group) for a in _together(method.title, chunk, round)]
+                found = []
+                for chunk in _chunks(group):
+                    found += [_alone(chunk[0])] if len(chunk) == 1 else _together(method.title, chunk, round)
             for i, answer in zip(members, found, strict=True):
                 answers[i] = answer
         return answers
@@ -182,8 +188,6 @@ def _chunks(clients: list[_Client]) -> list[list[_Client]]:
 
 def _together(title: str, clients: list[_Client], round: int) -> list[Any]:
     """The answers to equal requests, executed at once."""
-    if len(clients) == 1:
-        return [_alone(clients[0])]
     order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
     first = [clients[i] for i in order]
     ends, losses = descend_together(title, [c.local for c in first], [_request(c) for c in first], round)
