@@ -205,7 +205,7 @@ def _learns(method: AnyMethod) -> str | None:
     run = Run(faster, on, RunSettings(rounds=30, evaluate_every=100), Sequential())
     before = after = _mean_accuracy(run)
     while run.round < 30 and after <= before + 0.1:
-        for _ in range(2):
+        for _ in range(10):
             run.step()
         after = _mean_accuracy(run)
     return None if after > before + 0.1 else f"accuracy goes from {before:.2f} to {after:.2f} in {run.round} rounds"

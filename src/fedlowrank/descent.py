@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,8 @@ from .optimiser import Rates, clip
 T = TypeVar("T")
 
 
-class Disguise(Protocol):
-    """Puts other tensors, which know more, in the places of parameters while a loss is computed."""
-
-    def __call__(self, params: list[Tensor]) -> list[Tensor]:
-        """The parameters as the loss is to see them."""
-        ...
+Disguise = Callable[[list[Tensor]], list[Tensor]]
+"""The parameters as a loss is to see them: with other tensors, which know more, in the places of some."""
 
 
 class Work:

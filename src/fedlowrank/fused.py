@@ -3,8 +3,9 @@
     backward of  y = x Wᵀ + b:      ∂x = g W,   then   W ← β W - η gᵀ x        β = 1 - η (weight decay + strength of a pull)
 
 A matrix takes its step in there only if all that the loss does with it is one linear map, for then nobody needs its value
-again. Which ones these are is seen in an ordinary step (:class:`Watch`), once for every kind of step; and looked at again in
-every fused one, in which anything else ends in :class:`UnfusableError` before a number has changed.
+again. Which ones these are is seen in one evaluation of the loss that is thrown away (:class:`Watch`), once for every kind of
+step, so that no result depends on what an engine has done before. In a fused step a stand-in (:class:`Matrix`) lets nothing
+else use the matrix: that ends in :class:`UnfusableError` before a number has changed, and the step is taken by gradients.
 """
 
 from __future__ import annotations

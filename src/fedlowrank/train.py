@@ -192,18 +192,17 @@ def descend(
 
 def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor, list[Tensor]]:
     """The loss of a batch and its gradient."""
-    request, now, params, given = work.request, work.now, work.params, work.given
     if micro_batch is None or len(batch) <= micro_batch:
         value = work.loss(batch)
         return value.detach(), work.gradient(value)
     weights = torch.ones(len(batch)) if batch.weights is None else batch.weights
     whole = max(1, int(weights.sum()))
-    total, grads = torch.zeros(()), [torch.zeros_like(p) for p in params]
+    total, grads = torch.zeros(()), [torch.zeros_like(p) for p in work.params]
     for part in torch.split(torch.arange(len(batch)), micro_batch):
         share = int(weights[part].sum()) / whole
         x = {n: t[part] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[part]
-        value = request.loss(now, Batch(x, batch.y[part], step=batch.step), *given) * share
-        torch._foreach_add_(grads, list(torch.autograd.grad(value, params, materialize_grads=True)))
+        value = work.loss(Batch(x, batch.y[part], step=batch.step)) * share
+        torch._foreach_add_(grads, work.gradient(value))
         total = total.to(value.device) + value.detach()
     return total, grads
 

@@ -25,18 +25,19 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float | None]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Seconds that engines are made to take; None for one that cannot."""
-    table: dict[str, float | None] = {"sequential": 1.0, "vectorised": 1.0, "processes": 1.0}
+    table: dict[str, Any] = {"sequential": 1.0, "vectorised": 1.0, "processes": 1.0}
     tried: list[str] = []
 
     def timed(engine: Engine, *_: Any) -> float | None:
         tried.append(engine.name)
-        return table[engine.name]
+        seconds: float | None = table[engine.name]
+        return seconds
 
     monkeypatch.setattr(auto, "_seconds", timed)
     monkeypatch.setattr(auto, "cores", lambda: 2)
-    table["tried"] = tried  # type: ignore[assignment]
+    table["tried"] = tried
     return table
 
 
