@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 import tomllib
@@ -133,15 +134,23 @@ def build(cls: type[T], values: Any, path: str) -> T:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
+    kind: type[Any] = cls
+    try:
+        found: T = _adapter(kind).validate_python(dict(values))
+    except pydantic.ValidationError as error:
+        lines = [_line(cls, path, e) for e in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _adapter(cls: type[Any]) -> pydantic.TypeAdapter[Any]:
+    """What checks the fields of a dataclass; to make it takes ten times as long as to use it."""
     for each in _nested(cls):
         # pydantic would pass over unknown keys in silence
         if "__pydantic_config__" not in vars(each):
             each.__pydantic_config__ = pydantic.ConfigDict(extra="forbid")
-    try:
-        return pydantic.TypeAdapter(cls).validate_python(dict(values))
-    except pydantic.ValidationError as error:
-        lines = [_line(cls, path, e) for e in error.errors()]
-        raise ConfigError("\n".join(lines)) from error
+    return pydantic.TypeAdapter(cls)
 
 
 def _line(cls: type[Any], path: str, error: Any) -> str:

@@ -133,8 +133,12 @@ class RunRecord:
         return safetensors.torch.load_file(path) if path.is_file() else None
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, *data: bytes) -> None:
     """Write a file whole or not at all: temporary file, fsync, rename, fsync of the folder.
+
+    Args:
+        path: of the file.
+        data: what it is to hold, in parts.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; the old file is then untouched.
@@ -143,7 +147,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     with as_checkpoint_error(f"cannot write {path}"):
         try:
             with part.open("wb") as file:
-                file.write(data)
+                file.writelines(data)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)

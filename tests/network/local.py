@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pydantic
-
 from fedlowrank import experiment, tree
 from fedlowrank.engine.run import Run
 from fedlowrank.engine.sequential import Sequential
@@ -193,8 +191,10 @@ class LocalTransport:
             for module in (transport, server):
                 stack.enter_context(mock.patch.object(module, "time", self.clock))
             stack.enter_context(mock.patch.object(experiment, "load", _loaded))
-            stack.enter_context(mock.patch.object(pydantic, "TypeAdapter", _adapter))
             stack.enter_context(mock.patch.object(party, "Sequential", Counting))
+            # an engine of before would be shared
+            party._shared.cache_clear()
+            stack.callback(party._shared.cache_clear)
             stack.enter_context(mock.patch.object(os, "fsync", synced))
             stack.enter_context(mock.patch.object(Path, "replace", replaced))
             stack.enter_context(mock.patch.object(Path, "unlink", unlinked))
@@ -205,7 +205,7 @@ class LocalTransport:
         return [(p.node - 100, Order.from_json(p.words)) for p in self.log if p.kind == "order"]
 
 
-_load, _adapter = experiment.load, functools.cache(pydantic.TypeAdapter)
+_load = experiment.load
 
 
 def _loaded(tables: dict[str, Any]) -> Experiment:

@@ -128,8 +128,8 @@ def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
         if place == len(hazard.points):
             break
         assert "the client's process died" in result.rounds[2].lost["1"]
-    # commit, training, state, upload, manifest
-    assert place == 18
+    # training; the state not synced, not renamed, renamed, its folder not synced
+    assert place == 5
 
 
 def perilous(carrier: LocalTransport, parcel: Parcel, hazard: Hazard) -> Any:
@@ -139,7 +139,7 @@ def perilous(carrier: LocalTransport, parcel: Parcel, hazard: Hazard) -> Any:
     return [found]
 
 
-@pytest.mark.parametrize("place", [0, 5, 13])
+@pytest.mark.parametrize("place", [0, 2, 3])
 def test_a_client_whose_disk_is_full_for_a_round(place: int, tmp_path: Path) -> None:
     made = small("scaffold")
     full = Hazard(set(range(place, 99)), no_space)

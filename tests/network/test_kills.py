@@ -16,6 +16,7 @@ from fedlowrank.engine import checkpoint
 from fedlowrank.engine.folder import RunFolder
 from fedlowrank.errors import CheckpointError
 from fedlowrank.experiment import Experiment
+from fedlowrank.network.memory import Memory
 from fedlowrank.network.messages import Order
 from fedlowrank.network.transport import Parcel
 from fedlowrank.simulate import Result
@@ -41,13 +42,13 @@ def watched(out: Path, lose: set[tuple[int, int]], double: set[tuple[int, int]])
 
 
 def not_ahead(carrier: LocalTransport, out: Path) -> None:
-    """No client took a state for good that the server's disk does not know of."""
+    """Whatever state of a client the server's disk knows of, the client has it."""
     if not (out / "checkpoint" / "manifest.json").exists():
         return
     known = checkpoint.load(out / "checkpoint").clients
     for node, folder in carrier.folders.items():
-        for path in folder.glob("*/manifest.json"):
-            assert json.loads(path.read_text())["stamp"] <= known.get(node - 100, {"stamp": 0})["stamp"]
+        for path in folder.glob("*/sizes.json"):
+            assert known.get(node - 100, {"stamp": 0})["stamp"] in (0, *Memory(path.parent).stamps)
 
 
 def seen_through(carrier: LocalTransport, made: Experiment, out: Path, deaths: list[Any]) -> Result:

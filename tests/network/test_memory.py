@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedlowrank import tree
 from fedlowrank.errors import CheckpointError
-from fedlowrank.network.memory import ForgottenError, Memory, Offer
+from fedlowrank.network.memory import ForgottenError, Memory
 
 from .local import Hazard, Killed, LocalTransport, no_space
 
@@ -24,15 +25,15 @@ def value(n: int) -> dict[str, Any]:
     return {"w": torch.tensor([n, n + 1]), "n": n}
 
 
-def keep(memory: Memory, stamp: int, n: int) -> None:
-    memory.propose(stamp, value(n), b"up%d" % n, f"order{n}", f"answer{n}")
+def keep(memory: Memory, stamp: int, n: int, base: int = 0) -> None:
+    memory.propose(base, stamp, value(n), b"up%d" % n, f"order{n}", f"answer{n}")
 
 
 def files(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
-def test_a_state_counts_once_its_stamp_is_named_and_not_before(tmp_path: Path) -> None:
+def test_a_state_stays_until_one_that_came_after_it_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "run"
     memory = Memory(folder)
     assert memory.at(0) is None
@@ -41,57 +42,60 @@ def test_a_state_counts_once_its_stamp_is_named_and_not_before(tmp_path: Path) -
     assert Memory(folder).at(0) is None
     assert Memory(folder).answered("order1") == ("answer1", b"up1")
     assert Memory(folder).answered("order2") is None
+    assert tree.equal(Memory(folder).at(1), value(1))
+    keep(Memory(folder), 2, 2, base=1)
     # the reply was lost: the next round goes by the state of before
-    keep(Memory(folder), 2, 2)
-    assert Memory(folder).answered("order1") is None
-    assert Memory(folder).at(0) is None
-    assert tree.equal(Memory(folder).at(2), value(2))
-    # taken for good: it is there as often as it is asked for, and what came before is gone
-    assert tree.equal(Memory(folder).at(2), value(2))
+    assert tree.equal(Memory(folder).at(1), value(1))
+    keep(Memory(folder), 3, 3, base=1)
     assert Memory(folder).answered("order2") is None
-    keep(Memory(folder), 5, 5)
-    assert tree.equal(Memory(folder).at(2), value(2))
+    assert Memory(folder).stamps == [1, 3]
+    assert tree.equal(Memory(folder).at(3), value(3))
+    # it is there as often as it is asked for, and what came before is gone
+    assert tree.equal(Memory(folder).at(3), value(3))
+    assert Memory(folder).stamps == [3]
+    keep(Memory(folder), 5, 5, base=3)
+    assert tree.equal(Memory(folder).at(3), value(3))
     assert tree.equal(Memory(folder).at(5), value(5))
 
 
-def test_what_the_manifest_does_not_name_is_removed(tmp_path: Path) -> None:
+def test_what_is_needed_no_more_is_removed(tmp_path: Path) -> None:
     memory = Memory(tmp_path)
     keep(memory, 1, 1)
-    memory.at(1)
-    assert files(tmp_path) == {"manifest.json", "state-000001.tree"}
-    keep(memory, 3, 3)
-    assert files(tmp_path) == {"manifest.json", "state-000001.tree", "state-000003.tree", "upload-000003.tree"}
-    left = ["state-000009.tree", "upload-000002.tree", "state-000003.tree.part", "manifest.json.part"]
-    for name in left:
-        (tmp_path / name).write_bytes(b"half")
+    assert files(tmp_path) == {"000001.tree"}
+    keep(memory, 3, 3, base=1)
+    assert files(tmp_path) == {"000001.tree", "000003.tree"}
+    (tmp_path / "000003.tree.part").write_bytes(b"half")
     assert tree.equal(Memory(tmp_path).at(3), value(3))
-    assert files(tmp_path) == {"manifest.json", "state-000003.tree"}
+    assert files(tmp_path) == {"000003.tree"}
 
 
 def test_a_state_that_is_not_there_is_said_to_be_forgotten(tmp_path: Path) -> None:
-    with pytest.raises(ForgottenError, match=r"expects the state after round 3, but the last one .* is of round 0"):
+    with pytest.raises(
+        ForgottenError, match=r"expects the state after round 3, but those kept here are of round: none"
+    ):
         Memory(tmp_path).at(3)
     keep(Memory(tmp_path), 4, 4)
-    for stamp in (3, 5):
-        with pytest.raises(ForgottenError):
+    keep(Memory(tmp_path), 6, 6, base=4)
+    for stamp in (3, 5, 7):
+        with pytest.raises(ForgottenError, match="of round: 4 and 6"):
             Memory(tmp_path).at(stamp)
     # to have asked for what is not there took nothing away
     assert tree.equal(Memory(tmp_path).at(4), value(4))
-    with pytest.raises(ForgottenError, match="of round 4"):
-        Memory(tmp_path).at(2)
-    assert tree.equal(Memory(tmp_path).at(4), value(4))
+    assert tree.equal(Memory(tmp_path).at(6), value(6))
+    with pytest.raises(ForgottenError, match="of round: 6"):
+        Memory(tmp_path).at(4)
 
 
 def test_a_client_that_is_told_to_begin_anew_does_so_whatever_it_remembers(tmp_path: Path) -> None:
     keep(Memory(tmp_path), 4, 4)
-    Memory(tmp_path).at(4)
-    keep(Memory(tmp_path), 6, 6)
+    keep(Memory(tmp_path), 6, 6, base=4)
     assert Memory(tmp_path).at(0) is None
     keep(Memory(tmp_path), 7, 7)
-    # until the server has the reply, both ways are open
+    # until the server has the reply, it may be sent back as well
     assert Memory(tmp_path).at(0) is None
+    assert tree.equal(Memory(tmp_path).at(4), value(4))
     assert tree.equal(Memory(tmp_path).at(7), value(7))
-    assert files(tmp_path) == {"manifest.json", "state-000007.tree"}
+    assert files(tmp_path) == {"000007.tree"}
 
 
 def fails(hazard: Hazard, act: Callable[[], object]) -> bool:
@@ -106,46 +110,34 @@ def fails(hazard: Hazard, act: Callable[[], object]) -> bool:
 
 def test_a_full_disk_changes_nothing_wherever_it_strikes(tmp_path: Path) -> None:
     keep(Memory(tmp_path), 1, 1)
-    Memory(tmp_path).at(1)
-    keep(Memory(tmp_path), 2, 2)
+    keep(Memory(tmp_path), 2, 2, base=1)
 
-    def attempt(place: int, act: Callable[[Memory], object]) -> list[str]:
+    def attempt(place: int) -> list[str]:
         memory, hazard = Memory(tmp_path), Hazard({place}, no_space)
-        if not fails(hazard, lambda: act(memory)):
-            return []
-        assert memory.stamp == 1
-        assert memory.offer == Offer(2, "order2", "answer2")
+        assert fails(hazard, lambda: keep(memory, 3, 3, base=1))
+        assert memory.stamps == [1, 2]
         return hazard.points[: place + 1]
 
     place = 0
-    while "manifest.json renamed" not in (points := attempt(place, lambda m: keep(m, 3, 3))):
-        assert points
+    while "000003.tree renamed" not in attempt(place):
         assert Memory(tmp_path).answered("order2") == ("answer2", b"up2")
         place += 1
-    # state, upload, manifest: each not synced, not renamed, renamed, its folder not synced
-    assert place == 10
-    # from here on the disk has the new one, whatever it says; neither is acknowledged
+    # not synced, not renamed, renamed, its folder not synced
+    assert place == 2
+    # from here on the disk has the new one, whatever it says; nothing is acknowledged
     assert Memory(tmp_path).answered("order3") == ("answer3", b"up3")
-    assert Memory(tmp_path).stamp == 1
-    keep(Memory(tmp_path), 2, 2)
-    for place in range(2):
-        assert attempt(place, lambda m: m.at(2))
-        assert Memory(tmp_path).answered("order2") == ("answer2", b"up2")
-        assert tree.equal(Memory(tmp_path).at(1), value(1))
-    # renamed but not synced: committed all the same
-    assert attempt(2, lambda m: m.at(2))
-    assert tree.equal(Memory(tmp_path).at(2), value(2))
+    assert tree.equal(Memory(tmp_path).at(1), value(1))
 
 
 def test_what_cannot_be_removed_is_removed_the_next_time(tmp_path: Path) -> None:
     keep(Memory(tmp_path), 1, 1)
-    hazard = Hazard({4}, no_space)
-    assert not fails(hazard, lambda: Memory(tmp_path).at(1))
-    assert hazard.points[4] == "upload-000001.tree not removed"
-    assert "upload-000001.tree" in files(tmp_path)
-    assert tree.equal(Memory(tmp_path).at(1), value(1))
-    keep(Memory(tmp_path), 2, 2)
-    assert "upload-000001.tree" not in files(tmp_path)
+    keep(Memory(tmp_path), 2, 2, base=1)
+    hazard = Hazard({0}, no_space)
+    assert not fails(hazard, lambda: Memory(tmp_path).at(2))
+    assert hazard.points == ["000001.tree not removed"]
+    assert "000001.tree" in files(tmp_path)
+    assert tree.equal(Memory(tmp_path).at(2), value(2))
+    assert files(tmp_path) == {"000002.tree"}
 
 
 def test_no_folder_and_no_disk_for_it(tmp_path: Path) -> None:
@@ -154,31 +146,38 @@ def test_no_folder_and_no_disk_for_it(tmp_path: Path) -> None:
         Memory(tmp_path / "file" / "run")
 
 
+GOOD = {"order": "o", "answer": "a", "state": 0, "upload": 0}
+
+
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "3", "null", "{}", '{"stamp": 1}', '{"stamp": null, "offer": null}', '{"stamp": 1, "offer": 3}',
-     '{"stamp": "x", "offer": null}', '{"stamp": 1, "offer": {"stamp": 2}}', '{"stamp": 1, "offer": {"a": 1}}'],
+    "line",
+    ["", "{", "[]", "3", "null", "{}", "\xff", *(json.dumps({k: v for k, v in GOOD.items() if k != n}) for n in GOOD),
+     *(json.dumps({**GOOD, n: None}) for n in GOOD), json.dumps({**GOOD, "more": 1}), json.dumps({**GOOD, "state": -1})],
 )  # fmt: skip
-def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
+def test_a_damaged_first_line_is_named(tmp_path: Path, line: str) -> None:
     keep(Memory(tmp_path), 1, 1)
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
-        Memory(tmp_path)
+    rest = (tmp_path / "000001.tree").read_bytes().partition(b"\n")[2]
+    (tmp_path / "000001.tree").write_bytes(line.encode("latin-1") + b"\n" + rest)
+    for act in (lambda: Memory(tmp_path).answered("order1"), lambda: Memory(tmp_path).at(1)):
+        with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
+            act()
 
 
 def test_files_that_were_taken_away_or_damaged_are_named(tmp_path: Path) -> None:
     keep(Memory(tmp_path), 1, 1)
-    (tmp_path / "upload-000001.tree").unlink()
-    with pytest.raises(CheckpointError, match=r"cannot read .*upload-000001\.tree"):
-        Memory(tmp_path).answered("order1")
-    Memory(tmp_path).at(1)
-    whole = (tmp_path / "state-000001.tree").read_bytes()
-    (tmp_path / "state-000001.tree").write_bytes(whole[:-1])
-    with pytest.raises(CheckpointError, match=r"state-000001\.tree is damaged"):
-        Memory(tmp_path).at(1)
-    (tmp_path / "state-000001.tree").unlink()
-    with pytest.raises(CheckpointError, match=r"cannot read .*state-000001\.tree"):
-        Memory(tmp_path).at(1)
+    path, memory = tmp_path / "000001.tree", Memory(tmp_path)
+    whole = path.read_bytes()
+    for changed in (whole[:-1], whole + b"x"):
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"000001\.tree is damaged: it holds .* of an upload of 3"):
+            memory.answered("order1")
+    path.write_bytes(whole[: whole.index(b"\n") + 9])
+    with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
+        memory.at(1)
+    path.unlink()
+    for act in (lambda: memory.answered("order1"), lambda: memory.at(1)):
+        with pytest.raises(CheckpointError, match=r"cannot read .*000001\.tree"):
+            act()
 
 
 def test_sizes_of_the_others_are_kept_and_asked_for_again_if_they_are_damaged(tmp_path: Path) -> None:
@@ -209,7 +208,7 @@ def work(folder: Path, round: int, stamp: int, n: int) -> tuple[str, bytes]:
     state = memory.at(stamp)
     assert (0 if state is None else state["n"]) == n
     answer = str(31 * n + round)
-    memory.propose(round, value(31 * n + round), answer.encode(), order, answer)
+    memory.propose(stamp, round, value(31 * n + round), answer.encode(), order, answer)
     return answer, answer.encode()
 
 

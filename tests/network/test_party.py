@@ -66,7 +66,7 @@ def order(run: Run, /, **fields: Any) -> Order:
 
 def test_preparing_twice_keeps_what_the_client_remembers(made: Experiment, folder: Path) -> None:
     memory = Memory(folder / RUN)
-    memory.propose(1, {"x": 1}, b"", "o", "a")
+    memory.propose(0, 1, {"x": 1}, b"", "o", "a")
     memory.at(1)
     # where its things lie and how it is reached is nobody else's business
     tables = {**made.tables, "network": {"wait": 5.0}, "run": {**made.tables["run"], "threads": 2}}
@@ -244,8 +244,8 @@ def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(run: Run, folder: Pa
         assert party.answer(now, download(run)) == wanted
         if len(carrier.hazards[0].points) <= place:
             break
-    # sizes, the commit, the state, the upload, the manifest; and then what cannot be removed
-    assert place == 21
+    # sizes and the state: each not synced, not renamed, renamed, its folder not synced
+    assert place == 8
 
 
 def test_an_order_of_a_round_that_is_over_changes_nothing(run: Run, folder: Path) -> None:

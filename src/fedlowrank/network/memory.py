@@ -1,21 +1,22 @@
 """What a client remembers on its own disk: the state the server has acknowledged, and one that it has not yet.
 
-    RUN/manifest.json       the commit point: which files count
-    RUN/state-000004.tree   the client's state after the round by which 4 were completed
-    RUN/upload-000004.tree  what it sent then, to be sent again if the server asks again
-    RUN/sizes.json          training examples of all clients
+    RUN/000004.tree   after the round by which 4 were completed: the client's state, and what it sent then
+    RUN/sizes.json    training examples of all clients
 
-A state becomes the one to build on only when a later order names its stamp, for methods with duals break otherwise. Every file
-is written whole or not at all, and is on the disk before the reply leaves.
+A state becomes the one to build on only when a later order names its stamp, for methods with duals break otherwise; until then
+the one before stays beside it. So there is nothing to write when a state is acknowledged. A file is written whole or not at all,
+and is on the disk before the reply leaves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .. import tree
 from ..errors import CheckpointError
@@ -27,18 +28,20 @@ class ForgottenError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A reply that was sent and is not acknowledged.
+class _Head:
+    """The first line of a file.
 
     Attributes:
-        stamp: rounds completed once it is accepted.
-        order: digest of the order that it answers.
-        answer: its words.
+        order: digest of the order that was answered.
+        answer: the words of the answer.
+        state: bytes of the state, which comes next.
+        upload: bytes of what was sent, which is the rest.
     """
 
-    stamp: int
     order: str
     answer: str
+    state: int
+    upload: int
 
 
 class Memory:
@@ -47,70 +50,79 @@ class Memory:
     Args:
         folder: of the run; made if it does not exist.
 
+    Attributes:
+        stamps: of the states that are kept, ascending; the last may not be acknowledged yet.
+
     Raises:
-        CheckpointError: if the folder cannot be made, or its manifest is damaged.
+        CheckpointError: if the folder cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with as_checkpoint_error(f"cannot make {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
-        self.stamp, self.offer = 0, None
-        path = folder / "manifest.json"
-        if path.exists():
-            try:
-                found = json.loads(path.read_text())
-                self.stamp = int(found["stamp"])
-                self.offer = None if found["offer"] is None else Offer(**found["offer"])
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                raise CheckpointError(f"{path} is damaged: {error!r}") from error
-
-    stamp: int
-    offer: Offer | None
+            self.stamps = sorted(int(p.stem) for p in folder.glob("*.tree") if p.stem.isdecimal())
 
     def answered(self, order: str) -> tuple[str, bytes] | None:
         """The words and the upload by which an order of that digest was answered before, or None."""
-        if self.offer is None or self.offer.order != order:
+        if not self.stamps:
             return None
-        return self.offer.answer, self._read("upload", self.offer.stamp)
+        path = self._path(self.stamps[-1])
+        with _opened(path) as (head, file):
+            if head.order != order:
+                return None
+            file.seek(head.state, os.SEEK_CUR)
+            upload = file.read()
+        if len(upload) != head.upload:
+            raise CheckpointError(f"{path} is damaged: it holds {len(upload)} bytes of an upload of {head.upload}")
+        return head.answer, upload
 
     def at(self, stamp: int) -> Any | None:
-        """The state with that stamp, None for stamp 0. What was offered becomes the state if the stamp is its, else is dropped.
+        """The state with that stamp, None for stamp 0. What came before it is never asked for again, and removed.
 
         Raises:
             ForgottenError: if there is no such state.
-            CheckpointError: if it cannot be read, or the disk cannot be written.
+            CheckpointError: if it cannot be read.
         """
         if stamp == 0:
             # so it is for the server, whatever was acknowledged here before it was told to begin anew
             return None
-        if self.offer is not None and self.offer.stamp == stamp:
-            self._commit(stamp)
-        if self.stamp != stamp:
+        if stamp not in self.stamps:
+            kept = " and ".join(map(str, self.stamps)) or "none"
             raise ForgottenError(
-                f"the server expects the state after round {stamp}, but the last one acknowledged here is of round "
-                f"{self.stamp}: {self.folder} was lost or is of another machine"
+                f"the server expects the state after round {stamp}, but those kept here are of round: {kept}; {self.folder} "
+                "was lost or is of another machine"
             )
+        path = self._path(stamp)
+        with _opened(path) as (head, file):
+            encoded = file.read(head.state)
         try:
-            return tree.decode(self._read("state", stamp))
+            state = tree.decode(encoded)
         except tree.TreeError as error:
-            raise CheckpointError(f"{self._path('state', stamp)} is damaged: {error}") from error
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        self._keep([s for s in self.stamps if s >= stamp])
+        return state
 
-    def propose(self, stamp: int, state: Any, upload: bytes, order: str, answer: str) -> None:
-        """Keep a state and a reply until the server acknowledges it; the state before stays what counts.
+    def propose(self, base: int, stamp: int, state: Any, upload: bytes, order: str, answer: str) -> None:
+        """Keep a state and a reply beside the state that it builds on, until the server acknowledges it.
+
+        Args:
+            base: stamp of the latter; 0 where the client begins, maybe anew: then the oldest state stays.
+            stamp: rounds completed once the reply is accepted.
+            state: the new one.
+            upload: bytes of the reply.
+            order: digest of the order that it answers.
+            answer: words of the reply.
 
         Raises:
             CheckpointError: if the disk is full; nothing has changed then.
         """
-        before, self.offer = self.offer, Offer(stamp, order, answer)
-        try:
-            write_atomically(self._path("state", stamp), tree.encode(state))
-            write_atomically(self._path("upload", stamp), upload)
-            self._write()
-        except CheckpointError:
-            self.offer = before
-            raise
-        self._tidy()
+        encoded = tree.encode(state)
+        head = json.dumps(vars(_Head(order, answer, len(encoded), len(upload)))).encode() + b"\n"
+        kept = [base] if base else self.stamps[:1]
+        write_atomically(self._path(stamp), head, encoded, upload)
+        self.stamps = sorted({*self.stamps, stamp})
+        self._keep(sorted({*kept, stamp}))
 
     def sizes(self) -> tuple[int, ...] | None:
         """Training examples of all clients as the server told; None if it never did, or that is damaged: it tells again."""
@@ -123,33 +135,27 @@ class Memory:
         """Keep what the server told of the other clients."""
         write_json(self.folder / "sizes.json", sizes)
 
-    def _commit(self, stamp: int) -> None:
-        before = self.stamp, self.offer
-        self.stamp, self.offer = stamp, None
+    def _keep(self, stamps: list[int]) -> None:
+        """Remove all other states, and what was half written; what cannot be removed now is removed the next time."""
+        gone = [self._path(s) for s in self.stamps if s not in stamps]
+        for path in [*gone, *self.folder.glob("*.part")]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        self.stamps = stamps
+
+    def _path(self, stamp: int) -> Path:
+        return self.folder / f"{stamp:06d}.tree"
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[_Head, IO[bytes]]]:
+    """A state's file, read up to the end of its first line."""
+    with as_checkpoint_error(f"cannot read {path}"), path.open("rb") as file:
         try:
-            self._write()
-        except CheckpointError:
-            self.stamp, self.offer = before
-            raise
-        self._tidy()
-
-    def _write(self) -> None:
-        offer = None if self.offer is None else vars(self.offer)
-        write_json(self.folder / "manifest.json", {"stamp": self.stamp, "offer": offer})
-
-    def _tidy(self) -> None:
-        """Remove what the manifest does not name; what cannot be removed now is removed the next time."""
-        kept = {self._path("state", self.stamp)}
-        if self.offer is not None:
-            kept |= {self._path("state", self.offer.stamp), self._path("upload", self.offer.stamp)}
-        for path in self.folder.glob("*.tree*"):
-            if path not in kept:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-
-    def _path(self, kind: str, stamp: int) -> Path:
-        return self.folder / f"{kind}-{stamp:06d}.tree"
-
-    def _read(self, kind: str, stamp: int) -> bytes:
-        with as_checkpoint_error(f"cannot read {self._path(kind, stamp)}"):
-            return self._path(kind, stamp).read_bytes()
+            head = _Head(**json.loads(file.readline()))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}") from error
+        kinds = {"order": str, "answer": str, "state": int, "upload": int}
+        if any(type(getattr(head, name)) is not kind for name, kind in kinds.items()) or head.state < 0:
+            raise CheckpointError(f"{path} is damaged: its first line does not tell what follows")
+        yield head, file

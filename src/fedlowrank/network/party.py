@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -108,7 +109,7 @@ class Party:
         stored = _party(folder / "party.json")
         self.client = int(stored["client"])
         self.clients = int(stored["clients"])
-        self.made = experiment.load(stored["tables"])
+        self.made, self.engine = _shared(json.dumps(stored["tables"], sort_keys=True))
         self.classes = tuple(stored["classes"])
         self.method = self.made.method(self.made.header.method)
         try:
@@ -116,8 +117,6 @@ class Party:
         except (OSError, tree.TreeError, LookupError, TypeError) as error:
             raise CheckpointError(f"{folder / 'data.tree'} is missing or damaged: {error}") from error
         self._federations: dict[tuple[int, ...], Federation] = {}
-        self.engine = Sequential()
-        self.engine.micro_batch = self.made.run.micro_batch
 
     @cached_property
     def language(self) -> Any:
@@ -163,8 +162,10 @@ class Party:
         before = memory.answered(digest)
         if before is not None:
             return Answer.from_json(before[0]), before[1]
-        if memory.offer is not None and order.round + 1 < memory.offer.stamp:
-            why = f"an order of round {order.round + 1} came when one of round {memory.offer.stamp} had been answered"
+        newest = max(memory.stamps, default=0)
+        # a server that goes by a state which is no longer here is told so below
+        if order.round + 1 < newest and order.stamp in (0, *memory.stamps):
+            why = f"an order of round {order.round + 1} came when one of round {newest} had been answered"
             return dataclasses.replace(reply, problem=why, kind="other"), b""
         if order.sizes is not None:
             memory.learn_sizes(order.sizes)
@@ -192,7 +193,7 @@ class Party:
         reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=dict(meter.losses))
         # a method whose clients send nothing replies all the same
         upload = tree.encode(outcome.upload)
-        memory.propose(order.round + 1, outcome.state, upload, digest, reply.to_json())
+        memory.propose(order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json())
         return reply, upload
 
     def _federation(self, sizes: tuple[int, ...]) -> Federation:
@@ -228,6 +229,14 @@ def _run_name(run: str) -> str:
     if not (run.isalnum() and run.isascii() and len(run) <= 64):
         raise ConfigError(f"the server calls its run {run[:80]!r}, which is no name of a run")
     return run
+
+
+@functools.lru_cache(maxsize=16)
+def _shared(tables: str) -> tuple[experiment.Experiment, Sequential]:
+    """What clients of one process have in common: the experiment, and an engine, which finds once what a step costs."""
+    made, engine = experiment.load(json.loads(tables)), Sequential()
+    engine.micro_batch = made.run.micro_batch
+    return made, engine
 
 
 def _party(path: Path) -> dict[str, Any]:
