@@ -134,7 +134,7 @@ def build(cls: type[T], values: Any, path: str) -> T:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
-    kind: type[Any] = cls
+    kind: Any = cls  # mypy takes no class for hashable
     try:
         found: T = _adapter(kind).validate_python(dict(values))
     except pydantic.ValidationError as error:
