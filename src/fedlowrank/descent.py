@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +37,11 @@ class Work:
         towards: tensors of the request's pull, or None.
         along: likewise.
         borrowed: as above.
+        constants: all tensors but the parameters that a loss and a step may use.
     """
+
+    clients = 1
+    """Whose work it is."""
 
     def __init__(self, request: Request, round: int, borrowed: frozenset[int] = frozenset()) -> None:
         self.request = request
@@ -52,8 +57,24 @@ class Work:
         pull = Pull() if request.pull is None else request.pull
         self.towards = None if not pull.strength else tensors_like(request.start, layout(pull.towards))
         self.along = None if pull.along is None else tensors_like(request.start, layout(pull.along))
+        self.constants = self._constants()
         self.memory: list[list[Tensor]] = []
         self._lr = request.optimiser.learning_rate(round)
+
+    def _constants(self) -> list[Tensor]:
+        return [*(t for _, t in tree.leaves(self.given)), *(self.towards or ()), *(self.along or ())]
+
+    def twin(self) -> Work:
+        """The same in memory of its own, to be tried out before the first step of an optimiser that remembers."""
+        other = copy.copy(self)
+        other.params = [p.detach().clone().requires_grad_() for p in self.params]
+        other.now = refill(self.now, other.params)
+        other.given = tree.map(torch.clone, self.given)
+        other.towards, other.along = (
+            None if ts is None else [t.clone() for t in ts] for ts in (self.towards, self.along)
+        )
+        other.constants = other._constants()
+        return other
 
     @property
     def strength(self) -> float:
@@ -65,7 +86,7 @@ class Work:
         if new:
             self.params = [new[i].requires_grad_() if i in new else p for i, p in enumerate(self.params)]
             self.now = refill(self.now, self.params)
-            self.borrowed -= new.keys()
+            self.borrowed = self.borrowed.difference(new)
 
     def own(self) -> None:
         """Copy what is still the start's."""

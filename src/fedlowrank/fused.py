@@ -10,6 +10,7 @@ else use the matrix: that ends in :class:`UnfusableError` before a number has ch
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +22,16 @@ from torch.overrides import TorchFunctionMode
 from .descent import Work
 from .method import Batch, Request
 from .optimiser import SGD
+from .tape import Tape, UnrepeatableError, captured, form
 
 SMALLEST = 4096
 """Numbers of a matrix for which it is worth the while."""
+
+OFTEN = 16
+"""Steps of clients of one form after which it is recorded, which takes about as long as so many steps of a small model."""
+
+TAPES = 64
+"""Kept for one kind of steps at most."""
 
 _HARMLESS = {
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf")
@@ -284,20 +292,52 @@ class Fusion:
         with Watch(work.params) as watch:
             work.loss(batch)
         self.places = watch.found
+        self._met: Counter[Any] = Counter()
+        self._tapes: dict[Any, Tape | None] = {}
 
-    def step(self, work: Work, batch: Batch) -> Tensor | None:
-        """Take a step, and return its loss; None if it must be taken by gradients."""
-        if not self.places:
-            return None
-        step = Step(work, self.places)
-        try:
-            value = work.loss(batch, step.disguise)
-        except UnfusableError:
-            return None
-        step.begun = True
-        grads = work.gradient(value, allow_unused=True)
-        with torch.no_grad():
-            step.finish(work, grads)
+    def begin(self, work: Work) -> Callable[[Batch], Tensor]:
+        """What takes the steps of a pass, and returns the loss of each."""
+        rates, forms = work.rates, tuple(t.stride() for t in (*work.params, *work.constants))
+        how = *rates.lr, *rates.weight_decay, work.strength, forms
+
+        def step(batch: Batch) -> Tensor:
+            try:
+                # anew in every step, for a loss may count its calls
+                key = captured(work.request.loss), how, work.borrowed, form(batch)
+            except UnrepeatableError:
+                return self.take(work, batch)
+            tape = self._tapes.get(key)
+            return self._counted(key, work, batch) if tape is None else tape.play(work, batch)
+
+        return step
+
+    def _counted(self, key: Any, work: Work, batch: Batch) -> Tensor:
+        """Take a step that has no tape, and record it if such steps are many."""
+        if key not in self._tapes and len(self._tapes) < TAPES:
+            self._met[key] += work.clients
+        if self._met[key] >= OFTEN and key not in self._tapes:
+            try:
+                self._tapes[key] = Tape(self.take, work, batch)
+            except UnrepeatableError:
+                self._tapes[key] = None
+        return self.take(work, batch)
+
+    def take(self, work: Work, batch: Batch) -> Tensor:
+        """Take a step, in the backward pass where that can be, and return its loss."""
+        if self.places:
+            step = Step(work, self.places)
+            try:
+                value = work.loss(batch, step.disguise)
+            except UnfusableError:
+                pass
+            else:
+                step.begun = True
+                grads = work.gradient(value, allow_unused=True)
+                with torch.no_grad():
+                    step.finish(work, grads)
+                return value.detach()
+        value = work.loss(batch)
+        work.step(work.gradient(value), 0)
         return value.detach()
 
 

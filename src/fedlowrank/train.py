@@ -178,11 +178,12 @@ def descend(
         The trained tree, and the loss of every step ``[steps]``.
     """
     work = Work(request, round, frozenset() if fusion is None else fusion.places)
+    take = None if fusion is None else fusion.begin(work)
     losses: list[Tensor] = []
     for count, batch in enumerate(batches):
-        whole = micro_batch is None or len(batch) <= micro_batch
-        value = fusion.step(work, batch) if fusion is not None and whole else None
-        if value is None:
+        if take is not None and (micro_batch is None or len(batch) <= micro_batch):
+            value = take(batch)
+        else:
             value, grads = _gradient(work, batch, micro_batch)
             work.step(grads, count)
         work.proximal()
@@ -209,11 +210,15 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
 
 def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:
     """Raise :class:`NonFiniteError` if a loss or a parameter is NaN or infinite."""
+    if all_finite(losses, end):
+        return
     bad = (~torch.isfinite(losses)).nonzero()
-    if len(bad):
-        raise NonFiniteError(client.id, round, name, int(bad[0]))
-    if tree.not_finite(end) is not None:
-        raise NonFiniteError(client.id, round, name, None)
+    raise NonFiniteError(client.id, round, name, int(bad[0]) if len(bad) else None)
+
+
+def all_finite(losses: Tensor, ends: Any) -> bool:
+    """Whether losses and parameters, of one client or of many, are finite."""
+    return tree.not_finite([losses, ends]) is None
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from fedlowrank.fused import Fusion, fusable
 from fedlowrank.method import Batch, Pull, Request
 from fedlowrank.methods import METHODS
 from fedlowrank.optimiser import SGD, AdamW, Group
+from fedlowrank.tape import Tape
 from fedlowrank.train import descend
 
 Params = dict[str, Tensor]
@@ -134,9 +135,9 @@ def test_many_clients_at_once_are_torch_s(count: int, decay: float, strength: fl
         return batch.mean(functional.cross_entropy(forward(p, batch.x), batch.y, reduction="none"))
 
     work.request = dataclasses.replace(work.request, loss=masked)
+    take = fusion.begin(work)
     for step in range(count):
-        values = fusion.step(work, joined([f[step] for f in feeds]))
-        assert values is not None
+        values = take(joined([f[step] for f in feeds]))
         assert values.shape == (3,)
     for c in clients:
         assert_close({n: t[c] for n, t in work.ends.items()}, by_torch(each[c], feeds[c]))
@@ -282,11 +283,11 @@ def test_the_gradient_of_a_matrix_is_never_written_down() -> None:
     fusion = Fusion(Work(r, 0), steps[0])
     fused_work, plain = Work(r, 0, fusion.places), Work(r, 0)
     with Made((70, 60)) as made:
-        fusion.step(fused_work, steps[0])
+        fusion.take(fused_work, steps[0])
     # the first step makes the copy that is trained
     assert made.names == ["aten::addmm"]
     with Made((70, 60)) as made:
-        fusion.step(fused_work, steps[1])
+        fusion.take(fused_work, steps[1])
     assert made.names == []
     with Made((70, 60)) as made:
         plain.step(plain.gradient(plain.loss(steps[0])), 0)
@@ -310,15 +311,23 @@ def test_modules_are_fused_where_their_matrices_are_large() -> None:
 def test_methods_pass_every_check_with_all_their_matrices_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among them: a resumed run and one over a wire end in the same bits, whatever an engine has seen before."""
     monkeypatch.setattr(fused, "SMALLEST", 1)
+    monkeypatch.setattr(fused, "OFTEN", 4)
     taken: list[int] = []
-    step = Fusion.step
+    played: list[Tape] = []
+    take, play = Fusion.take, Tape.play
 
-    def counted(self: Fusion, work: Work, batch: Batch) -> Tensor | None:
+    def counted(self: Fusion, work: Work, batch: Batch) -> Tensor:
         taken.append(len(self.places))
-        return step(self, work, batch)
+        return take(self, work, batch)
 
-    monkeypatch.setattr(Fusion, "step", counted)
+    def heard(self: Tape, work: Work, batch: Batch) -> Tensor:
+        played.append(self)
+        return play(self, work, batch)
+
+    monkeypatch.setattr(Fusion, "take", counted)
+    monkeypatch.setattr(Tape, "play", heard)
     found = check_method(METHODS[name]())
     assert {f.name: f.detail for f in found if not f.ok} == {}
     assert len(found) == len(CHECKS)
     assert max(taken) >= 2
+    assert len(played) > 2 * len(set(played))

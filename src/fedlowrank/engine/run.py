@@ -251,6 +251,8 @@ class Run:
 
     def _lost(self, round: int, infos: list[ClientInfo], outcomes: list[Outcome]) -> dict[str, str]:
         lost: dict[str, str] = {}
+        # of all at once, and one by one only if there is something to be found
+        sound = tree.not_finite([o.upload for o in outcomes]) is None
         for info, outcome in zip(infos, outcomes, strict=True):
             if outcome.lost is not None:
                 lost[str(info.id)] = outcome.lost
@@ -258,7 +260,7 @@ class Run:
                 if self.settings.on_nan == "stop":
                     raise outcome.error
                 lost[str(info.id)] = str(outcome.error)
-            elif (where := tree.not_finite(outcome.upload)) is not None:
+            elif not sound and (where := tree.not_finite(outcome.upload)) is not None:
                 lost[str(info.id)] = (
                     f"the reply of client {info.id} holds a NaN or an infinity at {where}; it was dropped"
                 )

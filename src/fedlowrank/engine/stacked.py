@@ -40,6 +40,7 @@ class Stack(Work):
         # a stack is a copy already
         super().__init__(whole, round, frozenset(range(len(list(tree.leaves(start))))))
         self.borrowed = frozenset()
+        self.clients = len(requests)
         self._all = self.params, self.given, self.towards, self.along
 
     @property
@@ -50,10 +51,12 @@ class Stack(Work):
     def narrow(self, clients: int) -> None:
         """Go on with the first clients alone; their parameters are leaves that share memory with those of all."""
         params, given, towards, along = self._all
+        self.clients = clients
         self.params = [p[:clients].detach().requires_grad_() for p in params]
         self.now = refill(self.now, self.params)
         self.given = tree.map(lambda t: t[:clients], given)
         self.towards, self.along = (None if ts is None else [t[:clients] for t in ts] for ts in (towards, along))
+        self.constants = self._constants()
         self.memory = [[m[:clients] for m in ms] for ms in self.memory]
 
     def loss(self, batch: Batch, disguise: Disguise | None = None) -> Tensor:
@@ -113,14 +116,16 @@ def descend_together(
     feed = Feed([t.data for t in trainers], name)
     losses: list[list[Tensor]] = [[] for _ in trainers]
     work, active = Stack(requests, round), len(trainers)
+    take = None if fusion is None else fusion.begin(work)
     for count in range(steps[0]):
         while steps[active - 1] <= count:
             active -= 1
             work.narrow(active)
         batch = feed.batch(count, active)
         try:
-            values = None if fusion is None else fusion.step(work, batch)
-            if values is None:
+            if take is not None:
+                values = take(batch)
+            else:
                 found = work.loss(batch)
                 work.step(work.gradient(found), count)
                 values = found.detach()

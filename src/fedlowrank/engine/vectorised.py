@@ -21,12 +21,14 @@ from queue import SimpleQueue
 from types import CellType, FunctionType, MethodType
 from typing import Any, ClassVar, TypeVar
 
+import torch
+
 from .. import tree
 from ..data.federation import Federation
 from ..descent import refill
 from ..errors import NonFiniteError
 from ..method import Request, Task
-from ..train import LocalTrainer, Meter, check_finite, shapes
+from ..train import LocalTrainer, Meter, all_finite, check_finite, shapes
 from .base import AnyMethod, Engine, Job, Outcome, client_view
 from .stacked import descend_together
 
@@ -192,6 +194,7 @@ def _together(title: str, clients: list[_Client], round: int) -> list[Any]:
     first = [clients[i] for i in order]
     ends, losses = descend_together(title, [c.local for c in first], [_request(c) for c in first], round)
     kind = first[0].local.kind(_request(first[0]))
+    sound = all_finite(torch.cat(losses), ends)
     rows = [t.unbind() for _, t in tree.leaves(ends)]
     answers: list[Any] = [None] * len(clients)
     for place, i in enumerate(order):
@@ -199,7 +202,8 @@ def _together(title: str, clients: list[_Client], round: int) -> list[Any]:
         end = refill(request.start, [row[place] for row in rows])
         client.local.account(request, kind, losses[place])
         try:
-            check_finite(client.local.data.info, round, request.name, losses[place], end)
+            if not sound:
+                check_finite(client.local.data.info, round, request.name, losses[place], end)
             answers[i] = tree.canonical(end)
         except NonFiniteError as error:
             answers[i] = error

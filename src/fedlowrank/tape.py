@@ -1,0 +1,222 @@
+"""What a step computed, as a list to be computed again without asking the loss how.
+
+A small model takes a step in less time than Python, autograd and ``vmap`` need to find out what is to be done. So after a step
+has been taken often enough, one of its kind is *recorded*: every operation that reached torch's dispatcher, those of the backward
+pass and of the update among them. From then on the same operations are *played* on other tensors. A tape is kept only if
+
+- the loss captures nothing whose content may change (:func:`captured`): plain values, models, settings that are frozen;
+- while it was recorded, no number was looked at, none was drawn at random, and no tensor came from anywhere but the inputs;
+- played on the inputs on which it was recorded, it gives the same bits.
+
+So whether a tape is used, and from when on, changes no result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .descent import Work
+from .method import Batch
+from .models.architecture import Architecture
+
+_LOOKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
+"""What makes numbers of Python of a tensor, so that what follows may depend on them."""
+
+
+class UnrepeatableError(Exception):
+    """A step does what need not be the same in the next one."""
+
+
+class _NoNumber:
+    """In the place of a number that is another one in the next step; whoever makes use of it fails."""
+
+    def _fail(self, *_: Any) -> Any:
+        raise UnrepeatableError("the loss depends on the number of the step")
+
+    __eq__ = __ne__ = __hash__ = __bool__ = __int__ = __index__ = __float__ = __str__ = __format__ = _fail
+    __repr__ = _fail
+
+
+def captured(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """Identity of what a function computes, of which nothing can change as long as what it captured lives.
+
+    Args:
+        value: a function, or what it captured.
+        within: functions whose captured values are being looked at, for those that refer to themselves.
+
+    Raises:
+        UnrepeatableError: if it captured what may have other content another time.
+    """
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return type(value).__name__, value
+    if isinstance(value, Architecture) and not value.random:
+        return "model", id(value)
+    if isinstance(value, FunctionType):
+        if id(value) in within:
+            return "itself", within.index(id(value))
+        held = [*map(_content, value.__closure__ or ()), *(value.__defaults__ or ())]
+        held += (value.__kwdefaults__ or {}).values()
+        around = [value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__]
+        held += [v for v in around if not isinstance(v, (ModuleType, FunctionType, BuiltinFunctionType, type))]
+        return id(value.__code__), tuple(captured(v, (*within, id(value))) for v in held)
+    if isinstance(value, MethodType):
+        return captured(value.__func__, within), captured(value.__self__, within)
+    if isinstance(value, tuple):
+        return tuple(captured(v, within) for v in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        return type(value), tuple(captured(getattr(value, f.name), within) for f in dataclasses.fields(value))
+    raise UnrepeatableError(f"the loss captures a {type(value).__name__}")
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError as error:
+        raise UnrepeatableError("the loss refers to what is not there yet") from error
+
+
+def form(batch: Batch) -> Any:
+    """What a tape depends on in a batch."""
+    x = batch.x
+    inputs = tuple((n, t.shape, t.stride(), t.dtype) for n, t in (x.items() if isinstance(x, dict) else [("", x)]))
+    return inputs, batch.y.shape, batch.y.dtype, batch.mask is None
+
+
+def _inputs(work: Work, batch: Batch) -> list[Tensor]:
+    x = list(batch.x.values()) if isinstance(batch.x, dict) else [batch.x]
+    return [*work.params, *work.constants, *x, batch.y, *([] if batch.mask is None else [batch.mask])]
+
+
+def _copied(batch: Batch) -> Batch:
+    """The batch in memory of its own, and without its number, which is another one in every step."""
+    x = {n: t.clone() for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x.clone()
+    step: Any = _NoNumber()
+    return Batch(x, batch.y.clone(), None if batch.mask is None else batch.mask.clone(), step)
+
+
+class Tape:
+    """A recorded step.
+
+    Args:
+        take: takes a step, and returns its loss.
+        work: as it was before a step; left as it is.
+        batch: of that step.
+
+    Raises:
+        UnrepeatableError: if no tape can stand for such a step.
+    """
+
+    def __init__(self, take: Callable[[Work, Batch], Tensor], work: Work, batch: Batch) -> None:
+        first, second = work.twin(), work.twin()
+        inputs = _inputs(first, copy := _copied(batch))
+        if any(a.stride() != b.stride() for a, b in zip(inputs, _inputs(work, batch), strict=True)):
+            raise UnrepeatableError("an input overlaps with itself")
+        recorder = _Recorder(inputs)
+        before = list(first.params)
+        try:
+            with _NoLooks(), recorder:
+                value = take(first, copy)
+        except (TypeError, AttributeError, RuntimeError) as error:
+            # the same step was taken without a recorder before
+            raise UnrepeatableError(str(error)) from error
+        kept = [_place(new) == _place(old) for new, old in zip(first.params, before, strict=True)]
+        new = [None if k else recorder.node(p) for k, p in zip(kept, first.params, strict=True)]
+        recorder.graph.output((recorder.node(value), new))
+        recorder.graph.eliminate_dead_code()
+        self._play = fx.GraphModule(torch.nn.Module(), recorder.graph).forward
+        # for as long as the tape lives no other object takes the place of what the loss captured
+        self._loss = work.request.loss
+        again = self.play(second, copy)
+        pairs = [(value, again), *zip(first.params, second.params, strict=True)]
+        if not all(torch.equal(a, b) for a, b in pairs):
+            raise UnrepeatableError("the step comes out otherwise when it is played")
+
+    def play(self, work: Work, batch: Batch) -> Tensor:
+        """Take a step, and return its loss."""
+        with torch.no_grad():
+            value, new = self._play(*_inputs(work, batch))
+        work.replace({i: t for i, t in enumerate(new) if t is not None})
+        result: Tensor = value
+        return result
+
+
+def _place(t: Tensor) -> Any:
+    """Where and how a tensor lies in memory; two of the same place are the same, as long as they live."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operation.
+
+    Args:
+        inputs: tensors that will be others when the tape is played; no two of them share memory.
+
+    Attributes:
+        graph: what was computed.
+    """
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph = fx.Graph()
+        # whose memory must not be given to others while tensors are known by where they lie
+        self._alive = list(inputs)
+        self._nodes = {_place(t): self.graph.placeholder(f"input_{i}") for i, t in enumerate(inputs)}
+        if len(self._nodes) < len(inputs) or any(t.numel() == 0 for t in inputs):
+            raise UnrepeatableError("an input is empty")
+
+    def node(self, t: Tensor) -> fx.Node:
+        """What stands for a tensor."""
+        found = self._nodes.get(_place(t))
+        if found is None:
+            raise UnrepeatableError("a tensor comes from elsewhere")
+        return found
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute, and write down."""
+        del types
+        if torch.Tag.nondeterministic_seeded in func.tags or func is torch.ops.aten._local_scalar_dense.default:
+            raise UnrepeatableError(f"{func} gives what may be another number")
+        known, named = (self._written(a) for a in (args, kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        parts = [out] if isinstance(out, Tensor) else list(out or ())
+        given = [(i, t) for i, t in enumerate(parts) if t is not None]
+        if any(not isinstance(t, Tensor) or t.numel() == 0 for _, t in given):
+            raise UnrepeatableError(f"{func} gives what is no tensor, or an empty one")
+        changes = func._schema.is_mutable
+        # another view of the same is there already
+        if changes or any(_place(t) not in self._nodes for _, t in given):
+            node = self.graph.call_function(func, known, named)
+            for i, t in given:
+                self._alive.append(t)
+                if _place(t) not in self._nodes:
+                    part = node if out is t else self.graph.call_function(operator.getitem, (node, i))
+                    self._nodes[_place(t)] = part
+        return out
+
+    def _written(self, value: Any) -> Any:
+        return map_aggregate(value, lambda v: self.node(v) if isinstance(v, Tensor) else v)
+
+
+class _NoLooks(TorchFunctionMode):
+    """Lets nobody look at a number."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Execute, unless it makes numbers of a tensor."""
+        del types
+        if func in _LOOKS:
+            raise UnrepeatableError(f"the step looks at numbers by {func.__name__}")
+        return func(*args, **(kwargs or {}))
