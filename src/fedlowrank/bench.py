@@ -74,13 +74,12 @@ SUBJECTS: dict[str, Subject] = {
 """By name."""
 
 
-def federation(subject: Subject, clients: int = 100) -> Federation:
-    """Random examples; how long a step takes does not depend on what is in them."""
+def federation(subject: Subject, clients: int = 100, examples: int = 50) -> Federation:
+    """Random examples, as many at each client; how long a step takes does not depend on what is in them."""
     generator = torch.Generator().manual_seed(0)
-    data = [
-        {"train": (torch.randn(50, *subject.shape, generator=generator), torch.randint(10, (50,), generator=generator))}
-        for _ in range(clients)
-    ]
+    x = torch.randn(clients, examples, *subject.shape, generator=generator)
+    y = torch.randint(10, (clients, examples), generator=generator)
+    data = [{"train": pair} for pair in zip(x.unbind(), y.unbind(), strict=True)]
     return Federation.from_arrays(data, subject.make, classes=10)
 
 

@@ -62,7 +62,7 @@ class Work:
         self._lr = request.optimiser.learning_rate(round)
 
     def _constants(self) -> list[Tensor]:
-        return [*(t for _, t in tree.leaves(self.given)), *(self.towards or ()), *(self.along or ())]
+        return [*tree.tensors(self.given), *(self.towards or ()), *(self.along or ())]
 
     def twin(self) -> Work:
         """The same in memory of its own, to be tried out before the first step of an optimiser that remembers."""

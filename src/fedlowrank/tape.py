@@ -126,7 +126,7 @@ class Tape:
         try:
             with _NoLooks(), recorder:
                 value = take(first, copy)
-        except (TypeError, AttributeError, RuntimeError) as error:
+        except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
             # the same step was taken without a recorder before
             raise UnrepeatableError(str(error)) from error
         kept = [_place(new) == _place(old) for new, old in zip(first.params, before, strict=True)]

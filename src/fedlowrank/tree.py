@@ -94,6 +94,26 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from leaves(child, _join(path, key))
 
 
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of a tree in the order of :func:`leaves`, several times faster."""
+    found: list[Tensor] = []
+    _each(value, found.append)
+    return found
+
+
+def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
+    """The tree with every tensor replaced by what f makes of it; what is no tree is left to :func:`_items` to name."""
+    if isinstance(value, Tensor):
+        return f(value)
+    kind = type(value)
+    if kind is dict and all(type(k) is str for k in value):
+        return {k: _each(v, f) for k, v in value.items()}
+    if kind is list or kind is tuple:
+        return kind([_each(v, f) for v in value])
+    items = _items(value, "")
+    return value if items is None else kind(**{k: _each(v, f) for k, v in items})
+
+
 def map(f: Callable[..., Any], first: T, *rest: Any) -> T:  # noqa: A001
     """Apply ``f`` to the tensors of trees of one structure.
 
@@ -108,6 +128,13 @@ def map(f: Callable[..., Any], first: T, *rest: Any) -> T:  # noqa: A001
     Raises:
         TreeError: if the structures differ; the message names the path.
     """
+    if not rest:
+        try:
+            quick: T = _each(first, f)
+            return quick
+        except TreeError:
+            # once more, to say where
+            pass
     out: T = _map(f, first, rest, "")
     return out
 
@@ -322,14 +349,17 @@ def encoded_size(value: Any) -> int:
 
 def not_finite(value: Any) -> str | None:
     """The path of the first tensor that holds a NaN or an infinity, or None."""
-    found = [(path, t) for path, t in leaves(value) if t.is_floating_point() and t.numel()]
-    if not found:
+    numbers = [t for t in tensors(value) if t.is_floating_point() and t.numel()]
+    if not numbers:
         return None
     # a norm is finite only if all it squares is, and is many times cheaper than to look at every element; only one that is
     # not needs a second look, for finite numbers may overflow it
-    norms = torch._foreach_norm([t for _, t in found])
-    if bool(torch.stack([n.double() for n in norms]).isfinite().all()):
+    norms = list(torch._foreach_norm(numbers))
+    if any(n.dtype != norms[0].dtype for n in norms):
+        norms = [n.double() for n in norms]
+    if bool(torch.stack(norms).isfinite().all()):
         return None
+    found = ((path, t) for path, t in leaves(value) if t.is_floating_point())
     return next((path for path, t in found if not bool(t.isfinite().all())), None)
 
 

@@ -229,6 +229,10 @@ def named_by_number(p: Params, batch: Batch) -> Tensor:
     return loss(p, batch) * {0: 1.0, 1: 2.0}.get(batch.step, 3.0)
 
 
+def indexed_by_number(p: Params, batch: Batch) -> Tensor:
+    return loss(p, batch) * batch.x[batch.step % 2 if isinstance(batch.step, int) else batch.step, 0]
+
+
 def first_only(p: Params, batch: Batch) -> Tensor:
     return loss(p, batch) * (2.0 if batch.step == 0 else 1.0)
 
@@ -263,7 +267,19 @@ def by_a_list(p: Params, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "f", [numbered, named_by_number, first_only, looking, listing, by_numpy, by_one_item, from_elsewhere, by_a_list]
+    "f",
+    [
+        numbered,
+        named_by_number,
+        indexed_by_number,
+        first_only,
+        looking,
+        listing,
+        by_numpy,
+        by_one_item,
+        from_elsewhere,
+        by_a_list,
+    ],
 )
 def test_a_step_that_may_differ_another_time_is_taken_anew(f: Any, played: list[Tape]) -> None:
     check(request(f), batches(8))

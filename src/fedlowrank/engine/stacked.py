@@ -67,7 +67,7 @@ class Stack(Work):
             own = params if disguise is None else disguise(params)
             return self.request.loss(refill(like[0], own), Batch(x, y, mask, step), *refill(like[1], given))
 
-        given = [t for _, t in tree.leaves(self.given)]
+        given = tree.tensors(self.given)
         over = (0, 0, 0, 0, None if batch.mask is None else 0)
         value: Tensor = torch.vmap(one, in_dims=over)(self.params, given, batch.x, batch.y, batch.mask)
         return value
@@ -83,7 +83,7 @@ class Stack(Work):
         def one(a: list[Tensor], now: list[Tensor], given: list[Tensor]) -> list[Tensor]:
             return tensors_like(like, f(refill(like, a), refill(like, now), *refill(inner, given)))
 
-        result: list[Tensor] = torch.vmap(one)(tensors, self.params, [t for _, t in tree.leaves(inner)])
+        result: list[Tensor] = torch.vmap(one)(tensors, self.params, tree.tensors(inner))
         return result
 
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:

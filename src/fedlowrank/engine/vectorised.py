@@ -180,7 +180,7 @@ def _alone(client: _Client) -> Any:
 
 def _chunks(clients: list[_Client]) -> list[list[_Client]]:
     """As many clients at once as have room, in parts of like sizes."""
-    start = [t for _, t in tree.leaves(_request(clients[0]).start)]
+    start = tree.tensors(_request(clients[0]).start)
     room = CACHE if all(t.device.type == "cpu" for t in start) else MEMORY
     most = max(1, room // max(1, sum(t.numel() * t.element_size() for t in start)))
     parts = -(-len(clients) // most)
@@ -195,7 +195,7 @@ def _together(title: str, clients: list[_Client], round: int) -> list[Any]:
     ends, losses = descend_together(title, [c.local for c in first], [_request(c) for c in first], round)
     kind = first[0].local.kind(_request(first[0]))
     sound = all_finite(torch.cat(losses), ends)
-    rows = [t.unbind() for _, t in tree.leaves(ends)]
+    rows = [t.unbind() for t in tree.tensors(ends)]
     answers: list[Any] = [None] * len(clients)
     for place, i in enumerate(order):
         client, request = clients[i], _request(clients[i])

@@ -66,7 +66,9 @@ def supervise(
 
 def _watch(node: SuperNode, stop: threading.Event) -> bool:
     """Wait until a program ends or is to end; whether it has connected."""
-    began, number, warned = time.monotonic(), node.node_id(), False
+    began, warned = time.monotonic(), False
+    # it may have connected before anybody looked
+    number: int | None = None
     while node.alive() and not stop.wait(0.1):
         if number is None:
             number = node.node_id()

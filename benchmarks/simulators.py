@@ -1,0 +1,493 @@
+"""A federated round here and in other simulators: the same model, examples, order, clients, seeds; final weights compared.
+
+    pip install pfl fedjax                       # fedjax wants an environment of its own
+    python benchmarks/simulators.py [--models mlp25k,mlp99k,mlp200k,cnn] [--arms bare,sequential,vectorised,pfl,flower,fedjax]
+        [--clients 100] [--rounds 30] [--repeats 3] [--jax-python PATH] [--out benchmarks/RESULTS.md]
+
+Every arm runs in a process of its own, on one thread, arms taking turns; a figure is the median over the rounds of a process,
+then the median over repeats of its ratio to the bare loop of the same repeat. Other simulators get their examples already in the
+order in which a client sees them, and evaluate nothing. Flower runs its clients in processes of Ray, whose CPU time is counted
+with its own. Memory is the peak of the arm's process (of Flower: of the server's alone) less what it has once torch or JAX is
+imported and the examples are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+WARM = 6
+"""Rounds that are not counted."""
+
+LR, BATCH, EXAMPLES = 0.01, 32, 64
+"""Two whole batches a client, for FedJAX would fill a short one up with examples that the others do not see again."""
+
+Plan = dict[str, np.ndarray[Any, Any]]
+
+
+# -- what is to be computed --------------------------------------------------------------------------------------------
+
+
+def make_plan(name: str, clients: int, rounds: int) -> Plan:
+    """Examples, initial weights, and who trains in which order."""
+    import torch
+
+    from fedlowrank.bench import SUBJECTS, federation
+    from fedlowrank.engine import ENGINES
+    from fedlowrank.engine.run import Run, RunSettings
+    from fedlowrank.methods import METHODS
+    from fedlowrank.optimiser import SGD
+
+    fed = federation(SUBJECTS[name], clients, EXAMPLES)
+    settings = RunSettings(rounds=rounds, participation=10 / clients)
+    run = Run(METHODS["fedavg"](batch_size=BATCH, optimiser=SGD(lr=LR)), fed, settings, ENGINES["sequential"]())
+    cohorts, orders = [], []
+    for t in range(rounds):
+        infos = run.participants(t)
+        cohorts.append([i.id for i in infos])
+        orders.append([torch.cat(run.engine.trainer(run.method, fed, t, i).data.order("local")).numpy() for i in infos])
+    plan = {
+        "x": np.stack([np.asarray(c.train.x) for c in fed.clients]),
+        "y": np.stack([np.asarray(c.train.y) for c in fed.clients]),
+        "cohorts": np.array(cohorts),
+        "orders": np.array(orders),
+    }
+    start = run.state.server
+    return {**plan, **{f"p{i}": t.numpy() for i, t in enumerate(start.values())}}
+
+
+def weights(plan: Plan) -> list[np.ndarray[Any, Any]]:
+    """The initial ones."""
+    return [plan[f"p{i}"] for i in range(sum(k[0] == "p" for k in plan))]
+
+
+class Clock:
+    """CPU and wall time of every round.
+
+    Args:
+        processes: count the time of child processes, too.
+    """
+
+    def __init__(self, processes: bool = False) -> None:
+        self.cpu: list[float] = []
+        self.wall: list[float] = []
+        self._processes = processes
+
+    def spent(self) -> float:
+        """CPU seconds so far."""
+        if not self._processes:
+            return time.process_time()
+        import psutil
+
+        family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+        return sum(t.user + t.system for p in family if (t := p.cpu_times()) is not None)
+
+    def __call__(self, work: Callable[[], object]) -> None:
+        """Time a round."""
+        cpu, wall = self.spent(), time.perf_counter()
+        work()
+        self.cpu.append(self.spent() - cpu)
+        self.wall.append(time.perf_counter() - wall)
+
+
+# -- arms --------------------------------------------------------------------------------------------------------------
+
+
+def plain_module(name: str, plan: Plan) -> Any:
+    """The model as torch's users write it, with the initial weights."""
+    import torch
+
+    from fedlowrank.bench import SUBJECTS
+
+    module = SUBJECTS[name].plain()
+    with torch.no_grad():
+        for p, w in zip(module.parameters(), weights(plan), strict=True):
+            p.copy_(torch.from_numpy(w))
+    return module
+
+
+def bare(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
+    """Plain PyTorch, with the mean of the results."""
+    import torch
+    from torch.nn import functional
+
+    module = plain_module(name, plan)
+    x, y = torch.from_numpy(plan["x"]), torch.from_numpy(plan["y"])
+    server = [p.detach().clone() for p in module.parameters()]
+
+    def round_(t: int) -> None:
+        total = [torch.zeros_like(p) for p in server]
+        for client, order in zip(plan["cohorts"][t], plan["orders"][t], strict=True):
+            with torch.no_grad():
+                for p, q in zip(module.parameters(), server, strict=True):
+                    p.copy_(q)
+            optimiser = torch.optim.SGD(module.parameters(), lr=LR)
+            for index in torch.from_numpy(order).split(BATCH):
+                optimiser.zero_grad()
+                functional.cross_entropy(module(x[client][index]), y[client][index]).backward()
+                optimiser.step()
+            for a, p in zip(total, module.parameters(), strict=True):
+                a.add_(p.detach(), alpha=1 / len(plan["cohorts"][t]))
+        server[:] = total
+
+    for t in range(len(plan["cohorts"])):
+        clock(lambda t=t: round_(t))  # type: ignore[misc]
+    return [p.numpy() for p in server]
+
+
+def ours(engine: str) -> Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]]:
+    """This package: whole rounds, with all that it counts and checks."""
+
+    def arm(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
+        from fedlowrank.bench import SUBJECTS, federation
+        from fedlowrank.engine import ENGINES
+        from fedlowrank.engine.run import Run, RunSettings
+        from fedlowrank.methods import METHODS
+        from fedlowrank.optimiser import SGD
+
+        rounds, fed = len(plan["cohorts"]), federation(SUBJECTS[name], len(plan["x"]), EXAMPLES)
+        settings = RunSettings(rounds=rounds + 1, participation=10 / len(plan["x"]), evaluate_every=10**6)
+        run = Run(METHODS["fedavg"](batch_size=BATCH, optimiser=SGD(lr=LR)), fed, settings, ENGINES[engine]())
+        # the first round is evaluated; not so here
+        run.is_due = lambda: False  # type: ignore[method-assign]
+        for _ in range(rounds):
+            clock(run.step)
+        run.engine.close()
+        return [t.numpy() for t in run.state.server.values()]
+
+    return arm
+
+
+def pfl(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
+    """pfl-research by its own loop."""
+    import torch
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.hyperparam.base import NNEvalHyperParams, NNTrainHyperParams
+    from pfl.model.pytorch import PyTorchModel
+    from torch import nn
+    from torch.nn import functional
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = plain_module(name, plan)
+
+        def loss(self, x: Any, y: Any, eval: bool = False) -> Any:
+            del eval
+            return functional.cross_entropy(self.inner(x), y)
+
+        def metrics(self, x: Any, y: Any) -> dict[str, Any]:
+            del x, y
+            return {}
+
+    module = Model()
+    x, y = torch.from_numpy(plan["x"]), torch.from_numpy(plan["y"])
+    queue = [
+        (int(c), torch.from_numpy(o))
+        for t in range(len(plan["cohorts"]))
+        for c, o in zip(plan["cohorts"][t], plan["orders"][t], strict=True)
+    ]
+    datasets = iter([Dataset(raw_data=[x[c][o], y[c][o]]) for c, o in queue])
+    data = FederatedDataset(lambda _: next(datasets), lambda: 0)
+    backend = SimulatedBackend(training_data=data, val_data=data)
+    central = torch.optim.SGD(module.parameters(), 1.0)
+    model = PyTorchModel(module, local_optimizer_create=torch.optim.SGD, central_optimizer=central)
+    marks: list[tuple[float, float]] = []
+
+    class Mark(TrainingProcessCallback):
+        def on_train_begin(self, *, model: Any) -> Any:
+            del model
+            marks.append((time.process_time(), time.perf_counter()))
+            return super().on_train_begin(model=None)
+
+        def after_central_iteration(self, aggregate_metrics: Any, model: Any, *, central_iteration: int) -> Any:
+            del aggregate_metrics, model, central_iteration
+            marks.append((time.process_time(), time.perf_counter()))
+            from pfl.metrics import Metrics
+
+            return False, Metrics()
+
+    FederatedAveraging().run(
+        algorithm_params=NNAlgorithmParams(
+            central_num_iterations=len(plan["cohorts"]),
+            evaluation_frequency=10**9,
+            train_cohort_size=plan["cohorts"].shape[1],
+            val_cohort_size=0,
+        ),
+        backend=backend,
+        model=model,
+        model_train_params=NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH),
+        model_eval_params=NNEvalHyperParams(local_batch_size=BATCH),
+        callbacks=[Mark()],
+    )
+    clock.cpu = [b[0] - a[0] for a, b in itertools.pairwise(marks)]
+    clock.wall = [b[1] - a[1] for a, b in itertools.pairwise(marks)]
+    return [p.detach().numpy() for p in module.parameters()]
+
+
+def flower(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
+    """Flower's simulation: messages to clients in Ray's processes, the mean of what comes back."""
+    import logging
+
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.simulation import run_simulation
+
+    client_app, server_app = ClientApp(), ServerApp()
+    final: list[np.ndarray[Any, Any]] = []
+
+    @client_app.train()
+    def train(message: Message, context: Context) -> Message:
+        import torch
+        from torch.nn import functional
+
+        del context
+        torch.set_num_threads(1)
+        held: Any = globals().setdefault("_held", {})
+        if not held:
+            held["module"] = plain_module(name, plan)
+            held["x"], held["y"] = torch.from_numpy(plan["x"]), torch.from_numpy(plan["y"])
+        module, config = held["module"], message.content.config_records["config"]
+        with torch.no_grad():
+            given = message.content.array_records["arrays"].to_numpy_ndarrays()
+            for p, w in zip(module.parameters(), given, strict=True):
+                p.copy_(torch.from_numpy(w))
+        client = int(config["client"])
+        optimiser = torch.optim.SGD(module.parameters(), lr=LR)
+        for index in torch.tensor(config["order"]).split(BATCH):
+            optimiser.zero_grad()
+            functional.cross_entropy(module(held["x"][client][index]), held["y"][client][index]).backward()
+            optimiser.step()
+        found = ArrayRecord([p.detach().numpy() for p in module.parameters()])
+        return Message(RecordDict({"arrays": found}), reply_to=message)
+
+    @server_app.main()
+    def main(grid: Grid, context: Context) -> None:
+        del context
+        nodes = list(grid.get_node_ids())
+        while len(nodes) < 10:
+            time.sleep(0.1)
+            nodes = list(grid.get_node_ids())
+        server = weights(plan)
+
+        def round_(t: int) -> None:
+            messages = []
+            for node, client, order in zip(nodes, plan["cohorts"][t], plan["orders"][t], strict=True):
+                config = ConfigRecord({"client": int(client), "order": [int(i) for i in order]})
+                content = RecordDict({"arrays": ArrayRecord(server), "config": config})
+                messages.append(Message(content, node, "train"))
+            replies = [r.content.array_records["arrays"].to_numpy_ndarrays() for r in grid.send_and_receive(messages)]
+            server[:] = [np.mean(ws, axis=0, dtype=np.float32) for ws in zip(*replies, strict=True)]
+
+        for t in range(len(plan["cohorts"])):
+            clock(lambda t=t: round_(t))  # type: ignore[misc]
+        final.extend(server)
+
+    resources: dict[str, Any] = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
+    run_simulation(server_app, client_app, 10, backend_config=resources)
+    return final
+
+
+def fedjax(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
+    """FedJAX, compiled, one client after another."""
+    import fedjax as fj
+    import jax
+    import jax.numpy as jnp
+    from fedjax.algorithms import fed_avg
+
+    def conv(x: Any, w: Any, b: Any) -> Any:
+        out = jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NCHW", "OIHW", "NCHW"))
+        return out + b[:, None, None]
+
+    def pool(x: Any) -> Any:
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+
+    def scores(p: Any, x: Any) -> Any:
+        p = list(p)
+        if name == "cnn":
+            for _ in range(2):
+                w, b = p.pop(0), p.pop(0)
+                x = pool(jax.nn.relu(conv(x, w, b)))
+            x = x.reshape(len(x), -1)
+        while p:
+            w, b = p.pop(0), p.pop(0)
+            x = x @ w.T + b
+            x = jax.nn.relu(x) if p else x
+        return x
+
+    def loss(p: Any, batch: Any, rng: Any) -> Any:
+        del rng
+        logs = jax.nn.log_softmax(scores(p, batch["x"]))
+        return -jnp.take_along_axis(logs, batch["y"][:, None], 1).mean()
+
+    algorithm = fed_avg.federated_averaging(
+        jax.grad(loss),
+        fj.optimizers.sgd(LR),
+        fj.optimizers.sgd(1.0),
+        fj.ShuffleRepeatBatchHParams(batch_size=BATCH, num_epochs=1, skip_shuffle=True),
+    )
+    state = algorithm.init([jnp.asarray(w) for w in weights(plan)])
+    key = jax.random.PRNGKey(0)
+
+    def round_(clients: Any) -> None:
+        nonlocal state
+        state, _ = algorithm.apply(state, clients)
+        jax.block_until_ready(state.params)
+
+    for cohort, orders in zip(plan["cohorts"], plan["orders"], strict=True):
+        sets = [
+            fj.ClientDataset({"x": plan["x"][c][o], "y": plan["y"][c][o]}) for c, o in zip(cohort, orders, strict=True)
+        ]
+        clients = [(b"%d" % c, s, key) for c, s in zip(cohort, sets, strict=True)]
+        clock(lambda clients=clients: round_(clients))  # type: ignore[misc]
+    return [np.asarray(w) for w in state.params]
+
+
+ARMS: dict[str, Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]]] = {
+    "bare": bare,
+    "sequential": ours("sequential"),
+    "vectorised": ours("vectorised"),
+    "pfl": pfl,
+    "flower": flower,
+    "fedjax": fedjax,
+}
+
+TITLES = {
+    "bare": "bare PyTorch loop",
+    "sequential": "**fedlowrank**, sequential",
+    "vectorised": "**fedlowrank**, vectorised",
+    "pfl": "pfl",
+    "flower": "Flower, simulation",
+    "fedjax": "FedJAX",
+}
+
+
+# -- one process an arm ------------------------------------------------------------------------------------------------
+
+
+def peak() -> float:
+    """MiB that this process has had at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def resident() -> float:
+    """MiB that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def run_arm(arm: str, name: str, folder: Path) -> None:
+    """In a process of its own: run, and leave figures and weights in the folder."""
+    warnings.simplefilter("ignore")
+    if arm == "fedjax":
+        pass
+    else:
+        import torch
+
+        torch.set_num_threads(1)
+    plan: Plan = dict(np.load(folder / "plan.npz"))
+    before, clock = resident(), Clock(processes=arm == "flower")
+    found = ARMS[arm](name, plan, clock)
+    np.savez(folder / f"{arm}.npz", *found)
+    figures = {"cpu": clock.cpu, "wall": clock.wall, "memory": peak() - before}
+    (folder / f"{arm}.json").write_text(json.dumps(figures))
+
+
+def measured(arm: str, name: str, folder: Path, python: str) -> dict[str, float]:
+    """Median seconds of a round, and memory, of an arm in a process of its own."""
+    one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PFL_PYTORCH_DEVICE": "cpu"}
+    one["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+    command = [python, str(Path(__file__).resolve()), "--run", arm, "--models", name, "--folder", str(folder)]
+    done = subprocess.run(command, env={**os.environ, **one}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{arm} failed on {name}:\n{done.stderr[-3000:]}")
+    found = json.loads((folder / f"{arm}.json").read_text())
+    cpu, wall = (statistics.median(found[k][WARM:]) for k in ("cpu", "wall"))
+    return {"cpu": cpu, "wall": wall, "memory": found["memory"]}
+
+
+def difference(folder: Path, arm: str) -> float:
+    """Largest difference of a final weight from the bare loop's, as a share of the largest weight."""
+    a, b = (list(np.load(folder / f"{n}.npz").values()) for n in ("bare", arm))
+    apart = max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+    return apart / max(float(np.abs(x).max()) for x in a)
+
+
+def compare(name: str, clients: int, rounds: int, repeats: int, arms: Sequence[str], jax_python: str) -> list[str]:
+    """Rows of a table."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        np.savez(folder / "plan.npz", **make_plan(name, clients, rounds + WARM))  # type: ignore[arg-type]
+        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
+        for _ in range(repeats):
+            for arm in arms:
+                found[arm].append(measured(arm, name, folder, jax_python if arm == "fedjax" else sys.executable))
+        rows = []
+        for arm in arms:
+            own, base = found[arm], found["bare"]
+            cpu, wall, memory = (statistics.median(f[k] for f in own) for k in ("cpu", "wall", "memory"))
+            ratios = [f["cpu"] / b["cpu"] for f, b in zip(own, base, strict=True)]
+            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            cells = [name, str(clients), TITLES[arm], f"{1e3 * cpu:.1f}", spread, f"{1e3 * wall:.1f}", f"{memory:.0f}"]
+            rows.append("| " + " | ".join([*cells, f"{difference(folder, arm):.0e}"]) + " |")
+            print(rows[-1], flush=True)
+        return rows
+
+
+HEAD = [
+    "| model | clients | simulator | CPU ms a round | CPU / bare loop | wall ms | memory, MiB | weights differ by |",
+    "| :--- | ---: | :--- | ---: | ---: | ---: | ---: | ---: |",
+]
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="mlp25k,mlp99k,mlp200k,cnn")
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--clients", default="100")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--jax-python", default=sys.executable)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.run:
+        run_arm(args.run, args.models, args.folder)
+        return
+    from fedlowrank.bench import machine
+
+    print("\n".join(HEAD), flush=True)
+    rows = [
+        row
+        for name in args.models.split(",")
+        for clients in args.clients.split(",")
+        for row in compare(name, int(clients), args.rounds, args.repeats, args.arms.split(","), args.jax_python)
+    ]
+    if args.out:
+        args.out.write_text("\n".join([*HEAD, *rows, "", machine(), ""]))
+
+
+if __name__ == "__main__":
+    main()
