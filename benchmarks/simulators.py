@@ -2,19 +2,18 @@
 
     pip install pfl fedjax                       # fedjax wants an environment of its own
     python benchmarks/simulators.py [--models mlp25k,mlp99k,mlp200k,cnn] [--arms bare,sequential,vectorised,pfl,flower,fedjax]
-        [--clients 100] [--rounds 30] [--repeats 3] [--jax-python PATH] [--out benchmarks/RESULTS.md]
+        [--clients 100] [--rounds 30] [--jax-python PATH] [--out FILE.md]
 
-Every arm runs in a process of its own, on one thread, arms taking turns; a figure is the median over the rounds of a process,
-then the median over repeats of its ratio to the bare loop of the same repeat. Other simulators get their examples already in the
-order in which a client sees them, and evaluate nothing. Flower runs its clients in processes of Ray, whose CPU time is counted
-with its own. Memory is the peak of the arm's process (of Flower: of the server's alone) less what it has once torch or JAX is
-imported and the examples are read.
+Every arm runs in a process of its own, on one thread. They take turns round by round, in an order that rotates, and a ratio is
+that of an arm's CPU time to the bare loop's in the same turn; shown are medians with quartiles. Other simulators get their
+examples already in the order in which a client sees them, and evaluate nothing. Flower runs its clients in processes of Ray, whose
+CPU time is counted with its own. Memory is the peak of the arm's process (of Flower: of the server's alone) less what it has once
+torch or JAX is imported and the examples are read.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import resource
@@ -75,17 +74,20 @@ def weights(plan: Plan) -> list[np.ndarray[Any, Any]]:
     return [plan[f"p{i}"] for i in range(sum(k[0] == "p" for k in plan))]
 
 
+MARK = "##round "
+"""Begins the lines by which an arm tells what a round took; libraries print others."""
+
+
 class Clock:
-    """CPU and wall time of every round.
+    """Lets a round begin when it is this arm's turn, and tells CPU and wall time of it.
 
     Args:
         processes: count the time of child processes, too.
     """
 
     def __init__(self, processes: bool = False) -> None:
-        self.cpu: list[float] = []
-        self.wall: list[float] = []
         self._processes = processes
+        self._began = 0.0, 0.0
 
     def spent(self) -> float:
         """CPU seconds so far."""
@@ -96,12 +98,21 @@ class Clock:
         family = [psutil.Process(), *psutil.Process().children(recursive=True)]
         return sum(t.user + t.system for p in family if (t := p.cpu_times()) is not None)
 
+    def begin(self) -> None:
+        """Wait for the turn."""
+        sys.stdin.readline()
+        self._began = self.spent(), time.perf_counter()
+
+    def end(self) -> None:
+        """Tell what it took."""
+        took = {"cpu": self.spent() - self._began[0], "wall": time.perf_counter() - self._began[1]}
+        print("\n" + MARK + json.dumps(took), flush=True)
+
     def __call__(self, work: Callable[[], object]) -> None:
         """Time a round."""
-        cpu, wall = self.spent(), time.perf_counter()
+        self.begin()
         work()
-        self.cpu.append(self.spent() - cpu)
-        self.wall.append(time.perf_counter() - wall)
+        self.end()
 
 
 # -- arms --------------------------------------------------------------------------------------------------------------
@@ -211,17 +222,19 @@ def pfl(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
     backend = SimulatedBackend(training_data=data, val_data=data)
     central = torch.optim.SGD(module.parameters(), 1.0)
     model = PyTorchModel(module, local_optimizer_create=torch.optim.SGD, central_optimizer=central)
-    marks: list[tuple[float, float]] = []
+    last = len(plan["cohorts"]) - 1
 
     class Mark(TrainingProcessCallback):
         def on_train_begin(self, *, model: Any) -> Any:
             del model
-            marks.append((time.process_time(), time.perf_counter()))
+            clock.begin()
             return super().on_train_begin(model=None)
 
         def after_central_iteration(self, aggregate_metrics: Any, model: Any, *, central_iteration: int) -> Any:
-            del aggregate_metrics, model, central_iteration
-            marks.append((time.process_time(), time.perf_counter()))
+            del aggregate_metrics, model
+            clock.end()
+            if central_iteration < last:
+                clock.begin()
             from pfl.metrics import Metrics
 
             return False, Metrics()
@@ -239,8 +252,6 @@ def pfl(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
         model_eval_params=NNEvalHyperParams(local_batch_size=BATCH),
         callbacks=[Mark()],
     )
-    clock.cpu = [b[0] - a[0] for a, b in itertools.pairwise(marks)]
-    clock.wall = [b[1] - a[1] for a, b in itertools.pairwise(marks)]
     return [p.detach().numpy() for p in module.parameters()]
 
 
@@ -409,21 +420,45 @@ def run_arm(arm: str, name: str, folder: Path) -> None:
     before, clock = resident(), Clock(processes=arm == "flower")
     found = ARMS[arm](name, plan, clock)
     np.savez(folder / f"{arm}.npz", *found)
-    figures = {"cpu": clock.cpu, "wall": clock.wall, "memory": peak() - before}
-    (folder / f"{arm}.json").write_text(json.dumps(figures))
+    (folder / f"{arm}.json").write_text(json.dumps({"memory": peak() - before}))
 
 
-def measured(arm: str, name: str, folder: Path, python: str) -> dict[str, float]:
-    """Median seconds of a round, and memory, of an arm in a process of its own."""
-    one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PFL_PYTORCH_DEVICE": "cpu"}
-    one["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    command = [python, str(Path(__file__).resolve()), "--run", arm, "--models", name, "--folder", str(folder)]
-    done = subprocess.run(command, env={**os.environ, **one}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{arm} failed on {name}:\n{done.stderr[-3000:]}")
-    found = json.loads((folder / f"{arm}.json").read_text())
-    cpu, wall = (statistics.median(found[k][WARM:]) for k in ("cpu", "wall"))
-    return {"cpu": cpu, "wall": wall, "memory": found["memory"]}
+class Runner:
+    """An arm in a process of its own, which waits for its turn before every round.
+
+    Args:
+        arm: which.
+        name: of the model.
+        folder: with the plan.
+        python: interpreter.
+    """
+
+    def __init__(self, arm: str, name: str, folder: Path, python: str) -> None:
+        one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PFL_PYTORCH_DEVICE": "cpu"}
+        one["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        command = [python, str(Path(__file__).resolve()), "--run", arm, "--models", name, "--folder", str(folder)]
+        self.arm, self._errors = arm, (folder / f"{arm}.err").open("w+")
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, env={**os.environ, **one}, stdin=pipe, stdout=pipe, stderr=self._errors, text=True
+        )
+
+    def round(self) -> dict[str, float]:
+        """What the next round took."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                found: dict[str, float] = json.loads(line[len(MARK) :])
+                return found
+        self._errors.seek(0)
+        raise SystemExit(f"{self.arm} failed:\n{self._errors.read()[-3000:]}")
+
+    def close(self) -> None:
+        """Wait until it has left its weights."""
+        self._process.communicate()
 
 
 def difference(folder: Path, arm: str) -> float:
@@ -433,23 +468,26 @@ def difference(folder: Path, arm: str) -> float:
     return apart / max(float(np.abs(x).max()) for x in a)
 
 
-def compare(name: str, clients: int, rounds: int, repeats: int, arms: Sequence[str], jax_python: str) -> list[str]:
+def compare(name: str, clients: int, rounds: int, arms: Sequence[str], jax_python: str) -> list[str]:
     """Rows of a table."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         np.savez(folder / "plan.npz", **make_plan(name, clients, rounds + WARM))  # type: ignore[arg-type]
-        found: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
-        for _ in range(repeats):
-            for arm in arms:
-                found[arm].append(measured(arm, name, folder, jax_python if arm == "fedjax" else sys.executable))
-        rows = []
+        runners = [Runner(a, name, folder, jax_python if a == "fedjax" else sys.executable) for a in arms]
+        turns: list[dict[str, dict[str, float]]] = []
+        for t in range(rounds + WARM):
+            order = [*runners[t % len(runners) :], *runners[: t % len(runners)]]
+            turns.append({r.arm: r.round() for r in order})
+        for runner in runners:
+            runner.close()
+        rows, counted = [], turns[WARM:]
         for arm in arms:
-            own, base = found[arm], found["bare"]
-            cpu, wall, memory = (statistics.median(f[k] for f in own) for k in ("cpu", "wall", "memory"))
-            ratios = [f["cpu"] / b["cpu"] for f, b in zip(own, base, strict=True)]
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            cells = [name, str(clients), TITLES[arm], f"{1e3 * cpu:.1f}", spread, f"{1e3 * wall:.1f}", f"{memory:.0f}"]
-            rows.append("| " + " | ".join([*cells, f"{difference(folder, arm):.0e}"]) + " |")
+            cpu, wall = (1e3 * statistics.median(t[arm][kind] for t in counted) for kind in ("cpu", "wall"))
+            low, middle, high = statistics.quantiles([t[arm]["cpu"] / t["bare"]["cpu"] for t in counted], n=4)
+            memory = json.loads((folder / f"{arm}.json").read_text())["memory"]
+            cells = [name, str(clients), TITLES[arm], f"{cpu:.1f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
+            cells += [f"{wall:.1f}", f"{memory:.0f}", f"{difference(folder, arm):.0e}"]
+            rows.append("| " + " | ".join(cells) + " |")
             print(rows[-1], flush=True)
         return rows
 
@@ -467,7 +505,6 @@ def main() -> None:
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--clients", default="100")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--jax-python", default=sys.executable)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -483,7 +520,7 @@ def main() -> None:
         row
         for name in args.models.split(",")
         for clients in args.clients.split(",")
-        for row in compare(name, int(clients), args.rounds, args.repeats, args.arms.split(","), args.jax_python)
+        for row in compare(name, int(clients), args.rounds, args.arms.split(","), args.jax_python)
     ]
     if args.out:
         args.out.write_text("\n".join([*HEAD, *rows, "", machine(), ""]))
