@@ -6,9 +6,9 @@
 
 Every arm runs in a process of its own, on one thread. They take turns round by round, in an order that rotates, and a ratio is
 that of an arm's CPU time to the bare loop's in the same turn; shown are medians with quartiles. Other simulators get their
-examples already in the order in which a client sees them, and evaluate nothing. Flower runs its clients in processes of Ray, whose
-CPU time is counted with its own. Memory is the peak of the arm's process (of Flower: of the server's alone) less what it has once
-torch or JAX is imported and the examples are read.
+examples already in the order in which a client sees them, and evaluate nothing. Flower runs its clients in processes of Ray,
+whose CPU time is counted with its own. Memory is the peak of the arm's process (of Flower: of the server's alone) less what it
+has once torch or JAX is imported and the examples are read.
 """
 
 from __future__ import annotations
