@@ -19,6 +19,7 @@ from .. import tree
 from ..errors import CheckpointError
 from ..record import as_checkpoint_error, write_atomically, write_json
 from .run import State
+from .shelf import Lazily, Shelf
 
 
 def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any]) -> None:
@@ -55,14 +56,19 @@ def tidy(folder: Path) -> None:
                 path.unlink()
 
 
-def load(folder: Path) -> State:
+def load(folder: Path, limit: int | None = None) -> State:
     """Read a checkpoint.
+
+    Args:
+        folder: where it is.
+        limit: bytes of clients' states in memory, see :class:`.shelf.Shelf`.
 
     Raises:
         CheckpointError: if there is none or a file of it is missing or damaged.
     """
     manifest = _manifest(folder)
-    clients = {int(c): _read(folder / name) for c, name in manifest["clients"].items()}
+    files = {int(c): folder / name for c, name in manifest["clients"].items()}
+    clients = Shelf(limit) | Lazily(files, lambda c: _read(files[c]))
     return State(int(manifest["round"]), _read(folder / manifest["server"]), clients)
 
 

@@ -18,6 +18,7 @@ from ..errors import CheckpointError
 from ..record import FORMAT, RoundRecord, as_checkpoint_error, write_atomically, write_json
 from . import checkpoint
 from .run import Run
+from .shelf import Lazily
 
 FREE_TO_CHANGE = (
     "versions", "title", "paper", "reference", "experiment", "notes",
@@ -106,7 +107,7 @@ class RunFolder:
             (self.path / "metrics.jsonl").open("rb+") as file,
         ):
             os.fsync(file.fileno())
-        changed = {i: run.state.clients[i] for i in sorted(run.unsaved)}
+        changed = Lazily(sorted(run.unsaved), run.state.clients.__getitem__)
         checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed)
         run.unsaved.clear()
 
@@ -138,7 +139,8 @@ class RunFolder:
                 + "; ".join(changes)
                 + ". Start a new run, or set these back."
             )
-        run.restore(checkpoint.load(self.path / which))
+        limit = run.settings.client_memory
+        run.restore(checkpoint.load(self.path / which, None if limit is None else limit << 20))
         found: dict[str, Any] = stored
         return found
 

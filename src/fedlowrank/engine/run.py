@@ -21,6 +21,7 @@ from ..method import ClientInfo, Method, Reply, ServerView
 from ..record import RoundRecord
 from ..tree import Params
 from .base import Engine, Job, Outcome
+from .shelf import Lazily, Shelf
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class RunSettings:
         device: cpu, or cuda where torch finds one.
         micro_batch: examples of which a gradient is taken at once, to save memory; larger batches are taken in parts whose
             gradients add up to the same. None takes every batch whole.
+        client_memory: MiB of clients' states in memory; where they take more, those that were longest not changed wait in a
+            temporary folder. None keeps all in memory.
         threads: of torch in this process; a second one makes small models many times slower on a busy machine.
         evaluate_every: rounds between evaluations; the first and last round are always evaluated.
         checkpoint_every: rounds between checkpoints; the last round is always saved.
@@ -56,6 +59,7 @@ class RunSettings:
     engine: Literal["sequential", "vectorised", "processes", "auto", "wire", "flower"] = "sequential"
     device: str = "cpu"
     micro_batch: int | None = None
+    client_memory: int | None = None
     threads: int = 1
     evaluate_every: int = 1
     checkpoint_every: int = 1
@@ -76,6 +80,8 @@ class RunSettings:
                 f"run.micro_batch must be >= 1, and clients at once (engine 'vectorised') take batches whole; it is "
                 f"{self.micro_batch} with engine {self.engine!r}"
             )
+        if self.client_memory is not None and self.client_memory < 0:
+            raise ConfigError(f"run.client_memory is a number of MiB, at least 0; it is {self.client_memory}")
         if not 0 < self.participation <= 1:
             raise ConfigError(
                 f"run.participation is the share of clients in a round, in (0, 1]; it is {self.participation}"
@@ -106,7 +112,7 @@ class State:
 
     round: int
     server: Any
-    clients: dict[int, Any]
+    clients: Shelf
 
 
 class Run:
@@ -140,7 +146,7 @@ class Run:
             raise TaskError(
                 f"{method.title} works on classes and cannot learn a task without them; choose another method"
             )
-        self.state = State(0, engine.boundary(method.server_init(self.task)), {})
+        self.state = State(0, engine.boundary(method.server_init(self.task)), self.shelf())
         self.unsaved: set[int] = set()
         count = round_half_up(settings.unseen * len(federation.infos))
         if count >= len(federation.infos):
@@ -162,7 +168,13 @@ class Run:
         def move(value: Any) -> Any:
             return tree.map(lambda t: t.to(self.settings.device), value)
 
-        self.state = State(state.round, move(state.server), {i: move(c) for i, c in state.clients.items()})
+        clients = self.shelf() | Lazily(state.clients, lambda i: move(state.clients[i]))
+        self.state = State(state.round, move(state.server), clients)
+
+    def shelf(self) -> Shelf:
+        """An empty one, as the settings want it."""
+        limit = self.settings.client_memory
+        return Shelf(None if limit is None else limit << 20, self.settings.device)
 
     def state_of(self, info: ClientInfo) -> Any:
         """State of a client, a fresh one if it never took part."""

@@ -288,7 +288,8 @@ class NetworkRun(Run):
             self.engine.say(f"client {client} has lost its state, and begins anew")
             # unless it did so in this round already, from the next one on it is as one that never took part
             if self.state.clients.get(client) != {"stamp": self.round}:
-                self.state.clients[client] = {"stamp": 0}
+                clients = self.state.clients | {client: {"stamp": 0}}
+                self.state = dataclasses.replace(self.state, clients=clients)
                 self.unsaved.add(client)
         self.engine.fresh.clear()
         return record
