@@ -13,6 +13,7 @@ client with fewer steps stops while the others go on.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -57,13 +58,13 @@ class _Client:
         self.work = work
         self.local = local
         self.answers: SimpleQueue[Any] = SimpleQueue()
-        self.asks: SimpleQueue[Any] = SimpleQueue()
+        self.stopped: Callable[[], object] = _nothing
         self.request: Request | None = None
         self.result: tuple[Any, Any] | None = None
         self.error: BaseException | None = None
 
     def run(self) -> None:
-        """Work until done; the engine hears of every stop through ``asks``."""
+        """Work until done; ``stopped`` is called whenever this client waits, and at its end."""
         try:
             if isinstance(cancelled := self.answers.get(), BaseException):
                 raise cancelled
@@ -71,17 +72,12 @@ class _Client:
         except BaseException as error:  # noqa: BLE001 - handed over to the engine's thread, which raises it
             self.error = error
         self.request = None
-        self.asks.put(None)
-
-    def advance(self, answer: Any) -> None:
-        """Let the client go on with an answer, and wait for its next request or its end."""
-        self.answers.put(answer)
-        self.asks.get()
+        self.stopped()
 
     def train(self, request: Request) -> Any:
         """Ask, and wait for the answer."""
         self.request = request
-        self.asks.put(None)
+        self.stopped()
         answer = self.answers.get()
         if isinstance(answer, BaseException):
             raise answer
@@ -115,6 +111,8 @@ class Vectorised(Engine):
     ) -> Iterator[Outcome]:
         """See the base class."""
         clients = [self._client(method, federation, task, round, job) for job in jobs]
+        if not clients:
+            return
         if self._threads is None or self._width < len(clients):
             # every client of a round waits in a thread of its own
             self.close()
@@ -122,15 +120,16 @@ class Vectorised(Engine):
         try:
             for client in clients:
                 self._threads.submit(client.run)
-                client.advance(None)
+            _advance(clients, [None] * len(clients))
             while waiting := [c for c in clients if c.request is not None]:
                 answers = self._execute(method, waiting, round)
-                for client, answer in zip(waiting, answers, strict=True):
-                    client.advance(answer)
+                _advance(waiting, answers)
             for client in clients:
                 if client.error is not None and not isinstance(client.error, NonFiniteError):
                     raise client.error
         except BaseException:
+            for client in clients:
+                client.stopped = _nothing
             for client in clients:
                 # also for those that are not waiting yet
                 client.answers.put(_CancelledError())
@@ -168,6 +167,23 @@ class Vectorised(Engine):
             for i, answer in zip(members, found, strict=True):
                 answers[i] = answer
         return answers
+
+
+def _nothing() -> None:
+    """Nobody waits for a client's stop."""
+
+
+def _advance(clients: Sequence[_Client], answers: Sequence[Any]) -> None:
+    """Let clients go on with an answer each, one after another, each until its next request or its end.
+
+    One hands over to the next by itself: to come back here in between would take as long again.
+    """
+    done: SimpleQueue[None] = SimpleQueue()
+    for client, following, answer in zip(clients, clients[1:], answers[1:], strict=False):
+        client.stopped = functools.partial(following.answers.put, answer)
+    clients[-1].stopped = functools.partial(done.put, None)
+    clients[0].answers.put(answers[0])
+    done.get()
 
 
 def _alone(client: _Client) -> Any:
