@@ -4,7 +4,8 @@ A small model takes a step in less time than Python, autograd and ``vmap`` need 
 has been taken often enough, one of its kind is *recorded*: every operation that reached torch's dispatcher, those of the backward
 pass and of the update among them. From then on the same operations are *played* on other tensors. A tape is kept only if
 
-- the loss captures nothing whose content may change (:func:`captured`): plain values, models, settings that are frozen;
+- all that the loss captured has a value (:func:`captured`), which is looked at again before every step: numbers, words, models,
+  settings that are frozen, lists of these;
 - while it was recorded, no number was looked at, none was drawn at random, and no tensor came from anywhere but the inputs;
 - played on the inputs on which it was recorded, it gives the same bits.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -28,6 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .descent import Work
 from .method import Batch
 from .models.architecture import Architecture
+
+LARGEST = 1 << 28
+"""Bytes of all that a step computes, above which it is not recorded: it would gain nothing, and nothing is let go meanwhile."""
 
 _LOOKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 """What makes numbers of Python of a tensor, so that what follows may depend on them."""
@@ -48,14 +52,14 @@ class _NoNumber:
 
 
 def captured(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Identity of what a function computes, of which nothing can change as long as what it captured lives.
+    """Identity of what a function computes now: what it captured by its value, models by being the same.
 
     Args:
         value: a function, or what it captured.
         within: functions whose captured values are being looked at, for those that refer to themselves.
 
     Raises:
-        UnrepeatableError: if it captured what may have other content another time.
+        UnrepeatableError: if it captured what has no such value, as a tensor.
     """
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
         return type(value).__name__, value
@@ -71,11 +75,32 @@ def captured(value: Any, within: tuple[int, ...] = ()) -> Any:
         return id(value.__code__), tuple(captured(v, (*within, id(value))) for v in held)
     if isinstance(value, MethodType):
         return captured(value.__func__, within), captured(value.__self__, within)
-    if isinstance(value, tuple):
-        return tuple(captured(v, within) for v in value)
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(captured(v, within) for v in value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((captured(k), captured(v, within)) for k, v in value.items())
     if dataclasses.is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         return type(value), tuple(captured(getattr(value, f.name), within) for f in dataclasses.fields(value))
     raise UnrepeatableError(f"the loss captures a {type(value).__name__}")
+
+
+def fixed(value: Any, within: tuple[int, ...] = ()) -> list[Tensor]:
+    """What the models that a function :func:`captured` hold: tensors that nobody changes."""
+    if isinstance(value, Architecture):
+        return [*value.module.parameters(), *value.module.buffers()]
+    inner: list[Any] = []
+    if isinstance(value, FunctionType) and id(value) not in within:
+        inner, within = [c.cell_contents for c in value.__closure__ or ()], (*within, id(value))
+        inner += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, MethodType):
+        inner = [value.__func__, value.__self__]
+    elif isinstance(value, (tuple, list)):
+        inner = list(value)
+    elif isinstance(value, Mapping):
+        inner = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return [t for v in inner for t in fixed(v, within)]
 
 
 def _content(cell: CellType) -> Any:
@@ -121,7 +146,7 @@ class Tape:
         inputs = _inputs(first, copy := _copied(batch))
         if any(a.stride() != b.stride() for a, b in zip(inputs, _inputs(work, batch), strict=True)):
             raise UnrepeatableError("an input overlaps with itself")
-        recorder = _Recorder(inputs)
+        recorder = _Recorder(inputs, fixed(work.request.loss))
         before = list(first.params)
         try:
             with _NoLooks(), recorder:
@@ -133,7 +158,7 @@ class Tape:
         new = [None if k else recorder.node(p) for k, p in zip(kept, first.params, strict=True)]
         recorder.graph.output((recorder.node(value), new))
         recorder.graph.eliminate_dead_code()
-        self._play = fx.GraphModule(torch.nn.Module(), recorder.graph).forward
+        self._play = fx.GraphModule(recorder.root, recorder.graph).forward
         # for as long as the tape lives no other object takes the place of what the loss captured
         self._loss = work.request.loss
         again = self.play(second, copy)
@@ -160,26 +185,33 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         inputs: tensors that will be others when the tape is played; no two of them share memory.
+        fixed: tensors that will be the same.
 
     Attributes:
         graph: what was computed.
+        root: holds those of the fixed tensors that took part.
     """
 
-    def __init__(self, inputs: list[Tensor]) -> None:
+    def __init__(self, inputs: list[Tensor], fixed: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.graph = fx.Graph()
+        self.graph, self.root = fx.Graph(), torch.nn.Module()
+        self._fixed = {_place(t): t.detach() for t in fixed if t.numel()}
         # whose memory must not be given to others while tensors are known by where they lie
-        self._alive = list(inputs)
+        self._alive, self._bytes = list(inputs), 0
         self._nodes = {_place(t): self.graph.placeholder(f"input_{i}") for i, t in enumerate(inputs)}
         if len(self._nodes) < len(inputs) or any(t.numel() == 0 for t in inputs):
             raise UnrepeatableError("an input is empty")
 
     def node(self, t: Tensor) -> fx.Node:
         """What stands for a tensor."""
-        found = self._nodes.get(_place(t))
-        if found is None:
+        place = _place(t)
+        if place not in self._nodes and place in self._fixed:
+            name = f"fixed_{len(self._nodes)}"
+            self.root.register_buffer(name, self._fixed[place])
+            self._nodes[place] = self.graph.get_attr(name)
+        if place not in self._nodes:
             raise UnrepeatableError("a tensor comes from elsewhere")
-        return found
+        return self._nodes[place]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -194,12 +226,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [(i, t) for i, t in enumerate(parts) if t is not None]
         if any(not isinstance(t, Tensor) or t.numel() == 0 for _, t in given):
             raise UnrepeatableError(f"{func} gives what is no tensor, or an empty one")
+        if self._bytes > LARGEST:
+            raise UnrepeatableError("the step is too large to gain by it")
         changes = func._schema.is_mutable
         # another view of the same is there already
         if changes or any(_place(t) not in self._nodes for _, t in given):
             node = self.graph.call_function(func, known, named)
             for i, t in given:
                 self._alive.append(t)
+                self._bytes += t.nbytes
                 if _place(t) not in self._nodes:
                     part = node if out is t else self.graph.call_function(operator.getitem, (node, i))
                     self._nodes[_place(t)] = part
