@@ -35,23 +35,85 @@ WARM = 6
 LR, BATCH, EXAMPLES = 0.01, 32, 64
 """Two whole batches a client, for FedJAX would fill a short one up with examples that the others do not see again."""
 
+TOKENS, WIDTH = 1000, 128
+"""Of the transformer: its vocabulary, and the length of its vectors."""
+
 Plan = dict[str, np.ndarray[Any, Any]]
 
 
 # -- what is to be computed --------------------------------------------------------------------------------------------
 
 
+def transformer() -> Any:
+    """A small frozen transformer with LoRA of rank 4 on queries and values, and a head that is trained."""
+    import torch
+    from torch import Tensor, nn
+    from torch.nn import functional
+
+    from fedlowrank.low_rank.lora_layers import lora
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+            self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.before(x)
+            q, k, v = (f(y).unflatten(-1, (4, -1)).transpose(-3, -2) for f in (self.q, self.k, self.v))
+            mixed = torch.softmax(q @ k.mT / (WIDTH / 4) ** 0.5, -1) @ v
+            x = x + self.o(mixed.transpose(-3, -2).flatten(-2))
+            out: Tensor = x + self.down(functional.gelu(self.up(self.between(x))))
+            return out
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.blocks = nn.Embedding(TOKENS, WIDTH), nn.Sequential(Block(), Block())
+            self.head = nn.Linear(WIDTH, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(self.blocks(self.embedding(x.long())).mean(-2))
+            return out
+
+    return lora(Transformer(), 4, 8, target_modules=["q", "v"], trainable=["head"])
+
+
+def subject(name: str) -> Any:
+    """A model to time."""
+    from fedlowrank.bench import SUBJECTS, Subject
+
+    more = {"lora": Subject("LoRA on a transformer, 2 × 128", (32,), transformer, transformer)}
+    return {**SUBJECTS, **more}[name]
+
+
+def federation_of(name: str, clients: int) -> Any:
+    """Clients with random examples."""
+    import torch
+
+    from fedlowrank import bench
+    from fedlowrank.data.federation import Federation
+
+    if name != "lora":
+        return bench.federation(subject(name), clients, EXAMPLES)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(TOKENS, (clients, EXAMPLES, 32), generator=generator)
+    y = torch.randint(10, (clients, EXAMPLES), generator=generator)
+    data = [{"train": pair} for pair in zip(x.unbind(), y.unbind(), strict=True)]
+    return Federation.from_arrays(data, transformer, classes=10)
+
+
 def make_plan(name: str, clients: int, rounds: int) -> Plan:
     """Examples, initial weights, and who trains in which order."""
     import torch
 
-    from fedlowrank.bench import SUBJECTS, federation
     from fedlowrank.engine import ENGINES
     from fedlowrank.engine.run import Run, RunSettings
     from fedlowrank.methods import METHODS
     from fedlowrank.optimiser import SGD
 
-    fed = federation(SUBJECTS[name], clients, EXAMPLES)
+    fed = federation_of(name, clients)
     settings = RunSettings(rounds=rounds, participation=10 / clients)
     run = Run(METHODS["fedavg"](batch_size=BATCH, optimiser=SGD(lr=LR)), fed, settings, ENGINES["sequential"]())
     cohorts, orders = [], []
@@ -65,13 +127,15 @@ def make_plan(name: str, clients: int, rounds: int) -> Plan:
         "cohorts": np.array(cohorts),
         "orders": np.array(orders),
     }
-    start = run.state.server
-    return {**plan, **{f"p{i}": t.numpy() for i, t in enumerate(start.values())}}
+    module = next(iter(fed.architectures.values())).module
+    frozen = [p.numpy() for p in module.parameters() if not p.requires_grad]
+    plan |= {f"f{i}": w for i, w in enumerate(frozen)}
+    return {**plan, **{f"p{i}": t.numpy() for i, t in enumerate(run.state.server.values())}}
 
 
-def weights(plan: Plan) -> list[np.ndarray[Any, Any]]:
-    """The initial ones."""
-    return [plan[f"p{i}"] for i in range(sum(k[0] == "p" for k in plan))]
+def weights(plan: Plan, kind: str = "p") -> list[np.ndarray[Any, Any]]:
+    """The initial ones; those that stay as they are if the kind is f."""
+    return [plan[f"{kind}{i}"] for i in range(sum(k[0] == kind for k in plan))]
 
 
 MARK = "##round "
@@ -122,13 +186,18 @@ def plain_module(name: str, plan: Plan) -> Any:
     """The model as torch's users write it, with the initial weights."""
     import torch
 
-    from fedlowrank.bench import SUBJECTS
-
-    module = SUBJECTS[name].plain()
+    module = subject(name).plain()
     with torch.no_grad():
-        for p, w in zip(module.parameters(), weights(plan), strict=True):
+        for p, w in zip(trained(module), weights(plan), strict=True):
+            p.copy_(torch.from_numpy(w))
+        for p, w in zip((p for p in module.parameters() if not p.requires_grad), weights(plan, "f"), strict=True):
             p.copy_(torch.from_numpy(w))
     return module
+
+
+def trained(module: Any) -> list[Any]:
+    """The parameters that are not frozen."""
+    return [p for p in module.parameters() if p.requires_grad]
 
 
 def bare(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
@@ -138,20 +207,20 @@ def bare(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
 
     module = plain_module(name, plan)
     x, y = torch.from_numpy(plan["x"]), torch.from_numpy(plan["y"])
-    server = [p.detach().clone() for p in module.parameters()]
+    server = [p.detach().clone() for p in trained(module)]
 
     def round_(t: int) -> None:
         total = [torch.zeros_like(p) for p in server]
         for client, order in zip(plan["cohorts"][t], plan["orders"][t], strict=True):
             with torch.no_grad():
-                for p, q in zip(module.parameters(), server, strict=True):
+                for p, q in zip(trained(module), server, strict=True):
                     p.copy_(q)
-            optimiser = torch.optim.SGD(module.parameters(), lr=LR)
+            optimiser = torch.optim.SGD(trained(module), lr=LR)
             for index in torch.from_numpy(order).split(BATCH):
                 optimiser.zero_grad()
                 functional.cross_entropy(module(x[client][index]), y[client][index]).backward()
                 optimiser.step()
-            for a, p in zip(total, module.parameters(), strict=True):
+            for a, p in zip(total, trained(module), strict=True):
                 a.add_(p.detach(), alpha=1 / len(plan["cohorts"][t]))
         server[:] = total
 
@@ -164,13 +233,12 @@ def ours(engine: str) -> Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]
     """This package: whole rounds, with all that it counts and checks."""
 
     def arm(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
-        from fedlowrank.bench import SUBJECTS, federation
         from fedlowrank.engine import ENGINES
         from fedlowrank.engine.run import Run, RunSettings
         from fedlowrank.methods import METHODS
         from fedlowrank.optimiser import SGD
 
-        rounds, fed = len(plan["cohorts"]), federation(SUBJECTS[name], len(plan["x"]), EXAMPLES)
+        rounds, fed = len(plan["cohorts"]), federation_of(name, len(plan["x"]))
         settings = RunSettings(rounds=rounds + 1, participation=10 / len(plan["x"]), evaluate_every=10**6)
         run = Run(METHODS["fedavg"](batch_size=BATCH, optimiser=SGD(lr=LR)), fed, settings, ENGINES[engine]())
         # the first round is evaluated; not so here
@@ -220,7 +288,7 @@ def pfl(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
     datasets = iter([Dataset(raw_data=[x[c][o], y[c][o]]) for c, o in queue])
     data = FederatedDataset(lambda _: next(datasets), lambda: 0)
     backend = SimulatedBackend(training_data=data, val_data=data)
-    central = torch.optim.SGD(module.parameters(), 1.0)
+    central = torch.optim.SGD(trained(module), 1.0)
     model = PyTorchModel(module, local_optimizer_create=torch.optim.SGD, central_optimizer=central)
     last = len(plan["cohorts"]) - 1
 
@@ -252,7 +320,7 @@ def pfl(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
         model_eval_params=NNEvalHyperParams(local_batch_size=BATCH),
         callbacks=[Mark()],
     )
-    return [p.detach().numpy() for p in module.parameters()]
+    return [p.detach().numpy() for p in trained(module)]
 
 
 def flower(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
@@ -282,15 +350,15 @@ def flower(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
         module, config = held["module"], message.content.config_records["config"]
         with torch.no_grad():
             given = message.content.array_records["arrays"].to_numpy_ndarrays()
-            for p, w in zip(module.parameters(), given, strict=True):
+            for p, w in zip(trained(module), given, strict=True):
                 p.copy_(torch.from_numpy(w))
         client = int(config["client"])
-        optimiser = torch.optim.SGD(module.parameters(), lr=LR)
+        optimiser = torch.optim.SGD(trained(module), lr=LR)
         for index in torch.tensor(config["order"]).split(BATCH):
             optimiser.zero_grad()
             functional.cross_entropy(module(held["x"][client][index]), held["y"][client][index]).backward()
             optimiser.step()
-        found = ArrayRecord([p.detach().numpy() for p in module.parameters()])
+        found = ArrayRecord([p.detach().numpy() for p in trained(module)])
         return Message(RecordDict({"arrays": found}), reply_to=message)
 
     @server_app.main()
@@ -473,6 +541,8 @@ def compare(name: str, clients: int, rounds: int, arms: Sequence[str], jax_pytho
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         np.savez(folder / "plan.npz", **make_plan(name, clients, rounds + WARM))  # type: ignore[arg-type]
+        # which has networks of its own, and not this one
+        arms = [a for a in arms if (a, name) != ("fedjax", "lora")]
         runners = [Runner(a, name, folder, jax_python if a == "fedjax" else sys.executable) for a in arms]
         turns: list[dict[str, dict[str, float]]] = []
         for t in range(rounds + WARM):
@@ -501,7 +571,7 @@ HEAD = [
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="mlp25k,mlp99k,mlp200k,cnn")
+    parser.add_argument("--models", default="mlp25k,mlp99k,mlp200k,cnn,lora")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--clients", default="100")
     parser.add_argument("--rounds", type=int, default=30)
