@@ -9,6 +9,7 @@ process that is free first; the result is the sequential engine's bit for bit, w
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import mmap
@@ -132,6 +133,8 @@ class Worker:
 
 def _answer(line: Line, serve: Serve, parent: int) -> None:
     """Answer questions until nobody asks any more."""
+    # what was garbage in the parent is not for this process to clear away: a lock of a thread that was not forked may be in it
+    gc.freeze()
     torch.set_num_threads(1)
     while True:
         # other workers hold copies of the parent's end, so that its death does not close the pipe
