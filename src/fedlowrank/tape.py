@@ -14,10 +14,8 @@ So whether a tape is used, and from when on, changes no result.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
-from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .closures import everything, identity
 from .descent import Work
 from .method import Batch
 from .models.architecture import Architecture
@@ -51,63 +50,25 @@ class _NoNumber:
     __repr__ = _fail
 
 
-def captured(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Identity of what a function computes now: what it captured by its value, models by being the same.
-
-    Args:
-        value: a function, or what it captured.
-        within: functions whose captured values are being looked at, for those that refer to themselves.
+def captured(loss: Any) -> Any:
+    """Identity of what a loss computes now: what it captured by its value, models by being the same.
 
     Raises:
         UnrepeatableError: if it captured what has no such value, as a tensor.
     """
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-        return type(value).__name__, value
+    return identity(loss, _model)
+
+
+def _model(value: Any) -> Any:
     if isinstance(value, Architecture) and not value.random:
         return "model", id(value)
-    if isinstance(value, FunctionType):
-        if id(value) in within:
-            return "itself", within.index(id(value))
-        held = [*map(_content, value.__closure__ or ()), *(value.__defaults__ or ())]
-        held += (value.__kwdefaults__ or {}).values()
-        around = [value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__]
-        held += [v for v in around if not isinstance(v, (ModuleType, FunctionType, BuiltinFunctionType, type))]
-        return id(value.__code__), tuple(captured(v, (*within, id(value))) for v in held)
-    if isinstance(value, MethodType):
-        return captured(value.__func__, within), captured(value.__self__, within)
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(captured(v, within) for v in value)
-    if isinstance(value, Mapping):
-        return type(value), tuple((captured(k), captured(v, within)) for k, v in value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and value.__dataclass_params__.frozen:  # type: ignore[attr-defined]
-        return type(value), tuple(captured(getattr(value, f.name), within) for f in dataclasses.fields(value))
-    raise UnrepeatableError(f"the loss captures a {type(value).__name__}")
+    raise UnrepeatableError(f"the loss captures a {type(value).__name__}, or what is not there yet")
 
 
-def fixed(value: Any, within: tuple[int, ...] = ()) -> list[Tensor]:
-    """What the models that a function :func:`captured` hold: tensors that nobody changes."""
-    if isinstance(value, Architecture):
-        return [*value.module.parameters(), *value.module.buffers()]
-    inner: list[Any] = []
-    if isinstance(value, FunctionType) and id(value) not in within:
-        inner, within = [c.cell_contents for c in value.__closure__ or ()], (*within, id(value))
-        inner += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    elif isinstance(value, MethodType):
-        inner = [value.__func__, value.__self__]
-    elif isinstance(value, (tuple, list)):
-        inner = list(value)
-    elif isinstance(value, Mapping):
-        inner = list(value.values())
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inner = [getattr(value, f.name) for f in dataclasses.fields(value)]
-    return [t for v in inner for t in fixed(v, within)]
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError as error:
-        raise UnrepeatableError("the loss refers to what is not there yet") from error
+def fixed(loss: Any) -> list[Tensor]:
+    """What the models that a loss captured hold: tensors that nobody changes."""
+    models = [v.module for v in everything(loss) if isinstance(v, Architecture)]
+    return [t for m in models for t in (*m.parameters(), *m.buffers())]
 
 
 def form(batch: Batch) -> Any:

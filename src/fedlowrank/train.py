@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CellType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import tree
+from .closures import code_of
 from .descent import Work, layout
 from .errors import NonFiniteError
 from .flops import FlopLedger
@@ -37,23 +37,6 @@ class Meter:
     steps: int = 0
     flops: int = 0
     losses: dict[str, float] = field(default_factory=dict)
-
-
-def code_of(function: Callable[..., Any]) -> Any:
-    """Identity of a function's code and of the numbers and words that it captured; equal at different clients."""
-    inner = getattr(function, "__func__", function)
-    code = getattr(inner, "__code__", None)
-    if code is None:
-        return inner
-    held = [_content(c) for c in inner.__closure__ or ()] + [*(inner.__defaults__ or ())]
-    return (code, *(v for v in held if v is None or type(v) in (bool, int, float, str)))
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the function refers to one that is yet to be defined
-        return None
 
 
 def shapes(value: Any) -> tuple[Any, ...]:

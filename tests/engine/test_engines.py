@@ -21,7 +21,6 @@ from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
 from fedlowrank.engine import ENGINES, Sequential, Vectorised
 from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.vectorised import identity
 from fedlowrank.errors import NonFiniteError, TaskError
 from fedlowrank.loss import cross_entropy
 from fedlowrank.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
@@ -503,27 +502,6 @@ def test_given_values_that_are_no_tensors_are_not_mixed_up() -> None:
     on = federation(False)
     one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorised"))
     assert gap(one, other) < 1e-5
-
-
-def test_identity_of_functions() -> None:
-    def make(value: Any) -> Callable[[], Any]:
-        return lambda: value
-
-    def named(*, value: Any) -> Callable[[], Any]:
-        def inner(*, v: Any = value) -> Any:
-            return v
-
-        return inner
-
-    assert identity(make(1)) == identity(make(1))
-    assert identity(make(1)) != identity(make(2))
-    assert identity(make(1)) != identity(make(1.0))
-    assert identity(make(True)) != identity(make(1))
-    assert identity(make("a")) != identity(make("b"))
-    assert identity(named(value=1)) != identity(named(value=2))
-    one, other = torch.zeros(1), torch.zeros(1)
-    assert identity(make(one)) == identity(make(one))
-    assert identity(make(one)) != identity(make(other))
 
 
 def test_models_with_dropout_equal_one_by_one_bit_for_bit() -> None:

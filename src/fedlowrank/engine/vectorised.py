@@ -1,9 +1,8 @@
 """Clients of like shapes at once, over a leading client axis.
 
-Every client's ``local_update`` runs by itself, in a thread of its own but never two at a time, up to its call of
-``view.train``. There it waits until all others have come to such a call or to their end (a *rendezvous*). Then equal
-requests are stacked and executed together, and each client goes on with its own result. Control flow in a method is
-therefore free.
+Every client's ``local_update`` runs by itself, as a coroutine, up to its call of ``view.train``. There it waits until all others
+have come to such a call or to their end (a *rendezvous*). Then equal requests are stacked and executed together, and each client
+goes on with its own result. Control flow in a method is therefore free.
 
 Requests are equal if their functions have the same code *and the same captured values*, so a loss that captures what
 differs between clients is executed client by client: slower, never wrong. So are models with dropout, whose random
@@ -13,18 +12,16 @@ client with fewer steps stops while the others go on.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from queue import SimpleQueue
-from types import CellType, FunctionType, MethodType
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from greenlet import getcurrent, greenlet
 
 from .. import tree
+from ..closures import identity
 from ..data.federation import Federation
 from ..descent import refill
 from ..errors import NonFiniteError
@@ -39,49 +36,55 @@ CACHE = 8 << 20
 MEMORY = 4 << 30
 """Bytes of stacked parameters on a GPU; gradients and activations take a few times as much."""
 
+MEETING = 256
+"""Clients that wait for each other; with more, what they hold meanwhile would fill the memory."""
+
 T = TypeVar("T")
 
 
-class _CancelledError(Exception):
-    """Tells a waiting client that the round has failed elsewhere."""
-
-
 class _Client:
-    """A client's ``local_update``, suspended at every ``view.train``; a thread runs it.
+    """A client's ``local_update``, suspended at every ``view.train``; a greenlet runs it.
 
     Args:
-        work: runs the client's box, given this thread as its trainer.
+        work: runs the client's box, given this client as its trainer.
         local: execution for this client alone.
+
+    Attributes:
+        request: what it waits for; None before it has begun and after its end.
+        result: what its box returned.
+        error: a loss or parameter that was not finite, where that ended its work.
     """
 
     def __init__(self, work: Callable[[_Client], tuple[Any, Any]], local: LocalTrainer) -> None:
-        self.work = work
         self.local = local
-        self.answers: SimpleQueue[Any] = SimpleQueue()
-        self.stopped: Callable[[], object] = _nothing
         self.request: Request | None = None
         self.result: tuple[Any, Any] | None = None
-        self.error: BaseException | None = None
+        self.error: NonFiniteError | None = None
+        self._engine = getcurrent()
+        self._run = greenlet(lambda: work(self))
 
-    def run(self) -> None:
-        """Work until done; ``stopped`` is called whenever this client waits, and at its end."""
-        try:
-            if isinstance(cancelled := self.answers.get(), BaseException):
-                raise cancelled
-            self.result = self.work(self)
-        except BaseException as error:  # noqa: BLE001 - handed over to the engine's thread, which raises it
-            self.error = error
+    def advance(self, answer: Any = None) -> None:
+        """Go on with an answer to the request, until the next one or the end; an error of the method's comes out here."""
         self.request = None
-        self.stopped()
+        try:
+            if isinstance(answer, NonFiniteError):
+                found = self._run.throw(answer)
+            else:
+                found = self._run.switch() if answer is None else self._run.switch(answer)
+        except NonFiniteError as error:
+            self.error = error
+            return
+        if self._run.dead:
+            self.result = found
+
+    def cancel(self) -> None:
+        """Leave the box where it waits, if it does."""
+        self._run.throw()
 
     def train(self, request: Request) -> Any:
         """Ask, and wait for the answer."""
         self.request = request
-        self.stopped()
-        answer = self.answers.get()
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        return self._engine.switch()
 
     def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
         """Statistics are summed client by client."""
@@ -97,50 +100,35 @@ class Vectorised(Engine):
     """Clients of like shapes at once; equal to the sequential engine up to rounding."""
 
     name: ClassVar[str] = "vectorised"
-    _threads: ThreadPoolExecutor | None = field(default=None, init=False, repr=False)
-    _width: int = field(default=0, init=False, repr=False)
-
-    def close(self) -> None:
-        """See the base class: threads that have nothing to do."""
-        if self._threads is not None:
-            self._threads.shutdown()
-        self._threads, self._width = None, 0
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
     ) -> Iterator[Outcome]:
         """See the base class."""
+        for first in range(0, len(jobs), MEETING):
+            yield from self._meeting(method, federation, task, round, jobs[first : first + MEETING])
+
+    def _meeting(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
+    ) -> list[Outcome]:
+        """What becomes of clients that are suspended together."""
         clients = [self._client(method, federation, task, round, job) for job in jobs]
-        if not clients:
-            return
-        if self._threads is None or self._width < len(clients):
-            # every client of a round waits in a thread of its own
-            self.close()
-            self._threads, self._width = ThreadPoolExecutor(len(clients), "client"), len(clients)
         try:
             for client in clients:
-                self._threads.submit(client.run)
-            _advance(clients, [None] * len(clients))
+                client.advance()
             while waiting := [c for c in clients if c.request is not None]:
-                answers = self._execute(method, waiting, round)
-                _advance(waiting, answers)
+                for client, answer in zip(waiting, self._execute(method, waiting, round), strict=True):
+                    client.advance(answer)
+        finally:
             for client in clients:
-                if client.error is not None and not isinstance(client.error, NonFiniteError):
-                    raise client.error
-        except BaseException:
-            for client in clients:
-                client.stopped = _nothing
-            for client in clients:
-                # also for those that are not waiting yet
-                client.answers.put(_CancelledError())
-            self.close()
-            raise
-        for client in clients:
-            if isinstance(client.error, NonFiniteError):
-                yield Outcome(None, None, Meter(), client.error)
-            elif client.result is not None:
-                state, upload = client.result
-                yield Outcome(self.boundary(state), self.boundary(upload), client.local.meter)
+                client.cancel()
+        return [self._outcome(client) for client in clients]
+
+    def _outcome(self, client: _Client) -> Outcome:
+        if client.result is None:
+            return Outcome(None, None, Meter(), client.error)
+        state, upload = client.result
+        return Outcome(self.boundary(state), self.boundary(upload), client.local.meter)
 
     def _client(self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job) -> _Client:
         def work(client: _Client) -> tuple[Any, Any]:
@@ -167,23 +155,6 @@ class Vectorised(Engine):
             for i, answer in zip(members, found, strict=True):
                 answers[i] = answer
         return answers
-
-
-def _nothing() -> None:
-    """Nobody waits for a client's stop."""
-
-
-def _advance(clients: Sequence[_Client], answers: Sequence[Any]) -> None:
-    """Let clients go on with an answer each, one after another, each until its next request or its end.
-
-    One hands over to the next by itself: to come back here in between would take as long again.
-    """
-    done: SimpleQueue[None] = SimpleQueue()
-    for client, following, answer in zip(clients, clients[1:], answers[1:], strict=False):
-        client.stopped = functools.partial(following.answers.put, answer)
-    clients[-1].stopped = functools.partial(done.put, None)
-    clients[0].answers.put(answers[0])
-    done.get()
 
 
 def _alone(client: _Client) -> Any:
@@ -248,33 +219,3 @@ def _kind(client: _Client) -> Any:
         repr(tree.skeleton((r.start, r.given))),
         inputs,
     )
-
-
-def identity(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """What a function computes, as a value to compare: its code and what it captured.
-
-    Numbers and strings count by value, everything else by being the very same object.
-
-    Args:
-        value: a function or what it captured.
-        within: functions whose captured values are being looked at, for those that refer to themselves.
-    """
-    if isinstance(value, MethodType):
-        return (identity(value.__func__, within), id(value.__self__))
-    if isinstance(value, FunctionType) and id(value) in within:
-        return ("itself", within.index(id(value)))
-    if isinstance(value, FunctionType):
-        held = [c.cell_contents for c in value.__closure__ or () if not _is_empty(c)]
-        held += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return (id(value.__code__), tuple(identity(v, (*within, id(value))) for v in held))
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return (type(value).__name__, value)
-    return id(value)
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False

@@ -1,0 +1,91 @@
+"""What a function computes, as a value to compare: its code, and what it captured.
+
+A loss of a method is made anew at every client and in every round. Two of them compute the same where their code is the same and
+what they captured is. Numbers, words and settings that are frozen count by their value; what counts for the rest (models,
+tensors, other objects) is for the caller to say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+_PLAIN = bool, int, float, str, torch.dtype, torch.device, CodeType
+
+_EMPTY = object()
+"""In the place of a variable that is not bound yet."""
+
+
+def identity(value: Any, other: Callable[[Any], Any] = id, within: tuple[int, ...] = ()) -> Any:
+    """What a function computes, or the value of something that it captured; hashable if ``other`` gives what is hashable.
+
+    Args:
+        value: a function, or what it captured.
+        other: the identity of what has no value; by default of the very object, which somebody must keep alive.
+        within: functions whose captured values are being looked at, for those that refer to themselves.
+    """
+    if is_plain(value):
+        return type(value).__name__, value
+    if isinstance(value, FunctionType):
+        if id(value) in within:
+            return "itself", within.index(id(value))
+        within = (*within, id(value))
+    parts = held(value)
+    if parts is None:
+        return other(value)
+    kind = value.__code__ if isinstance(value, FunctionType) else type(value)
+    return kind, tuple([identity(part, other, within) for part in parts])
+
+
+def code_of(function: Any) -> Any:
+    """Identity of a function's code and of the numbers and words that it captured; equal at different clients."""
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", function), tuple([v for v in held(function) or () if is_plain(v)])
+
+
+def is_plain(value: Any) -> bool:
+    """Whether something counts by its value: a number, a word, code."""
+    return value is None or isinstance(value, _PLAIN)
+
+
+def held(value: Any) -> list[Any] | None:
+    """What a function, a method, a list, a mapping or settings that are frozen are made of; None for anything else."""
+    if isinstance(value, FunctionType):
+        captured = [_content(c) for c in value.__closure__ or ()]
+        around = value.__globals__
+        named = [around[n] for n in value.__code__.co_names if n in around]
+        named = [v for v in named if not isinstance(v, (ModuleType, BuiltinFunctionType, type))]
+        # what functions that are called by name captured is not looked at, only whether they are others now
+        named = [v.__code__ if isinstance(v, FunctionType) else v for v in named]
+        return [*captured, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *named]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    if isinstance(value, (tuple, list)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return [*value, *value.values()]
+    settings: Any = value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and settings.__dataclass_params__.frozen:
+        return [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return None
+
+
+def everything(value: Any, within: frozenset[int] = frozenset()) -> list[Any]:
+    """All that a function captured that is not made of anything else, directly or through what it captured."""
+    if id(value) in within:
+        return []
+    parts = held(value)
+    if parts is None:
+        return [value]
+    return [v for part in parts for v in everything(part, within | {id(value)})]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
