@@ -20,16 +20,19 @@ from .loss import task_loss
 from .low_rank.lora import LoRA, first
 from .low_rank.pair import Factors, Pair
 from .low_rank.wire_form import Packed, Wire, pack, unpack
-from .method import Batch, ClientInfo, ClientView, Task
+from .method import Batch, ClientInfo, ClientView, Ragged, Task
 from .models.architecture import Architecture
 from .optimiser import Optimiser
-from .tree import Params, tree
+from .tree import Params, join, tree
 from .tree import leaves as tensors_of
 
 Leaves = dict[str, dict[str, Tensor]]
 """What is trained: ``a`` and ``b``, the factors by layer, and ``rest``, parameters trained whole, by name."""
 
 Penalty = Callable[[Leaves], Tensor]
+
+_RANK = ("/a", 0), ("/b", 1)
+"""The dimension of each factor of a :class:`~fedlowrank.low_rank.pair.Pair` that is the rank."""
 
 
 @tree
@@ -172,7 +175,7 @@ def factors_of(leaves: Leaves) -> Factors:
     return {n: Pair(b, leaves["a"][n]) for n, b in leaves["b"].items()}
 
 
-def placed(model: Architecture, leaves: Leaves, scale: float, frozen: Factors, moved: Params) -> Params:
+def placed(model: Architecture, leaves: Leaves, scale: float | Tensor, frozen: Factors, moved: Params) -> Params:
     """The parameters of a client's model.
 
     Args:
@@ -214,14 +217,18 @@ def tune(
     Raises:
         TaskError: if no factor changed although the learning rate is not 0: no gradient reaches them.
     """
-    model, held = view.model, fixed or {}
+    model, held, more = view.model, fixed or {}, frozen or {}
+    # a scale of its own differs between clients, which are to be trained together all the same
+    own = None if scale == model.lora.scale else next(iter(start["b"].values())).new_tensor(scale, dtype=torch.float64)
 
-    def loss(leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params) -> Tensor:
-        params = placed(model, fixed | leaves, scale, frozen, moved)
+    def loss(leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params, own: Tensor | None) -> Tensor:
+        params = placed(model, fixed | leaves, model.lora.scale if own is None else own, frozen, moved)
         value = task_loss(model.apply(params, batch.x), batch)
         return value if penalty is None else value + penalty(leaves)
 
-    end: Leaves = view.train(loss, start, "local", optimiser, given=(held, frozen or {}, moved or {}))
+    ranks = Ragged({"/a": 0, "/b": 1}, {"/0/a": 0, "/0/b": 1} | {join("/1", n) + f: i for n in more for f, i in _RANK})
+    given = held, more, moved or {}, own
+    end: Leaves = view.train(loss, start, "local", optimiser, given=given, ragged=ranks)
     paths = [path for path, _ in tensors_of(start)]
     rates = zip(paths, optimiser.rates(paths, view.round).lr, strict=True)
     # asked of B alone: weight decay moves an A that no gradient reaches, but not a B of 0

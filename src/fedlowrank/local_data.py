@@ -104,6 +104,12 @@ class LocalData:
             yield gather(self.examples, index)
 
     @cached_property
+    def form(self) -> Any:
+        """Name, shape and type of each input of an example."""
+        x = self.examples.x
+        return tuple([(n, t.shape[1:], t.dtype) for n, t in (x.items() if isinstance(x, dict) else [("", x)])])
+
+    @cached_property
     def lengths(self) -> Tensor | None:
         """Tokens of each example ``[n]``, or None where examples are no texts."""
         if _width(self.examples) is None or not isinstance(self.examples.x, dict):
@@ -113,7 +119,7 @@ class LocalData:
     def size(self, index: Tensor) -> Size:
         """The size of the batch of these examples."""
         if self.lengths is None:
-            return (len(index),)
+            return (index.numel(),)
         longest = max(1, int(self.lengths[index].max()))
         return len(index), min(-(-longest // MULTIPLE) * MULTIPLE, _width(self.examples) or 0)
 

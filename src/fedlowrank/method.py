@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -61,6 +61,21 @@ class Pull:
 
 
 @dataclass(frozen=True)
+class Ragged:
+    """Dimensions in which clients differ, and which zeros may fill up: the loss is the same and no gradient reaches them.
+
+    Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and Adam leave them 0.
+
+    Attributes:
+        start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in it have it.
+        given: likewise of ``given``, whose first part is ``/0``.
+    """
+
+    start: Mapping[str, int] = field(default_factory=dict)
+    given: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Request:
     """One call of :meth:`ClientView.train`, whose arguments these are."""
 
@@ -72,6 +87,7 @@ class Request:
     precondition: Callable[..., Any] | None
     prox: Callable[..., Any] | None
     pull: Pull | None = None
+    ragged: Ragged = Ragged()
 
 
 class Trainer(Protocol):
@@ -121,6 +137,7 @@ class ClientView:
         precondition: Callable[..., T] | None = None,
         prox: Callable[..., T] | None = None,
         pull: Pull | None = None,
+        ragged: Ragged = Ragged(),
     ) -> T:
         """Train a tree of parameters by one pass over the local training data.
 
@@ -137,6 +154,7 @@ class ClientView:
                 decay and momentum.
             prox: ``prox(params, lr, *given)``, applied after every step with the round's learning rate.
             pull: a quadratic whose derivative is added to the gradient, after ``precondition`` and before the rest.
+            ragged: dimensions in which clients differ, so that an engine can train them together all the same.
 
         Returns:
             The trained tree, detached and contiguous.
@@ -144,7 +162,7 @@ class ClientView:
         Raises:
             NonFiniteError: if a loss or a parameter becomes NaN or infinite.
         """
-        end: T = self.trainer.train(Request(loss, start, name, optimiser, given, precondition, prox, pull))
+        end: T = self.trainer.train(Request(loss, start, name, optimiser, given, precondition, prox, pull, ragged))
         return end
 
     def total(self, statistic: Callable[..., T], params: Any, *, given: tuple[Any, ...] = ()) -> T:

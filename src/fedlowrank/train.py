@@ -39,11 +39,6 @@ class Meter:
     losses: dict[str, float] = field(default_factory=dict)
 
 
-def shapes(value: Any) -> tuple[Any, ...]:
-    """Paths, shapes and dtypes of a tree's tensors."""
-    return tuple((path, tuple(t.shape), t.dtype) for path, t in tree.leaves(value))
-
-
 class LocalTrainer:
     """Executes training passes for one client, one after another.
 
@@ -121,8 +116,11 @@ class LocalTrainer:
 
     def kind(self, request: Request) -> Any:
         """What the cost of a step depends on, but for its batch."""
-        inputs = shapes(self.data.examples.x)
-        return code_of(request.loss), self.model.name, inputs, shapes(request.start), shapes(request.given)
+        return self._kind(request.loss, request.start, request.given)
+
+    def _kind(self, function: Callable[..., Any], params: Any, given: Any) -> Any:
+        forms = [tree.form(t, plain=False) for t in (params, given)]
+        return code_of(function), self.model.name, self.data.form, *forms
 
     def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.method.ClientView.total`."""
@@ -134,8 +132,7 @@ class LocalTrainer:
                 part = statistic(params, batch, *given)
                 sizes[size_of(batch)] = sizes.get(size_of(batch), 0) + 1
                 sums = [part if not sums else tree.add(sums[0], part)]
-            inputs = shapes(self.data.examples.x)
-            kind = (code_of(statistic), self.model.name, inputs, shapes(params), shapes(given))
+            kind = self._kind(statistic, params, given)
             samples = {size_of(b): b for b in self.data.chunks()}
             self.meter.flops += self.ledger.count(kind, sizes, lambda n: statistic(params, samples[n], *given))
         return tree.canonical(sums[0])

@@ -80,7 +80,7 @@ def _rebuild(like: Any, children: list[tuple[str, Any]]) -> Any:
     return type(like)(**dict(children))
 
 
-def _join(path: str, key: str) -> str:
+def join(path: str, key: str) -> str:
     """A JSON pointer (RFC 6901), so that any spelling of a key gives a path of its own."""
     return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
 
@@ -91,7 +91,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield path, value
         return
     for key, child in _items(value, path) or ():
-        yield from leaves(child, _join(path, key))
+        yield from leaves(child, join(path, key))
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -162,7 +162,7 @@ def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) ->
                 f"{type(other).__name__} of {keys}"
             )
         columns.append(dict(found or ()))
-    return _rebuild(first, [(k, _map(f, v, tuple(c[k] for c in columns), _join(path, k))) for k, v in items])
+    return _rebuild(first, [(k, _map(f, v, tuple(c[k] for c in columns), join(path, k))) for k, v in items])
 
 
 def canonical(value: T) -> T:
@@ -228,12 +228,12 @@ def square_distance(a: Any, b: Any) -> Tensor:
 
 def numel(value: Any) -> int:
     """Number of floating-point elements in a tree: what the papers count as parameters sent (labels, masks left out)."""
-    return sum(t.numel() for _, t in leaves(value) if t.is_floating_point())
+    return sum([t.numel() for t in tensors(value) if t.is_floating_point()])
 
 
 def nbytes(value: Any) -> int:
     """Bytes of tensor data in a tree, a boolean counted as one bit."""
-    return sum(-(-t.numel() // 8) if t.dtype == torch.bool else t.numel() * t.element_size() for _, t in leaves(value))
+    return sum([-(-t.numel() // 8) if t.dtype == torch.bool else t.nbytes for t in tensors(value)])
 
 
 def skeleton(value: Any, path: str = "") -> Any:
@@ -243,7 +243,7 @@ def skeleton(value: Any, path: str = "") -> Any:
     items = _items(value, path)
     if items is None:
         return {"v": value}
-    children = {k: skeleton(v, _join(path, k)) for k, v in items}
+    children = {k: skeleton(v, join(path, k)) for k, v in items}
     if isinstance(value, (list, tuple)):
         return {"l" if isinstance(value, list) else "u": list(children.values())}
     return {"d": children} if isinstance(value, dict) else {"c": _name(type(value)), "d": children}
@@ -312,8 +312,8 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]
         return torch.from_numpy(bits.view(np.bool_)).reshape(shape["b"])
     for tag, kind in (("l", list), ("u", tuple)):
         if tag in shape:
-            return kind(_decode(s, tensors, _join(path, str(i)), left) for i, s in enumerate(shape[tag]))
-    children = {k: _decode(s, tensors, _join(path, k), left) for k, s in shape["d"].items()}
+            return kind(_decode(s, tensors, join(path, str(i)), left) for i, s in enumerate(shape[tag]))
+    children = {k: _decode(s, tensors, join(path, k), left) for k, s in shape["d"].items()}
     if "c" not in shape:
         return children
     if shape["c"] not in _CLASSES:
@@ -330,21 +330,33 @@ def signature(value: Any) -> str:
 _SIZES: dict[Any, int] = {}
 
 
-def _form(value: Any) -> Any:
-    """What :func:`signature` says, as something to look up, many times faster."""
+def form(value: Any, plain: bool = True) -> Any:
+    """What :func:`signature` says, as something to look up, many times faster.
+
+    Args:
+        value: a tree.
+        plain: whether numbers and words in it count.
+    """
     if isinstance(value, Tensor):
         return value.dtype, value.shape
+    kind = type(value)
+    if kind is dict:
+        return kind, tuple(value), tuple([form(v, plain) for v in value.values()])
+    if kind is list or kind is tuple:
+        return kind, tuple([form(v, plain) for v in value])
     items = _items(value, "")
-    # repr tells 1 from True, and takes NaN for equal to itself
-    return type(value), repr(value) if items is None else tuple([(k, _form(v)) for k, v in items])
+    if items is None:
+        # repr tells 1 from True, and takes NaN for equal to itself
+        return kind, repr(value) if plain else None
+    return kind, tuple([form(v, plain) for _, v in items])
 
 
 def encoded_size(value: Any) -> int:
     """``len(encode(value))``, measured once for each :func:`signature` and remembered."""
-    form = _form(value)
-    if form not in _SIZES:
-        _SIZES[form] = len(encode(value))
-    return _SIZES[form]
+    found = form(value)
+    if found not in _SIZES:
+        _SIZES[found] = len(encode(value))
+    return _SIZES[found]
 
 
 def not_finite(value: Any) -> str | None:

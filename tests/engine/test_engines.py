@@ -359,20 +359,9 @@ class Counting(Vectorised):
         super().__init__()
         self.sizes: list[int] = []
 
-    def _execute(self, method: Any, clients: Any, round: int) -> list[Any]:
-        from fedlowrank.engine import vectorised
-
-        before = vectorised._together
-
-        def together(title: str, group: Any, when: int) -> list[Any]:
-            self.sizes.append(len(group))
-            return before(title, group, when)
-
-        vectorised._together = together
-        try:
-            return super()._execute(method, clients, round)
-        finally:
-            vectorised._together = before
+    def _together(self, title: str, clients: Any, round: int) -> list[Any]:
+        self.sizes.append(len(clients))
+        return super()._together(title, clients, round)
 
 
 def groups(method: Method[Any, Any, Any, Any], on: Federation) -> list[int]:

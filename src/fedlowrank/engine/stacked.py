@@ -6,7 +6,8 @@ down (see :mod:`fedlowrank.fused`): the matrices of all clients move by one batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +34,13 @@ class Stack(Work):
         first = requests[0]
         pull = None
         if first.pull is not None:
-            towards, along = (stacked([getattr(r.pull, n) for r in requests]) for n in ("towards", "along"))
+            towards, along = (
+                stacked(filled([getattr(r.pull, n) for r in requests], first.ragged.start))
+                for n in ("towards", "along")
+            )
             pull = Pull(first.pull.strength, towards, along)
-        start, given = stacked([r.start for r in requests]), stacked([r.given for r in requests])
+        start = stacked(filled([r.start for r in requests], first.ragged.start))
+        given = stacked(filled([r.given for r in requests], first.ragged.given))
         whole = Request(first.loss, start, first.name, first.optimiser, given, first.precondition, first.prox, pull)
         # a stack is a copy already
         super().__init__(whole, round, frozenset(range(len(list(tree.leaves(start))))))
@@ -45,7 +50,7 @@ class Stack(Work):
 
     @property
     def ends(self) -> Any:
-        """What all clients have come to."""
+        """What all clients have come to; of ragged dimensions, with what filled them up."""
         return refill(self.request.start, self._all[0])
 
     def narrow(self, clients: int) -> None:
@@ -94,7 +99,7 @@ class Stack(Work):
 
 
 def descend_together(
-    title: str, trainers: Sequence[LocalTrainer], requests: Sequence[Request], round: int
+    title: str, trainers: Sequence[LocalTrainer], requests: Sequence[Request], round: int, room: Room
 ) -> tuple[Any, list[Tensor]]:
     """Take the steps of all clients, those with the most steps first.
 
@@ -103,6 +108,7 @@ def descend_together(
         trainers: one a client.
         requests: equal but for their tensors.
         round: counted from 0.
+        room: for batches.
 
     Returns:
         The trained trees with a leading client axis, and the losses of each client.
@@ -113,7 +119,7 @@ def descend_together(
     name = requests[0].name
     fusion = trainers[0].fusion(requests[0], trainers[0].kind(requests[0]))
     steps = [t.steps(name) for t in trainers]
-    feed = Feed([t.data for t in trainers], name)
+    feed = Feed([t.data for t in trainers], name, room)
     losses: list[list[Tensor]] = [[] for _ in trainers]
     work, active = Stack(requests, round), len(trainers)
     take = None if fusion is None else fusion.begin(work)
@@ -144,15 +150,63 @@ def stacked(trees: list[Any]) -> Any:
     return tree.map(lambda *ts: torch.stack(ts).detach(), trees[0], *trees[1:])
 
 
+def filled(trees: list[Any], ragged: Mapping[str, int]) -> list[Any]:
+    """Trees that differ in ragged dimensions alone, with zeros up to the largest of each.
+
+    Args:
+        trees: one a client.
+        ragged: the dimension by the path of a part, see :class:`fedlowrank.method.Ragged`.
+    """
+    if all(tree.form(t) == tree.form(trees[0]) for t in trees[1:]):
+        return trees
+    columns = zip(ragged_axes(trees[0], ragged), *(tree.tensors(t) for t in trees), strict=True)
+    full = [ts if axis is None else _to_one_size(ts, axis) for axis, *ts in columns]
+    return [refill(t, [ts[i] for ts in full]) for i, t in enumerate(trees)]
+
+
+def ragged_axes(value: Any, ragged: Mapping[str, int]) -> list[int | None]:
+    """The ragged dimension of each tensor of a tree, None for those that have none."""
+
+    def axis(path: str) -> int | None:
+        return next((a for part, a in ragged.items() if path == part or path.startswith(f"{part}/")), None)
+
+    return [axis(path) for path, _ in tree.leaves(value)]
+
+
+def _to_one_size(tensors: list[Tensor], axis: int) -> list[Tensor]:
+    most = max(t.shape[axis] for t in tensors)
+    return [
+        torch.cat([t, t.new_zeros(*t.shape[:axis], most - t.shape[axis], *t.shape[axis + 1 :])], axis) for t in tensors
+    ]
+
+
+class Room:
+    """Memory that is written over and over, for the system takes as long to give new pages as a batch takes to be copied."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, Tensor] = {}
+
+    def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
+        """A tensor with anything in it, of the type of another; the one of that purpose that was given out before is lost."""
+        key = purpose, t.dtype, t.device
+        if key not in self._held or self._held[key].numel() < math.prod(shape):
+            self._held[key] = t.new_empty(math.prod(shape))
+        return self._held[key][: math.prod(shape)].view(shape)
+
+
 class Feed:
     """The batches of clients, step by step; where all it takes is to pick examples, each is copied once, to its place.
+
+    A batch is there until the next one is asked for.
 
     Args:
         data: of the clients.
         name: of the pass.
+        room: for batches.
     """
 
-    def __init__(self, data: Sequence[LocalData], name: str) -> None:
+    def __init__(self, data: Sequence[LocalData], name: str, room: Room) -> None:
+        self._room = room
         self._examples = [d.examples for d in data]
         self._orders = [d.order(name) for d in data]
         self._feeds = [d.batches(name) for d in data]
@@ -168,16 +222,16 @@ class Feed:
         examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
         if any(len(i) != len(index[0]) for i in index):
             return joined([gather(e, i, step) for e, i in zip(examples, index, strict=True)])
-        return Batch(_picked([e.x for e in examples], index), _picked([e.y for e in examples], index), step=step)
+        x, y = (self._picked(part, [getattr(e, part) for e in examples], index) for part in ("x", "y"))
+        return Batch(x, y, step=step)
 
-
-def _picked(tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
-    """Rows of tensors, as many of each, stacked over a leading axis."""
-    first: Tensor = tensors[0]
-    out = first.new_empty(len(tensors), len(index[0]), *first.shape[1:])
-    for row, t, i in zip(out, tensors, index, strict=True):
-        torch.index_select(t, 0, i.to(t.device), out=row)
-    return out
+    def _picked(self, part: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
+        """Rows of tensors, as many of each, stacked over a leading axis."""
+        first: Tensor = tensors[0]
+        out = self._room.like(part, first, len(tensors), index[0].numel(), *first.shape[1:])
+        for row, t, i in zip(out.unbind(), tensors, index, strict=True):
+            torch.index_select(t, 0, i.to(t.device), out=row)
+        return out
 
 
 def joined(batches: list[Batch]) -> Batch:

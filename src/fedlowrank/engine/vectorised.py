@@ -13,8 +13,8 @@ client with fewer steps stops while the others go on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,10 +25,10 @@ from ..closures import identity
 from ..data.federation import Federation
 from ..descent import refill
 from ..errors import NonFiniteError
-from ..method import Request, Task
-from ..train import LocalTrainer, Meter, all_finite, check_finite, shapes
+from ..method import Ragged, Request, Task
+from ..train import LocalTrainer, Meter, all_finite, check_finite
 from .base import AnyMethod, Engine, Job, Outcome, client_view
-from .stacked import descend_together
+from .stacked import Room, descend_together, ragged_axes
 
 CACHE = 8 << 20
 """Bytes of stacked parameters on a CPU: in a larger stack they leave the cache from one step to the next."""
@@ -100,6 +100,11 @@ class Vectorised(Engine):
     """Clients of like shapes at once; equal to the sequential engine up to rounding."""
 
     name: ClassVar[str] = "vectorised"
+    _room: Room = field(default_factory=Room, init=False, repr=False)
+
+    def close(self) -> None:
+        """See the base class: memory of batches."""
+        self._room = Room()
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
@@ -151,9 +156,34 @@ class Vectorised(Engine):
             else:
                 found = []
                 for chunk in _chunks(group):
-                    found += [_alone(chunk[0])] if len(chunk) == 1 else _together(method.title, chunk, round)
+                    found += [_alone(chunk[0])] if len(chunk) == 1 else self._together(method.title, chunk, round)
             for i, answer in zip(members, found, strict=True):
                 answers[i] = answer
+        return answers
+
+    def _together(self, title: str, clients: list[_Client], round: int) -> list[Any]:
+        """The answers to equal requests, executed at once."""
+        order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
+        first = [clients[i] for i in order]
+        ends, losses = descend_together(
+            title, [c.local for c in first], [_request(c) for c in first], round, self._room
+        )
+        kind = first[0].local.kind(_request(first[0]))
+        sound = all_finite(torch.cat(losses), ends)
+        rows = [t.unbind() for t in tree.tensors(ends)]
+        answers: list[Any] = [None] * len(clients)
+        for place, i in enumerate(order):
+            client, request = clients[i], _request(clients[i])
+            own = zip(rows, tree.tensors(request.start), strict=True)
+            # of ragged dimensions, what is the client's
+            end = refill(request.start, [row[place][tuple(map(slice, t.shape))] for row, t in own])
+            client.local.account(request, kind, losses[place])
+            try:
+                if not sound:
+                    check_finite(client.local.data.info, round, request.name, losses[place], end)
+                answers[i] = tree.canonical(end)
+            except NonFiniteError as error:
+                answers[i] = error
         return answers
 
 
@@ -175,28 +205,6 @@ def _chunks(clients: list[_Client]) -> list[list[_Client]]:
     return [clients[a:b] for a, b in itertools.pairwise(bounds)]
 
 
-def _together(title: str, clients: list[_Client], round: int) -> list[Any]:
-    """The answers to equal requests, executed at once."""
-    order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
-    first = [clients[i] for i in order]
-    ends, losses = descend_together(title, [c.local for c in first], [_request(c) for c in first], round)
-    kind = first[0].local.kind(_request(first[0]))
-    sound = all_finite(torch.cat(losses), ends)
-    rows = [t.unbind() for t in tree.tensors(ends)]
-    answers: list[Any] = [None] * len(clients)
-    for place, i in enumerate(order):
-        client, request = clients[i], _request(clients[i])
-        end = refill(request.start, [row[place] for row in rows])
-        client.local.account(request, kind, losses[place])
-        try:
-            if not sound:
-                check_finite(client.local.data.info, round, request.name, losses[place], end)
-            answers[i] = tree.canonical(end)
-        except NonFiniteError as error:
-            answers[i] = error
-    return answers
-
-
 def _request(client: _Client) -> Request:
     if client.request is None:
         raise AssertionError("the client is not waiting")
@@ -206,16 +214,27 @@ def _request(client: _Client) -> Request:
 def _kind(client: _Client) -> Any:
     """What requests must have in common to be executed at once."""
     r = _request(client)
-    x = client.local.data.examples.x
-    inputs = tuple((n, t.shape[1:]) for n, t in x.items()) if isinstance(x, dict) else x.shape[1:]
+    # what else looks at the parameters would see zeros that are not theirs
+    ragged = r.ragged if r.prox is None and r.precondition is None else Ragged()
+    pull = None
+    if r.pull is not None:
+        pull = r.pull.strength, *(_form(t, ragged.start) for t in (r.pull.towards, r.pull.along))
     return (
-        *(identity(f) for f in (r.loss, r.precondition, r.prox)),
+        *[identity(f) for f in (r.loss, r.precondition, r.prox)],
         r.name,
         repr(r.optimiser),
         client.local.model.name,
-        shapes(r.start),
-        shapes(r.given),
-        None if r.pull is None else (r.pull.strength, shapes(r.pull.towards), shapes(r.pull.along)),
-        repr(tree.skeleton((r.start, r.given))),
-        inputs,
+        client.local.data.form,
+        _form(r.start, ragged.start),
+        _form(r.given, ragged.given),
+        pull,
     )
+
+
+def _form(value: Any, ragged: Mapping[str, int]) -> Any:
+    """What trees must have in common to be stacked: all but the sizes of ragged dimensions."""
+    if not ragged:
+        return tree.form(value)
+    leaves = zip(tree.tensors(value), ragged_axes(value, ragged), strict=True)
+    shapes = [(t.dtype, tuple([n for i, n in enumerate(t.shape) if i != axis]), axis) for t, axis in leaves]
+    return tree.form(tree.map(lambda _: None, value)), tuple(shapes)

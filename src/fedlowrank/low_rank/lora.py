@@ -96,13 +96,13 @@ class LoRA:
         return found
 
     def place(
-        self, factors: Factors, scale: float, frozen: Factors | None = None, moved: Params | None = None
+        self, factors: Factors, scale: float | Tensor, frozen: Factors | None = None, moved: Params | None = None
     ) -> Params:
         """The parameters under which the module computes W + s·B A (+ B' A' of a frozen second adapter).
 
         Args:
             factors: B and A of every layer, of any rank.
-            scale: s.
+            scale: s, a number or a tensor without dimensions.
             frozen: a further update, with a scale of 1.
             moved: weights W by the name of their parameter, where they are not those of the module.
         """
@@ -117,7 +117,8 @@ class LoRA:
                 w = found.get(site.weight, self.base[site.weight])
                 found[site.weight] = w + site.folded(update).to(w.dtype)
                 continue
-            a, b = pair.a, pair.b if scale == self.scale else pair.b * (scale / self.scale)
+            same = not isinstance(scale, Tensor) and scale == self.scale
+            a, b = pair.a, pair.b if same else pair.b * (scale / self.scale)
             if more is not None and more.rank:
                 a = torch.cat([more.a.to(a.dtype), a])
                 b = torch.cat([(more.b / self.scale).to(b.dtype), b], 1)

@@ -141,7 +141,7 @@ def fitted(form: Any, found: Any, path: str = "", length: _Length | None = None)
         missing = [k for k, _ in wanted if k not in held]
         more = [k for k in held if k not in dict(wanted)]
         raise Misfit(path, f"{kind(form)} of {len(wanted)} parts", f"one {_apart(missing, more)}")
-    return tree._rebuild(form, [(k, fitted(f, held[k], tree._join(path, k), length)) for k, f in wanted])
+    return tree._rebuild(form, [(k, fitted(f, held[k], tree.join(path, k), length)) for k, f in wanted])
 
 
 def _first_fit(form: OneOf, found: Any, path: str) -> Any:

@@ -196,7 +196,7 @@ def _floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
     if type(value) is float:
         yield path, value
     for key, child in tree._items(value, path) or ():
-        yield from _floats(child, tree._join(path, key))
+        yield from _floats(child, tree.join(path, key))
 
 
 def _norm(number: Tensor | float) -> float:

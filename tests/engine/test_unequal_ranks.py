@@ -1,0 +1,146 @@
+"""Clients of unequal LoRA ranks at once: filled up with zeros, which nobody notices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlowrank import tree
+from fedlowrank.adapters import Tuning
+from fedlowrank.data.federation import Federation
+from fedlowrank.engine.run import Run, RunSettings
+from fedlowrank.engine.sequential import Sequential
+from fedlowrank.engine.stacked import filled
+from fedlowrank.engine.vectorised import Vectorised
+from fedlowrank.low_rank.delta import Form
+from fedlowrank.low_rank.lora_layers import lora
+from fedlowrank.methods import METHODS
+from fedlowrank.optimiser import SGD, AdamW
+
+torch.set_num_threads(1)
+
+RANKS = (4, 1, 3, 2, 4)
+
+
+class Small(nn.Module):
+    head_name = "head"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU())
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def wrapped() -> nn.Module:
+    """The model with layers of LoRA of rank 2 and a scale of 3/2."""
+    module = lora(Small(), 2, 3.0, trainable=("head",))
+    module.head_name = "head"  # type: ignore[assignment]
+    return module
+
+
+def federation(make: Any) -> Federation:
+    """Five clients of unequal ranks, with different numbers of examples."""
+    generator = torch.Generator().manual_seed(0)
+    data = []
+    for i in range(len(RANKS)):
+        x = torch.randn(20 + 3 * i, 6, generator=generator)
+        data.append((x, (x[:, 0] + 0.5 * x[:, 1] > 0).long() + (x[:, 2] > 1).long()))
+    return Federation.from_arrays(data, make, classes=3, rank=RANKS)
+
+
+class Counting(Vectorised):
+    """Counts how many clients were executed together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def _together(self, title: str, clients: Any, round: int) -> list[Any]:
+        self.sizes.append(len(clients))
+        return super()._together(title, clients, round)
+
+
+OPTIMISERS = {
+    "plain": SGD(lr=0.1, weight_decay=0.01),
+    "momentum": SGD(lr=0.05, momentum=0.9, clip=0.5),
+    "adam": AdamW(lr=0.01),
+}
+
+
+@pytest.mark.parametrize("make", [Small, wrapped], ids=["weights", "layers"])
+@pytest.mark.parametrize("scaling", ["equal", "alpha"])
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("name", ["fedhl", "hetlora", "flexlora", "flora"])
+def test_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
+    name: str, optimiser: str, scaling: Any, make: Any
+) -> None:
+    on = federation(make)
+    method = METHODS[name](
+        tuning=Tuning(rank=2, scaling=scaling), batch_size=8, epochs=2, optimiser=OPTIMISERS[optimiser]
+    )
+    engine = Counting()
+    settings = RunSettings(rounds=2)
+    one, other = Run(method, on, settings, Sequential()), Run(method, on, settings, engine)
+    for _ in range(2):
+        one.step(), other.step()
+    alone = sum(r == 2 for r in RANKS) if scaling == "alpha" else 0
+    # a rank whose scale is that of the layers needs none of its own
+    assert sorted(engine.sizes) == sorted([len(RANKS) - alone] * 2)
+    for info in on.infos:
+        a, b = one.personal(info), other.personal(info)
+        assert max(float((a[n] - b[n]).abs().max()) for n in a) < 2e-5
+    a, b = (tree.tensors(run.state.server) for run in (one, other))
+    assert [t.shape for t in a] == [t.shape for t in b]
+
+
+def test_residuals_of_unequal_ranks_are_filled_up_too() -> None:
+    on = federation(Small)
+    method = METHODS["fedhl"](residual=True, form=Form(kind="exact"), batch_size=8, optimiser=SGD(lr=0.1))
+    engine = Counting()
+    one, other = (Run(method, on, RunSettings(rounds=3), e) for e in (Sequential(), engine))
+    for _ in range(3):
+        one.step(), other.step()
+    assert engine.sizes == [5, 5, 5]
+    for info in on.infos:
+        a, b = one.personal(info), other.personal(info)
+        assert max(float((a[n] - b[n]).abs().max()) for n in a) < 2e-5
+
+
+def test_uploads_are_of_each_clients_own_rank() -> None:
+    on = federation(Small)
+    run = Run(METHODS["fedhl"](batch_size=8), on, RunSettings(rounds=1), Vectorised())
+    jobs = run.engine.run
+    found = []
+
+    def seen(*args: Any) -> Any:
+        for outcome in jobs(*args):
+            found.append({p.rank for p in tree_pairs(outcome.upload)})
+            yield outcome
+
+    run.engine.run = seen  # type: ignore[method-assign]
+    run.step()
+    assert found == [{r} for r in RANKS]
+
+
+def tree_pairs(upload: Any) -> list[Any]:
+    from fedlowrank.adapters import received
+
+    return list(received(upload).values())
+
+
+def test_filled_up_with_zeros_behind() -> None:
+    a, b = torch.randn(2, 3), torch.randn(4, 3)
+    trees = [{"a": {"x": a}, "rest": a[:, :1]}, {"a": {"x": b}, "rest": a[:, :1]}]
+    one, other = filled(trees, {"/a": 0})
+    assert torch.equal(one["a"]["x"], torch.cat([a, torch.zeros(2, 3)]))
+    assert torch.equal(other["a"]["x"], b)
+    assert torch.equal(one["rest"], a[:, :1])
+    # the path of a part, and not the beginning of a name
+    assert filled([{"ab": a}, {"ab": a}], {"/a": 0})[0]["ab"] is a
