@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,24 +23,29 @@ class Traffic:
     bytes: int = 0
     parameters: int = 0
 
+    def __add__(self, other: Traffic) -> Traffic:
+        """Both together."""
+        return Traffic(self.bytes + other.bytes, self.parameters + other.parameters)
 
-def weigh(messages: Iterable[Any]) -> Traffic:
-    """Measured weight of messages; None is no message at all.
 
-    Args:
-        messages: trees, as a method's ``download`` and ``local_update`` return them.
-    """
-    bytes_, parameters = 0, 0
-    known: dict[int, tuple[Any, int, int]] = {}
-    for message in messages:
+class Scales:
+    """Weighs messages one after another; one that comes again at once, as where all are sent the same, is weighed once."""
+
+    def __init__(self) -> None:
+        # the message is kept beside its weight, for only of those that live are no two identities equal
+        self._last: tuple[Any, Traffic] = None, Traffic()
+
+    def weigh(self, message: Any) -> Traffic:
+        """Measured weight of a message; None is no message at all.
+
+        Args:
+            message: a tree, as a method's ``download`` and ``local_update`` return it.
+        """
         if message is None:
-            continue
-        if id(message) not in known:
-            # kept with the message, for only of those that live are no two identities equal
-            known[id(message)] = message, tree.encoded_size(message), tree.numel(message)
-        bytes_ += known[id(message)][1]
-        parameters += known[id(message)][2]
-    return Traffic(bytes_, parameters)
+            return Traffic()
+        if message is not self._last[0]:
+            self._last = message, Traffic(tree.encoded_size(message), tree.numel(message))
+        return self._last[1]
 
 
 def lost_replies(clients: list[int], rate: float, key: Key) -> set[int]:

@@ -247,6 +247,8 @@ class Method(ABC, Generic[S, C, D, U]):
     title: ClassVar[str]
     citation: ClassVar[str]
     heterogeneous: ClassVar[bool] = False
+    streams: ClassVar[bool] = False
+    """Whether ``server_update`` goes over the replies once, so that each can be let go before the next is there."""
     needs_classes: ClassVar[bool] = False
     """Whether it works on class labels or scores, so that it cannot learn a regression."""
     at_rest: ClassVar[Mapping[str, Any]] = {}
@@ -305,7 +307,10 @@ class Method(ABC, Generic[S, C, D, U]):
 
     @abstractmethod
     def server_update(self, server: S, replies: Sequence[Reply[U]], view: ServerView) -> S:
-        """The server's box, given the replies in the order of client ids."""
+        """The server's box, given the replies in the order of client ids.
+
+        A method that :attr:`streams` is given them one by one, as an iterable that can be gone over once, and must go to its end.
+        """
 
     @abstractmethod
     def personal(self, state: C, down: D, view: ClientView) -> Params:

@@ -11,7 +11,7 @@ import builtins
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
@@ -183,33 +183,6 @@ def add(a: T, b: T, scale: float = 1.0) -> T:
 def sub(a: T, b: T) -> T:
     """``a - b``, tensor by tensor."""
     return map(torch.sub, a, b)
-
-
-def mean(trees: Sequence[T], weights: Iterable[float]) -> T:
-    """Weighted mean of trees of one structure.
-
-    Args:
-        trees: at least one tree; floating-point tensors.
-        weights: one non-negative weight a tree; they need not sum to one.
-
-    Returns:
-        A tree of like structure.
-
-    Raises:
-        TreeError: if there is no tree, if no weight is positive, or if the structures differ.
-    """
-    ws = [float(w) for w in weights]
-    total = sum(ws)
-    if not trees or total <= 0 or min(ws) < 0:
-        raise TreeError(f"a mean needs at least one tree and weights that are not negative; the weights are {ws}")
-
-    def one(*tensors: Tensor) -> Tensor:
-        out = tensors[0] * (ws[0] / total)
-        for w, t in zip(ws[1:], tensors[1:], strict=True):
-            out.add_(t, alpha=w / total)
-        return out
-
-    return map(one, trees[0], *trees[1:])
 
 
 def dot(a: Any, b: Any) -> Tensor:

@@ -273,7 +273,7 @@ OWN = """
 from dataclasses import dataclass
 from fedlowrank import Method, cross_entropy
 from fedlowrank.method import by_examples
-from fedlowrank.tree import mean
+from fedlowrank.means import mean
 
 
 @dataclass(frozen=True)

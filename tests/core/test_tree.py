@@ -20,6 +20,7 @@ from torch import Tensor
 import fedlowrank
 from fedlowrank import tree
 from fedlowrank.errors import FedlowrankError
+from fedlowrank.means import mean
 from fedlowrank.tree import TreeError
 
 # the same examples in every run: what fails here fails for everyone
@@ -432,13 +433,13 @@ def flat(value: Any) -> np.ndarray:
 def test_means_are_those_of_numpy(weights: list[float]) -> None:
     trees = [pair(s) for s in range(3)]
     kept = [tree.encode(t) for t in trees]
-    found = flat(tree.mean(trees, weights))
+    found = flat(mean(trees, weights))
     np.testing.assert_allclose(found, np.average([flat(t) for t in trees], axis=0, weights=weights), rtol=0, atol=1e-14)
     assert [tree.encode(t) for t in trees] == kept
 
 
 def test_a_mean_takes_weights_from_an_iterator_and_keeps_the_type() -> None:
-    found = tree.mean([pair(0, torch.float32)], iter([2.0]))
+    found = mean([pair(0, torch.float32)], iter([2.0]))
     assert {t.dtype for _, t in tree.leaves(found)} == {torch.float32}
     np.testing.assert_array_equal(flat(found), flat(pair(0, torch.float32)))
     assert found["deep"][1][:3] == ("plain", 7, None)
@@ -449,7 +450,7 @@ def test_a_mean_takes_weights_from_an_iterator_and_keeps_the_type() -> None:
 )
 def test_a_mean_of_nothing_or_with_bad_weights_is_refused(trees: list[Any], weights: list[float]) -> None:
     with pytest.raises(TreeError):
-        tree.mean(trees, weights)
+        mean(trees, weights)
 
 
 def test_sums_and_products_are_those_of_numpy() -> None:
@@ -519,7 +520,7 @@ def test_trees_that_differ_are_refused_with_the_path(a: Any, b: Any, path: str) 
     with pytest.raises(TreeError, match=f"differ at {path}:"):
         tree.add(a, b)
     with pytest.raises(TreeError, match=f"differ at {path}:"):
-        tree.mean([a, b], [1, 1])
+        mean([a, b], [1, 1])
 
 
 def test_keys_in_another_order_are_matched_by_name() -> None:

@@ -23,6 +23,7 @@ from fedlowrank.engine import ENGINES, Sequential, Vectorised
 from fedlowrank.engine.run import Run, RunSettings
 from fedlowrank.errors import NonFiniteError, TaskError
 from fedlowrank.loss import cross_entropy
+from fedlowrank.means import mean
 from fedlowrank.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
@@ -30,7 +31,7 @@ from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.optimiser import SGD, AdamW, Group
-from fedlowrank.tree import Params, mean
+from fedlowrank.tree import Params
 
 torch.set_num_threads(1)
 

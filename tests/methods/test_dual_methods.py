@@ -18,6 +18,7 @@ from fedlowrank.engine.sequential import Sequential, Wire
 from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import ConfigError
 from fedlowrank.local_data import LocalData
+from fedlowrank.means import mean
 from fedlowrank.methods.apfl import APFL
 from fedlowrank.methods.ditto import Ditto
 from fedlowrank.methods.fedavg import FedAvg
@@ -71,7 +72,7 @@ def states(run: Run) -> list[Any]:
 
 def mean_of_duals(run: Run) -> Any:
     """Mean over all clients of what they keep, those included that never took part."""
-    return tree.mean([run.state_of(i) for i in run.federation.infos], [1.0] * len(run.federation.infos))
+    return mean([run.state_of(i) for i in run.federation.infos], [1.0] * len(run.federation.infos))
 
 
 def inference(run: Run, client: int) -> tuple[Any, Any]:
@@ -214,7 +215,7 @@ def mean_gradient_along_the_way(run: Run, client: int, weight_decay: float) -> d
             seen.append({n: p.grad + weight_decay * p for n, p in model.named_parameters()})
             for n, p in model.named_parameters():
                 p.sub_(LR * seen[-1][n])
-    return tree.mean(seen, [1.0] * len(seen))
+    return mean(seen, [1.0] * len(seen))
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -325,15 +326,15 @@ def test_duals_find_a_stationary_point_of_the_mean_objective_and_hold_the_gradie
     run = run_of(method, federation, rounds=60, evaluate_every=1000)
     theta = run.state.server.model
     each = gradients(federation, theta)
-    mean = tree.mean(each, [1.0] * len(each))
-    assert tree.dot(mean, mean) < 1e-14
+    average = mean(each, [1.0] * len(each))
+    assert tree.dot(average, average) < 1e-14
     for k, gradient in enumerate(each):
         assert tree.dot(gradient, gradient) > 1e-3
         same(run.state.clients[k], gradient, 1e-6)
     # without duals the clients' own minima pull the mean of their models away
     drifted = run_of(FedAvg(weights="uniform", **whole), federation, rounds=60, evaluate_every=1000).state.server
-    mean = tree.mean(gradients(federation, drifted), [1.0] * len(each))
-    assert tree.dot(mean, mean) > 1e-6
+    average = mean(gradients(federation, drifted), [1.0] * len(each))
+    assert tree.dot(average, average) > 1e-6
 
 
 # -- Ditto -------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import ConfigError, TaskError
 from fedlowrank.evaluate import at_client
 from fedlowrank.low_rank.matricise import LowRank, unpack
+from fedlowrank.means import mean
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
 from fedlowrank.methods.lpgd import LPGD
@@ -153,7 +154,7 @@ def test_after_lost_replies_the_server_still_knows_the_mean_of_all_gammas() -> N
     assert sum(lost) >= 3
     zero = tree.zeros_like(run.state.server.gamma)
     gammas = [run.state.clients[k].gamma if k in run.state.clients else zero for k in range(len(SIZES))]
-    for name, p in tree.mean(gammas, [1.0] * len(gammas)).items():
+    for name, p in mean(gammas, [1.0] * len(gammas)).items():
         torch.testing.assert_close(run.state.server.gamma[name], p, rtol=0, atol=1e-5)
         assert float(p.abs().max()) > 1e-3
 

@@ -28,9 +28,10 @@ import torch
 from .. import tree
 from ..data.federation import Federation
 from ..errors import ConfigError, FedlowrankError, NonFiniteError
-from ..method import Task
+from ..method import ClientInfo, Task
 from ..train import Meter
 from .base import AnyMethod, Engine, Job, Outcome
+from .collect import Jobs
 from .sequential import Sequential
 
 SHARED = 1 << 28
@@ -174,20 +175,25 @@ class Processes(Engine):
         """See the base class."""
         self._prepare(method, federation, task)
         outcomes: dict[int, Outcome] = {}
-        sent: dict[int, bytes] = {}
-        left = sorted(range(len(jobs)), key=lambda i: self._expected(jobs[i]))
-        busy: dict[Any, tuple[Worker, int]] = {}
+        # the message that was sent last; often the next one is the same
+        sent: tuple[Any, bytes] = None, tree.encode(None)
+        clients = jobs.clients if isinstance(jobs, Jobs) else [job.client for job in jobs]
+        left = sorted(range(len(jobs)), key=lambda i: self._expected(clients[i]))
+        due, busy = 0, dict[Any, tuple[Worker, int]]()
         free = list(self._pool)
         try:
-            while left or busy:
+            while left or busy or outcomes:
                 while left and free:
                     worker, place = free.pop(), left.pop()
                     job = jobs[place]
-                    if id(job.down) not in sent:
-                        sent[id(job.down)] = tree.encode(job.down)
-                    worker.ask({"round": round, "client": job.client.id}, [sent[id(job.down)], tree.encode(job.state)])
+                    if job.down is not sent[0]:
+                        sent = job.down, tree.encode(job.down)
+                    worker.ask({"round": round, "client": job.client.id}, [sent[1], tree.encode(job.state)])
                     busy[worker.line.pipe] = worker, place
-                for pipe in wait(list(busy)):
+                while due in outcomes:
+                    yield outcomes.pop(due)
+                    due += 1
+                for pipe in wait(list(busy)) if busy else ():
                     worker, place = busy.pop(pipe)
                     outcomes[place] = self._outcome(*worker.answer())
                     free.append(worker)
@@ -195,7 +201,6 @@ class Processes(Engine):
             # what a worker is at is of no use any more, and would be taken for an answer to the next question
             self.close()
             raise
-        yield from (outcomes[i] for i in range(len(jobs)))
 
     def each(self, work: Callable[[T], Words], items: Sequence[T]) -> list[Words]:
         """See the base class; by processes that are forked for it, and so have all that ``work`` needs."""
@@ -222,9 +227,9 @@ class Processes(Engine):
             worker.close()
         self._pool, self._known = [], ()
 
-    def _expected(self, job: Job) -> float:
+    def _expected(self, client: ClientInfo) -> float:
         """What a client will cost, or if nobody knows, as if it were costly: it is begun early."""
-        return self.costs.get(job.client.id, math.inf)
+        return self.costs.get(client.id, math.inf)
 
     def _prepare(self, method: AnyMethod, federation: Federation, task: Task) -> None:
         if not can_fork():

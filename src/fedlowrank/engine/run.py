@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from .. import tree
-from ..channel import lost_replies, weigh
+from ..channel import lost_replies
 from ..choices import check_choices
 from ..data.federation import Federation
 from ..errors import ConfigError, TaskError
@@ -20,7 +19,8 @@ from ..evaluate import AtClient, Evaluation, at_client, evaluate
 from ..method import ClientInfo, Method, Reply, ServerView
 from ..record import RoundRecord
 from ..tree import Params
-from .base import Engine, Job, Outcome
+from .base import Engine, Job
+from .collect import Clock, Collection, Jobs
 from .shelf import Lazily, Shelf
 
 
@@ -213,27 +213,20 @@ class Run:
             losses: clients whose reply is lost whatever happens, with the reason, as a record has them: to go over a run
                 again that lost replies.
         """
-        t, method, clock = self.round, self.method, Clock()
+        t, clock = self.round, Clock()
         with clock("server"):
             infos = self.participants(t)
-            jobs = [Job(self.state_of(i), method.download(self.state.server, i), i) for i in infos]
-            down = weigh(job.down for job in jobs)
-        with clock("train"):
-            outcomes = list(self.engine.run(method, self.federation, self.task, t, jobs))
-        lost = self._lost(t, infos, outcomes) | dict(losses or {})
-        with clock("server"):
-            up = weigh(o.upload for o in outcomes)
-            arrived = [(i, o) for i, o in zip(infos, outcomes, strict=True) if str(i.id) not in lost]
-            replies = [Reply(i, o.upload) for i, o in arrived if o.upload is not None]
-            server = self.state.server
-            if replies:
-                server, refused = self.updated(replies, ServerView(self.task, t, self.federation.key / "server" / t))
-                lost |= refused
-                arrived = [(i, o) for i, o in arrived if str(i.id) not in refused]
-        self.unsaved |= {i.id for i, _ in arrived}
+            jobs = Jobs(infos, lambda i: Job(self.state_of(i), self.method.download(self.state.server, i), i))
+            unlucky = lost_replies([i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t)
+            drop = self.settings.on_nan == "drop"
+            found = Collection(infos, losses or {}, unlucky, drop, self.state.clients.empty(), clock)
+            replies = found.replies(iter(self.engine.run(self.method, self.federation, self.task, t, jobs)))
+            server, refused = self._server_step(replies, ServerView(self.task, t, self.federation.key / "server" / t))
+        arrived = found.arrived.difference(int(client) for client in refused)
+        self.unsaved |= arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
-        self.state = State(t + 1, server, self.state.clients | {i.id: o.state for i, o in arrived})
-        meters = [o.meter for o in outcomes]
+        self.state = State(t + 1, server, self.state.clients | found.states.only(arrived))
+        down, up, meters, lost = jobs.traffic, found.traffic, found.meters, found.lost | refused
         passes = dict.fromkeys(name for m in meters for name in m.losses)
         record = RoundRecord(
             round=self.round,
@@ -249,37 +242,31 @@ class Run:
         )
         return self._evaluated(record, clock)
 
+    def _server_step(self, replies: Iterator[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
+        """As :meth:`updated`; without a reply the server stays as it is."""
+        first = next(replies, None)
+        if first is None:
+            return self.state.server, {}
+        server, refused = self.updated(itertools.chain([first], replies), view)
+        if next(replies, None) is not None:
+            raise TaskError(f"{self.method.title}: server_update has not gone over all replies")
+        return server, refused
+
     def is_due(self) -> bool:
         """Whether the models are evaluated now."""
         return self.round % self.settings.evaluate_every == 0 or self.round in (0, 1, self.settings.rounds)
 
-    def updated(self, replies: list[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
-        """The server's next state, and the clients whose replies were refused on the way, with the reason."""
-        return self.engine.boundary(self.method.server_update(self.state.server, replies, view)), {}
+    def updated(self, replies: Iterable[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
+        """The server's next state, and the clients whose replies were refused on the way, with the reason.
+
+        The clients train while the replies are gone over.
+        """
+        given: Any = replies if self.method.streams else list(replies)
+        return self.engine.boundary(self.method.server_update(self.state.server, given, view)), {}
 
     def start(self) -> RoundRecord:
         """The record of round 0: the models before any training."""
         return self._evaluated(RoundRecord(round=0), Clock())
-
-    def _lost(self, round: int, infos: list[ClientInfo], outcomes: list[Outcome]) -> dict[str, str]:
-        lost: dict[str, str] = {}
-        # of all at once, and one by one only if there is something to be found
-        sound = tree.not_finite([o.upload for o in outcomes]) is None
-        for info, outcome in zip(infos, outcomes, strict=True):
-            if outcome.lost is not None:
-                lost[str(info.id)] = outcome.lost
-            elif outcome.error is not None:
-                if self.settings.on_nan == "stop":
-                    raise outcome.error
-                lost[str(info.id)] = str(outcome.error)
-            elif not sound and (where := tree.not_finite(outcome.upload)) is not None:
-                lost[str(info.id)] = (
-                    f"the reply of client {info.id} holds a NaN or an infinity at {where}; it was dropped"
-                )
-        key = self.federation.key / "lost" / round
-        for client in lost_replies([i.id for i in infos], self.settings.lost_replies, key):
-            lost.setdefault(str(client), "the reply was lost")
-        return lost
 
     def evaluation(self) -> Evaluation | None:
         """What the models are worth now; None where it is only known later, see :meth:`late`."""
@@ -313,22 +300,6 @@ def evaluated(record: RoundRecord, found: Evaluation) -> RoundRecord:
     return dataclasses.replace(
         record, accuracy=found.accuracy, risk=found.risk, routes=found.routes, parameters=found.parameters
     )
-
-
-class Clock:
-    """Seconds by what they were spent on."""
-
-    def __init__(self) -> None:
-        self.wall: dict[str, float] = {}
-        self.cpu: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """Add the time until the end of the block to that name."""
-        wall, cpu = time.perf_counter(), time.process_time()
-        yield
-        self.wall[name] = self.wall.get(name, 0.0) + time.perf_counter() - wall
-        self.cpu[name] = self.cpu.get(name, 0.0) + time.process_time() - cpu
 
 
 def round_half_up(x: float) -> int:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ _AT_ONCE = 256
 class _Slip:
     """Says where a state lies; the file goes when nobody asks for it any more."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, folder: _Folder) -> None:
+        self.path, self._folder = path, folder
         weakref.finalize(self, _remove, path, os.getpid())
 
 
@@ -117,15 +117,32 @@ class Shelf(Mapping[int, Any]):
         """Whether a client has a state; none is read for that."""
         return client in self._places
 
+    def empty(self) -> Shelf:
+        """One without states that uses the same folder."""
+        made = Shelf(self._limit, self._device)
+        made._store, made._names = self._store, self._names
+        return made
+
+    def only(self, clients: Set[int]) -> Shelf:
+        """The shelf with the states of these clients alone."""
+        made = self.empty()
+        made._places = {c: p for c, p in self._places.items() if c in clients}
+        return made
+
     def __or__(self, new: Mapping[int, Any]) -> Shelf:
         """The shelf with other states of some clients.
 
         Raises:
             CheckpointError: if memory is short and the disk full.
         """
-        made = Shelf(self._limit, self._device)
-        made._store, made._names = self._store, self._names
+        made = self.empty()
         made._places = {c: p for c, p in self._places.items() if c not in new}
+        if isinstance(new, Shelf):
+            # those on the disk stay there
+            made._places |= new._places
+            made._store, made._names = new._store or self._store, new._names if new._store else self._names
+            made._spill()
+            return made
         for some in _batched(new):
             for client in some:
                 value = new[client]
@@ -151,7 +168,7 @@ class Shelf(Mapping[int, Any]):
                 self._store = _Folder()
             path = self._store.path / f"{next(self._names)}.tree"
             path.write_bytes(tree.encode(value))
-        return _Slip(path)
+        return _Slip(path, self._store)
 
 
 def _remove(path: Path, owner: int) -> None:

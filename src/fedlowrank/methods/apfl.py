@@ -21,16 +21,17 @@ three together. Departure: w is averaged with weights n_k, as FedAvg, where the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
 from ..optimiser import Group
-from ..tree import Params, map, mean, tree  # noqa: A004
+from ..tree import Params, map, tree  # noqa: A004
 
 
 @tree
@@ -69,6 +70,7 @@ class APFL(Method[Params, Own, Params, Params]):
 
     title = "APFL"
     citation = "Deng et al. 2020, arXiv:2003.13461"
+    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,10 +110,10 @@ class APFL(Method[Params, Own, Params, Params]):
         end = view.train(loss, Joint(down, state.v, state.a), "local", optimiser, prox=clipped)
         return Own(end.v, end.a), end.w
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: Own, down: Params, view: ClientView) -> Params:
         """v̄ with the global w received."""

@@ -16,15 +16,16 @@ Departure: w is averaged with weights n_k, as FedAvg, where the paper leaves the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Ditto(Method[Params, Params, Params, Params]):
 
     title = "Ditto"
     citation = "Li et al., ICML 2021, arXiv:2012.04221"
+    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,10 +80,10 @@ class Ditto(Method[Params, Params, Params, Params]):
         v = view.train(loss, state, "personal", self.optimiser, pull=Pull(self.lam, towards=down))
         return v, w
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: Params, down: Params, view: ClientView) -> Params:
         """v_k."""

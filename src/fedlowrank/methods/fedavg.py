@@ -12,15 +12,16 @@ Models that keep running statistics (BatchNorm) are refused by :class:`fedlowran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class FedAvg(Method[Params, None, Params, Params]):
 
     title = "FedAvg"
     citation = "McMahan et al., AISTATS 2017, arXiv:1602.05629"
+    streams = True
 
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights."""
@@ -59,11 +61,10 @@ class FedAvg(Method[Params, None, Params, Params]):
 
         return None, view.train(loss, down, "local", self.optimiser)
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies."""
         del server, view
-        weights = by_examples(replies) if self.weights == "examples" else [1.0] * len(replies)
-        return mean([r.upload for r in replies], weights)
+        return mean_of(replies, equally=self.weights != "examples")
 
     def personal(self, state: None, down: Params, view: ClientView) -> Params:
         """The global model."""

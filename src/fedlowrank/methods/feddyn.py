@@ -20,7 +20,7 @@ comparisons, where it is the inverse of the proximal step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,8 +28,9 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
+from ..means import Mean
 from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Pull, Reply, ServerView, Task
-from ..tree import Params, add, mean, sub, tree, zeros_like
+from ..tree import Params, add, sub, tree, zeros_like
 
 
 @tree
@@ -63,6 +64,7 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     title = "FedDyn"
     citation = "Acar et al., ICLR 2021, arXiv:2111.04263"
+    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,12 +96,14 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
         theta = view.train(loss, down.model, "local", self.optimiser, pull=pull)
         return add(state, sub(theta, down.model), -self.alpha), theta
 
-    def server_update(self, server: Cloud, replies: Sequence[Reply[Params]], view: ServerView) -> Cloud:
+    def server_update(self, server: Cloud, replies: Iterable[Reply[Params]], view: ServerView) -> Cloud:
         """The dual h moves by the share of clients that replied, θ leaves their mean by h / α."""
-        average = mean([r.upload for r in replies], [1.0] * len(replies))
-        share = len(replies) / len(view.task.clients)
-        h = add(server.h, sub(average, server.model), -self.alpha * share)
-        return Cloud(add(average, h, -1 / self.alpha), average, h)
+        average: Mean[Params] = Mean()
+        for reply in replies:
+            average.add(reply.upload)
+        share = average.count / len(view.task.clients)
+        h = add(server.h, sub(average.value, server.model), -self.alpha * share)
+        return Cloud(add(average.value, h, -1 / self.alpha), average.value, h)
 
     def personal(self, state: Params, down: Down, view: ClientView) -> Params:
         """θ, or the mean of the last replies."""

@@ -17,7 +17,7 @@ begins at even shares; one that never took part takes ``adapt`` EM steps on π_k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ..clusters import even, initial_models, losses_of
 from ..errors import ConfigError
-from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task, by_examples
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task
 from ..models.architecture import Architecture
-from ..tree import Params, map, mean  # noqa: A004
+from ..tree import Params, map  # noqa: A004
 
 
 def shares_of_examples(model: Architecture, models: Params, pi: Tensor, batch: Batch) -> Tensor:
@@ -60,6 +61,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
     title = "FedEM"
     citation = "Marfoq et al., NeurIPS 2021, arXiv:2108.10252"
+    streams = True
     at_rest: ClassVar[dict[str, int]] = {"adapt": 1}  # the one EM step of a round moves the shares, whoever learns
 
     def __post_init__(self) -> None:
@@ -91,10 +93,10 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
         return mixture(down, pi, view), view.train(loss, down, "local", self.optimiser, given=(down, pi))
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """The mean of every component, weighted by n_k and not by the shares."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: Tensor | None, down: Params, view: ClientView) -> Params:
         """The component with the largest share, for one model is not their mixture."""

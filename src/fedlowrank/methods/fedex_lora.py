@@ -20,8 +20,9 @@ from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, fresh, leav
 from ..base_updates import Base, Keep, Ledger, stacked, weighted
 from ..low_rank.pair import Factors, Pair
 from ..low_rank.wire_form import Packed, pack, unpack
+from ..means import mean
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean, tree
+from ..tree import Params, tree
 
 
 @tree

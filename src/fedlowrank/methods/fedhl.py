@@ -29,8 +29,9 @@ from ..effective import Weighing, discarded, energies, first_components, ranks_o
 from ..errors import ConfigError
 from ..low_rank.delta import Delta, Form, Split, advance, start
 from ..low_rank.pair import Factors
+from ..means import mean
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean, tree
+from ..tree import Params, tree
 
 
 @tree

@@ -12,13 +12,14 @@ known error. Entry by entry means need one rank, and one scale.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..adapters import Message, Scaling, Tuning, factors_of, fresh, leaves_of, placed, random_a, received, tune
 from ..low_rank.pair import Factors
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean, tree
+from ..means import mean_of
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..tree import Params, tree
 
 
 @tree
@@ -42,6 +43,7 @@ class FedIT(Method[Server, Params, Message, Message]):
 
     title = "FedIT"
     citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
+    streams = True
 
     def server_init(self, task: Task) -> Server:
         """A random A, and B = 0."""
@@ -65,12 +67,11 @@ class FedIT(Method[Server, Params, Message, Message]):
         kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+    def server_update(self, server: Server, replies: Iterable[Reply[Message]], view: ServerView) -> Server:
         """Means, weighted by n_i."""
         del view
-        weights = by_examples(replies)
-        factors: Factors = mean([received(r.upload) for r in replies], weights)
-        return Server(factors, mean([r.upload.rest for r in replies], weights), server.scaling)
+        factors, rest = mean_of(replies, lambda upload: (received(upload), upload.rest))
+        return Server(factors, rest, server.scaling)
 
     def personal(self, state: Params, down: Message, view: ClientView) -> Params:
         """The model with the mean factors."""

@@ -29,8 +29,9 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..loss import cross_entropy, kl_divergence, square_error
 from ..low_rank.factored import Compressed, Factored, compress, decompress
+from ..means import mean
 from ..method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, Reply, ServerView, Task, by_examples
-from ..tree import Params, add, mean, nbytes, sub, tree
+from ..tree import Params, add, nbytes, sub, tree
 
 
 @tree

@@ -15,14 +15,15 @@ each client; here all start from the common initial weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class FedPer(Method[Params, Params, Params, Params]):
 
     title = "FedPer"
     citation = "Arivazhagan et al. 2019, arXiv:1912.00818"
+    streams = True
 
     def server_init(self, task: Task) -> Params:
         """φ^0, of the common initial weights."""
@@ -57,10 +59,10 @@ class FedPer(Method[Params, Params, Params, Params]):
         end = view.train(loss, down | state, "local", self.optimiser)
         return model.head_of(end), model.body_of(end)
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the bases, weighted by n_k."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: Params, down: Params, view: ClientView) -> Params:
         """Fresh common base, own head."""

@@ -14,15 +14,16 @@ with probability n_k/n and averages uniformly; here the sample is uniform and th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class FedProx(Method[Params, None, Params, Params]):
 
     title = "FedProx"
     citation = "Li et al., MLSys 2020, arXiv:1812.06127"
+    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,10 +68,10 @@ class FedProx(Method[Params, None, Params, Params]):
 
         return None, view.train(loss, down, "local", self.optimiser, pull=Pull(self.mu, towards=down))
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: None, down: Params, view: ClientView) -> Params:
         """The global model."""

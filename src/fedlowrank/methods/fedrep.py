@@ -15,15 +15,16 @@ head and one the representation. Departure: the paper's mean is uniform, over cl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class FedRep(Method[Params, Params, Params, Params]):
 
     title = "FedRep"
     citation = "Collins et al., ICML 2021, arXiv:2102.07078"
+    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,10 +76,10 @@ class FedRep(Method[Params, Params, Params, Params]):
         head = view.train(loss, state, "head", self.optimiser, given=(down,))
         return head, view.train(loss, down, "base", self.optimiser, given=(head,))
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the representations, weighted by n_k."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: Params, down: Params, view: ClientView) -> Params:
         """Fresh common representation, own head."""

@@ -9,15 +9,16 @@ Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..adapters import Leaves, Message, Tuning, fresh, placed, random_a, received, tune
 from ..low_rank.pair import Factors, Pair
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean, tree
+from ..means import mean_of
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..tree import Params, tree
 
 
 @tree
@@ -48,6 +49,7 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     title = "FedSA-LoRA"
     citation = "Guo et al., ICLR 2025, arXiv:2410.01463"
+    streams = True
 
     def server_init(self, task: Task) -> Server:
         """A random A."""
@@ -71,12 +73,11 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         kept = self.tuning.kept(end)
         return Own(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+    def server_update(self, server: Server, replies: Iterable[Reply[Message]], view: ServerView) -> Server:
         """The mean of A, weighted by n_i."""
         del server, view
-        weights = by_examples(replies)
-        factors: Factors = mean([received(r.upload) for r in replies], weights)
-        return Server(factors, mean([r.upload.rest for r in replies], weights))
+        factors, rest = mean_of(replies, lambda upload: (received(upload), upload.rest))
+        return Server(factors, rest)
 
     def personal(self, state: Own, down: Message, view: ClientView) -> Params:
         """The model with the mean A and the client's own B."""

@@ -22,7 +22,7 @@ they are); of a sparse w its entries travel, and a bit for each place. Those of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -33,9 +33,10 @@ from ..loss import task_loss
 from ..low_rank.matricise import Weights, unpack
 from ..low_rank.penalty import Norm, Shrunk, begin, prox, prox_in_step, warn_if_dead
 from ..low_rank.threshold import soft
+from ..means import Mean, mean
 from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
 from ..optimiser import SGD, Optimiser, Schedule
-from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
+from ..tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 
 
 @tree
@@ -87,6 +88,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     title = "FedSLR"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
+    streams = True
     at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
 
     def __post_init__(self) -> None:
@@ -132,16 +134,22 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         p = view.train(fused, state.p, "phase2", self.optimiser, given=(w,), prox=threshold)
         return Client(add(state.gamma, sub(w, end), 1 / eta_g), p), end
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Params]], view: ServerView) -> Server:
+    def server_update(self, server: Server, replies: Iterable[Reply[Params]], view: ServerView) -> Server:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
         w = server.w.dense(view.task.common_model(self.title).initial)
-        average, each, clients = mean([r.upload for r in replies], [1.0] * len(replies)), {}, len(view.task.clients)
-        gamma = add(server.gamma, sub(w, average), len(replies) / clients / self.eta_g)
+        average: Mean[Params] = Mean()
+        each, clients = {}, len(view.task.clients)
         if not self.memory_efficient:
-            old = {str(c.id): server.each.get(str(c.id), zeros_like(w)) for c in view.task.clients}
-            each = old | {(i := str(r.client.id)): add(old[i], sub(w, r.upload), 1 / self.eta_g) for r in replies}
-            gamma = mean(list(each.values()), [1.0] * clients)
-        new = prox(add(average, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
+            each = {str(c.id): server.each.get(str(c.id), zeros_like(w)) for c in view.task.clients}
+        for reply in replies:
+            average.add(reply.upload)
+            if not self.memory_efficient:
+                i = str(reply.client.id)
+                each[i] = add(each[i], sub(w, reply.upload), 1 / self.eta_g)
+        gamma = add(server.gamma, sub(w, average.value), average.count / clients / self.eta_g)
+        if not self.memory_efficient:
+            gamma = mean(each.values(), [1.0] * clients)
+        new = prox(add(average.value, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
         warn_if_dead(self.title, server.w, new, view.round)
         return Server(new, gamma, each)
 

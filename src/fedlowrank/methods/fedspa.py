@@ -36,9 +36,10 @@ from torch import Tensor
 from ..errors import ConfigError, TaskError
 from ..loss import task_loss
 from ..low_rank.matricise import Sparse, Weights
+from ..means import mean
 from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
 from ..optimiser import SGD
-from ..tree import Params, add, mean, sub, tree, zeros_like
+from ..tree import Params, add, sub, tree, zeros_like
 
 Masks = dict[str, Tensor]
 

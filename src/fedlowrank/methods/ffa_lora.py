@@ -11,13 +11,14 @@ A_0 is drawn from the seed that all share, so it never travels. Σ p_i B_i A_0 =
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..adapters import Leaves, Message, Tuning, fresh, leaves_of, placed, random_a, received, tune
 from ..low_rank.pair import Factors, Pair
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean, tree
+from ..means import mean_of
+from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..tree import Params, tree
 
 
 @tree
@@ -40,6 +41,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
 
     title = "FFA-LoRA"
     citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
+    streams = True
 
     def server_init(self, task: Task) -> Server:
         """B = 0."""
@@ -64,12 +66,11 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
         return kept, self.tuning.message(factors, end["rest"])
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
+    def server_update(self, server: Server, replies: Iterable[Reply[Message]], view: ServerView) -> Server:
         """The mean of B, weighted by n_i."""
         del server, view
-        weights = by_examples(replies)
-        factors: Factors = mean([received(r.upload) for r in replies], weights)
-        return Server(factors, mean([r.upload.rest for r in replies], weights))
+        factors, rest = mean_of(replies, lambda upload: (received(upload), upload.rest))
+        return Server(factors, rest)
 
     def personal(self, state: Params, down: Message, view: ClientView) -> Params:
         """The model with the mean B."""

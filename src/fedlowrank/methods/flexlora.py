@@ -20,8 +20,9 @@ from torch import Tensor
 from ..adapters import Message, Scaling, Tuning, factors_of, leaves_of, placed, random_a, received, tune
 from ..effective import first_components, ranks_of, weighted_blocks, whole
 from ..low_rank.delta import Delta, Form, Split, advance, start
+from ..means import mean
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean, tree
+from ..tree import Params, tree
 
 
 @tree

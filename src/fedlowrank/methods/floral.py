@@ -38,11 +38,12 @@ from ..clusters import (
 )
 from ..low_rank.adaptors import KINDS, Kind, Spot, adaptors, centred, mix, preconditioned, rank_remarks, trained_spots
 from ..low_rank.mixture import Construction, Factor
+from ..means import mean
 from ..method import ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
 from ..models.architecture import Architecture
 from ..optimiser import SGD, Optimiser
 from ..server_step import Memory, fresh_memory, server_step
-from ..tree import Params, mean, tree
+from ..tree import Params, tree
 
 
 @tree

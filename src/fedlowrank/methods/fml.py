@@ -16,15 +16,16 @@ heterogeneous federation the meme is the smallest architecture (CNN-5 in pFedLoR
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import cross_entropy, kl_divergence
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean, tree
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..tree import Params, tree
 
 
 @tree
@@ -51,6 +52,7 @@ class FML(Method[Params, Params, Params, Params]):
 
     title = "FML"
     citation = "Shen et al. 2020, arXiv:2006.16765"
+    streams = True
     needs_classes = True
     heterogeneous = True
 
@@ -85,10 +87,10 @@ class FML(Method[Params, Params, Params, Params]):
         end = view.train(loss, Pair(state, down), "local", self.optimiser)
         return end.private, end.meme
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the memes, weighted by n_k."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: Params, down: Params, view: ClientView) -> Params:
         """The private model p_k."""

@@ -14,7 +14,7 @@ threshold, λ η_g as in FedSLR, is our reading: the local steps have several si
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,9 +24,10 @@ from ..errors import ConfigError
 from ..loss import task_loss
 from ..low_rank.matricise import Weights, unpack
 from ..low_rank.penalty import Norm, Shrunk, begin, prox, warn_if_dead
+from ..means import mean_of
 from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
 from ..optimiser import SGD, Optimiser, Schedule
-from ..tree import Params, mean
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
 
     title = "GPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
+    streams = True
     at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
 
     def __post_init__(self) -> None:
@@ -80,9 +82,9 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
 
         return None, view.train(loss, unpack(down, model.initial), "local", self.optimiser)
 
-    def server_update(self, server: Shrunk, replies: Sequence[Reply[Params]], view: ServerView) -> Shrunk:
+    def server_update(self, server: Shrunk, replies: Iterable[Reply[Params]], view: ServerView) -> Shrunk:
         """Prox at the mean of the replies."""
-        average = mean([r.upload for r in replies], [1.0] * len(replies))
+        average: Params = mean_of(replies, equally=True)
         new = prox(average, self.lam * self.eta_g, self.shared, self.exclude)
         warn_if_dead(self.title, server, new, view.round)
         return new

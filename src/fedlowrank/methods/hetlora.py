@@ -43,8 +43,9 @@ from ..errors import ConfigError
 from ..low_rank.delta import product_norms
 from ..low_rank.lora import padded, undiluted
 from ..low_rank.pair import Factors
+from ..means import mean
 from ..method import ClientInfo, ClientView, Method, OneOf, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean, tree
+from ..tree import Params, tree
 
 
 @tree

@@ -14,15 +14,16 @@ Departure: the paper starts from models pre-trained by FedAvg; here all start fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..errors import TaskError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
 
     title = "LG-FedAvg"
     citation = "Liang et al. 2020, arXiv:2001.01523"
+    streams = True
     heterogeneous = True
 
     def server_init(self, task: Task) -> Params:
@@ -67,10 +69,10 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
         end = view.train(loss, state | down, "local", self.optimiser)
         return model.body_of(end), model.head_of(end)
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the heads, weighted by n_k."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: Params, down: Params, view: ClientView) -> Params:
         """Own representation, fresh global head."""

@@ -10,7 +10,7 @@ The baseline of Almansoori, Horváth, Takáč, arXiv:2410.03497, Table 1: FLoRAL
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from ..loss import task_loss
 from ..low_rank.adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, rank_remarks, trained_spots
 from ..low_rank.mixture import Construction
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, mean
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
     title = "Local Adaptor"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
+    streams = True
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget."""
@@ -79,10 +81,10 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         end = view.train(loss, start, "local", self.optimiser, given=(_one(down),), precondition=how)
         return end["adaptors"], end["base"]
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Line 3."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: Adaptors, down: Params, view: ClientView) -> Params:
         """U + a_k."""

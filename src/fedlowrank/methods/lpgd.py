@@ -14,7 +14,7 @@ is sent whole, as FedSLR's is. Matrices and settings are FedSLR's; there is no p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -22,9 +22,10 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..loss import task_loss
 from ..low_rank.penalty import Norm, check_exclude, prox_in_step
+from ..means import mean_of
 from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
 from ..optimiser import SGD, Optimiser, Schedule
-from ..tree import Params, mean
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class LPGD(Method[Params, None, Params, Params]):
 
     title = "LPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
+    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,10 +83,10 @@ class LPGD(Method[Params, None, Params, Params]):
 
         return None, view.train(loss, down, "local", self.optimiser, prox=prox)
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies."""
         del server, view
-        return mean([r.upload for r in replies], [1.0] * len(replies))
+        return mean_of(replies, equally=True)
 
     def personal(self, state: None, down: Params, view: ClientView) -> Params:
         """The global model."""

@@ -21,7 +21,7 @@ to the error of the finite difference. Replies weigh the same, as in the paper; 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,9 +30,10 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task, by_examples
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
 from ..optimiser import SGD, Optimiser
-from ..tree import Params, add, dot, map, mean, sub  # noqa: A004
+from ..tree import Params, add, dot, map, sub  # noqa: A004
 
 
 def half(batch: Batch, which: Literal[0, 1]) -> Batch:
@@ -68,6 +69,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
     title = "Per-FedAvg"
     citation = "Fallah et al., NeurIPS 2020, arXiv:2002.07948"
+    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,11 +115,10 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
         return None, view.train(loss, down, "local", self.optimiser)
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies."""
         del server, view
-        weights = by_examples(replies) if self.weights == "examples" else [1.0] * len(replies)
-        return mean([r.upload for r in replies], weights)
+        return mean_of(replies, equally=self.weights != "examples")
 
     def personal(self, state: None, down: Params, view: ClientView) -> Params:
         """θ after one step of size α on a batch of the client's training data."""

@@ -22,7 +22,7 @@ participation). ``start = "svd"`` begins at the rank-width decomposition of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,9 +32,10 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..loss import task_loss
 from ..low_rank.adapter import Adapter, random_adapter, svd_adapter
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
+from ..means import mean_of
+from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
 from ..optimiser import Optimiser
-from ..tree import Params, mean
+from ..tree import Params
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
 
     title = "pFedLoRA"
     citation = "Yi et al. 2023, arXiv:2310.13283"
+    streams = True
     heterogeneous = True
     needs_classes = True
 
@@ -109,10 +111,10 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
         optimiser = self.adapter_optimiser or self.optimiser
         return omega, view.train(of_adapter, down, "adapter", optimiser, given=(omega,))
 
-    def server_update(self, server: Adapter, replies: Sequence[Reply[Adapter]], view: ServerView) -> Adapter:
+    def server_update(self, server: Adapter, replies: Iterable[Reply[Adapter]], view: ServerView) -> Adapter:
         """Mean of the adapters, weighted by n_k."""
         del server, view
-        return mean([r.upload for r in replies], by_examples(replies))
+        return mean_of(replies)
 
     def personal(self, state: Params, down: Adapter, view: ClientView) -> Params:
         """ω_k alone; the adapter only carries knowledge."""

@@ -20,16 +20,17 @@ gradients and leaves every c_k as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
+from ..means import Mean
 from ..method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task
 from ..optimiser import AdamW
-from ..tree import Params, add, map, mean, sub, tree, zeros_like  # noqa: A004
+from ..tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 
 
 @tree
@@ -52,6 +53,7 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
 
     title = "SCAFFOLD"
     citation = "Karimireddy et al., ICML 2020, arXiv:1910.06378"
+    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,11 +98,15 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         change = map(lambda x, end, c: (x - end) / way - c, down.model, y, down.control)
         return add(state, change), Controlled(sub(y, down.model), change)
 
-    def server_update(self, server: Controlled, replies: Sequence[Reply[Controlled]], view: ServerView) -> Controlled:
+    def server_update(self, server: Controlled, replies: Iterable[Reply[Controlled]], view: ServerView) -> Controlled:
         """A step along the mean; c moves by the share of the clients that replied."""
-        step = mean([r.upload for r in replies], [1.0] * len(replies))
-        share = len(replies) / len(view.task.clients)
-        return Controlled(add(server.model, step.model, self.eta_g), add(server.control, step.control, share))
+        step: Mean[Controlled] = Mean()
+        for reply in replies:
+            step.add(reply.upload)
+        share = step.count / len(view.task.clients)
+        return Controlled(
+            add(server.model, step.value.model, self.eta_g), add(server.control, step.value.control, share)
+        )
 
     def personal(self, state: Params, down: Controlled, view: ClientView) -> Params:
         """The global model x."""

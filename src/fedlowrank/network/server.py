@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .. import tree
@@ -294,9 +294,9 @@ class NetworkRun(Run):
         self.engine.fresh.clear()
         return record
 
-    def updated(self, replies: list[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
-        """The server's next state without the replies that nothing can be computed from."""
-        server, dropped = update_or_name(self.method, self.state.server, replies, view)
+    def updated(self, replies: Iterable[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
+        """The server's next state without the replies that nothing can be computed from; to leave one out, all are needed."""
+        server, dropped = update_or_name(self.method, self.state.server, list(replies), view)
         for client in dropped:
             self.engine.bans.refuse(client)
         return self.engine.boundary(server), {str(client): why for client, why in dropped.items()}

@@ -1,0 +1,171 @@
+"""What the clients of a round come to, one after another, so that not all of it need be in memory at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from time import perf_counter, process_time
+from typing import Any, overload
+
+from .. import tree
+from ..channel import Scales, Traffic
+from ..method import ClientInfo, Reply
+from ..train import Meter
+from .base import Job, Outcome
+from .shelf import Shelf
+
+AT_ONCE = 256
+"""States that are put on the shelf together, for each time all its places are copied."""
+
+
+class Jobs(Sequence[Job]):
+    """The jobs of a round; each is made when an engine asks for it.
+
+    Args:
+        clients: who takes part.
+        make: gives a client's job.
+
+    Attributes:
+        clients: as above.
+    """
+
+    def __init__(self, clients: Sequence[ClientInfo], make: Callable[[ClientInfo], Job]) -> None:
+        self.clients, self._make = clients, make
+        self._scales = Scales()
+        self._weights: dict[int, Traffic] = {}
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the messages to those weigh whose jobs were asked for."""
+        return sum(self._weights.values(), Traffic())
+
+    def __len__(self) -> int:
+        """How many clients take part."""
+        return len(self.clients)
+
+    @overload
+    def __getitem__(self, place: int) -> Job: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Job]: ...
+
+    def __getitem__(self, place: int | slice) -> Job | Sequence[Job]:
+        """A job, or several."""
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        job = self._make(self.clients[place])
+        self._weights[self.clients[place].id] = self._scales.weigh(job.down)
+        return job
+
+
+class Clock:
+    """Seconds by what they were spent on; within a block that is timed another one may be, whose time is not the outer's too."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+        self._names: list[str] = []
+        self._since = 0.0, 0.0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time until the end of the block to that name."""
+        self._charge()
+        self._names.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._names.pop()
+
+    def _charge(self) -> None:
+        wall, cpu = perf_counter(), process_time()
+        if self._names:
+            name = self._names[-1]
+            self.wall[name] = self.wall.get(name, 0.0) + wall - self._since[0]
+            self.cpu[name] = self.cpu.get(name, 0.0) + cpu - self._since[1]
+        self._since = wall, cpu
+
+
+class Collection:
+    """Outcomes on their way to the server, and what is noted of each.
+
+    Args:
+        clients: in the order of the outcomes.
+        losses: replies that are lost whatever happens, by client, with the reason.
+        unlucky: clients whose reply is lost if nothing else happens to it.
+        drop: whether a client whose training met a NaN is left out; else its error is raised.
+        shelf: an empty one, for states.
+        clock: to tell training from the rest.
+
+    Attributes:
+        lost: clients whose reply does not arrive, with the reason.
+        meters: of all clients.
+        traffic: what the replies weigh, the lost ones included.
+        states: of those whose reply arrived.
+        arrived: who they are.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[ClientInfo],
+        losses: Mapping[str, str],
+        unlucky: Set[int],
+        drop: bool,
+        shelf: Shelf,
+        clock: Clock,
+    ) -> None:
+        self._clients, self._losses, self._unlucky, self._drop, self._clock = clients, losses, unlucky, drop, clock
+        self._scales = Scales()
+        self._waiting: dict[int, Any] = {}
+        self.traffic = Traffic()
+        self.lost: dict[str, str] = {}
+        self.meters: list[Meter] = []
+        self.states = shelf
+        self.arrived: set[int] = set()
+
+    def replies(self, outcomes: Iterator[Outcome]) -> Iterator[Reply[Any]]:
+        """Those that arrive, in the order of the clients.
+
+        Raises:
+            NonFiniteError: if a client's training met a NaN, and that is to stop the run.
+        """
+        for info in self._clients:
+            with self._clock("train"):
+                outcome = next(outcomes)
+            self.meters.append(outcome.meter)
+            self.traffic += self._scales.weigh(outcome.upload)
+            why = self._why_lost(info, outcome)
+            if why is not None:
+                self.lost[str(info.id)] = why
+                continue
+            self._keep(info.id, outcome.state)
+            if outcome.upload is not None:
+                yield Reply(info, outcome.upload)
+        with self._clock("train"):
+            # what an engine does after the last one
+            next(outcomes, None)
+        self._shelve()
+
+    def _keep(self, client: int, state: Any) -> None:
+        self.arrived.add(client)
+        self._waiting[client] = state
+        if len(self._waiting) >= AT_ONCE:
+            self._shelve()
+
+    def _shelve(self) -> None:
+        self.states, self._waiting = self.states | self._waiting, {}
+
+    def _why_lost(self, info: ClientInfo, outcome: Outcome) -> str | None:
+        if outcome.error is not None and outcome.lost is None and not self._drop:
+            raise outcome.error
+        if str(info.id) in self._losses:
+            return self._losses[str(info.id)]
+        if outcome.lost is not None:
+            return outcome.lost
+        if outcome.error is not None:
+            return str(outcome.error)
+        where = tree.not_finite(outcome.upload)
+        if where is not None:
+            return f"the reply of client {info.id} holds a NaN or an infinity at {where}; it was dropped"
+        return "the reply was lost" if info.id in self._unlucky else None

@@ -1,0 +1,75 @@
+"""Weighted means in one pass, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedlowrank.means import Mean, mean, mean_of
+from fedlowrank.method import ClientInfo, Reply
+from fedlowrank.tree import TreeError
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1e6)), min_size=1, max_size=12).filter(
+        lambda drawn: sum(w for _, w in drawn) > 1e-3
+    )
+)
+def test_the_mean_of_many(drawn: list[tuple[int, float]]) -> None:
+    trees = [torch.randn(3, 2, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s, _ in drawn]
+    weights = [w for _, w in drawn]
+    found = mean(iter(trees), iter(weights))
+    expected = np.average(np.stack([t.numpy() for t in trees]), axis=0, weights=weights)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9).filter(lambda ws: sum(ws) > 0), st.integers(0, 99))
+def test_equal_trees_have_themselves_for_a_mean_bit_for_bit(weights: list[float], seed: int) -> None:
+    x = torch.randn(5, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(mean([x] * len(weights), weights), x)
+
+
+def test_what_came_is_left_alone_and_not_kept() -> None:
+    a, b = torch.ones(2), torch.zeros(2)
+    found: Mean[Tensor] = Mean()
+    found.add(a)
+    found.add(b, 3.0)
+    assert torch.equal(found.value, torch.full((2,), 0.25))
+    assert torch.equal(a, torch.ones(2))
+    assert torch.equal(b, torch.zeros(2))
+    assert (found.count, found.total) == (2, 4.0)
+
+
+def test_a_tree_whose_fields_come_in_another_order_is_the_same_tree() -> None:
+    found = mean(
+        [{"a": torch.tensor(1.0), "b": torch.tensor(2.0)}, {"b": torch.tensor(4.0), "a": torch.tensor(3.0)}], [1, 1]
+    )
+    assert {n: float(t) for n, t in found.items()} == {"a": 2.0, "b": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("trees", "weights", "what"),
+    [
+        ([], [], "there were 0 trees"),
+        ([torch.ones(1)], [0.0], "a weight above 0"),
+        ([torch.ones(1), torch.ones(1)], [1.0, -1.0], "at least 0; this one is -1"),
+        ([torch.ones(1)], [float("nan")], "this one is nan"),
+        ([{"a": torch.ones(1)}, {"b": torch.ones(1)}], [1.0, 1.0], "differ"),
+        ([{"a": torch.ones(2)}, {"a": torch.ones(1)}], [1.0, 1.0], "shape"),
+        ([{"a": torch.ones(2)}, {"a": torch.ones(3)}], [1.0, 1.0], "shape"),
+    ],
+)
+def test_what_has_no_mean_is_refused(trees: list[object], weights: list[float], what: str) -> None:
+    with pytest.raises(TreeError, match=what):
+        mean(trees, weights)
+
+
+def test_replies_weigh_by_examples_or_equally() -> None:
+    replies = [Reply(ClientInfo(i, n, "net"), (torch.tensor(float(i)), i)) for i, n in enumerate((10, 20, 70))]
+    by_examples = mean_of(iter(replies), lambda upload: upload[0])
+    assert float(by_examples) == pytest.approx((0 * 10 + 1 * 20 + 2 * 70) / 100)
+    assert float(mean_of(iter(replies), lambda upload: upload[0], equally=True)) == pytest.approx(1.0)

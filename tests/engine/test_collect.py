@@ -1,0 +1,195 @@
+"""Replies one after another: not all in memory at once, timed apart, and noted as they pass."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlowrank import tree
+from fedlowrank.data.federation import Federation
+from fedlowrank.engine import ENGINES
+from fedlowrank.engine.collect import Clock
+from fedlowrank.engine.run import Run, RunSettings
+from fedlowrank.errors import NonFiniteError, TaskError
+from fedlowrank.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from fedlowrank.methods import METHODS
+from fedlowrank.optimiser import SGD
+
+torch.set_num_threads(1)
+
+CLIENTS = 12
+
+
+@dataclass(frozen=True)
+class Sums(Method[Tensor, Tensor, Tensor, Tensor]):
+    """Adds up what clients send, a large tensor each; nothing is trained.
+
+    Attributes:
+        size: of what they send.
+        stop: replies after which the server looks at no more.
+        bad: the client that sends a NaN, or none.
+    """
+
+    size: int = 1000
+    stop: int = 10**9
+    bad: int = -1
+
+    title = "Sums"
+    citation = "-"
+    streams = True
+
+    def server_init(self, task: Task) -> Tensor:
+        return torch.zeros(self.size, dtype=torch.float64)
+
+    def client_init(self, task: Task, client: ClientInfo) -> Tensor:
+        return torch.zeros(())
+
+    def download(self, server: Tensor, client: ClientInfo) -> Tensor:
+        return server[: 1 + client.id].clone()
+
+    def local_update(self, state: Tensor, down: Tensor, view: ClientView) -> tuple[Tensor, Tensor]:
+        value = float("nan") if view.info.id == self.bad else float(2**view.info.id)
+        return state + 1, torch.full((self.size,), value, dtype=torch.float64)
+
+    def server_update(self, server: Tensor, replies: Iterable[Reply[Tensor]], view: ServerView) -> Tensor:
+        server = server.clone()
+        for k, reply in enumerate(replies):
+            server += reply.upload
+            SEEN.append(weakref.ref(reply.upload))
+            gc.collect()
+            ALIVE.append(sum(ref() is not None for ref in SEEN))
+            if k + 1 == self.stop:
+                break
+        return server
+
+    def personal(self, state: Tensor, down: Tensor, view: ClientView) -> dict[str, Tensor]:
+        return view.model.initial
+
+
+SEEN: list[Any] = []
+ALIVE: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    SEEN.clear()
+    ALIVE.clear()
+
+
+def federation() -> Federation:
+    data = [(torch.randn(10, 3), torch.arange(10) % 2) for _ in range(CLIENTS)]
+    return Federation.from_arrays(data, lambda: nn.Linear(3, 2), classes=2)
+
+
+def run_of(method: Method[Any, Any, Any, Any], engine: str = "sequential", **settings: Any) -> Run:
+    return Run(method, federation(), RunSettings(rounds=3, evaluate_every=10**6, **settings), ENGINES[engine]())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "wire", "processes"])
+def test_replies_are_let_go_one_after_another(engine: str) -> None:
+    run = run_of(Sums(), engine)
+    record = run.step()
+    run.engine.close()
+    assert len(ALIVE) == CLIENTS
+    assert max(ALIVE) <= 2
+    assert torch.equal(run.state.server, torch.full((1000,), float(2**CLIENTS - 1), dtype=torch.float64))
+    weights = [tree.encoded_size(run.method.download(run.state.server, i)) for i in run.federation.infos]
+    assert record.bytes_down == sum(weights)
+    assert record.parameters_down == sum(range(1, CLIENTS + 1))
+    assert record.parameters_up == 1000 * CLIENTS
+    assert sorted(run.state.clients) == list(range(CLIENTS))
+
+
+def test_a_method_that_does_not_stream_is_given_all() -> None:
+    @dataclass(frozen=True)
+    class All(Sums):
+        streams = False
+
+        def server_update(self, server: Tensor, replies: Any, view: ServerView) -> Tensor:
+            assert len(replies) == CLIENTS
+            assert [r.client.id for r in replies] == list(range(CLIENTS))
+            return server
+
+    run_of(All()).step()
+
+
+def test_a_server_must_go_to_the_end_of_the_replies() -> None:
+    run = run_of(Sums(stop=5))
+    before = run.state
+    with pytest.raises(TaskError, match="Sums: server_update has not gone over all replies"):
+        run.step()
+    assert run.state is before
+    # to stop exactly at the last is to have gone over all
+    run_of(Sums(stop=CLIENTS)).step()
+
+
+def test_a_nan_half_way_stops_the_run_or_is_left_out() -> None:
+    run = run_of(Sums(bad=4), on_nan="drop")
+    record = run.step()
+    assert list(record.lost) == ["4"]
+    assert "holds a NaN or an infinity" in record.lost["4"]
+    assert run.state.server[0] == 2**CLIENTS - 1 - 2**4
+    assert 4 not in run.state.clients
+
+
+def test_reasons_have_an_order() -> None:
+    run = run_of(Sums(bad=4), lost_replies=1 - 1e-9)
+    record = run.step({"4": "said so", "5": "said so too"})
+    assert record.lost["4"] == "said so"
+    assert record.lost["5"] == "said so too"
+    assert record.lost["3"] == "the reply was lost"
+    assert not run.state.server.any()
+    assert len(run.state.clients) == 0
+
+
+def test_a_round_that_fails_in_training_while_the_server_adds_up_leaves_all_as_it_was() -> None:
+    on = federation()
+    method = METHODS["fedavg"](optimiser=SGD(lr=1e38), epochs=3)
+    run = Run(method, on, RunSettings(rounds=2), ENGINES["sequential"]())
+    before = run.state
+    with pytest.raises(NonFiniteError):
+        run.step()
+    assert run.state is before
+
+
+def test_states_above_the_limit_wait_on_the_disk_during_the_round_too() -> None:
+    run = run_of(Sums(), client_memory=0)
+    for _ in range(2):
+        run.step()
+        assert run.state.clients.in_memory == 0
+    assert {float(run.state.clients[i]) for i in range(CLIENTS)} == {2.0}
+
+
+def test_time_within_is_not_the_outers_too() -> None:
+    clock = Clock()
+
+    def spend(seconds: float) -> None:
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+
+    def fail(seconds: float) -> None:
+        spend(seconds)
+        raise KeyError
+
+    begin = time.perf_counter()
+    with clock("outer"):
+        spend(0.02)
+        with clock("inner"):
+            spend(0.05)
+        with pytest.raises(KeyError), clock("inner"):
+            fail(0.05)
+        spend(0.02)
+    whole = time.perf_counter() - begin
+    assert sum(clock.wall.values()) == pytest.approx(whole, abs=0.01)
+    assert clock.wall["inner"] >= 0.1
+    assert 0.04 <= clock.wall["outer"] <= whole - 0.1 + 1e-6
+    assert set(clock.cpu) == {"outer", "inner"}
