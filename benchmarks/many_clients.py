@@ -7,11 +7,10 @@ second round reads them all again. Memory is what the process has at most, less 
 from __future__ import annotations
 
 import argparse
-import resource
 import time
-from pathlib import Path
 
 import torch
+from memory import peak, resident
 
 from fedlowrank import tree
 from fedlowrank.data.federation import Federation
@@ -19,11 +18,6 @@ from fedlowrank.engine import ENGINES
 from fedlowrank.engine.run import Run, RunSettings
 from fedlowrank.methods import METHODS
 from fedlowrank.models.mlp import MLP
-
-
-def resident() -> float:
-    """MiB that this process has now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
 
 def main() -> None:
@@ -51,8 +45,8 @@ def main() -> None:
         states = run.state.clients
         held = sum(tree.nbytes(s) for s in states.values()) / 2**20
         numbers = tree.numel(next(iter(states.values())))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
-        cells = f"{count} | {numbers:,} | {held:.0f} | {x.nbytes / 2**20:.0f} | {peak:.0f} | {1e3 * spent:.2f}"
+        most = peak() - before
+        cells = f"{count} | {numbers:,} | {held:.0f} | {x.nbytes / 2**20:.0f} | {most:.0f} | {1e3 * spent:.2f}"
         print(f"| {cells} |", flush=True)
 
 

@@ -56,19 +56,19 @@ def tidy(folder: Path) -> None:
                 path.unlink()
 
 
-def load(folder: Path, limit: int | None = None) -> State:
+def load(folder: Path, shelf: Shelf | None = None) -> State:
     """Read a checkpoint.
 
     Args:
         folder: where it is.
-        limit: bytes of clients' states in memory, see :class:`.shelf.Shelf`.
+        shelf: an empty one, for the states of clients; None for one that keeps all in memory.
 
     Raises:
         CheckpointError: if there is none or a file of it is missing or damaged.
     """
     manifest = _manifest(folder)
     files = {int(c): folder / name for c, name in manifest["clients"].items()}
-    clients = Shelf(limit) | Lazily(files, lambda c: _read(files[c]))
+    clients = (Shelf() if shelf is None else shelf) | Lazily(files, lambda c: _read(files[c]))
     return State(int(manifest["round"]), _read(folder / manifest["server"]), clients)
 
 

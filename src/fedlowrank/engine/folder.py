@@ -139,8 +139,7 @@ class RunFolder:
                 + "; ".join(changes)
                 + ". Start a new run, or set these back."
             )
-        limit = run.settings.client_memory
-        run.restore(checkpoint.load(self.path / which, None if limit is None else limit << 20))
+        run.restore(checkpoint.load(self.path / which, run.shelf()))
         found: dict[str, Any] = stored
         return found
 
