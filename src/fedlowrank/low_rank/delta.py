@@ -31,7 +31,7 @@ from ..tree import tree
 from .factored import Factored
 from .pair import Pair
 from .sketch import leading
-from .stacking import REAL, add_stack
+from .stacking import REAL, add_stack, empty_rows
 
 State = Literal["exact", "capped", "dense"]
 Split = Literal["sqrt", "B", "A"]
@@ -44,9 +44,9 @@ AUTO_SHARE = 1 / 8
 """Stacked width, as a share of the smaller dimension, up to which ``"auto"`` stays factored."""
 NOTHING = 1e-12
 """A singular value whose share is this part of all weights, or less, vanishes: its weights add up to one but for rounding."""
-BATCH = 2**23
+BATCH = 2**20
 """Numbers of one factor of the stacks that are decomposed together; more layers are done in turn, to bound the memory. On a CPU,
-where LAPACK takes one matrix at a time in any case, larger ones are no faster."""
+larger ones are no faster, and what one layer of a batch needs by its condition is done for all of them."""
 
 
 @tree
@@ -262,16 +262,15 @@ class _Step:
 def _factored_step(steps: list[_Step]) -> dict[str, Delta]:
     first = steps[0]
     like, (d, k), m = first.delta.u, first.delta.shape, first.width - first.kept
-    # one row a rank component, as QR wants them in memory
-    left, right = like.new_empty(len(steps), m, d), like.new_empty(len(steps), m, k)
+    left, right = empty_rows(like, len(steps), m, d), empty_rows(like, len(steps), m, k)
     for i, step in enumerate(steps):
         step.fill(left[i], right[i])
         # no singular value can exceed this product, so nothing below overflows
         norms = torch.linalg.vector_norm(left[i], dtype=REAL) * torch.linalg.vector_norm(right[i], dtype=REAL)
         if not bool(norms.square().isfinite()):
             raise step.broken()
-    u = torch.stack([step.delta.u[:, step.left] for step in steps])
-    v = torch.stack([step.delta.v[:, step.left] for step in steps])
+    u = _stacked([_columns(step.delta.u, step.left) for step in steps])
+    v = _stacked([_columns(step.delta.v, step.left) for step in steps])
     s = torch.stack([step.delta.s[step.left] * step.delta.s.new_tensor(step.shares) for step in steps])
     out = {}
     found = add_stack(u, s, v, left.mT, right.mT, first.delta.form.cap)
@@ -282,6 +281,17 @@ def _factored_step(steps: list[_Step]) -> dict[str, Delta]:
             step.delta, u=u1, s=s1, v=v1, energy=energy, discarded=lost, discarded_total=total
         )  # fmt: skip
     return out
+
+
+def _columns(u: Tensor, at: list[int]) -> Tensor:
+    # those left are mostly the last ones, for which no copy is needed
+    if at and at[-1] - at[0] == len(at) - 1:
+        return u[:, at[0] : at[-1] + 1]
+    return u[:, at]
+
+
+def _stacked(matrices: list[Tensor]) -> Tensor:
+    return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
 
 
 def _dense_step(step: _Step, previous: float) -> Delta:

@@ -2,19 +2,181 @@
 
 U and V are orthonormal already, so only the new columns L ``[d, M]`` and R ``[k, M]`` are made orthogonal to them; what is
 decomposed is a core of R + M rows and columns. Block Gram-Schmidt loses orthogonality where the new columns lie nearly in the
-span of the old ones, which is the usual case in federated LoRA: clients begin at the server's own factors. So it is done twice,
-with a QR between (BCGS2: Barlow and Smoktunowicz, Numer. Math. 123, 2013), after which U' is orthonormal to rounding.
+span of the old ones, which is the usual case in federated LoRA: clients begin at the server's own factors. So it is done twice.
+
+Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend`); Householder QRs of such tall matrices
+take several times as long. A Gram matrix squares the condition. So the first pass only has to leave columns that are well
+conditioned, for which float32 is often enough; the second measures in the dtype of the factors what the first left and refuses it
+where that is too much. Then the first is done again with more care, and at last both by Householder QRs (BCGS2: Barlow and
+Smoktunowicz, Numer. Math. 123, 2013). The orthonormal columns of the second pass are never formed: its triangular factor goes
+into the rotation at the end.
 
 Where the stack is as wide as the matrix has rows or columns, the matrix is no larger than the stack and is decomposed itself.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 REAL = torch.float64
 """Singular values, energies and cores are held in it, whatever the type of the factors."""
+WELL = 10.0
+"""‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses no more than rounding."""
+SINGLE, PART = 1e4, 1e-4
+"""Up to the one, and with at least the other as the share of their squared norms that the new columns have outside the old ones,
+a first pass in float32 is worth trying; the inverses of its triangular factors are harmless then."""
+BLOCK = 40
+"""Rows that a triangular solve takes at a time; the rest of it is a product of matrices, which takes half the time."""
+PAD = 8
+"""Numbers between the rows of a buffer."""
+
+
+@dataclass(frozen=True)
+class Extended:
+    """Orthonormal columns [old Q] that begin with given ones, Q in factors: new = old·inner + Q·triangle.
+
+    Attributes:
+        old: ``[L, n, R]`` with orthonormal columns.
+        new: ``[L, M, n]``, one row a column; with the old columns they span the same space as the columns that were given.
+        inner: ``[L, R, M]`` in float64.
+        triangle: ``[L, M, M]``, upper triangular, in float64.
+        coordinates: C ``[L, R + M, M]`` in float64 of the columns that were given: they are [old Q] C.
+    """
+
+    old: Tensor
+    new: Tensor
+    inner: Tensor
+    triangle: Tensor
+    coordinates: Tensor
+
+    def times(self, i: int, x: Tensor) -> Tensor:
+        """[old Q] X of the i-th matrix, for X ``[R + M, r]`` in float64."""
+        old, r = self.old[i], self.old.shape[-1]
+        low = torch.linalg.solve_triangular(self.triangle[i], x[r:], upper=True)
+        high = x[:r] - self.inner[i] @ low
+        out: Tensor = self.new[i].mT @ low.to(old.dtype)
+        return out.addmm_(old, high.to(old.dtype))
+
+
+def empty_rows(like: Tensor, *shape: int) -> Tensor:
+    """A tensor with a gap after each row.
+
+    At distances of a power of two, as of most weights, few rows fit a cache at once, and some products took twice the time.
+    """
+    *above, n = shape
+    return like.new_empty(*above, n + PAD)[..., :n]
+
+
+def extend(old: Tensor, given: Tensor) -> Extended:
+    """Extend orthonormal columns by the span of others.
+
+    Args:
+        old: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
+        given: ``[L, M, n]``, one row a new column, R + M ≤ n.
+    """
+    for first in (_rough, _careful) if given.shape[1] else ():
+        found = first(old, given)
+        extended = found and _second(old, *found)
+        if extended is not None:
+            return extended
+    q, c = orthogonal_to(old, given.mT)
+    # in this case the triangle is the identity
+    eye = torch.eye(q.shape[-1], dtype=REAL, device=q.device).expand(len(q), -1, -1)
+    inner = eye.new_zeros(len(q), old.shape[-1], q.shape[-1])
+    return Extended(old, q.mT, inner, eye, c.to(REAL))
+
+
+_First = tuple[Tensor, Tensor, Tensor | None]
+"""Rows N, C ``[L, t, M]`` and an upper triangle T or None for the identity, with given = old[:, :t] C + Nᵀ T, in columns."""
+
+
+def _rough(old: Tensor, given: Tensor) -> _First | None:
+    """The first pass from products in float32, or None if these are too coarse for it.
+
+    Only the leading old columns are subtracted, as many as the new ones lean on: clients are sent the leading triplets. On the
+    others the second pass does the same, as long as their part is no larger than what remains.
+    """
+    o, n = old.float(), given.float()
+    c, gram = (o.mT @ n.mT).to(REAL), (n @ n.mT).to(REAL)
+    s = gram - c.mT @ c
+    part = _diagonal(s) / _diagonal(gram)
+    if not bool((part > PART).all()):
+        return None
+    t, worst = _cholesky(s)
+    if not worst <= SINGLE:
+        return None
+    lean = torch.linalg.solve_triangular(t, c, upper=True, left=False).square()
+    beyond = lean.flip(-2).cumsum(-2).flip(-2).amax((0, -1))
+    c = c[:, : int((beyond > 1).sum())]
+    if c.shape[1] == 0 and worst <= WELL:
+        return given, c, None
+    return _solve(t, _without(given, old, c)), c, t
+
+
+def _careful(old: Tensor, given: Tensor) -> _First | None:
+    """The first pass in the dtype of the factors, or None if the columns are dependent to the accuracy of their Gram matrix."""
+    c = (old.mT @ given.mT).to(REAL)
+    rest = _without(given, old, c)
+    t, worst = _cholesky((rest @ rest.mT).to(REAL))
+    if not worst * torch.finfo(old.dtype).eps <= PART:
+        return None
+    # by an inverse, the error would grow with the condition
+    rest = torch.linalg.solve_triangular(t.to(rest.dtype), rest.mT, upper=True, left=False).mT
+    return rest, c, t
+
+
+def _second(old: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> Extended | None:
+    inner, gram = (old.mT @ rows.mT).to(REAL), (rows @ rows.mT).to(REAL)
+    s = gram - inner.mT @ inner
+    triangle, worst = _cholesky(s)
+    if not (worst <= WELL and bool((_diagonal(s) * WELL > _diagonal(gram)).all())):
+        return None
+    low, high = (triangle, inner) if t is None else (triangle @ t, inner @ t)
+    if c.shape[1]:
+        high = high.clone()
+        high[:, : c.shape[1]] += c
+    return Extended(old, rows, inner, triangle, torch.cat([high, low], -2))
+
+
+def _without(rows: Tensor, old: Tensor, c: Tensor) -> Tensor:
+    """``rows`` less what C says of them in the leading old columns, in a tensor of its own."""
+    out = empty_rows(rows, *rows.shape)
+    if c.shape[1] == 0:
+        return out.copy_(rows)
+    return torch.baddbmm(rows, c.mT.to(rows.dtype), old[..., : c.shape[1]].mT, alpha=-1, out=out)
+
+
+def _diagonal(s: Tensor) -> Tensor:
+    return s.diagonal(dim1=-2, dim2=-1)
+
+
+def _cholesky(s: Tensor) -> tuple[Tensor, float]:
+    """T, upper triangular, with S = Tᵀ T, and the largest ‖·‖₁ of the inverses of the S scaled to unit diagonal.
+
+    That norm is no less than the spectral one; it is NaN or infinite where there is no factor.
+    """
+    size = _diagonal(s).sqrt()
+    low, info = torch.linalg.cholesky_ex(s / (size[..., :, None] * size[..., None, :]))
+    if bool(info.any()):
+        return s, float("inf")
+    worst = torch.cholesky_inverse(low).abs().sum(-1).max() if s.numel() else s.new_zeros(())
+    return (low * size[..., :, None]).mT, float(worst)
+
+
+def _solve(t: Tensor, rows: Tensor) -> Tensor:
+    """Rows N with Nᵀ T = ``rows``ᵀ, in their place, for a T that is not ill-conditioned."""
+    low = t.mT.to(rows.dtype)
+    for i in range(0, rows.shape[1], BLOCK):
+        at = slice(i, i + BLOCK)
+        if i:
+            rows[:, at].baddbmm_(low[:, at, :i], rows[:, :i], alpha=-1)
+        block = low[:, at, at]
+        eye = torch.eye(block.shape[-1], dtype=rows.dtype, device=rows.device)
+        rows[:, at] = torch.linalg.solve_triangular(block, eye, upper=False) @ rows[:, at]
+    return rows
 
 
 def orthogonal_to(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,12 +232,11 @@ def add_stack(
     (d, r), (k, m) = u.shape[-2:], right.shape[-2:]
     if r + m >= min(d, k):
         core = (u.to(REAL) * s[:, None, :]) @ v.to(REAL).mT + left.to(REAL) @ right.to(REAL).mT
-        bases: tuple[list[Tensor], list[Tensor]] = ([], [])
+        bases: list[Extended] = []
     else:
-        (q, c), (p, e) = orthogonal_to(u, left), orthogonal_to(v, right)
-        core = c.to(REAL) @ e.to(REAL).mT
+        bases = [extend(u, left.mT), extend(v, right.mT)]
+        core = bases[0].coordinates @ bases[1].coordinates.mT
         core.diagonal(dim1=-2, dim2=-1)[:, :r] += s
-        bases = ([u, q], [v, p])
     # A difference of large addends is no more accurate than they are, so they set the scale and not the result.
     columns = torch.linalg.vector_norm(left, dim=1, dtype=REAL) * torch.linalg.vector_norm(right, dim=1, dtype=REAL)
     scale = torch.cat([s.abs(), columns, s.new_zeros(len(s), 1)], -1).amax(-1)
@@ -85,19 +246,22 @@ def add_stack(
     out = []
     for i, rank in enumerate(ranks):
         kept = rank if cap is None else min(rank, cap)
-        u1 = _times([b[i] for b in bases[0]], x[i, :, :kept].to(u.dtype))
-        v1 = _times([b[i] for b in bases[1]], yt[i, :kept].mT.to(u.dtype))
-        if kept:
-            sign = torch.where(u1.gather(0, u1.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u1.dtype)
-            u1, v1 = u1.mul_(sign), v1.mul_(sign)
+        xi, yi = x[i, :, :kept], yt[i, :kept].mT
+        # a clone, as it would else keep the columns that are dropped alive
+        u1 = bases[0].times(i, xi) if bases else xi.to(u.dtype, memory_format=torch.contiguous_format, copy=True)
+        sign = _signs(u1)
+        u1.mul_(sign)
+        yi = yi * sign
+        v1 = bases[1].times(i, yi) if bases else yi.to(v.dtype, memory_format=torch.contiguous_format)
         out.append((u1, values[i, :kept].clone(), v1, values[i, kept:rank].clone()))
     return out
 
 
-def _times(blocks: list[Tensor], x: Tensor) -> Tensor:
-    """[blocks] X without the concatenation; X itself where there is no block."""
-    if not blocks:
-        return x.clone(memory_format=torch.contiguous_format)
-    first, second = blocks
-    r = first.shape[1]
-    return (second @ x[r:]).addmm_(first, x[:r])
+def _signs(u: Tensor) -> Tensor:
+    """1 or -1 for each column, so that its largest entry by magnitude, the first of equals, becomes positive."""
+    if u.shape[1] == 0:
+        return u.new_ones(0)
+    high, low = u.amax(0), -u.amin(0)
+    if bool((high == low).any()):
+        high, low = u.gather(0, u.abs().argmax(0, keepdim=True))[0], u.new_zeros(())
+    return torch.where(high < low, -1.0, 1.0).to(u.dtype)
