@@ -33,6 +33,8 @@ from fedlowrank.models.architecture import Architecture
 from fedlowrank.optimiser import SGD, AdamW, Group
 from fedlowrank.tree import Params
 
+from .counting import Counting
+
 torch.set_num_threads(1)
 
 HERE = ["sequential", "vectorised", "wire"]
@@ -351,18 +353,6 @@ def test_clients_at_once_equal_one_by_one(method: Shaped) -> None:
     initial = next(iter(on.architectures.values())).initial
     moved = max(float((one.state.server[n] - p).abs().max()) for n, p in initial.items())
     assert moved > 1e-3
-
-
-class Counting(Vectorised):
-    """Counts how many clients were executed together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def _together(self, title: str, clients: Any, round: int) -> list[Any]:
-        self.sizes.append(len(clients))
-        return super()._together(title, clients, round)
 
 
 def groups(method: Method[Any, Any, Any, Any], on: Federation) -> list[int]:

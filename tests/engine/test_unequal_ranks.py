@@ -20,6 +20,8 @@ from fedlowrank.low_rank.lora_layers import lora
 from fedlowrank.methods import METHODS
 from fedlowrank.optimiser import SGD, AdamW
 
+from .counting import Counting
+
 torch.set_num_threads(1)
 
 RANKS = (4, 1, 3, 2, 4)
@@ -53,18 +55,6 @@ def federation(make: Any) -> Federation:
         x = torch.randn(20 + 3 * i, 6, generator=generator)
         data.append((x, (x[:, 0] + 0.5 * x[:, 1] > 0).long() + (x[:, 2] > 1).long()))
     return Federation.from_arrays(data, make, classes=3, rank=RANKS)
-
-
-class Counting(Vectorised):
-    """Counts how many clients were executed together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def _together(self, title: str, clients: Any, round: int) -> list[Any]:
-        self.sizes.append(len(clients))
-        return super()._together(title, clients, round)
 
 
 OPTIMISERS = {
