@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .data.pixels import Pixels
 from .descent import Work, layout
 from .errors import NonFiniteError
 from .flops import FlopLedger
@@ -57,7 +58,9 @@ def _content(cell: CellType) -> Any:
 
 
 def shapes(value: Any) -> tuple[Any, ...]:
-    """Paths, shapes and dtypes of a tree's tensors."""
+    """Paths, shapes and dtypes of a tree's tensors; images that are kept as bytes count as what is made of them."""
+    if isinstance(value, Pixels):
+        return (("", tuple(value.shape), value.dtype),)
     return tuple((path, tuple(t.shape), t.dtype) for path, t in tree.leaves(value))
 
 

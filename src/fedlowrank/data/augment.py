@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..errors import ConfigError, DataError
 from .counting import at_least
-from .dataset import Inputs
+from .dataset import Inputs, Stored
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Augment:
         """Whether any image is ever changed."""
         return self.flip or self.crop > 0
 
-    def check(self, x: Inputs) -> None:
+    def check(self, x: Stored) -> None:
         """Refuse inputs whose pixels cannot be moved.
 
         Args:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import tree
 from ..data.dataset import NO_LOSS
+from ..data.pixels import Pixels
 from ..descent import Disguise, Work, refill, tensors_like
 from ..errors import TaskError
 from ..local_data import LocalData, gather
@@ -157,7 +158,7 @@ class Feed:
         self._orders = [d.order(name) for d in data]
         self._feeds = [d.batches(name) for d in data]
         # images take another layout on their way
-        self._picks = all(isinstance(d.examples.x, Tensor) and d.examples.x.ndim != 4 for d in data) and not any(
+        self._picks = all(not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data) and not any(
             d.augment.active for d in data
         )
 
@@ -173,8 +174,12 @@ class Feed:
 
 def _picked(tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
     """Rows of tensors, as many of each, stacked over a leading axis."""
-    first: Tensor = tensors[0]
-    out = first.new_empty(len(tensors), len(index[0]), *first.shape[1:])
+    first: Any = tensors[0]
+    if isinstance(first, Pixels):
+        if all(p.table is first.table for p in tensors):
+            return first.images(_picked([p.codes for p in tensors], index))
+        return torch.stack([p.index_select(0, i.to(p.device)) for p, i in zip(tensors, index, strict=True)])
+    out: Tensor = first.new_empty(len(tensors), len(index[0]), *first.shape[1:])
     for row, t, i in zip(out, tensors, index, strict=True):
         torch.index_select(t, 0, i.to(t.device), out=row)
     return out
