@@ -155,7 +155,7 @@ class Feed:
 
     def __init__(self, data: Sequence[LocalData], name: str) -> None:
         self._examples = [d.examples for d in data]
-        self._orders = [d.order(name) for d in data]
+        self._orders = [d.indices(name) for d in data]
         self._feeds = [d.batches(name) for d in data]
         # images take another layout on their way
         self._picks = all(not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data) and not any(
@@ -178,10 +178,10 @@ def _picked(tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
     if isinstance(first, Pixels):
         if all(p.table is first.table for p in tensors):
             return first.images(_picked([p.codes for p in tensors], index))
-        return torch.stack([p.index_select(0, i.to(p.device)) for p, i in zip(tensors, index, strict=True)])
+        return torch.stack([p.index_select(0, i) for p, i in zip(tensors, index, strict=True)])
     out: Tensor = first.new_empty(len(tensors), len(index[0]), *first.shape[1:])
     for row, t, i in zip(out, tensors, index, strict=True):
-        torch.index_select(t, 0, i.to(t.device), out=row)
+        torch.index_select(t, 0, i, out=row)
     return out
 
 
@@ -204,7 +204,10 @@ def joined(batches: list[Batch]) -> Batch:
     inputs = {n: join([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
     mask = None
     if min(sizes) != longest:
-        mask = torch.arange(longest)[None, :] < torch.tensor(sizes)[:, None]
-        mask = mask.to(batches[0].y.device)
+        # written where it lies: numbers that are copied to a device wait for the steps before
+        mask = torch.ones(len(sizes), longest, dtype=torch.bool, device=batches[0].y.device)
+        for i, size in enumerate(sizes):
+            if size < longest:
+                mask[i, size:].fill_(False)
     labels = join([b.y for b in batches], NO_LOSS if batches[0].weights is not None else 0)
     return Batch(inputs, labels, mask, batches[0].step)
