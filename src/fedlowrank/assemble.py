@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .adapted import lora_table, stretched
-from .data.dataset import ClientData, Examples, Inputs
+from .data.dataset import ClientData, Examples, Inputs, Stored
 from .data.federation import Federation
 from .errors import ConfigError
 from .key import Key
@@ -103,7 +103,7 @@ def _outputs(examples: Examples, classes: tuple[str, ...]) -> int:
     return 0 if examples.tokens else len(classes) or examples.y.shape[1]
 
 
-def _example(x: Inputs) -> Inputs:
+def _example(x: Stored) -> Inputs:
     """One input; zeros where the data lie elsewhere, for then only the shape is known."""
     if isinstance(x, dict):
         return {n: t[:1] if len(t) else torch.zeros(1, *t.shape[1:], dtype=t.dtype) for n, t in x.items()}

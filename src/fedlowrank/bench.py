@@ -182,10 +182,11 @@ class _Bare:
             self._model.load_state_dict(start)
             optimiser = torch.optim.SGD(self._model.parameters(), lr=0.01)
             data = self._fed.clients[info.id].train
-            assert isinstance(data.x, Tensor)
+            x = data.inputs
+            assert isinstance(x, Tensor)
             for index in order:
                 optimiser.zero_grad()
-                torch.autograd.backward(functional.cross_entropy(self._model(data.x[index]), data.y[index]))
+                torch.autograd.backward(functional.cross_entropy(self._model(x[index]), data.y[index]))
                 optimiser.step()
 
 

@@ -259,7 +259,7 @@ def _adds_up(method: AnyMethod) -> str | None:
     run = go(method, Sequential(), 2)
     for info in run.federation.infos:
         made = run.at_client(info)
-        x = run.federation.clients[info.id].train.x
+        x = run.federation.clients[info.id].train.inputs
         for name, parts in made.parts.items():
             if name not in made.predictors:
                 return f"parts() names the series {name!r}; predictor() has {sorted(made.predictors)}"

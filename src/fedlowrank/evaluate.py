@@ -239,7 +239,7 @@ def measure(predict: Callable[[Any], Tensor], examples: Examples) -> Score:
         return Score(None, None)
     right = torch.zeros((), dtype=torch.int64, device=examples.y.device)
     lost, count = (torch.zeros((), dtype=torch.float64, device=examples.y.device) for _ in range(2))
-    for index in torch.split(torch.arange(n), chunk_size(examples)):
+    for index in torch.split(torch.arange(n, device=examples.y.device), chunk_size(examples)):
         batch = gather(examples, index)
         scores = predict(batch.x)
         each, weights = pointwise_loss(scores, batch.y), batch.weights

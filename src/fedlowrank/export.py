@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .data.dataset import Inputs
+from .data.dataset import Inputs, Stored
 from .engine.run import Run
 from .errors import ConfigError, did_you_mean
 from .low_rank.deploy import Latency, Layout, Size, compare_latency, deploy, load, save, size_of
@@ -78,7 +78,7 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     save(_deployed(model, parts, layout), path)
     thin = load(model.module, path)
     data = run.federation.clients[client]
-    x = (data.test if len(data.test) else data.train).x
+    x = (data.test if len(data.test) else data.train).inputs
     with torch.inference_mode():
         ours, theirs = (m(**x) if isinstance(x, dict) else m(x) for m in (thin, dense))
     times = compare_latency({"dense": dense, "deployed": thin}, _first(x), repeats)
@@ -120,7 +120,7 @@ def _parts(run: Run, client: int, series: str | None) -> tuple[Architecture, tup
     return made.model, ({**params},)
 
 
-def _first(x: Inputs) -> Inputs:
+def _first(x: Stored) -> Inputs:
     """The first examples of some."""
     return {n: t[:BATCH] for n, t in x.items()} if isinstance(x, dict) else x[:BATCH]
 

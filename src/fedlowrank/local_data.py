@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .data.augment import UNCHANGED, Augment
 from .data.dataset import Examples
-from .data.text.batches import MULTIPLE, length_buckets, trim
+from .data.text.batches import MULTIPLE, columns, cut, ends, length_buckets, trim
 from .errors import TaskError
 from .key import Key
 from .method import Batch, ClientInfo, Pass
@@ -59,6 +60,7 @@ class LocalData:
     quarter_turns: int = 0
     by_length: bool = False
     _orders: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _placed: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def of(self, name: str) -> Pass:
         """The pass of that name."""
@@ -67,7 +69,7 @@ class LocalData:
         return self.passes[name]
 
     def order(self, name: str) -> list[Tensor]:
-        """Indices of the examples of every step."""
+        """Indices of the examples of every step, on the CPU."""
         if name not in self._orders:
             sweep = self.of(name)
             generator = self._generator("order", name)
@@ -80,6 +82,15 @@ class LocalData:
             self._orders[name] = steps[: sweep.steps]
         return self._orders[name]
 
+    def indices(self, name: str) -> list[Tensor]:
+        """The :meth:`order` on the device of the examples: it goes there in one piece, so that no step waits for it."""
+        order, device = self.order(name), self.examples.y.device
+        if device.type == "cpu" or not order:
+            return order
+        if name not in self._placed:
+            self._placed[name] = list(torch.split(torch.cat(order).to(device), [len(i) for i in order]))
+        return self._placed[name]
+
     def steps(self, name: str) -> int:
         """Steps of a pass."""
         sweep = self.of(name)
@@ -88,20 +99,26 @@ class LocalData:
 
     def batches(self, name: str) -> Iterator[Batch]:
         """The batches of a pass, as it trains on them."""
-        order = self.order(name)
+        order, indices = self.order(name), self.indices(name)
         if not self.augment.active:
-            yield from (gather(self.examples, index, step) for step, index in enumerate(order))
+            for step, index in enumerate(indices):
+                yield gather(self.examples, index, step, self._columns(order[step].numpy()))
             return
-        generator = self._generator("augment", name)
-        for step, index in enumerate(order):
+        self.augment.check(self.examples.x)
+        # of all steps at once: a copy to the device in a step would wait for all steps before
+        sizes = [len(index) for index in order]
+        drawn = self.augment.draw(sum(sizes), self._generator("augment", name)).to(self.examples.y.device)
+        for step, (index, draw) in enumerate(zip(indices, torch.split(drawn, sizes), strict=True)):
             batch = gather(self.examples, index, step)
-            yield replace(batch, x=self.augment.apply(batch.x, generator, self.quarter_turns))
+            yield replace(batch, x=self.augment.change(batch.x, draw, self.quarter_turns))
 
     def chunks(self) -> Iterator[Batch]:
         """All examples once, in their own order and as they are, in chunks of like sizes."""
-        n = len(self.examples)
-        for index in torch.arange(n).tensor_split(-(-n // chunk_size(self.examples))):
-            yield gather(self.examples, index)
+        n, start = len(self.examples), 0
+        every = torch.arange(n, device=self.examples.y.device)
+        for index in every.tensor_split(-(-n // chunk_size(self.examples))):
+            yield gather(self.examples, index, columns=self._columns(slice(start, start + len(index))))
+            start += len(index)
 
     @cached_property
     def form(self) -> Any:
@@ -111,30 +128,49 @@ class LocalData:
 
     @cached_property
     def lengths(self) -> Tensor | None:
-        """Tokens of each example ``[n]``, or None where examples are no texts."""
+        """Tokens of each example ``[n]``, on the CPU, or None where examples are no texts."""
         if _width(self.examples) is None or not isinstance(self.examples.x, dict):
             return None
-        return self.examples.x["attention_mask"].sum(1)
+        return self.examples.x["attention_mask"].sum(1).cpu()
+
+    @cached_property
+    def _ends(self) -> np.ndarray | None:
+        """Where the last token of each example ends ``[n]``, or None where examples are no texts."""
+        if _width(self.examples) is None or not isinstance(self.examples.x, dict):
+            return None
+        found: np.ndarray = ends(self.examples.x["attention_mask"]).cpu().numpy()
+        return found
+
+    def _columns(self, some: np.ndarray | slice) -> int | None:
+        """Columns of the batch of some examples, known without a look at the device; None where they are no texts."""
+        return None if self._ends is None else columns(int(self._ends[some].max()))
 
     def size(self, index: Tensor) -> Size:
         """The size of the batch of these examples."""
         if self.lengths is None:
             return (index.numel(),)
-        longest = max(1, int(self.lengths[index].max()))
+        longest = max(1, int(self.lengths.numpy()[index.numpy()].max()))
         return len(index), min(-(-longest // MULTIPLE) * MULTIPLE, _width(self.examples) or 0)
 
     def _generator(self, purpose: str, name: str) -> torch.Generator:
         return (self.key / purpose / list(self.passes).index(name)).generator()
 
 
-def gather(examples: Examples, index: Tensor, step: int = 0) -> Batch:
-    """The batch of the examples at ``index [b]``: images in the fastest layout, texts without needless padding."""
+def gather(examples: Examples, index: Tensor, step: int = 0, columns: int | None = None) -> Batch:
+    """The batch of some examples: images in the fastest layout, texts without needless padding.
+
+    Args:
+        examples: all.
+        index: places of those in the batch ``[b]``; if they are not on the device of the examples, they are copied there.
+        step: see :class:`Batch`.
+        columns: of texts, how many are needed; None to look, which on a GPU waits for all that is under way.
+    """
     index = index.to(examples.y.device)
     x, y = examples.x, examples.y.index_select(0, index)
     if isinstance(x, dict):
         picked = {n: t.index_select(0, index) for n, t in x.items()}
         if _width(examples) is not None:
-            picked, y = trim(picked, y)
+            picked, y = trim(picked, y) if columns is None else cut(picked, y, columns)
         return Batch(picked, y, step=step)
     return Batch(channels_last(x.index_select(0, index)), y, step=step)
 

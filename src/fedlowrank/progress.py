@@ -1,7 +1,8 @@
-"""A progress bar for long work."""
+"""What a person is shown while work goes on: a progress bar, and a word on the way."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,6 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .record import Accuracy, RoundRecord
 
 CONSOLE = Console(stderr=True)
+
+
+def tell(text: str) -> None:
+    """Print on the error stream, beside a progress bar."""
+    print(text, file=sys.stderr)
 
 
 @contextmanager

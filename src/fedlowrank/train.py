@@ -176,15 +176,18 @@ def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor
     if micro_batch is None or len(batch) <= micro_batch:
         value = work.loss(batch)
         return value.detach(), work.gradient(value)
-    weights = torch.ones(len(batch)) if batch.weights is None else batch.weights
-    whole = max(1, int(weights.sum()))
-    total, grads = torch.zeros(()), [torch.zeros_like(p) for p in work.params]
-    for part in torch.split(torch.arange(len(batch)), micro_batch):
-        share = int(weights[part].sum()) / whole
+    weights, device = batch.weights, batch.y.device
+    total, grads = torch.zeros((), device=device), [torch.zeros_like(p) for p in work.params]
+    for part in torch.split(torch.arange(len(batch), device=device), micro_batch):
         x = {n: t[part] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[part]
-        value = work.loss(Batch(x, batch.y[part], step=batch.step)) * share
+        value = work.loss(Batch(x, batch.y[part], step=batch.step))
+        if weights is None:
+            value = value * (len(part) / len(batch))
+        else:
+            # stays on the device: a number of Python would wait for the steps before
+            value = value * (weights[part].sum().double() / weights.sum().clamp(min=1)).to(value.dtype)
         torch._foreach_add_(grads, work.gradient(value))
-        total = total.to(value.device) + value.detach()
+        total = total + value.detach()
     return total, grads
 
 

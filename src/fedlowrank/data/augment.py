@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ..errors import ConfigError, DataError
 from .counting import at_least
-from .dataset import Inputs
+from .dataset import Inputs, Stored
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Augment:
         """Whether any image is ever changed."""
         return self.flip or self.crop > 0
 
-    def check(self, x: Inputs) -> None:
+    def check(self, x: Stored) -> None:
         """Refuse inputs whose pixels cannot be moved.
 
         Args:
@@ -87,9 +88,25 @@ class Augment:
         self.check(x)
         if isinstance(x, dict) or not self.active:
             return x
+        return self.change(x, self.draw(len(x), generator).to(x.device), quarter_turns)
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """What befalls so many images, int64 [count, 1]; see :meth:`apply`."""
+        return torch.randint((1 + self.flip) * (2 * self.crop + 1) ** 2, (count, 1), generator=generator)
+
+    def change(self, x: Tensor, draw: Tensor, quarter_turns: int = 0) -> Tensor:
+        """Images changed as was drawn.
+
+        Args:
+            x: images [b, channels, height, width]; they are left alone.
+            draw: of these images, by :meth:`draw`, on their device.
+            quarter_turns: see :meth:`apply`.
+
+        Returns:
+            New images of the same shape in channels-last layout.
+        """
         b, channels, height, width = x.shape
         p, places = self.crop, 2 * self.crop + 1
-        draw = torch.randint((1 + self.flip) * places**2, (b, 1), generator=generator).to(x.device)
         mirrored, top, left = draw >= places**2, draw // places % places, draw % places
         down, across = torch.arange(height, device=x.device), torch.arange(width, device=x.device)
         # rot90(mirror left to right) = (mirror top to bottom)(rot90)

@@ -105,7 +105,7 @@ class Rotation(Concept):
     def change(self, examples: Examples, cluster: int, classes: int) -> Examples:
         """See the base class."""
         del classes
-        x = examples.x
+        x = examples.inputs
         if isinstance(x, dict) or x.ndim != 4:
             found = f"named ones ({', '.join(x)})" if isinstance(x, dict) else str(list(x.shape))
             raise DataError(

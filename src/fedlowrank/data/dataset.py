@@ -12,9 +12,13 @@ from torch import Tensor
 
 from ..errors import ConfigError, DataError, did_you_mean
 from ..key import Key
+from .pixels import Pixels
 
 Inputs: TypeAlias = Tensor | dict[str, Tensor]
 """Inputs of n examples: a float32 tensor [n, ...], or named tensors (token ids, masks, ...) that each start with n."""
+
+Stored: TypeAlias = Inputs | Pixels
+"""Inputs as examples keep them: images may be bytes."""
 
 Normalisation: TypeAlias = Literal["none", "scale", "standard"]
 
@@ -30,7 +34,8 @@ class Examples:
     """Inputs and targets of n examples (n may be 0: a client may go without validation data).
 
     Attributes:
-        x: inputs, float32 [n, ...]; or a dictionary of tensors of any type, each [n, ...], for text.
+        x: inputs, float32 [n, ...]; or such images as bytes; or a dictionary of tensors of any type, each [n, ...], for
+            text.
         y: labels, int64 [n]; or the real targets of a regression, float32 [n, d]; or the labels of tokens, int64
             [n, T], beside inputs ``input_ids`` [n, T]: the token's own id where the loss counts, -100 elsewhere. They
             are not shifted: position t holds the label of token t, which is predicted from the tokens before it.
@@ -39,7 +44,7 @@ class Examples:
         DataError: on construction, if the types or the lengths are not as above.
     """
 
-    x: Inputs
+    x: Stored
     y: Tensor
 
     def __post_init__(self) -> None:
@@ -53,7 +58,7 @@ class Examples:
         if isinstance(self.x, dict):
             if not self.x:
                 raise DataError("the inputs are a dictionary without a tensor.")
-            parts = {f"input {name!r}": tensor for name, tensor in self.x.items()}
+            parts: dict[str, Tensor | Pixels] = {f"input {name!r}": tensor for name, tensor in self.x.items()}
         else:
             parts = {"input": self.x}
             if self.x.dtype != torch.float32:
@@ -72,6 +77,11 @@ class Examples:
         return len(self.y)
 
     @property
+    def inputs(self) -> Inputs:
+        """The inputs as numbers: ``x`` itself, but images that are kept as bytes become float32 [n, ...] here."""
+        return self.x.images() if isinstance(self.x, Pixels) else self.x
+
+    @property
     def regression(self) -> bool:
         """Whether the targets are real numbers."""
         return self.y.is_floating_point()
@@ -88,7 +98,7 @@ class Examples:
             index: positions, integers [m] in 0..n-1.
 
         Returns:
-            m examples in contiguous tensors of their own.
+            m examples in contiguous tensors of their own, images as float32.
 
         Raises:
             DataError: if a position lies outside 0..n-1.
@@ -196,7 +206,8 @@ class Dataset:
                 f"{where} has labels outside 0..{len(self.classes) - 1}: the first is {int(examples.y[first])}, "
                 f"at example {first} (counted from 0)."
             )
-        inputs = examples.x if isinstance(examples.x, dict) else {"x": examples.x}
+        held = examples.inputs
+        inputs = held if isinstance(held, dict) else {"x": held}
         for name, tensor in [*inputs.items(), ("the targets", examples.y)]:
             if tensor.numel() == 0:
                 raise DataError(f"{where} has inputs without values: {_form(tensor)}.")
@@ -274,16 +285,14 @@ def normalise(dataset: Dataset, how: Normalisation) -> Dataset:
         raise ConfigError(f"unknown normalisation {how!r}. " + did_you_mean(how, get_args(Normalisation)))
     if how == "none":
         return dataset
-    x = dataset.train.x
+    x = dataset.train.inputs
     if isinstance(x, dict):
         raise ConfigError(f"normalisation {how!r} needs one input tensor; {dataset.name!r} has named ones: use 'none'.")
     shift, width = _range(x) if how == "scale" else _moments(x)
     test = dataset.test
-    return replace(
-        dataset,
-        train=Examples(_affine(x, shift, width), dataset.train.y),
-        test=None if test is None or isinstance(test.x, dict) else Examples(_affine(test.x, shift, width), test.y),
-    )
+    if test is not None and not isinstance(other := test.inputs, dict):
+        test = Examples(_affine(other, shift, width), test.y)
+    return replace(dataset, train=Examples(_affine(x, shift, width), dataset.train.y), test=test)
 
 
 def _check_tokens(where: str, y: Tensor) -> None:
@@ -351,11 +360,11 @@ def _chunks(x: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield start, x[start : start + rows]
 
 
-def _shapes(x: Inputs) -> dict[str, tuple[int, ...]] | tuple[int, ...]:
+def _shapes(x: Stored) -> dict[str, tuple[int, ...]] | tuple[int, ...]:
     if isinstance(x, dict):
         return {name: tuple(t.shape[1:]) for name, t in x.items()}
     return tuple(x.shape[1:])
 
 
-def _form(x: Tensor) -> str:
+def _form(x: Tensor | Pixels) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"

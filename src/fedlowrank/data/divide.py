@@ -110,12 +110,12 @@ def _gather(pool: Pool, index: Index) -> Examples:
     at = int(np.searchsorted(index, n))
     first, second = dataset.train.take(index[:at]), dataset.test.take(index[at:] - n)
     y = torch.cat([first.y, second.y])
-    if isinstance(first.x, dict) and isinstance(second.x, dict):
-        other = second.x
-        return Examples({name: torch.cat([t, other[name]]) for name, t in first.x.items()}, y)
-    if isinstance(first.x, dict) or isinstance(second.x, dict):
+    one, other = first.inputs, second.inputs
+    if isinstance(one, dict) and isinstance(other, dict):
+        return Examples({name: torch.cat([t, other[name]]) for name, t in one.items()}, y)
+    if isinstance(one, dict) or isinstance(other, dict):
         raise DataError(f"data set {dataset.name!r} has named inputs in one part only.")
-    return Examples(torch.cat([first.x, second.x]), y)
+    return Examples(torch.cat([one, other]), y)
 
 
 def _numpy(values: torch.Tensor | None) -> Index | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,9 +19,13 @@ from ..models.architecture import Architecture, architecture_of
 from ..tree import Params
 from .augment import UNCHANGED, Augment
 from .dataset import ClientData, Examples
+from .pixels import Pixels, pack
 
 Array = np.ndarray[Any, Any] | Tensor
 Pair = tuple[Array | Mapping[str, Array], Array]
+
+# Examples that are looked at together.
+_ROWS = 4096
 
 
 class Companion(Protocol):
@@ -127,14 +131,58 @@ class Federation:
         return Task(self.architectures, self.infos, len(self.classes), rounds, self.key / "init")
 
     def to(self, device: str) -> Federation:
-        """The same with data and initial parameters on a device."""
+        """The same with data and initial parameters on a device; what clients have in common goes there once."""
         if device == "cpu":
             return self
-        clients = [
-            replace(c, train=_moved(c.train, device), val=_moved(c.val, device), test=_moved(c.test, device))
-            for c in self.clients
-        ]
-        return replace(self, clients=clients, architectures={n: a.to(device) for n, a in self.architectures.items()})
+        moved: dict[int, Tensor] = {}
+
+        def move(t: Tensor) -> Tensor:
+            return moved[id(t)] if id(t) in moved else moved.setdefault(id(t), t.to(device))
+
+        def of(examples: Examples) -> Examples:
+            x = examples.x
+            if isinstance(x, dict):
+                return Examples({n: move(t) for n, t in x.items()}, move(examples.y))
+            inputs = Pixels(move(x.codes), move(x.table)) if isinstance(x, Pixels) else move(x)
+            return Examples(inputs, move(examples.y))
+
+        architectures = {n: a.to(device) for n, a in self.architectures.items()}
+        return replace(self, clients=self._changed(of), architectures=architectures)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether images are kept as bytes."""
+        return isinstance(self.clients[0].train.x, Pixels)
+
+    def packed(self) -> Federation:
+        """The same with images as bytes, a quarter of the memory; what is made of them has the very bits it had before.
+
+        Raises:
+            DataError: if the inputs are no images, or a channel takes more than 256 values, over all clients.
+        """
+        if self.is_packed:
+            return self
+        held = {id(e.x): e.x for e in self._parts()}
+        images = {i: x for i, x in held.items() if isinstance(x, Tensor)}
+        if len(images) < len(held):
+            raise DataError("only images can be kept as bytes; these are inputs by name, as of texts.")
+        made = dict(zip(images, pack(list(images.values())), strict=True))
+        return replace(self, clients=self._changed(lambda e: Examples(made[id(e.x)], e.y)))
+
+    def unpacked(self) -> Federation:
+        """The same with images as float32, the inverse of :meth:`packed`."""
+        if not self.is_packed:
+            return self
+        return replace(self, clients=self._changed(lambda e: Examples(e.inputs, e.y)))
+
+    def _changed(self, change: Callable[[Examples], Examples]) -> list[ClientData]:
+        """What the clients hold with all examples changed; those that several of them share once."""
+        made = {id(e): change(e) for e in {id(e): e for e in self._parts()}.values()}
+        return [replace(c, train=made[id(c.train)], val=made[id(c.val)], test=made[id(c.test)]) for c in self.clients]
+
+    def _parts(self) -> Iterator[Examples]:
+        for client in self.clients:
+            yield from (client.train, client.val, client.test)
 
     def fingerprint(self) -> list[str]:
         """One digest a client of all its examples, so that a resumed run notices other data."""
@@ -295,18 +343,13 @@ def _take(examples: Examples, index: Tensor) -> Examples:
     return examples.take(index)
 
 
-def _moved(examples: Examples, device: str) -> Examples:
-    x = examples.x
-    return Examples(
-        {n: t.to(device) for n, t in x.items()} if isinstance(x, dict) else x.to(device), examples.y.to(device)
-    )
-
-
 def _digest(data: ClientData) -> str:
     state = hashlib.blake2b(digest_size=16)
     for examples in (data.train, data.val, data.test):
         parts = examples.x.values() if isinstance(examples.x, dict) else [examples.x]
         for t in (*parts, examples.y):
             state.update(repr((t.dtype, tuple(t.shape))).encode())
-            state.update(t.detach().cpu().contiguous().numpy().tobytes())
+            # a few at a time, for images that are bytes take four times as much as numbers
+            for start in range(0, len(t), _ROWS):
+                state.update(t[start : start + _ROWS].detach().cpu().contiguous().numpy())
     return state.hexdigest()

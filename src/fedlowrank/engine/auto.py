@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from .. import tree
 from ..data.federation import Federation
 from ..errors import FedlowrankError, NonFiniteError, TaskError
 from ..method import Task
+from ..progress import tell
 from ..record import write_json
 from .base import AnyMethod, Engine, Job, Outcome
 from .processes import Processes, can_fork, cores
@@ -44,11 +44,6 @@ T = TypeVar("T")
 def cache_file() -> Path:
     """Where choices are kept: in ``$XDG_CACHE_HOME``, else in ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fedlowrank" / "engines.json"
-
-
-def tell(text: str) -> None:
-    """Print on the error stream, beside a progress bar."""
-    print(text, file=sys.stderr)
 
 
 @dataclass
@@ -167,7 +162,7 @@ def fingerprint(method: AnyMethod, federation: Federation, clients: int) -> str:
         models,
         clients,
         [sizes[0], sizes[len(sizes) // 2], sizes[-1]],
-        str(next(iter(federation.clients)).train.y.device),
+        str(next(iter(federation.clients)).train.y.device) + (" bytes" if federation.is_packed else ""),
         cores(),
         torch.get_num_threads(),
         torch.__version__,

@@ -23,6 +23,7 @@ from .shelf import Lazily
 FREE_TO_CHANGE = (
     "versions", "title", "paper", "reference", "experiment", "notes",
     "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
+    "run.pixels",
 )  # fmt: skip
 """Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
 

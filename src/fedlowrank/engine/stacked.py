@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import tree
 from ..data.dataset import NO_LOSS
+from ..data.pixels import Pixels
 from ..descent import Disguise, Work, refill, tensors_like
 from ..errors import TaskError
 from ..local_data import LocalData, gather
@@ -208,10 +209,10 @@ class Feed:
     def __init__(self, data: Sequence[LocalData], name: str, room: Room) -> None:
         self._room = room
         self._examples = [d.examples for d in data]
-        self._orders = [d.order(name) for d in data]
+        self._orders = [d.indices(name) for d in data]
         self._feeds = [d.batches(name) for d in data]
         # images take another layout on their way
-        self._picks = all(isinstance(d.examples.x, Tensor) and d.examples.x.ndim != 4 for d in data) and not any(
+        self._picks = all(not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data) and not any(
             d.augment.active for d in data
         )
 
@@ -227,10 +228,14 @@ class Feed:
 
     def _picked(self, part: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
         """Rows of tensors, as many of each, stacked over a leading axis."""
-        first: Tensor = tensors[0]
+        first: Any = tensors[0]
+        if isinstance(first, Pixels):
+            if all(p.table is first.table for p in tensors):
+                return first.images(self._picked(part, [p.codes for p in tensors], index))
+            return torch.stack([p.index_select(0, i) for p, i in zip(tensors, index, strict=True)])
         out = self._room.like(part, first, len(tensors), index[0].numel(), *first.shape[1:])
         for row, t, i in zip(out.unbind(), tensors, index, strict=True):
-            torch.index_select(t, 0, i.to(t.device), out=row)
+            torch.index_select(t, 0, i, out=row)
         return out
 
 
@@ -253,7 +258,10 @@ def joined(batches: list[Batch]) -> Batch:
     inputs = {n: join([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
     mask = None
     if min(sizes) != longest:
-        mask = torch.arange(longest)[None, :] < torch.tensor(sizes)[:, None]
-        mask = mask.to(batches[0].y.device)
+        # written where it lies: numbers that are copied to a device wait for the steps before
+        mask = torch.ones(len(sizes), longest, dtype=torch.bool, device=batches[0].y.device)
+        for i, size in enumerate(sizes):
+            if size < longest:
+                mask[i, size:].fill_(False)
     labels = join([b.y for b in batches], NO_LOSS if batches[0].weights is not None else 0)
     return Batch(inputs, labels, mask, batches[0].step)

@@ -28,6 +28,7 @@ from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from ..engine.base import Job
 from ..engine.folder import versions
+from ..engine.run import placed
 from ..engine.sequential import Sequential
 from ..errors import CheckpointError, ConfigError
 from ..evaluate import AtClient, evaluate_client, inference
@@ -133,7 +134,7 @@ class Party:
             "" if self.language is None else self.language.loaded.digest,
             versions(),
         )
-        form = {"x": _none(self.data.train).x, "y": _none(self.data.train).y, "classes": list(self.classes)}
+        form = {"x": _none(self.data.train).inputs, "y": _none(self.data.train).y, "classes": list(self.classes)}
         return words, tree.encode(form)
 
     def answer(self, order: Order, body: bytes) -> tuple[Answer, bytes]:
@@ -200,7 +201,7 @@ class Party:
         if sizes not in self._federations:
             shares = elsewhere(Shares((self.data,), self.classes, (), self.language), self.client, len(sizes))
             made = assemble(self.made, shares, sizes=sizes, here=frozenset({self.client}))
-            self._federations = {sizes: made.to(self.made.run.device)}
+            self._federations = {sizes: placed(made, self.made.run)}
         return self._federations[sizes]
 
     def _write_model(self, folder: Path, here: AtClient, round: int) -> None:
@@ -254,7 +255,7 @@ def _party(path: Path) -> dict[str, Any]:
 
 
 def _packed(data: ClientData) -> dict[str, Any]:
-    parts = {s: {"x": e.x, "y": e.y} for s, e in (("train", data.train), ("val", data.val), ("test", data.test))}
+    parts = {s: {"x": e.inputs, "y": e.y} for s, e in (("train", data.train), ("val", data.val), ("test", data.test))}
     return {**parts, "notes": list(data.notes), "quarter_turns": data.quarter_turns}
 
 

@@ -62,7 +62,8 @@ class Form:
     def describe(self) -> str:
         """For comparison and for messages."""
         texts = isinstance(self.none.x, dict)
-        x = self.none.x if isinstance(self.none.x, dict) else {"x": self.none.x}
+        none = self.none.inputs
+        x = none if isinstance(none, dict) else {"x": none}
 
         def form(t: Tensor) -> str:
             # the longest text of a client is its own affair

@@ -66,10 +66,28 @@ def trim(x: dict[str, Tensor], y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         raise DataError(
             f"padding is found by an input 'attention_mask'; there are {', '.join(map(repr, x)) or 'none'}."
         )
-    width = mask.shape[-1]
-    used = (mask != 0).reshape(-1, width).any(0).nonzero()
-    last = int(used[-1]) + 1 if len(used) else 1
-    # Beyond the width, a slice is the whole.
-    keep = -(-last // MULTIPLE) * MULTIPLE
-    cut = {name: t[..., :keep] if t.shape == mask.shape else t for name, t in x.items()}
-    return cut, y[..., :keep] if y.shape == mask.shape else y
+    return cut(x, y, columns(int(ends(mask).max())))
+
+
+def ends(mask: Tensor) -> Tensor:
+    """Where the last token of each example ends, from its attention mask [..., T]: int64 [...], 0 without a token."""
+    places = torch.arange(1, mask.shape[-1] + 1, device=mask.device)
+    return (mask != 0).mul(places).amax(-1)
+
+
+def columns(last: int) -> int:
+    """Columns that are kept of examples of which the longest :func:`ends` there."""
+    return -(-max(1, last) // MULTIPLE) * MULTIPLE
+
+
+def cut(x: dict[str, Tensor], y: Tensor, keep: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The first columns of token inputs and token labels, as :func:`trim`; beyond their width, the whole.
+
+    Args:
+        x: see :func:`trim`; there must be an attention mask.
+        y: likewise.
+        keep: how many columns.
+    """
+    shape = x["attention_mask"].shape
+    short = {name: t[..., :keep] if t.shape == shape else t for name, t in x.items()}
+    return short, y[..., :keep] if y.shape == shape else y

@@ -1,0 +1,381 @@
+"""Images as bytes: every bit of them comes back, and no run can tell them from float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedlowrank import Federation, simulate, tree
+from fedlowrank.data import federation as federation_module
+from fedlowrank.data import pixels
+from fedlowrank.data.augment import UNCHANGED, Augment
+from fedlowrank.data.dataset import ClientData, Dataset, Examples, normalise
+from fedlowrank.data.pixels import Pixels, pack
+from fedlowrank.engine import ENGINES
+from fedlowrank.engine.auto import fingerprint
+from fedlowrank.engine.run import Run, RunSettings, placed
+from fedlowrank.errors import CheckpointError, DataError
+from fedlowrank.export import write
+from fedlowrank.local_data import LocalData
+from fedlowrank.methods import METHODS
+from fedlowrank.models.cnn import CNN
+from fedlowrank.models.mlp import MLP
+from fedlowrank.optimiser import SGD, AdamW
+
+torch.set_num_threads(1)
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two tensors are the same, -0.0 told from 0.0 and NaN equal to itself."""
+    pair = [np.ascontiguousarray(t.numpy()) for t in (one, other)]
+    return pair[0].shape == pair[1].shape and pair[0].dtype == pair[1].dtype and pair[0].tobytes() == pair[1].tobytes()
+
+
+def raw(*shape: int, seed: int = 0) -> Tensor:
+    """Bytes over 255, as all sources of images make them."""
+    random = np.random.default_rng(seed)
+    return torch.from_numpy(random.integers(0, 256, shape).astype(np.float32) / np.float32(255))
+
+
+# Bytes and their table
+
+
+@pytest.mark.parametrize("shape", [(300, 3, 6, 5), (300, 1, 8, 8), (400, 7)], ids=str)
+@pytest.mark.parametrize("how", ["none", "scale", "standard"])
+def test_images_come_out_bit_for_bit(shape: tuple[int, ...], how: Any) -> None:
+    y = torch.arange(shape[0]) % 2
+    data = normalise(
+        Dataset("d", Examples(raw(*shape), y), Examples(raw(50, *shape[1:], seed=1), y[:50]), ("a", "b")), how
+    )
+    assert data.test is not None
+    given = [data.train.inputs, data.test.inputs, data.train.inputs[:0]]
+    assert all(isinstance(t, Tensor) for t in given)
+    made = pack(given)  # type: ignore[arg-type]
+    index = torch.from_numpy(np.random.default_rng(2).integers(0, 50, 33))
+    for p, x in zip(made[:2], given[:2], strict=True):
+        assert isinstance(x, Tensor)
+        assert (p.codes.dtype, p.shape, p.ndim, len(p), p.dtype) == (torch.uint8, x.shape, x.ndim, len(x), x.dtype)
+        assert same_bits(p.images(), x)
+        assert same_bits(p[7:19], x[7:19])
+        assert same_bits(p.index_select(0, index), x.index_select(0, index))
+        assert p.index_select(0, index).is_contiguous()
+    assert len({id(p.table) for p in made}) == 1
+    assert made[2].images().shape == (0, *shape[1:])
+
+
+def test_a_table_has_a_row_for_each_channel_only_where_one_does_not_do() -> None:
+    assert pack([raw(40, 3, 4, 4)])[0].table.shape == (1, 256)
+    scaled = raw(400, 3, 4, 4) * torch.tensor([1.0, 1.1, 1.2]).reshape(3, 1, 1)
+    assert pack([scaled])[0].table.shape == (3, 256)
+
+
+@pytest.mark.parametrize("bits", [1, 14])
+def test_two_values_in_one_slot_are_told_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pixels, "_SLOT_BITS", bits)
+    monkeypatch.setattr(pixels, "_CHUNK", 64)
+    for x in (raw(99, 2, 4, 4), raw(400, 3, 4, 4) / torch.tensor([1.0, 0.9, 0.7]).reshape(3, 1, 1)):
+        assert same_bits(pack([x])[0].images(), x)
+
+
+def test_signs_of_zero_and_numbers_that_are_none_are_kept() -> None:
+    odd = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, -1.0, 3.0])
+    x = odd[torch.randint(8, (60, 2, 3, 3), generator=torch.Generator().manual_seed(0))]
+    assert same_bits(pack([x])[0].images(), x)
+    strange = torch.tensor([-1, 0x7FC00001, 0x7FC00000, 0], dtype=torch.int32).view(torch.float32).repeat(6, 2)
+    assert same_bits(pack([strange])[0].images(), strange)
+
+
+def test_memory_that_is_not_in_order_is_read_in_order() -> None:
+    x = raw(20, 3, 6, 6)
+    for view in (
+        x.contiguous(memory_format=torch.channels_last),
+        x[::2],
+        x.transpose(2, 3),
+        x[:1].expand(5, -1, -1, -1),
+    ):
+        assert same_bits(pack([view])[0].images(), view)
+
+
+def test_what_takes_more_values_than_a_byte_is_refused_by_its_channel() -> None:
+    levels = torch.arange(256).float()
+    exact = torch.stack([levels, levels + 1000], 1)
+    assert same_bits(pack([exact])[0].images(), exact)
+    more = torch.cat([exact, torch.tensor([[5.0, 0.5]])])
+    with pytest.raises(DataError, match=r"at most 256 values; channel 1 \(counted from 0\) takes more"):
+        pack([exact, more])
+    with pytest.raises(DataError, match="takes more"):
+        pack([torch.randn(200, 3, 4, 4)])
+
+
+def test_what_is_no_image_is_refused() -> None:
+    with pytest.raises(DataError, match="no images"):
+        pack([torch.zeros(0, 3, 2, 2)])
+    with pytest.raises(
+        DataError, match=r"of one number of channels; these are float32 \[1, 2, 2\], float32 \[3, 2, 2\]"
+    ):
+        pack([torch.zeros(4, 3, 2, 2), torch.zeros(4, 1, 2, 2)])
+    for wrong in (torch.zeros(4), torch.zeros(4, 2, dtype=torch.float64)):
+        with pytest.raises(DataError, match="kept as bytes where"):
+            pack([wrong])
+    codes, table = torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.zeros(1, 256)
+    for bad, what in (
+        ((codes.int(), table), "codes of images must be"),
+        ((codes[:, 0, 0, 0], table), "codes of images"),
+    ):
+        with pytest.raises(DataError, match=what):
+            Pixels(*bad)
+    for short in (table[:, :9], table.double(), table.expand(2, -1)):
+        with pytest.raises(
+            DataError, match=r"table of images with 3 channels must be float32 \[1, 256\] or \[3, 256\]"
+        ):
+            Pixels(codes, short)
+    with pytest.raises(DataError, match="codes of images are on cpu, but their table is on meta"):
+        Pixels(codes, table.to("meta"))
+    with pytest.raises(DataError, match="5 labels, but the input holds 4"):
+        Examples(Pixels(codes, table), torch.zeros(5, dtype=torch.int64))
+
+
+# Federations
+
+
+def federation(
+    sizes: Sequence[int] = (23, 9, 31), augment: Augment = UNCHANGED, flat: bool = False, **kwargs: Any
+) -> Federation:
+    """Images normalised channel by channel, of which the classes differ in brightness."""
+    random, clients = np.random.default_rng(5), []
+    mean, width = random.random((2, 1, 2, 1, 1)).astype(np.float32) + 0.1
+    for n in sizes:
+        y = random.integers(0, 3, n + 8)
+        x = random.integers(0, 200, (n + 8, 2, 8, 8)) + 20 * y[:, None, None, None]
+        x = (x.astype(np.float32) / np.float32(255) - mean) / width
+        x = x.reshape(len(x), -1) if flat else x
+        clients.append({"train": (x[:n], y[:n]), "val": (x[n:][:3], y[n:][:3]), "test": (x[n:][3:], y[n:][3:])})
+    make = (lambda: MLP(128, (6, 5), 3)) if flat else (lambda: CNN((2, 8, 8), 3, (4, 5), (7, 6)))
+    return Federation.from_arrays(clients, make, classes=3, augment=augment, **kwargs)
+
+
+def parts(of: Federation) -> list[Examples]:
+    return [e for c in of.clients for e in (c.train, c.val, c.test)]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_packed_federation_holds_the_same_in_a_quarter_of_the_memory(flat: bool) -> None:
+    on = federation(flat=flat)
+    packed = on.packed()
+    assert (on.is_packed, packed.is_packed, packed.packed() is packed) == (False, True, True)
+    for bytes_, floats in zip(parts(packed), parts(on), strict=True):
+        assert isinstance(bytes_.x, Pixels)
+        assert bytes_.x.codes.nbytes * 4 == floats.x.nbytes  # type: ignore[union-attr]
+        assert same_bits(bytes_.inputs, floats.x)
+        assert same_bits(bytes_.take(torch.tensor([2, 0])).x, floats.take(torch.tensor([2, 0])).x)
+        assert bytes_.y is floats.y
+    assert packed.fingerprint() == on.fingerprint()
+    assert packed.describe() == on.describe()
+    back = packed.unpacked()
+    assert not back.is_packed
+    assert back.fingerprint() == on.fingerprint()
+    assert on.unpacked() is on
+
+
+def test_the_digest_of_the_examples_is_that_of_whole_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(federation_module, "_ROWS", 4)
+    on = federation()
+    wanted = []
+    for client in on.clients:
+        state = hashlib.blake2b(digest_size=16)
+        for e in (client.train, client.val, client.test):
+            for t in (e.inputs, e.y):
+                assert isinstance(t, Tensor)
+                state.update(f"({t.dtype}, {tuple(t.shape)})".encode() + t.numpy().tobytes())
+        wanted.append(state.hexdigest())
+    assert on.fingerprint() == on.packed().fingerprint() == wanted
+
+
+def test_the_digest_of_an_example_sees_its_place() -> None:
+    on = federation(sizes=(9,))
+    held = on.clients[0]
+    turned = dataclasses.replace(held, train=held.train.take(torch.arange(9).flip(0)))
+    assert dataclasses.replace(on, clients=[turned]).packed().fingerprint() != on.fingerprint()
+
+
+def test_what_clients_share_is_packed_and_moved_once() -> None:
+    on = federation()
+    test = on.clients[0].test
+    shifted = Examples(test.x, (test.y + 1) % 3)
+    shared = dataclasses.replace(
+        on, clients=[dataclasses.replace(c, test=shifted if i == 2 else test) for i, c in enumerate(on.clients)]
+    )
+    packed = shared.packed()
+    moved = packed.to("meta")
+    for made in (packed, moved):
+        first, second, third = (c.test for c in made.clients)
+        assert first is second
+        assert isinstance(first.x, Pixels)
+        assert isinstance(third.x, Pixels)
+        assert first.x.codes is third.x.codes
+        assert len({id(e.x.table) for e in parts(made)}) == 1  # type: ignore[union-attr]
+    assert {e.x.device.type for e in parts(moved)} == {"meta"}  # type: ignore[union-attr]
+    floats = shared.to("meta")
+    assert floats.clients[0].test is floats.clients[1].test
+    assert floats.clients[0].test.x is floats.clients[2].test.x
+
+
+def test_texts_and_mixed_inputs_stay_as_they_are() -> None:
+    x = {"input_ids": torch.zeros(4, 6, dtype=torch.int64), "attention_mask": torch.ones(4, 6)}
+    held = ClientData(*[Examples(x, torch.zeros(4, dtype=torch.int64))] * 3)
+    on = dataclasses.replace(federation(sizes=(9,)), clients=[held])
+    with pytest.raises(DataError, match="only images can be kept as bytes; these are inputs by name"):
+        on.packed()
+
+
+def test_the_run_decides_by_device_and_setting_and_says_why_not() -> None:
+    images, said = federation(), list[str]()
+    table = Federation.from_arrays([(torch.randn(400, 5), torch.arange(400) % 3)], lambda: MLP(5, (4,), 3))
+
+    def is_packed(on: Federation, how: str, device: str) -> bool:
+        settings: Any = SimpleNamespace(pixels=how, device=device)
+        made = placed(on, settings, said.append)
+        assert all(e.y.device.type == device for e in parts(made))
+        return made.is_packed
+
+    found = {(how, d): is_packed(images, how, d) for how in ("auto", "float32", "bytes") for d in ("cpu", "meta")}
+    assert found == {
+        ("auto", "cpu"): False,
+        ("auto", "meta"): True,
+        ("float32", "cpu"): False,
+        ("float32", "meta"): False,
+        ("bytes", "cpu"): True,
+        ("bytes", "meta"): True,
+    }
+    assert not is_packed(images.packed(), "float32", "cpu")
+    assert not is_packed(table, "auto", "meta")
+    assert said == []
+    assert not is_packed(table, "bytes", "cpu")
+    assert len(said) == 1
+    assert said[0].startswith(
+        "run.pixels = 'bytes', but the inputs stay float32: inputs can be kept as bytes where each"
+    )
+
+
+def test_a_run_prints_why_it_keeps_float32(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Federation.from_arrays([(torch.randn(400, 5), torch.arange(400) % 3)], lambda: MLP(5, (4,), 3))
+    simulate("fedavg", table, rounds=1, pixels="bytes")
+    assert "run.pixels = 'bytes', but the inputs stay float32" in capsys.readouterr().err
+    simulate("fedavg", table, rounds=1)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_choice_of_engine_is_kept_apart_for_bytes() -> None:
+    on, method = federation(), METHODS["fedavg"]()
+    assert fingerprint(method, on, 3) != fingerprint(method, on.packed(), 3)
+
+
+# Runs
+
+
+def ends(result: Any) -> Any:
+    """All that a run leaves behind but its times."""
+    records = [{**dataclasses.asdict(r), "seconds": {}, "cpu_seconds": {}} for r in result.rounds]
+    run = result.run
+    personal = [run.personal(i) for i in run.federation.infos]
+    return records, tree.encode([run.state.server, {str(i): s for i, s in run.state.clients.items()}, personal])
+
+
+AUGMENTS = {"plain": Augment(), "augmented": Augment(flip=True, crop=1, fill=-0.3)}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_method_can_tell_bytes_from_numbers(name: str) -> None:
+    on = federation(augment=AUGMENTS["augmented"], rank=[2, 2, 2])
+    method = METHODS[name](batch_size=8)
+    floats, bytes_ = (simulate(method, on, rounds=2, pixels=p) for p in ("float32", "bytes"))
+    assert (floats.run.federation.is_packed, bytes_.run.federation.is_packed) == (False, True)
+    assert ends(floats) == ends(bytes_)
+    # to be sure that the comparison can fail
+    other = simulate(method, dataclasses.replace(on, seed=1), rounds=2, seed=1)
+    assert ends(other)[1] != ends(floats)[1]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+@pytest.mark.parametrize("kind", ["flat", *AUGMENTS])
+@pytest.mark.parametrize("name", ["fedavg", "floral", "fedrep"])
+def test_no_engine_can_tell_bytes_from_numbers(engine: str, kind: str, name: str) -> None:
+    on = federation(flat=True) if kind == "flat" else federation(augment=AUGMENTS[kind])
+    # by gradients too
+    optimiser = AdamW(lr=0.01) if name == "fedrep" else SGD(lr=0.05)
+    method = METHODS[name](batch_size=8, optimiser=optimiser)
+    floats, bytes_ = (simulate(method, on, rounds=2, engine=engine, pixels=p) for p in ("float32", "bytes"))
+    assert bytes_.run.federation.is_packed
+    assert ends(floats) == ends(bytes_)
+
+
+def test_clients_with_tables_of_their_own_are_trained_at_once() -> None:
+    on = federation(flat=True, sizes=(16, 16))
+    alone = [dataclasses.replace(on, clients=[c, c]).packed().clients[0] for c in on.clients]
+    apart = dataclasses.replace(on, clients=alone)
+    assert len({id(c.train.x.table) for c in apart.clients}) == 2  # type: ignore[union-attr]
+    method = METHODS["fedavg"](batch_size=8)
+    found = [simulate(method, each, rounds=2, engine="vectorised") for each in (on, apart)]
+    assert ends(found[0]) == ends(found[1])
+
+
+@pytest.mark.parametrize("augment", AUGMENTS.values(), ids=AUGMENTS)
+def test_batches_are_the_same_in_memory_too(augment: Augment) -> None:
+    def local(on: Federation) -> LocalData:
+        return ENGINES["sequential"]().trainer(METHODS["fedavg"](batch_size=8), on, 0, on.infos[0]).data
+
+    on = federation(augment=augment)
+    floats, bytes_ = local(on), local(on.packed())
+    pairs = [*zip(floats.batches("local"), bytes_.batches("local"), strict=True)]
+    pairs += [*zip(floats.chunks(), bytes_.chunks(), strict=True)]
+    assert len(pairs) == 4
+    for a, b in pairs:
+        assert same_bits(a.x, b.x)
+        assert a.x.stride() == b.x.stride()
+        assert torch.equal(a.y, b.y)
+
+
+def test_a_run_goes_on_with_bytes_and_ends_the_same(tmp_path: Path) -> None:
+    def run(folder: str, rounds: int, on: Federation | None = None, **options: Any) -> Any:
+        on = federation() if on is None else on
+        return simulate("ditto", on, folder=tmp_path / folder, rounds=3, checkpoint_every=1, **options)
+
+    whole = run("whole", 3, pixels="float32")
+
+    class EnoughError(Exception):
+        pass
+
+    def stop(record: Any) -> None:
+        if record.round == 2:
+            raise EnoughError
+
+    with pytest.raises(EnoughError):
+        run("broken", 3, pixels="float32", on_round=stop)
+    with pytest.raises(CheckpointError, match="data: the examples of client 0 are others"):
+        run("broken", 3, federation(sizes=(22, 9, 31)), pixels="bytes", resume=True)
+    found = run("broken", 3, pixels="bytes", resume=True)
+    assert found.run.federation.is_packed
+    assert ends(found)[1] == ends(whole)[1]
+    kept = [(tmp_path / f / "representations.safetensors").read_bytes() for f in ("whole", "broken")]
+    assert kept[0] == kept[1]
+
+
+def test_a_deployed_model_is_compared_on_images(tmp_path: Path) -> None:
+    gains = []
+    for how in ("float32", "bytes"):
+        run = Run(
+            METHODS["fedslr"](batch_size=8), federation(), RunSettings(rounds=1, pixels=how), ENGINES["sequential"]()
+        )
+        run.step()
+        gains.append(write(run, 0, None, "small", tmp_path / how, repeats=1))
+    assert len({(g.agreement, g.difference, g.file, g.size) for g in gains}) == 1
+    assert gains[0].agreement == 1
