@@ -15,6 +15,7 @@ from .choices import check_choices
 from .errors import ConfigError, TaskError
 from .key import Key
 from .loss import pointwise_loss, task_loss
+from .means import Mean
 from .method import Batch, ClientInfo, ClientView, Pass, Reply, Task
 from .models.architecture import Architecture
 from .optimiser import SGD, Group, Optimiser
@@ -198,21 +199,15 @@ def cluster_mean(old: T, uploads: Sequence[T], weights: Sequence[Sequence[float]
         uploads: trees like it; or with ``[1, ...]``, of clients that were sent the one cluster they have a weight for.
         weights: w_kc = π^k_c N^k, ``[clients, C]``.
     """
-    total = [sum(w[c] for w in weights) for c in range(len(weights[0]))]
-    everything = sum(total)
-    alive = [t > EMPTY * everything for t in total]
-
-    def one(before: Tensor, *xs: Tensor) -> Tensor:
-        new = before.clone()
-        for c, living in enumerate(alive):
-            if living:
-                new[c] = 0
-                for x, w in zip(xs, weights, strict=True):
-                    if w[c] > 0:
-                        new[c].add_(x[c if len(x) == len(before) else 0], alpha=w[c] / total[c])
-        return new
-
-    return tree.map(one, old, *uploads)
+    count = len(weights[0])
+    means: list[Mean[T]] = [Mean() for _ in range(count)]
+    for upload, shares in zip(uploads, weights, strict=True):
+        for c, share in enumerate(shares):
+            if share > 0:
+                means[c].add(tree.map(lambda t, c=c: t[c : c + 1] if len(t) == count else t, upload), share)
+    everything = sum(m.total for m in means)
+    parts = [m.value if m.total > EMPTY * everything else select(old, c) for c, m in enumerate(means)]
+    return tree.map(lambda *ts: torch.cat(ts), parts[0], *parts[1:])
 
 
 def select(value: T, cluster: int) -> T:

@@ -81,12 +81,12 @@ class LocalTrainer:
         fusion = self.fusion(request, kind)
         with in_training(self.random, self.data.key / name):
             end, losses = descend(request, self.data.batches(name), self.round, self.micro_batch, fusion)
-        self.account(request, kind, losses)
+        self.account(request, kind, float(losses.mean()))
         check_finite(self.data.info, self.round, name, losses, end)
         return tree.canonical(end)
 
-    def account(self, request: Request, kind: Any, losses: Tensor) -> None:
-        """Enter a pass of that :meth:`kind` into the meter."""
+    def account(self, request: Request, kind: Any, loss: float) -> None:
+        """Enter a pass of that :meth:`kind` into the meter, with its mean loss."""
         index = self.data.order(request.name)
         where: dict[Size, Tensor] = {}
         sizes: dict[Size, int] = {}
@@ -102,8 +102,8 @@ class LocalTrainer:
 
         with in_training(self.random, self.data.key / "flops"):
             self.meter.flops += self.ledger.count(kind, sizes, step)
-        self.meter.steps += len(losses)
-        self.meter.losses[request.name] = float(losses.mean())
+        self.meter.steps += len(index)
+        self.meter.losses[request.name] = loss
 
     def fusion(self, request: Request, kind: Any) -> Fusion | None:
         """How steps of a request of that :meth:`kind` are fused, None if they cannot be."""

@@ -23,7 +23,7 @@ from fedlowrank.data.augment import UNCHANGED, Augment
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.engine import ENGINES
 from fedlowrank.engine.base import Engine, Job
-from fedlowrank.engine.stacked import descend_together
+from fedlowrank.engine.stacked import Room, descend_together
 from fedlowrank.local_data import LocalData, gather
 from fedlowrank.loss import task_loss
 from fedlowrank.method import Batch, Pull, Request
@@ -235,7 +235,8 @@ def copies(engine: str, on: Federation, epochs: int, optimiser: Any, micro_batch
     asked = request(elsewhere, optimiser)
     with Ear() as ear:
         if engine == "vectorised":
-            _, losses = descend_together("FedAvg", found, [asked] * len(found), 0)
+            _, together = descend_together("FedAvg", found, [asked] * len(found), 0, Room())
+            losses = [row[: t.steps("local")] for row, t in zip(together, found, strict=True)]
         else:
             losses = [descend(asked, t.data.batches("local"), 0, micro_batch)[1] for t in found]
     assert {t.device.type for t in losses} == {"meta"}

@@ -27,6 +27,7 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engine.base import Engine, client_view
 from fedlowrank.engine.run import Run, RunSettings, State
 from fedlowrank.engine.sequential import Sequential, Wire
+from fedlowrank.engine.shelf import Shelf
 from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import ConfigError, TaskError
 from fedlowrank.low_rank.mixture import Pairs
@@ -383,7 +384,7 @@ def alone(models: dict[str, Tensor], c: int, members: list[int]) -> Run:
     """FedAvg of these clients from the c-th of C models; with full batches the order of examples does not matter."""
     parts = arrays()
     run = run_of(FedAvg(**FULL), alike(clients=[parts[k] for k in members]), steps=0)
-    run.state = State(0, {n: t[c].clone() for n, t in models.items()}, {})
+    run.state = State(0, {n: t[c].clone() for n, t in models.items()}, Shelf())
     for _ in range(3):
         run.step()
     return run
@@ -560,7 +561,7 @@ def test_a_model_that_nobody_picks_stays_bit_for_bit() -> None:
     run = run_of(IFCA(clusters=2, **LOCAL), alike(), steps=0)
     # a model that no one could want
     awful = {n: torch.stack([t[0], t[1] + 5]) for n, t in run.state.server.items()}
-    run.state = State(0, awful, {})
+    run.state = State(0, awful, Shelf())
     for _ in range(3):
         run.step()
     assert tree.equal(select(run.state.server, 1), select(awful, 1))
@@ -576,7 +577,7 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
     run = Run(method, federation, RunSettings(rounds=6, unseen=0.34), Sequential())
     w = torch.tensor([[-1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
     models = {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)}
-    run.state = State(0, models, {})
+    run.state = State(0, models, Shelf())
     for _ in range(3):
         record = run.step()
         assert record.routes == [[float(c == k % 2) for c in range(2)] for k in range(6)]
@@ -592,7 +593,9 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
 def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
     run = Run(method, opposed(), RunSettings(rounds=3, unseen=0.34), Sequential())
     w = torch.tensor([[-4.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
-    run.state = State(0, {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)}, {})
+    run.state = State(
+        0, {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)}, Shelf()
+    )
     record = run.start()
     for k, route in enumerate(record.routes):
         assert route[k % 2] > 0.9

@@ -18,6 +18,7 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engine.base import Engine, client_key, client_view
 from fedlowrank.engine.run import Run, RunSettings, State
 from fedlowrank.engine.sequential import Sequential, Wire
+from fedlowrank.engine.shelf import Shelf
 from fedlowrank.engine.vectorised import Vectorised
 from fedlowrank.errors import ConfigError, TaskError
 from fedlowrank.low_rank.mixture import Pairs
@@ -226,7 +227,7 @@ def test_known_routes_on_a_frozen_base_are_a_run_in_every_cluster() -> None:
         alone = run_of(Floral(clusters=1, rank=2, router=OPTIMAL, **local), together(members, 0), steps=0)
         begin = alone.state.server
         model = {"base": run.federation.architectures["small"].initial, "adaptors": select(start, c)}
-        alone.state = State(0, dataclasses.replace(begin, model=model), {})
+        alone.state = State(0, dataclasses.replace(begin, model=model), Shelf())
         for _ in range(3):
             alone.step()
         found = select(run.state.server.model["adaptors"], c)
@@ -247,7 +248,7 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
     # the random factors of all clusters those of the first, which are a lone adaptor's
     model = run.state.server.model
     first = tree.map(lambda t: t[:1].expand(4, *t.shape[1:]).clone(), model["adaptors"])
-    run.state = State(0, dataclasses.replace(run.state.server, model={**model, "adaptors": first}), {})
+    run.state = State(0, dataclasses.replace(run.state.server, model={**model, "adaptors": first}), Shelf())
     for _ in range(3):
         run.step()
     alone = run_of(LocalAdaptor(**settings), alike())
@@ -380,7 +381,7 @@ def separated(method: Floral, run: Run) -> Any:
 def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     federation = opposed()
     run = Run(Floral(clusters=2, rank=1, router=router), federation, RunSettings(rounds=3, unseen=0.34), Sequential())
-    run.state = State(0, separated(run.method, run), {})
+    run.state = State(0, separated(run.method, run), Shelf())
     assert len(run.unseen) == 2
     record = run.start()
     for k, route in enumerate(record.routes or ()):
@@ -493,7 +494,7 @@ def test_the_schedule_of_the_optimiser_is_the_routers_too() -> None:
     for schedule in (Schedule(kind="exponential", factor=0.5), Schedule()):
         method = Floral(clusters=2, rank=1, optimiser=SGD(lr=LR, schedule=schedule), batch_size=max(SIZES))
         run = run_of(method, alike(), steps=0)
-        run.state = State(1, dataclasses.replace(begin, model=moved), {})
+        run.state = State(1, dataclasses.replace(begin, model=moved), Shelf())
         run.step()
         thetas.append(run.state.clients[0])
     torch.testing.assert_close(2 * thetas[0], thetas[1], rtol=0, atol=1e-12)

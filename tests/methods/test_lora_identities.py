@@ -21,6 +21,7 @@ from fedlowrank.effective import Weighing
 from fedlowrank.engine.base import client_key, client_view
 from fedlowrank.engine.run import Run, RunSettings, State
 from fedlowrank.engine.sequential import Sequential
+from fedlowrank.engine.shelf import Shelf
 from fedlowrank.key import Key
 from fedlowrank.low_rank.delta import Form, advance
 from fedlowrank.low_rank.lora_layers import lora
@@ -165,7 +166,7 @@ def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimiser: Any) -> None:
     b = run_of(FedAvg(**local), federation([3] * 4, held), steps=0, participation=0.75, **QUIET)
     start = a.personal(a.federation.infos[0])
     assert start.keys() == b.state.server.keys()
-    b.state = State(0, {n: start[n] for n in b.state.server}, {})
+    b.state = State(0, {n: start[n] for n in b.state.server}, Shelf())
     for _ in range(3):
         a.step()
         b.step()

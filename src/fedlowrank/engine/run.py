@@ -168,14 +168,13 @@ class Run:
         return self.state.round
 
     def restore(self, state: State) -> None:
-        """Go on from a saved state, whose clients' states are on a :meth:`shelf` of this run."""
+        """Go on from a saved state."""
 
         def move(value: Any) -> Any:
             return tree.map(lambda t: t.to(self.settings.device), value)
 
-        clients = state.clients
-        if self.settings.device != "cpu":
-            clients = self.shelf() | Lazily(clients, lambda i: move(state.clients[i]))
+        moved = Lazily(state.clients, lambda i: move(state.clients[i]))
+        clients = self.shelf() | (state.clients if self.settings.device == "cpu" else moved)
         self.state = State(state.round, move(state.server), clients)
 
     def shelf(self) -> Shelf:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .. import tree
 from ..data.dataset import NO_LOSS
@@ -101,7 +102,7 @@ class Stack(Work):
 
 def descend_together(
     title: str, trainers: Sequence[LocalTrainer], requests: Sequence[Request], round: int, room: Room
-) -> tuple[Any, list[Tensor]]:
+) -> tuple[Any, Tensor]:
     """Take the steps of all clients, those with the most steps first.
 
     Args:
@@ -112,7 +113,7 @@ def descend_together(
         room: for batches.
 
     Returns:
-        The trained trees with a leading client axis, and the losses of each client.
+        The trained trees with a leading client axis, and the losses ``[clients, steps]``, 0 after a client's last step.
 
     Raises:
         TaskError: if a function of the method is not one that ``vmap`` can handle.
@@ -121,7 +122,7 @@ def descend_together(
     fusion = trainers[0].fusion(requests[0], trainers[0].kind(requests[0]))
     steps = [t.steps(name) for t in trainers]
     feed = Feed([t.data for t in trainers], name, room)
-    losses: list[list[Tensor]] = [[] for _ in trainers]
+    losses: list[Tensor] = []
     work, active = Stack(requests, round), len(trainers)
     take = None if fusion is None else fusion.begin(work)
     for count in range(steps[0]):
@@ -141,9 +142,8 @@ def descend_together(
             raise TaskError(
                 f"{title}: the pass {name!r} cannot be vectorised ({error}). Use engine = 'sequential'."
             ) from error
-        for each, value in zip(losses, values.unbind(), strict=False):
-            each.append(value)
-    return work.ends, [torch.stack(each) for each in losses]
+        losses.append(values if active == len(steps) else functional.pad(values, (0, len(steps) - active)))
+    return work.ends, torch.stack(losses, 1)
 
 
 def stacked(trees: list[Any]) -> Any:
@@ -158,7 +158,7 @@ def filled(trees: list[Any], ragged: Mapping[str, int]) -> list[Any]:
         trees: one a client.
         ragged: the dimension by the path of a part, see :class:`fedlowrank.method.Ragged`.
     """
-    if all(tree.form(t) == tree.form(trees[0]) for t in trees[1:]):
+    if not ragged or all(tree.form(t) == tree.form(trees[0]) for t in trees[1:]):
         return trees
     columns = zip(ragged_axes(trees[0], ragged), *(tree.tensors(t) for t in trees), strict=True)
     full = [ts if axis is None else _to_one_size(ts, axis) for axis, *ts in columns]

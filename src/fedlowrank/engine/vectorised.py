@@ -169,18 +169,22 @@ class Vectorised(Engine):
             title, [c.local for c in first], [_request(c) for c in first], round, self._room
         )
         kind = first[0].local.kind(_request(first[0]))
-        sound = all_finite(torch.cat(losses), ends)
+        sound, steps = all_finite(losses, ends), [c.local.steps(_request(c).name) for c in first]
+        means = (losses.sum(1, dtype=torch.float64).cpu() / torch.tensor(steps)).tolist()
         rows = [t.unbind() for t in tree.tensors(ends)]
         answers: list[Any] = [None] * len(clients)
         for place, i in enumerate(order):
             client, request = clients[i], _request(clients[i])
-            own = zip(rows, tree.tensors(request.start), strict=True)
-            # of ragged dimensions, what is the client's
-            end = refill(request.start, [row[place][tuple(map(slice, t.shape))] for row, t in own])
-            client.local.account(request, kind, losses[place])
+            mine = [row[place] for row in rows]
+            if request.ragged.start:
+                # of ragged dimensions, what is the client's, which also costs less than the whole
+                own = zip(mine, tree.tensors(request.start), strict=True)
+                mine, kind = [m[tuple(map(slice, t.shape))] for m, t in own], client.local.kind(request)
+            end = refill(request.start, mine)
+            client.local.account(request, kind, means[place])
             try:
                 if not sound:
-                    check_finite(client.local.data.info, round, request.name, losses[place], end)
+                    check_finite(client.local.data.info, round, request.name, losses[place, : steps[place]], end)
                 answers[i] = tree.canonical(end)
             except NonFiniteError as error:
                 answers[i] = error

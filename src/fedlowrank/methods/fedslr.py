@@ -137,18 +137,15 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def server_update(self, server: Server, replies: Iterable[Reply[Params]], view: ServerView) -> Server:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
         w = server.w.dense(view.task.common_model(self.title).initial)
-        average: Mean[Params] = Mean()
-        each, clients = {}, len(view.task.clients)
-        if not self.memory_efficient:
-            each = {str(c.id): server.each.get(str(c.id), zeros_like(w)) for c in view.task.clients}
+        average, clients = Mean[Params](), [str(c.id) for c in view.task.clients]
+        each = {i: server.each.get(i, zeros_like(w)) for i in clients if not self.memory_efficient}
         for reply in replies:
             average.add(reply.upload)
-            if not self.memory_efficient:
-                i = str(reply.client.id)
+            if (i := str(reply.client.id)) in each:
                 each[i] = add(each[i], sub(w, reply.upload), 1 / self.eta_g)
-        gamma = add(server.gamma, sub(w, average.value), average.count / clients / self.eta_g)
+        gamma = add(server.gamma, sub(w, average.value), average.count / len(clients) / self.eta_g)
         if not self.memory_efficient:
-            gamma = mean(each.values(), [1.0] * clients)
+            gamma = mean(each.values(), [1.0] * len(clients))
         new = prox(add(average.value, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
         warn_if_dead(self.title, server.w, new, view.round)
         return Server(new, gamma, each)
