@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,13 +35,14 @@ class Sums(Method[Tensor, Tensor, Tensor, Tensor]):
 
     Attributes:
         size: of what they send.
-        stop: replies after which the server looks at no more.
         bad: the client that sends a NaN, or none.
     """
 
     size: int = 1000
-    stop: int = 10**9
     bad: int = -1
+
+    most: ClassVar[int] = 10**9
+    """Replies after which the server looks at no more."""
 
     title = "Sums"
     citation = "-"
@@ -66,7 +68,7 @@ class Sums(Method[Tensor, Tensor, Tensor, Tensor]):
             SEEN.append(weakref.ref(reply.upload))
             gc.collect()
             ALIVE.append(sum(ref() is not None for ref in SEEN))
-            if k + 1 == self.stop:
+            if k + 1 == self.most:
                 break
         return server
 
@@ -121,14 +123,16 @@ def test_a_method_that_does_not_stream_is_given_all() -> None:
     run_of(All()).step()
 
 
-def test_a_server_must_go_to_the_end_of_the_replies() -> None:
-    run = run_of(Sums(stop=5))
+def test_a_server_must_go_to_the_end_of_the_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sums, "most", 5)
+    run = run_of(Sums())
     before = run.state
     with pytest.raises(TaskError, match="Sums: server_update has not gone over all replies"):
         run.step()
     assert run.state is before
     # to stop exactly at the last is to have gone over all
-    run_of(Sums(stop=CLIENTS)).step()
+    monkeypatch.setattr(Sums, "most", CLIENTS)
+    run_of(Sums()).step()
 
 
 def test_a_nan_half_way_stops_the_run_or_is_left_out() -> None:
@@ -158,6 +162,27 @@ def test_a_round_that_fails_in_training_while_the_server_adds_up_leaves_all_as_i
     with pytest.raises(NonFiniteError):
         run.step()
     assert run.state is before
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+def test_after_a_server_that_fails_half_way_the_next_round_is_a_round_like_any_other(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(Sums(), engine)
+    caught = []
+    monkeypatch.setattr(Sums, "most", 3)
+    try:
+        run.step()
+    except TaskError as error:
+        # as a notebook does, and with it all that was suspended
+        caught.append(error)
+    assert len(caught) == 1
+    # an answer that nobody waited for would be taken for that of the next question
+    assert multiprocessing.active_children() == []
+    monkeypatch.undo()
+    run.step()
+    run.engine.close()
+    assert torch.equal(run.state.server, torch.full((1000,), float(2**CLIENTS - 1), dtype=torch.float64))
 
 
 def test_states_above_the_limit_wait_on_the_disk_during_the_round_too() -> None:

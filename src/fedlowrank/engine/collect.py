@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from time import perf_counter, process_time
 from typing import Any, overload
@@ -124,12 +124,19 @@ class Collection:
         self.states = shelf
         self.arrived: set[int] = set()
 
-    def replies(self, outcomes: Iterator[Outcome]) -> Iterator[Reply[Any]]:
-        """Those that arrive, in the order of the clients.
+    def replies(self, outcomes: Iterator[Outcome]) -> Generator[Reply[Any], None, None]:
+        """Those that arrive, in the order of the clients; to be closed, for an engine must know when nobody waits any more.
 
         Raises:
             NonFiniteError: if a client's training met a NaN, and that is to stop the run.
         """
+        try:
+            yield from self._arriving(outcomes)
+        finally:
+            if isinstance(outcomes, Generator):
+                outcomes.close()
+
+    def _arriving(self, outcomes: Iterator[Outcome]) -> Iterator[Reply[Any]]:
         for info in self._clients:
             with self._clock("train"):
                 outcome = next(outcomes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -226,8 +227,10 @@ class Run:
             unlucky = lost_replies([i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t)
             drop = self.settings.on_nan == "drop"
             found = Collection(infos, losses or {}, unlucky, drop, self.state.clients.empty(), clock)
-            replies = found.replies(iter(self.engine.run(self.method, self.federation, self.task, t, jobs)))
-            server, refused = self._server_step(replies, ServerView(self.task, t, self.federation.key / "server" / t))
+            view = ServerView(self.task, t, self.federation.key / "server" / t)
+            outcomes = iter(self.engine.run(self.method, self.federation, self.task, t, jobs))
+            with contextlib.closing(found.replies(outcomes)) as replies:
+                server, refused = self._server_step(replies, view)
         arrived = found.arrived.difference(int(client) for client in refused)
         self.unsaved |= arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
