@@ -1,11 +1,16 @@
 """CPU time and memory of the server step of federated LoRA on factors, against a full decomposition of the dense update.
 
     python benchmarks/server_step.py [--layers 64] [--size 4096] [--table FILE]
+    python benchmarks/server_step.py --rounds 15 [--uploads flat | falling | noise] [--size 4096] [--columns 4096] [--table FILE]
 
 Ten clients with ranks 32, 24, 20, 16, 16, 12, 12, 12, 8 and 8 (160 together) upload pairs for 64 weights of 4096×4096, in
 float32, with equal weights. The first step begins at zero: W = Σ p_i B_i A_i and its decomposition, in float64. In the second,
 every client was sent its truncation of that and uploads it with a tenth of noise; FedHL's recursion gives the next state. The
 other arm builds the first sum as a matrix and calls ``torch.linalg.svd``, for one weight, in float32 and float64.
+
+With ``--rounds`` the default form, ``Form("auto")``, is followed over rounds for one weight, until and after it becomes dense:
+flat, the clients add noise as above; falling, the columns of the noise decrease by 0.7 each; noise, they are sent nothing, so
+that W is a sum of random updates and has a spectrum without any gap, the hardest there is.
 
 CPU seconds are those of ``time.process_time`` on one thread. Memory is the greatest resident size of the process during the step
 less that at its begin (VmHWM and VmRSS, the former reset before each arm; Linux with glibc): the new state and all buffers, but
@@ -18,6 +23,7 @@ import argparse
 import ctypes
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,14 +40,15 @@ SHARE = 1 / len(RANKS)
 T = TypeVar("T")
 
 
-def uploads(layer: str, size: int, at: Delta, key: Key) -> list[tuple[float, Pair]]:
+def uploads(layer: str, shape: tuple[int, int], at: Delta, key: Key, kind: str = "flat") -> list[tuple[float, Pair]]:
     generator = (key / layer).generator()
-    out = []
+    (d, k), out = shape, []
     for rank in RANKS:
-        noise = [torch.randn(shape, generator=generator) / size**0.5 for shape in ((size, rank), (rank, size))]
-        sent = split(truncation(at, rank), rank)
-        scale = 0.1 if at.rank else 1.0
-        out.append((SHARE, Pair(sent.b.float() + scale * noise[0], sent.a.float() + scale * noise[1])))
+        b, a = (torch.randn(s, generator=generator) / n**0.5 for s, n in (((d, rank), d), ((rank, k), k)))
+        fall = 0.7 ** torch.arange(rank) if kind == "falling" else torch.ones(rank)
+        sent = split(truncation(at, 0 if kind == "noise" else rank), rank)
+        scale = 0.1 if at.rank and kind != "noise" else 1.0
+        out.append((SHARE, Pair(sent.b.float() + scale * fall * b, sent.a.float() + scale * fall[:, None] * a)))
     return out
 
 
@@ -80,14 +87,45 @@ def row(what: str, layers: int, seconds: float, memory: float, note: str) -> str
     return line
 
 
+def rounds(count: int, shape: tuple[int, int], kind: str) -> list[str]:
+    """The default form over rounds, as lines of a table."""
+    key, state = Key(("server rounds",)), start({"w": shape}, Form(), max(RANKS))
+    lines = ["| round | width | state | CPU s | memory, GiB |", "| ---: | ---: | --- | ---: | ---: |"]
+    print("\n".join(lines))
+    held = {} if kind == "noise" else {"w": [(SHARE, rank) for rank in RANKS]}
+    for i in range(count):
+        blocks = {"w": uploads("w", shape, state["w"], key / i, kind)}
+        # what all clients hold vanishes, so the least of their ranks does not count
+        width = state["w"].rank - (min(RANKS) if held and i else 0) + sum(RANKS)
+        wide = "" if state["w"].state == "dense" else str(width)
+        work = partial(advance, state, blocks, held=held)
+        state, seconds, memory = measured(work)
+        lines.append(f"| {i + 1} | {wide} | {state['w'].state} | {seconds:.2f} | {memory:.2f} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--layers", type=int, default=64)
     options.add_argument("--size", type=int, default=4096)
+    options.add_argument("--rounds", type=int, default=0, help="follow the default form over this many rounds instead")
+    options.add_argument("--uploads", choices=("flat", "falling", "noise"), default="flat", help="of the rounds")
+    options.add_argument(
+        "--columns", type=int, help="k of the weight of the rounds; d is the size, and k too if not given"
+    )
     options.add_argument("--table", type=Path, help="file to write the table to")
     given = options.parse_args()
     torch.set_num_threads(1)
     key, size = Key(("server step",)), given.size
+    # the libraries' own buffers are not the step's
+    small = {"w": (512, 512)}
+    advance(start(small, Form("exact"), 32), {"w": uploads("w", (512, 512), start(small, Form("exact"), 32)["w"], key)})
+    if given.rounds:
+        lines = rounds(given.rounds, (size, given.columns or size), given.uploads)
+        if given.table:
+            given.table.write_text("\n".join(lines) + "\n")
+        return
     names = [f"layer {i}" for i in range(given.layers)]
     lines = [
         f"{given.layers} weights {size}×{size}, ranks {', '.join(map(str, RANKS))}; torch {torch.__version__}, one thread.",
@@ -97,12 +135,8 @@ def main() -> None:
     ]
     print("\n".join(lines))
 
-    # the libraries' own buffers are not the step's
-    small = {"w": (512, 512)}
-    advance(start(small, Form("exact"), 32), {"w": uploads("w", 512, start(small, Form("exact"), 32)["w"], key)})
-
     zero = start(dict.fromkeys(names, (size, size)), Form("exact"), max(RANKS))
-    first = {name: uploads(name, size, zero[name], key / 0) for name in names}
+    first = {name: uploads(name, (size, size), zero[name], key / 0) for name in names}
     state, seconds, memory = measured(lambda first=first: advance(zero, first))
     truth = dense_sum(first[names[0]], torch.float64)
     note = f"rank {state[names[0]].rank}; relative difference to the matrix {difference(state[names[0]], truth):.1e}"
@@ -111,14 +145,14 @@ def main() -> None:
     sent = state[names[0]].dense()
     for share, rank in ((SHARE, r) for r in RANKS):
         sent -= share * truncation(state[names[0]], rank).dense()
-    second = {name: uploads(name, size, state[name], key / 1) for name in names}
+    second = {name: uploads(name, (size, size), state[name], key / 1) for name in names}
     del first
     held = {name: [(SHARE, rank) for rank in RANKS] for name in names}
     after, seconds, memory = measured(lambda state=state, second=second: advance(state, second, held=held))
     sent += dense_sum(second[names[0]], torch.float64)
     note = f"rank {after[names[0]].rank}; relative difference to the matrix {difference(after[names[0]], sent):.1e}"
     lines.append(row("second, factored, float64", given.layers, seconds, memory, note))
-    blocks = uploads(names[0], size, zero[names[0]], key / 0)
+    blocks = uploads(names[0], (size, size), zero[names[0]], key / 0)
     del state, after, second, truth, sent
 
     for dtype in (torch.float32, torch.float64):

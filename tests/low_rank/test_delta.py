@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedlowrank import tree
 from fedlowrank.errors import ConfigError
 from fedlowrank.low_rank import delta as module
+from fedlowrank.low_rank import sketch
 from fedlowrank.low_rank.delta import (
     Delta,
     Form,
@@ -253,19 +254,53 @@ def test_the_cap_cuts_what_numpy_cuts_and_says_how_much() -> None:
     assert total > 0.1
 
 
-def test_auto_is_exact_up_to_an_eighth_and_dense_from_then_on() -> None:
+@pytest.mark.parametrize("shape", [(72, 36), (36, 72), (48, 48)])
+def test_auto_is_exact_while_the_factors_are_no_larger_than_the_matrix(shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(7)
-    state = start({"w": (80, 64)}, Form(), 3)
-    for rank, wanted in ((3, "exact"), (5, "exact"), (1, "dense"), (1, "dense")):
+    state = start({"w": shape}, Form(), 3)
+    # of (d + k) widths 24 make d·k numbers in each of the three
+    for rank, wanted in ((9, "exact"), (15, "exact"), (1, "dense"), (1, "dense")):
         before = state["w"].dense().clone().numpy()
-        pair = Pair(rand(rng, 80, rank), rand(rng, rank, 64))
+        pair = Pair(rand(rng, shape[0], rank), rand(rng, rank, shape[1]))
+        held = (state["w"].u.numel() + state["w"].v.numel()) + pair.b.numel() + pair.a.numel()
         state = advance(state, {"w": [(1.0, pair)]})
         assert state["w"].state == wanted
+        assert wanted == "dense" or held <= shape[0] * shape[1]
         assert off(state["w"], before + product(pair)) < 1e-13
         state = tree.decode(tree.encode(state))
     assert (state["w"].rank, state["w"].top) == (3, 3)
     # replacing the whole is narrow again, but a dense matrix stays one
     assert advance(state, {}, previous=0.5)["w"].state == "dense"
+
+
+def test_what_a_client_held_does_not_count_for_the_width_where_it_vanishes() -> None:
+    rng = np.random.default_rng(15)
+    state = start({"w": (48, 48)}, Form(), 13)
+    for _ in range(4):
+        pair = Pair(rand(rng, 48, 13), rand(rng, 13, 48))
+        state = advance(state, {"w": [(1.0, pair)]}, held={"w": [(1.0, 13)]})
+        assert (state["w"].state, state["w"].rank) == ("exact", 13)
+
+
+def test_a_default_run_never_decomposes_a_matrix_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither with uploads whose spectrum falls, nor with flat ones: ten rounds far beyond the width at which W becomes dense."""
+    monkeypatch.setattr(sketch, "svd", lambda w: pytest.fail("decomposed in full"))
+    ranks, d, k = (8, 6, 4, 2), 200, 150
+    for decay in (0.7, 1.0):
+        rng = np.random.default_rng(16)
+        state, w = start({"w": (d, k)}, Form(), 8), np.zeros((d, k))
+        for i in range(10):
+            clients = []
+            for rank in ranks:
+                pair = upload(rng, w, rank, 0.0)
+                fall = (0.1 if i else 1.0) * torch.from_numpy(decay ** np.arange(rank)) / d**0.5
+                clients.append(
+                    (0.25, 1.0, Pair(pair.b + fall * rand(rng, d, rank), pair.a + fall[:, None] * rand(rng, rank, k)))
+                )
+            w = fedhl(w, clients)
+            state = step(state, clients)
+            assert off(state["w"], w) < CLOSE
+        assert state["w"].state == "dense"
 
 
 def test_truncation_is_the_best_of_its_rank() -> None:

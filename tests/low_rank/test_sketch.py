@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedlowrank.low_rank.sketch import iterated, leading
+from fedlowrank.low_rank import sketch
+from fedlowrank.low_rank.sketch import by_gram, iterated, leading
 
 Matrix = np.ndarray
 
@@ -41,12 +42,93 @@ def test_the_iteration_is_used_where_it_pays_and_says_when_it_fails(caplog: pyte
     assert iterated(falling, 5) is not None
     leading(falling, 5)
     assert not caplog.records
-    flat, _, _ = with_spectrum(np.ones(90), 150, 90, 0)
-    flat += 1e-3 * falling
-    assert iterated(flat, 5) is None
-    _, s, _ = leading(flat, 5)
-    np.testing.assert_allclose(s.numpy(), np.linalg.svd(flat.numpy())[1][:5], rtol=1e-12)
+    # the last of the five is 1e-6 of the first, which a Gram matrix does not tell from those after it
+    low, _, _ = with_spectrum(np.r_[1, 1e-6 * np.linspace(1, 0.9, 89)], 150, 90, 0)
+    assert iterated(low, 5) is None
+    assert by_gram(low, 5) is None
+    _, s, _ = leading(low, 5)
+    np.testing.assert_allclose(s.numpy(), np.linalg.svd(low.numpy())[1][:5], rtol=1e-9)
     assert "full decomposition" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(400, 300), (300, 400)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_flat_spectra_need_no_full_decomposition(
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sketch, "svd", lambda w: pytest.fail("decomposed in full"))
+    # what the server holds after rounds of random uploads: a plateau, then a drop to a long tail; and noise alone
+    plateau = np.r_[np.linspace(1, 0.6, 40), np.linspace(0.05, 1e-3, 260)]
+    noise = np.linalg.svd(np.random.default_rng(6).normal(size=(300, 300)))[1] / 20
+    rtol = 1e-12 if dtype == torch.float64 else 1e-5
+    for s, by_iteration in ((plateau, True), (noise, False)):
+        w, u, v = with_spectrum(s, *shape, 7)
+        assert (iterated(w.to(dtype), 10) is not None) == by_iteration
+        with pytest.MonkeyPatch.context() as patch:
+            if by_iteration:
+                patch.setattr(sketch, "by_gram", lambda w, rank: pytest.fail("eigenvectors of a Gram matrix"))
+            found = leading(w.to(dtype), 10)
+        np.testing.assert_allclose(found[1].numpy(), s[:10], rtol=rtol)
+        for one, true in ((found[0], u), (found[2], v)):
+            assert one.dtype == dtype
+            torch.testing.assert_close(one.mT @ one, torch.eye(10, dtype=dtype), rtol=0, atol=100 * rtol)
+            # gaps are about 1e-2, so vectors are that much less accurate
+            np.testing.assert_allclose(np.abs(np.sum(one.numpy() * true[:, :10], 0)), 1, atol=1e3 * rtol)
+
+
+def test_what_will_not_converge_is_given_up_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns: list[int] = []
+    true = sketch.orthogonal_to
+
+    def counted(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        columns.append(new.shape[-1])
+        return true(basis, new)
+
+    monkeypatch.setattr(sketch, "orthogonal_to", counted)
+    w = torch.from_numpy(np.random.default_rng(10).normal(size=(600, 500)))
+    assert iterated(w, 10) is None
+    # for both sides, half of the blocks
+    assert sum(columns) == (2 * 10 + sketch.OVERSAMPLE) * sketch.BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("last", "dtype", "believed"),
+    [
+        (0.1, torch.float64, True),
+        # can be counted, but its vectors are off by ε (1e4)²
+        (1e-4, torch.float64, False),
+        (1e-4, torch.float32, True),
+        # its vectors are as good as float32 asks for, but the Gram matrix does not tell its square from rounding
+        (1e-6, torch.float32, False),
+    ],
+)
+def test_eigenvectors_of_a_gram_matrix_are_not_believed_where_squaring_lost_them(
+    last: float, dtype: torch.dtype, believed: bool
+) -> None:
+    w, _, _ = with_spectrum(np.r_[1, 0.5, last, np.full(57, last / 100)], 80, 60, 8)
+    for one in (w, w.mT):
+        assert (by_gram(one.to(dtype), 3) is not None) == believed
+        assert by_gram(one.to(dtype), 2) is not None
+
+
+def test_no_gram_matrix_is_made_where_the_basis_holds_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketch, "_gram", lambda w: pytest.fail("a Gram matrix"))
+    w, _, _ = with_spectrum(0.8 ** np.arange(200), 240, 200, 11)
+    assert iterated(w, 5) is not None
+
+
+def test_a_look_that_comes_too_early_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate of a residual is only a reason to compute it."""
+    w, _, _ = with_spectrum(0.9 ** np.arange(200), 240, 200, 9)
+    wanted = iterated(w, 4)
+    assert wanted is not None
+    residuals = [1.0]
+    true = sketch._residual
+    monkeypatch.setattr(sketch, "_residual", lambda *given: residuals.pop() if residuals else true(*given))
+    again = iterated(w, 4)
+    assert not residuals
+    assert again is not None
+    np.testing.assert_allclose(again[1].numpy(), wanted[1].numpy(), rtol=1e-12)
 
 
 def test_a_new_direction_beside_converged_ones_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ A delta is in one of three states, which give the same numbers:
 - exact: U diag(s) Vᵀ with all that is not rounding;
 - capped: the same, but at most ``cap`` triplets; the energy that was cut off is on record;
 - dense: W itself and its leading ``top`` triplets (:mod:`fedlowrank.low_rank.sketch`). They come from an iteration that begins at
-  the last ones; unless it is proven that they are singular triplets and that none is missing (to the share given there) a full
-  decomposition takes its place. Also in between, what is subtracted for a client is precisely what it was sent.
+  the last ones; unless it is proven that they are singular triplets and that none is missing (to the share given there) the
+  eigenvectors of the Gram matrix take their place, and at last a full decomposition. What is subtracted for a client is precisely
+  what it was sent.
 """
 
 from __future__ import annotations
@@ -40,8 +41,6 @@ Blocks = Mapping[str, Sequence[tuple[float, Pair]]]
 Held = Mapping[str, Sequence[tuple[float, int]]]
 """By layer name, weights p_i and ranks r_i of the clients that were sent the truncation W^{r_i}."""
 
-AUTO_SHARE = 1 / 8
-"""Stacked width, as a share of the smaller dimension, up to which ``"auto"`` stays factored."""
 NOTHING = 1e-12
 """A singular value whose share is this part of all weights, or less, vanishes: its weights add up to one but for rounding."""
 BATCH = 2**20
@@ -55,7 +54,8 @@ class Form:
 
     Attributes:
         kind: exact, capped or dense, see the module; or auto, exact while the stacked width (rank kept + ranks of the blocks of
-            a round) is at most min(d, k)/8, and dense from then on.
+            a round) has factors no larger than the matrix, width·(d + k) ≤ d·k, and dense from then on. About there the
+            steps of both cost the same, too (docs/results/server_step.md).
         cap: triplets that the capped form keeps; None for four times the largest rank of a client.
         dtype: of factors and matrices; singular values and energies are in float64.
     """
@@ -197,8 +197,8 @@ def advance(
     groups: dict[tuple[object, ...], list[_Step]] = {}
     for name, delta in deltas.items():
         step = _Step(name, delta, blocks.get(name, ()), held.get(name, ()), previous)
-        widest = AUTO_SHARE * min(delta.shape) if delta.form.kind == "auto" else math.inf
-        if delta.whole is not None or step.width > widest:
+        (d, k), auto = delta.shape, delta.form.kind == "auto"
+        if delta.whole is not None or (auto and step.width * (d + k) > d * k):
             out[name] = _dense_step(step, previous)
         else:
             key = (delta.shape, step.kept, step.width, delta.u.dtype, delta.u.device, delta.form.cap)
