@@ -101,8 +101,9 @@ class LocalData:
         """The batches of a pass, as it trains on them."""
         order, indices = self.order(name), self.indices(name)
         if not self.augment.active:
+            texts = self._ends is not None
             for step, index in enumerate(indices):
-                yield gather(self.examples, index, step, self._columns(order[step].numpy()))
+                yield gather(self.examples, index, step, self._columns(order[step].numpy()) if texts else None)
             return
         self.augment.check(self.examples.x)
         # of all steps at once: a copy to the device in a step would wait for all steps before

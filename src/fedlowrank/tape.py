@@ -9,7 +9,8 @@ pass and of the update among them. From then on the same operations are *played*
 - while it was recorded, no number was looked at, none was drawn at random, and no tensor came from anywhere but the inputs;
 - played on the inputs on which it was recorded, it gives the same bits.
 
-So whether a tape is used, and from when on, changes no result.
+What is the same in every step, such as the ones with which a backward pass begins, is computed once. So whether a tape is used,
+and from when on, changes no result.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +35,14 @@ LARGEST = 1 << 28
 
 _LOOKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__}
 """What makes numbers of Python of a tensor, so that what follows may depend on them."""
+
+
+_aten = torch.ops.aten
+_MADE = {
+    *(_aten.ones_like, _aten.zeros_like, _aten.full_like, _aten.new_ones, _aten.new_zeros, _aten.new_full),
+    *(_aten.ones, _aten.zeros, _aten.full, _aten.scalar_tensor, _aten.arange),
+}
+"""What makes tensors whose content depends on no other tensor's content."""
 
 
 class UnrepeatableError(Exception):
@@ -118,6 +127,7 @@ class Tape:
         kept = [_place(new) == _place(old) for new, old in zip(first.params, before, strict=True)]
         new = [None if k else recorder.node(p) for k, p in zip(kept, first.params, strict=True)]
         recorder.graph.output((recorder.node(value), new))
+        recorder.fold()
         recorder.graph.eliminate_dead_code()
         self._play = fx.GraphModule(recorder.root, recorder.graph).forward
         # for as long as the tape lives no other object takes the place of what the loss captured
@@ -160,6 +170,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # whose memory must not be given to others while tensors are known by where they lie
         self._alive, self._bytes = list(inputs), 0
         self._nodes = {_place(t): self.graph.placeholder(f"input_{i}") for i, t in enumerate(inputs)}
+        # what depends on no input's content; None once one of these was changed in place
+        self._same: dict[fx.Node, Tensor] | None = {}
         if len(self._nodes) < len(inputs) or any(t.numel() == 0 for t in inputs):
             raise UnrepeatableError("an input is empty")
 
@@ -190,6 +202,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._bytes > LARGEST:
             raise UnrepeatableError("the step is too large to gain by it")
         changes = func._schema.is_mutable
+        same = self._is_same(func, known, named)
         # another view of the same is there already
         if changes or any(_place(t) not in self._nodes for _, t in given):
             node = self.graph.call_function(func, known, named)
@@ -199,7 +212,30 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if _place(t) not in self._nodes:
                     part = node if out is t else self.graph.call_function(operator.getitem, (node, i))
                     self._nodes[_place(t)] = part
+                    if same and self._same is not None:
+                        self._same[part] = t
         return out
+
+    def _is_same(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the result depends on no input's content."""
+        used: list[fx.Node] = []
+        map_arg((args, kwargs), used.append)
+        known = self._same or {}
+        if func._schema.is_mutable:
+            if any(n in known for n in used):
+                self._same = None
+            return False
+        return func.overloadpacket in _MADE or (bool(used) and all(n in known for n in used))
+
+    def fold(self) -> None:
+        """Let what is the same in every step be there already."""
+        known = self._same or {}
+        for node, value in known.items():
+            if any(user not in known for user in node.users):
+                name = f"same_{node.name}"
+                self.root.register_buffer(name, value.detach())
+                with self.graph.inserting_before(node):
+                    node.replace_all_uses_with(self.graph.get_attr(name))
 
     def _written(self, value: Any) -> Any:
         return map_aggregate(value, lambda v: self.node(v) if isinstance(v, Tensor) else v)

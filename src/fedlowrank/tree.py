@@ -337,12 +337,12 @@ def not_finite(value: Any) -> str | None:
     numbers = [t for t in tensors(value) if t.is_floating_point() and t.numel()]
     if not numbers:
         return None
-    # a norm is finite only if all it squares is, and is many times cheaper than to look at every element; only one that is
-    # not needs a second look, for finite numbers may overflow it
+    # a norm is finite only if all it squares is, and is many times cheaper than to look at every element; only where their sum
+    # is not, a second look is needed, for finite numbers may overflow it
     norms = list(torch._foreach_norm(numbers))
     if any(n.dtype != norms[0].dtype for n in norms):
         norms = [n.double() for n in norms]
-    if bool(torch.stack(norms).isfinite().all()):
+    if math.isfinite(torch.stack(norms).sum().item()):
         return None
     found = ((path, t) for path, t in leaves(value) if t.is_floating_point())
     return next((path for path, t in found if not bool(t.isfinite().all())), None)

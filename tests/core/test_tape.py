@@ -233,6 +233,41 @@ def test_the_loss_is_not_asked_any_more(played: list[Tape]) -> None:
 SOMEWHERE = numbers(7, **WIDE)
 
 
+def with_constants(p: Params, batch: Batch) -> Tensor:
+    some = torch.arange(5.0) / torch.full((5,), 4.0) + torch.ones_like(batch.y[:1])
+    return loss(p, batch) * some.sum()
+
+
+def changed_in_place(p: Params, batch: Batch) -> Tensor:
+    sums = torch.zeros(3)
+    whole = sums.view(3, 1)
+    for _ in range(2):
+        # through a view, and from what differs from step to step
+        whole.add_(loss(p, batch))
+    return sums.sum() * torch.ones(()) + loss(p, batch)
+
+
+def filled_in_place(p: Params, batch: Batch) -> Tensor:
+    return loss(p, batch) + torch.zeros(2).add_(torch.ones(2)).mul_(3.0).sum()
+
+
+@pytest.mark.parametrize("f", [with_constants, changed_in_place, filled_in_place])
+def test_what_is_the_same_in_every_step_stays_so(f: Any, played: list[Tape]) -> None:
+    r = request(f)
+    fusion = Fusion(Work(r, 0), batches(1)[0])
+    for seed in range(3):
+        check(r, batches(6, seed), fusion)
+    assert len(played) > 10
+
+
+def test_what_is_the_same_in_every_step_is_computed_once(played: list[Tape]) -> None:
+    end(request(with_constants), batches(6))
+    code = played[-1]._play.__self__.code  # type: ignore[attr-defined]
+    assert "arange" not in code
+    assert "ones_like" not in code
+    assert "same_" in code
+
+
 def numbered(p: Params, batch: Batch) -> Tensor:
     return loss(p, batch) * (1 + batch.step)
 
