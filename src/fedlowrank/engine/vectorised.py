@@ -145,8 +145,11 @@ class Vectorised(Engine):
 
     def _execute(self, method: AnyMethod, clients: list[_Client], round: int) -> list[Any]:
         groups: dict[Any, list[int]] = {}
+        # clients mostly have the very same one, and a word for each would take as long as a small tree
+        optimisers = {id(_request(c).optimiser): _request(c).optimiser for c in clients}
+        words = {i: repr(optimiser) for i, optimiser in optimisers.items()}
         for i, client in enumerate(clients):
-            groups.setdefault(_kind(client), []).append(i)
+            groups.setdefault((words[id(_request(client).optimiser)], *_kind(client)), []).append(i)
         answers: list[Any] = [None] * len(clients)
         for members in groups.values():
             group = [clients[i] for i in members]
@@ -215,8 +218,8 @@ def _request(client: _Client) -> Request:
     return client.request
 
 
-def _kind(client: _Client) -> Any:
-    """What requests must have in common to be executed at once."""
+def _kind(client: _Client) -> tuple[Any, ...]:
+    """What requests must have in common, beside the optimiser, to be executed at once."""
     r = _request(client)
     # what else looks at the parameters would see zeros that are not theirs
     ragged = r.ragged if r.prox is None and r.precondition is None else Ragged()
@@ -226,7 +229,6 @@ def _kind(client: _Client) -> Any:
     return (
         *[identity(f) for f in (r.loss, r.precondition, r.prox)],
         r.name,
-        repr(r.optimiser),
         client.local.model.name,
         client.local.data.form,
         _form(r.start, ragged.start),
