@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from time import perf_counter, process_time
 from typing import Any, overload
 
+from torch import Tensor
+
 from .. import tree
 from ..channel import Scales, Traffic
 from ..method import ClientInfo, Reply
@@ -16,6 +18,14 @@ from .shelf import Shelf
 
 AT_ONCE = 256
 """States that are put on the shelf together, for each time all its places are copied."""
+
+
+SMALL = 1 << 20
+"""Bytes of a tensor up to which it lies among others in memory; the system gives larger ones pages of their own."""
+
+
+def _moved(t: Tensor) -> Tensor:
+    return t.clone() if t.nbytes <= SMALL else t
 
 
 class Jobs(Sequence[Job]):
@@ -161,7 +171,9 @@ class Collection:
             self._shelve()
 
     def _shelve(self) -> None:
-        self.states, self._waiting = self.states | self._waiting, {}
+        # copied one behind the other: between the tensors of training, where they came to be, each would keep a hole open
+        compact = {client: tree.map(_moved, state) for client, state in self._waiting.items()}
+        self.states, self._waiting = self.states | compact, {}
 
     def _why_lost(self, info: ClientInfo, outcome: Outcome) -> str | None:
         if outcome.error is not None and outcome.lost is None and not self._drop:
