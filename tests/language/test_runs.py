@@ -238,7 +238,13 @@ def test_batches_in_parts_give_the_same_model(llama: Path, tmp_path: Path) -> No
     for one in tables:
         one["defaults"] |= sgd
     whole, parts = (run_of(one) for one in tables)
-    for (path, a), (_, b) in zip(tree.leaves(whole.state.server), tree.leaves(parts.state.server), strict=True):
+    one, other = (run.state.server for run in (whole, parts))
+    assert one.delta.keys() == other.delta.keys()
+    for name in one.delta:
+        # not the singular vectors: those of small values are not determined to more digits than these values have
+        a, b = one.delta[name].dense(), other.delta[name].dense()
+        assert float((a - b).norm()) <= 1e-4 * float(a.norm()), name
+    for (path, a), (_, b) in zip(tree.leaves(one.rest), tree.leaves(other.rest), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=path)
 
 
