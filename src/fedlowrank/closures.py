@@ -74,16 +74,6 @@ def held(value: Any) -> list[Any] | None:
     return None
 
 
-def everything(value: Any, within: frozenset[int] = frozenset()) -> list[Any]:
-    """All that a function captured that is not made of anything else, directly or through what it captured."""
-    if id(value) in within:
-        return []
-    parts = held(value)
-    if parts is None:
-        return [value]
-    return [v for part in parts for v in everything(part, within | {id(value)})]
-
-
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -15,10 +14,6 @@ from .method import Batch, Pull, Request
 from .optimiser import Rates, clip
 
 T = TypeVar("T")
-
-
-Disguise = Callable[[list[Tensor]], list[Tensor]]
-"""The parameters as a loss is to see them: with other tensors, which know more, in the places of some."""
 
 
 class Work:
@@ -37,11 +32,7 @@ class Work:
         towards: tensors of the request's pull, or None.
         along: likewise.
         borrowed: as above.
-        constants: all tensors but the parameters that a loss and a step may use.
     """
-
-    clients = 1
-    """Whose work it is."""
 
     def __init__(self, request: Request, round: int, borrowed: frozenset[int] = frozenset()) -> None:
         self.request = request
@@ -57,24 +48,8 @@ class Work:
         pull = Pull() if request.pull is None else request.pull
         self.towards = None if not pull.strength else tensors_like(request.start, layout(pull.towards))
         self.along = None if pull.along is None else tensors_like(request.start, layout(pull.along))
-        self.constants = self._constants()
         self.memory: list[list[Tensor]] = []
         self._lr = request.optimiser.learning_rate(round)
-
-    def _constants(self) -> list[Tensor]:
-        return [*tree.tensors(self.given), *(self.towards or ()), *(self.along or ())]
-
-    def twin(self) -> Work:
-        """The same in memory of its own, to be tried out before the first step of an optimiser that remembers."""
-        other = copy.copy(self)
-        other.params = [p.detach().clone().requires_grad_() for p in self.params]
-        other.now = refill(self.now, other.params)
-        other.given = tree.map(torch.clone, self.given)
-        other.towards, other.along = (
-            None if ts is None else [t.clone() for t in ts] for ts in (self.towards, self.along)
-        )
-        other.constants = other._constants()
-        return other
 
     @property
     def strength(self) -> float:
@@ -92,10 +67,9 @@ class Work:
         """Copy what is still the start's."""
         self.replace({i: self.params[i].detach().clone() for i in self.borrowed})
 
-    def loss(self, batch: Batch, disguise: Disguise | None = None) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Of a batch."""
-        now = self.now if disguise is None else refill(self.now, disguise(self.params))
-        value: Tensor = self.request.loss(now, batch, *self.given)
+        value: Tensor = self.request.loss(self.now, batch, *self.given)
         return value
 
     def gradient(self, value: Tensor, allow_unused: bool = False) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import tree
+from .buffers import install_buffers
 from .data.dataset import ClientData, Examples
 from .data.federation import Federation
 from .engine.base import Engine, client_view
@@ -173,7 +174,7 @@ def at_client(
         state,
         info,
         round,
-        lambda view: method.server_model(server, state, view),
+        lambda own, view: method.server_model(server, own, view),
     )
 
 
@@ -186,7 +187,7 @@ def inference(
     state: Any,
     info: ClientInfo,
     round: int,
-    server_model: Callable[[ClientView], Params | None] | None = None,
+    server_model: Callable[[Any, ClientView], Params | None] | None = None,
 ) -> AtClient:
     """How one client infers by what it was sent, and what its models are made of.
 
@@ -199,22 +200,24 @@ def inference(
         state: of the client.
         info: who it is.
         round: counted from 0.
-        server_model: parameters of the server's own model, where it is known here and is not what clients are sent.
+        server_model: parameters of the server's own model by the method's state of the client, where it is known here and is not
+            what clients are sent.
     """
     trainer = engine.trainer(method, federation, round, info)
+    state, task = install_buffers(task, state)
     view = client_view(federation, task, round, info, trainer)
     view = replace(view, model=view.model.locally(lambda: (b.x for b in trainer.data.chunks())))
     with torch.inference_mode(False):
         made = method.predictor(state, down, view)
         parts = method.parts(state, down, view)
         routes = method.routes(state, down, view)
-        whole = None if server_model is None else server_model(view)
+        whole = None if server_model is None else server_model(state, view)
     named = {**(made if isinstance(made, Mapping) else {"personal": made})}
     if whole is not None:
         named["server"] = lambda x: view.model.apply(whole, x)
     # the personal model only when it is asked for: it may be dear
     return AtClient(
-        named, parts, view.model, routes, lambda: view.model.complete(method.personal(state, down, view)), whole
+        named, parts, view.model, routes, lambda: view.model.whole(method.personal(state, down, view)), whole
     )
 
 

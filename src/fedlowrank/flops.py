@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -74,19 +75,25 @@ class FlopLedger:
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
 
-    def count(self, kind: Any, sizes: Mapping[Size, int], run: Callable[[Size], object]) -> int:
-        """Operations of a number of steps.
+    @contextlib.contextmanager
+    def counting(self, kind: Any, size: Size) -> Iterator[None]:
+        """Count the step that is taken inside, unless one of its kind and size is known.
 
         Args:
             kind: everything but the batch that the cost depends on.
-            sizes: number of steps for each size of a batch, examples and tokens.
-            run: executes one step of that size; called under the counter when the size is new.
+            size: of the batch, examples and tokens.
         """
-        total = 0
-        for size, steps in sizes.items():
-            if (kind, size) not in self._known:
-                with FlopCounter() as counter:
-                    run(size)
-                self._known[kind, size] = counter.total
-            total += steps * self._known[kind, size]
-        return total
+        if (kind, size) in self._known:
+            yield
+            return
+        with FlopCounter() as counter:
+            yield
+        self._known[kind, size] = counter.total
+
+    def knows(self, kind: Any, size: Size) -> bool:
+        """Whether a step of that kind and size has been counted."""
+        return (kind, size) in self._known
+
+    def total(self, kind: Any, sizes: Mapping[Size, int]) -> int:
+        """Operations of a number of steps of each size, all of which have been counted."""
+        return sum(steps * self._known[kind, size] for size, steps in sizes.items())

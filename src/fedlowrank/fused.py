@@ -4,13 +4,14 @@
 
 A matrix takes its step in there only if all that the loss does with it is one linear map, for then nobody needs its value
 again. Which ones these are is seen in one evaluation of the loss that is thrown away (:class:`Watch`), once for every kind of
-step, so that no result depends on what an engine has done before. In a fused step a stand-in (:class:`Matrix`) lets nothing
-else use the matrix: that ends in :class:`UnfusableError` before a number has changed, and the step is taken by gradients.
+step, so that no result depends on what an engine has done before. In such a step a tensor subclass (:class:`Matrix`) stands in
+for the parameter and lets nothing else use it: that ends in :class:`UnfusableError` before a number has changed, and the step is
+taken by gradients. Engines do this for losses of this package on standard layers alone (:mod:`fedlowrank.models.standard`), which
+a second evaluation does not change.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,19 +20,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from .descent import Work
+from .descent import Work, refill
 from .method import Batch, Request
 from .optimiser import SGD
-from .tape import Tape, UnrepeatableError, captured, form
 
-SMALLEST = 4096
-"""Numbers of a matrix for which it is worth the while."""
+SMALLEST = 1 << 18
+"""Entries of a matrix from which on it pays: a round takes 9 to 14 % less CPU time with matrices of 400,000 to 1,000,000
+entries, and more time with one of 100,000 (one client after another, plain SGD, batches of 32)."""
 
-OFTEN = 16
-"""Steps of clients of one form after which it is recorded, which takes about as long as so many steps of a small model."""
-
-TAPES = 64
-"""Kept for one kind of steps at most."""
+Places = frozenset[int]
+"""Which of the tensors of a step, in their order, take it in the backward pass."""
 
 _HARMLESS = {
     getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_leaf")
@@ -97,17 +95,12 @@ def linear_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         return None
     x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else kwargs.get("bias")
     plain = x.dtype == weight.dtype and x.ndim >= 2 and not torch.is_autocast_enabled(weight.device.type)
-    return (x, weight, bias) if plain and _is_of_many(x) == _is_of_many(weight) else None
+    return (x, weight, bias) if plain else None
 
 
 def _is_recomputed() -> bool:
     """Whether what is computed now may be computed again in the backward pass, as ``torch.utils.checkpoint`` does."""
     return not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def _is_of_many(t: Tensor) -> bool:
-    """Whether a tensor stands for those of many clients, within ``vmap``."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(t))
 
 
 class Step:
@@ -145,16 +138,15 @@ class Step:
 
         Args:
             place: of the matrix.
-            weight: the matrix ``[out, in]``, or those of many clients ``[clients, out, in]``.
-            g: gradient of the output ``[(clients,) n, out]``.
-            x: the input ``[(clients,) n, in]``.
+            weight: the matrix ``[out, in]``.
+            g: gradient of the output ``[n, out]``.
+            x: the input ``[n, in]``.
         """
         if not self.begun:
             raise UnfusableError
         beta, alpha = self._factors[place]
         out = None if place in self._borrowed else weight
-        product = torch.addmm if weight.ndim == 2 else torch.baddbmm
-        self.moved[place] = product(weight, g.mT, x, beta=beta, alpha=alpha, out=out)
+        self.moved[place] = torch.addmm(weight, g.mT, x, beta=beta, alpha=alpha, out=out)
 
     def finish(self, work: Work, grads: Sequence[Tensor | None]) -> None:
         """What is left of the step after the backward pass."""
@@ -201,8 +193,7 @@ class Matrix(Tensor):
         if parts is None:
             raise UnfusableError
         matrix.step.claim(matrix.place)
-        form = LinearOfMany if _is_of_many(matrix.plain) else _Linear
-        return form.apply(*parts, matrix.step, matrix.place)  # type: ignore[no-untyped-call]
+        return _Linear.apply(*parts, matrix.step, matrix.place)  # type: ignore[no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
@@ -224,124 +215,38 @@ class _Linear(torch.autograd.Function):
         return below, None, bias, None, None
 
 
-class LinearOfMany(torch.autograd.Function):
-    """The same for many clients within ``vmap``; it leaves ``vmap`` for one product over all of them."""
+def find_places(work: Work, batch: Batch) -> Places:
+    """The matrices that can take a step in the backward pass, found in one evaluation of the loss that is thrown away.
 
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, bias: Tensor | None, step: Step, place: int) -> Tensor:
-        """Never called: ``vmap`` calls the rule below."""
-        del x, weight, bias, step, place
-        raise UnfusableError
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing: the rule below is differentiated."""
-
-    @staticmethod
-    def vmap(
-        info: Any,
-        axes: tuple[int | None, ...],
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        step: Step,
-        place: int,
-    ) -> tuple[Tensor, int]:
-        """The products of all clients ``[clients, n, in] × [clients, out, in]``."""
-        # a matrix within a second vmap is not every client's own
-        if axes[1] != 0 or axes[0] is None or _is_of_many(weight):
-            raise UnfusableError
-        x = x.movedim(axes[0], 0)
-        if bias is not None:
-            bias = bias.movedim(axes[2], 0) if axes[2] is not None else bias.expand(info.batch_size, *bias.shape)
-        rows = x.reshape(len(x), -1, x.shape[-1])
-        out: Tensor = _Products.apply(rows, weight, bias, step, place)  # type: ignore[no-untyped-call]
-        return out.reshape(*x.shape[:-1], out.shape[-1]), 0
-
-
-class _Products(torch.autograd.Function):
-    """Linear maps of many clients, whose matrices take their step in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, step: Step, place: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.step, ctx.place = step, place
-        return torch.bmm(x, weight.mT) if bias is None else torch.baddbmm(bias[:, None], x, weight.mT)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        below = torch.bmm(g, weight) if ctx.needs_input_grad[0] else None
-        bias = g.sum(1) if ctx.needs_input_grad[2] else None
-        ctx.step.take(ctx.place, weight, g, x)
-        return below, None, bias, None, None
-
-
-class Fusion:
-    """How steps of one kind are taken.
+    Only for losses of standard layers (:mod:`fedlowrank.models.standard`), which a further evaluation does not change.
 
     Args:
         work: the beginning of such a pass, left as it is.
         batch: one of the pass.
-
-    Attributes:
-        places: of the matrices that can take a step in the backward pass.
     """
+    with Watch(work.params) as watch:
+        work.loss(batch)
+    places: Places = watch.found
+    return places
 
-    def __init__(self, work: Work, batch: Batch) -> None:
-        with Watch(work.params) as watch:
-            work.loss(batch)
-        self.places = watch.found
-        self._met: Counter[Any] = Counter()
-        self._tapes: dict[Any, Tape | None] = {}
 
-    def begin(self, work: Work) -> Callable[[Batch], Tensor]:
-        """What takes the steps of a pass, and returns the loss of each."""
-        rates, forms = work.rates, tuple(t.stride() for t in (*work.params, *work.constants))
-        how = *rates.lr, *rates.weight_decay, work.strength, forms
-
-        def step(batch: Batch) -> Tensor:
-            try:
-                # anew in every step, for a loss may count its calls
-                key = captured(work.request.loss), how, work.borrowed, form(batch)
-            except UnrepeatableError:
-                return self.take(work, batch)
-            tape = self._tapes.get(key)
-            return self._counted(key, work, batch) if tape is None else tape.play(work, batch)
-
-        return step
-
-    def _counted(self, key: Any, work: Work, batch: Batch) -> Tensor:
-        """Take a step that has no tape, and record it if such steps are many."""
-        if key not in self._tapes and len(self._tapes) < TAPES:
-            self._met[key] += work.clients
-        if self._met[key] >= OFTEN and key not in self._tapes:
-            try:
-                self._tapes[key] = Tape(self.take, work, batch)
-            except UnrepeatableError:
-                self._tapes[key] = None
-        return self.take(work, batch)
-
-    def take(self, work: Work, batch: Batch) -> Tensor:
-        """Take a step, in the backward pass where that can be, and return its loss."""
-        if self.places:
-            step = Step(work, self.places)
-            try:
-                value = work.loss(batch, step.disguise)
-            except UnfusableError:
-                pass
-            else:
-                step.begun = True
-                grads = work.gradient(value, allow_unused=True)
-                with torch.no_grad():
-                    step.finish(work, grads)
-                return value.detach()
+def step_in_backward(work: Work, places: Places, batch: Batch) -> Tensor:
+    """Take a step, in the backward pass for the matrices at some places, and return its loss."""
+    step = Step(work, places)
+    try:
+        value = work.request.loss(refill(work.now, step.disguise(work.params)), batch, *work.given)
+    except UnfusableError:
         value = work.loss(batch)
         work.step(work.gradient(value), 0)
         return value.detach()
+    step.begun = True
+    grads = work.gradient(value, allow_unused=True)
+    with torch.no_grad():
+        step.finish(work, grads)
+    return value.detach()
 
 
-def fusable(request: Request) -> bool:
+def takes_plain_steps(request: Request) -> bool:
     """Whether the steps of a request are η times a gradient that nobody else needs."""
     how = request.optimiser
     return isinstance(how, SGD) and not how.momentum and how.clip is None and request.precondition is None

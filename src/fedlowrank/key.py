@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,3 +44,29 @@ class Key:
     def numpy(self) -> np.random.Generator:
         """A fresh generator of numpy."""
         return np.random.default_rng(self.seed())
+
+    @contextlib.contextmanager
+    def global_generators(self, device: torch.device | None = None) -> Iterator[None]:
+        """Seed the global generators of torch, numpy and Python while user code runs, and restore them afterwards.
+
+        Modules draw from them: ``nn.Dropout`` and ``torch.randn`` from torch's, stochastic depth often from ``random``,
+        mixup from ``numpy.random``. The package itself draws from :meth:`generator` and :meth:`numpy` alone.
+
+        Args:
+            device: an accelerator whose generator is seeded, too.
+        """
+        seed = self.seed()
+        gpus = [device] if device is not None and device.type == "cuda" else []
+        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - user code draws from it
+        with torch.random.fork_rng(devices=gpus):
+            torch.default_generator.manual_seed(seed)
+            for gpu in gpus:
+                with torch.cuda.device(gpu):
+                    torch.cuda.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            try:
+                yield
+            finally:
+                random.setstate(python)
+                np.random.set_state(numpy)  # noqa: NPY002

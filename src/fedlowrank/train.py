@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -15,7 +17,7 @@ from .closures import code_of
 from .descent import Work, layout
 from .errors import NonFiniteError
 from .flops import FlopLedger
-from .fused import Fusion, fusable
+from .fused import Places, find_places, step_in_backward, takes_plain_steps
 from .key import Key
 from .local_data import LocalData, Size, gather, size_of
 from .method import Batch, ClientInfo, Request
@@ -44,11 +46,11 @@ class LocalTrainer:
 
     Args:
         model: architecture of the client.
-        models: all architectures of the task, for layers that behave differently in training (dropout).
+        models: all architectures of the task.
         data: of the client.
         round: counted from 0.
         ledger: shared by all clients of a run.
-        fusions: likewise, by the kind of steps.
+        places: likewise, by the kind of steps: which matrices take their steps in the backward pass.
         micro_batch: examples at once in a step, or None for all of its batch.
     """
 
@@ -59,15 +61,15 @@ class LocalTrainer:
         data: LocalData,
         round: int,
         ledger: FlopLedger,
-        fusions: dict[Any, Fusion] | None = None,
+        places: dict[Any, Places] | None = None,
         micro_batch: int | None = None,
     ) -> None:
         self.model = model
-        self.random = [m for m in models if m.random]
+        self.models = list(models)
         self.data = data
         self.round = round
         self.ledger = ledger
-        self.fusions = {} if fusions is None else fusions
+        self.places = {} if places is None else places
         self.micro_batch = micro_batch
         self.meter = Meter()
 
@@ -78,41 +80,65 @@ class LocalTrainer:
     def train(self, request: Request) -> Any:
         """See :meth:`fedlowrank.method.ClientView.train`."""
         name, kind = request.name, self.kind(request)
-        fusion = self.fusion(request, kind)
-        with in_training(self.random, self.data.key / name):
-            end, losses = descend(request, self.data.batches(name), self.round, self.micro_batch, fusion)
+        standard = self.is_standard(request)
+        places = self._places(request, kind) if standard else frozenset()
+        with contextlib.nullcontext() if standard else self._in_training(self.data.key / name):
+            end, losses = descend(
+                request,
+                self.data.batches(name),
+                self.round,
+                self.micro_batch,
+                places,
+                lambda batch: self.ledger.counting(kind, size_of(batch)),
+            )
         self.account(request, kind, float(losses.mean()))
         check_finite(self.data.info, self.round, name, losses, end)
         return tree.canonical(end)
 
+    def is_standard(self, request: Request) -> bool:
+        """Whether a step does nothing but compute: the functions are this package's, and all layers are standard.
+
+        Only then may an engine evaluate the loss once more than the user's own loop would, or for many clients at once.
+        """
+        functions = [f for f in (request.loss, request.precondition, request.prox) if f is not None]
+        own = all((getattr(f, "__module__", None) or "").startswith("fedlowrank.") for f in functions)
+        return own and all(m.is_standard for m in self.models)
+
     def account(self, request: Request, kind: Any, loss: float) -> None:
-        """Enter a pass of that :meth:`kind` into the meter, with its mean loss."""
+        """Enter a pass of that :meth:`kind`, whose steps have been counted, into the meter, with its mean loss."""
         index = self.data.order(request.name)
-        where: dict[Size, Tensor] = {}
-        sizes: dict[Size, int] = {}
-        for i in index:
-            size = self.data.size(i)
-            where.setdefault(size, i)
-            sizes[size] = sizes.get(size, 0) + 1
-
-        def step(size: Size) -> object:
-            some = gather(self.data.examples, where[size])
-            work = Work(request, self.round)
-            return work.gradient(work.loss(some))
-
-        with in_training(self.random, self.data.key / "flops"):
-            self.meter.flops += self.ledger.count(kind, sizes, step)
+        self.meter.flops += self.ledger.total(kind, Counter(self.data.size(i) for i in index))
         self.meter.steps += len(index)
         self.meter.losses[request.name] = loss
 
-    def fusion(self, request: Request, kind: Any) -> Fusion | None:
-        """How steps of a request of that :meth:`kind` are fused, None if they cannot be."""
-        if not fusable(request):
-            return None
-        if kind not in self.fusions:
-            with in_training(self.random, self.data.key / "fusion"):
-                self.fusions[kind] = Fusion(Work(request, self.round), next(self.data.batches(request.name)))
-        return self.fusions[kind]
+    def count(self, request: Request, kind: Any) -> None:
+        """Count steps of a request of standard layers, one of each size, without taking them."""
+        work = None
+        for size, i in {self.data.size(i): i for i in self.data.order(request.name)}.items():
+            if not self.ledger.knows(kind, size):
+                work = work or Work(request, self.round)
+                with self.ledger.counting(kind, size):
+                    work.gradient(work.loss(gather(self.data.examples, i)))
+
+    def _places(self, request: Request, kind: Any) -> Places:
+        """The matrices that can take their steps in the backward pass of a request of that :meth:`kind`."""
+        if not takes_plain_steps(request):
+            return frozenset()
+        if kind not in self.places:
+            self.places[kind] = find_places(Work(request, self.round), next(self.data.batches(request.name)))
+        return self.places[kind]
+
+    @contextlib.contextmanager
+    def _in_training(self, key: Key) -> Iterator[None]:
+        """Put all models in training mode, and let user code draw from generators seeded by ``key``."""
+        with key.global_generators(self.data.examples.y.device):
+            for model in self.models:
+                model.training(True)
+            try:
+                yield
+            finally:
+                for model in self.models:
+                    model.training(False)
 
     def kind(self, request: Request) -> Any:
         """What the cost of a step depends on, but for its batch."""
@@ -125,16 +151,17 @@ class LocalTrainer:
     def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.method.ClientView.total`."""
         sums: list[T] = []
-        sizes: dict[Size, int] = {}
+        sizes: Counter[Size] = Counter()
         params = layout(params)
+        kind = self._kind(statistic, params, given)
         with torch.no_grad():
             for batch in self.data.chunks():
-                part = statistic(params, batch, *given)
-                sizes[size_of(batch)] = sizes.get(size_of(batch), 0) + 1
+                size = size_of(batch)
+                with self.ledger.counting(kind, size):
+                    part = statistic(params, batch, *given)
+                sizes[size] += 1
                 sums = [part if not sums else tree.add(sums[0], part)]
-            kind = self._kind(statistic, params, given)
-            samples = {size_of(b): b for b in self.data.chunks()}
-            self.meter.flops += self.ledger.count(kind, sizes, lambda n: statistic(params, samples[n], *given))
+        self.meter.flops += self.ledger.total(kind, sizes)
         return tree.canonical(sums[0])
 
 
@@ -143,7 +170,8 @@ def descend(
     batches: Iterator[Batch],
     round: int,
     micro_batch: int | None = None,
-    fusion: Fusion | None = None,
+    places: Places = frozenset(),
+    counting: Callable[[Batch], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
 ) -> tuple[Any, Tensor]:
     """Take one step a batch.
 
@@ -152,19 +180,21 @@ def descend(
         batches: one a step.
         round: counted from 0.
         micro_batch: examples of which a gradient is taken at once; those of a batch add up to its own.
-        fusion: how matrices can take their steps in the backward pass; None to take all steps by gradients.
+        places: of the matrices that take their steps in the backward pass; all other steps are taken by gradients.
+        counting: entered around each loss and its gradient.
 
     Returns:
         The trained tree, and the loss of every step ``[steps]``.
     """
-    work = Work(request, round, frozenset() if fusion is None else fusion.places)
-    take = None if fusion is None else fusion.begin(work)
+    work = Work(request, round, places)
     losses: list[Tensor] = []
     for count, batch in enumerate(batches):
-        if take is not None and (micro_batch is None or len(batch) <= micro_batch):
-            value = take(batch)
-        else:
-            value, grads = _gradient(work, batch, micro_batch)
+        with counting(batch):
+            if places and (micro_batch is None or len(batch) <= micro_batch):
+                value, grads = step_in_backward(work, places, batch), None
+            else:
+                value, grads = _gradient(work, batch, micro_batch)
+        if grads is not None:
             work.step(grads, count)
         work.proximal()
         losses.append(value)
@@ -202,20 +232,3 @@ def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end:
 def all_finite(losses: Tensor, ends: Any) -> bool:
     """Whether losses and parameters, of one client or of many, are finite."""
     return tree.not_finite([losses, ends]) is None
-
-
-@contextlib.contextmanager
-def in_training(models: list[Architecture], key: Key) -> Iterator[None]:
-    """Let the random layers (dropout) of models draw from ``key``; torch's own generator is put back afterwards."""
-    if not models:
-        yield
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(key.seed())
-        for model in models:
-            model.training(True)
-        try:
-            yield
-        finally:
-            for model in models:
-                model.training(False)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import closures
-from fedlowrank.closures import code_of, everything, identity
+from fedlowrank.closures import code_of, identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +98,6 @@ def test_a_function_may_refer_to_itself_and_to_what_is_not_there_yet() -> None:
         return 0 if n == 0 else itself(n - 1)
 
     assert identity(itself) == identity(itself)
-    assert everything(itself) == []
 
     def early() -> int:
         return late
@@ -114,10 +112,3 @@ def test_code_of_ignores_objects_and_keeps_numbers() -> None:
     assert code_of(make(1)) != code_of(make(2))
     assert code_of(Frozen(1.0).scaled) == code_of(Frozen(2.0).scaled)
     assert code_of(torch.relu) == code_of(torch.relu) != code_of(torch.abs)
-
-
-def test_everything_goes_through_functions_lists_and_settings() -> None:
-    a, b, c = object(), torch.zeros(1), Loose(1.0)
-    found = everything(make([make(a), Frozen(1.0, {"b": (b, make(c))})]))
-    assert [x for x in (a, b, c) if any(x is f for f in found)] == [a, b, c]
-    assert closures.held(a) is None

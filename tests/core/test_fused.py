@@ -15,20 +15,24 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fedlowrank import fused
+from fedlowrank import fused, train
 from fedlowrank.check import CHECKS, check_method
 from fedlowrank.descent import Work
 from fedlowrank.engine.stacked import Stack, joined
-from fedlowrank.fused import Fusion, fusable
+from fedlowrank.fused import Places, find_places, step_in_backward, takes_plain_steps
 from fedlowrank.method import Batch, Pull, Request
 from fedlowrank.methods import METHODS
 from fedlowrank.optimiser import SGD, AdamW, Group
-from fedlowrank.tape import Tape
 from fedlowrank.train import descend
 
 Params = dict[str, Tensor]
 WIDE = {"a": (70, 60), "b": (70,), "c": (64, 70), "d": (5, 64)}
-"""A, C are large enough to be fused; D is not."""
+"""A, C are large enough to take their steps in the backward pass; D is not."""
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "SMALLEST", 4096)
 
 
 def numbers(seed: int, **shapes: tuple[int, ...]) -> Params:
@@ -82,11 +86,11 @@ def by_torch(r: Request, steps: list[Batch]) -> Params:
 
 def places(r: Request, batch: Batch) -> set[str]:
     names = list(r.start)
-    return {names[i] for i in Fusion(Work(r, 0), batch).places}
+    return {names[i] for i in find_places(Work(r, 0), batch)}
 
 
 def fused_end(r: Request, steps: list[Batch]) -> Params:
-    end, losses = descend(r, iter(steps), 0, None, Fusion(Work(r, 0), steps[0]))
+    end, losses = descend(r, iter(steps), 0, None, find_places(Work(r, 0), steps[0]))
     assert len(losses) == len(steps)
     found: Params = end
     return found
@@ -128,17 +132,16 @@ def test_many_clients_at_once_are_torch_s(count: int, decay: float, strength: fl
     # the last client has an uneven last batch, which is padded
     feeds = [batches(count, seed + c) for c in clients]
     feeds[2][-1] = batches(1, seed, size=4)[0]
-    fusion, work = Fusion(Work(each[0], 0), feeds[0][0]), Stack(each, 0)
-    assert len(fusion.places) == 2
+    work = Stack(each, 0)
 
     def masked(p: Params, batch: Batch) -> Tensor:
         return batch.mean(functional.cross_entropy(forward(p, batch.x), batch.y, reduction="none"))
 
     work.request = dataclasses.replace(work.request, loss=masked)
-    take = fusion.begin(work)
     for step in range(count):
-        values = take(joined([f[step] for f in feeds]))
+        values = work.loss(joined([f[step] for f in feeds]))
         assert values.shape == (3,)
+        work.step(work.gradient(values), step)
     for c in clients:
         assert_close({n: t[c] for n, t in work.ends.items()}, by_torch(each[c], feeds[c]))
 
@@ -234,7 +237,7 @@ def test_a_matrix_that_a_step_does_not_use_only_decays() -> None:
     assert_close(fused_end(r, steps), by_torch(r, steps))
     # from the very first step on, when the tensor is still the start's own
     later = [dataclasses.replace(b, step=b.step + 1) for b in steps]
-    end, _ = descend(r, iter(later), 0, None, Fusion(Work(r, 0), steps[0]))
+    end, _ = descend(r, iter(later), 0, None, find_places(Work(r, 0), steps[0]))
     assert_close(end, by_torch(r, later))
 
 
@@ -244,8 +247,8 @@ def test_a_matrix_that_a_step_does_not_use_only_decays() -> None:
      {"precondition": lambda g, _: g}],
 )  # fmt: skip
 def test_what_needs_the_gradient_gets_it(changes: dict[str, Any]) -> None:
-    assert fusable(request())
-    assert not fusable(request(**changes))
+    assert takes_plain_steps(request())
+    assert not takes_plain_steps(request(**changes))
 
 
 def test_a_proximal_step_comes_after_every_fused_one() -> None:
@@ -280,14 +283,14 @@ class Made(TorchDispatchMode):
 
 def test_the_gradient_of_a_matrix_is_never_written_down() -> None:
     r, steps = request(), batches(3)
-    fusion = Fusion(Work(r, 0), steps[0])
-    fused_work, plain = Work(r, 0, fusion.places), Work(r, 0)
+    found = find_places(Work(r, 0), steps[0])
+    fused_work, plain = Work(r, 0, found), Work(r, 0)
     with Made((70, 60)) as made:
-        fusion.take(fused_work, steps[0])
+        step_in_backward(fused_work, found, steps[0])
     # the first step makes the copy that is trained
     assert made.names == ["aten::addmm"]
     with Made((70, 60)) as made:
-        fusion.take(fused_work, steps[1])
+        step_in_backward(fused_work, found, steps[1])
     assert made.names == []
     with Made((70, 60)) as made:
         plain.step(plain.gradient(plain.loss(steps[0])), 0)
@@ -311,23 +314,14 @@ def test_modules_are_fused_where_their_matrices_are_large() -> None:
 def test_methods_pass_every_check_with_all_their_matrices_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among them: a resumed run and one over a wire end in the same bits, whatever an engine has seen before."""
     monkeypatch.setattr(fused, "SMALLEST", 1)
-    monkeypatch.setattr(fused, "OFTEN", 4)
     taken: list[int] = []
-    played: list[Tape] = []
-    take, play = Fusion.take, Tape.play
 
-    def counted(self: Fusion, work: Work, batch: Batch) -> Tensor:
-        taken.append(len(self.places))
-        return take(self, work, batch)
+    def counted(work: Work, places: Places, batch: Batch) -> Tensor:
+        taken.append(len(places))
+        return step_in_backward(work, places, batch)
 
-    def heard(self: Tape, work: Work, batch: Batch) -> Tensor:
-        played.append(self)
-        return play(self, work, batch)
-
-    monkeypatch.setattr(Fusion, "take", counted)
-    monkeypatch.setattr(Tape, "play", heard)
+    monkeypatch.setattr(train, "step_in_backward", counted)
     found = check_method(METHODS[name]())
     assert {f.name: f.detail for f in found if not f.ok} == {}
     assert len(found) == len(CHECKS)
     assert max(taken) >= 2
-    assert len(played) > 2 * len(set(played))

@@ -90,13 +90,12 @@ def test_bad_options_are_named(options: list[str], said: str, capsys: pytest.Cap
     ("name", "engine", "most"),
     [
         ("cnn", "sequential", 1.15),
-        ("mlp25k", "vectorised", 0.9),
-        ("mlp99k", "vectorised", 1.0),
-        ("mlp99k", "sequential", 1.4),
+        ("mlp25k", "vectorised", 1.0),
+        ("mlp99k", "vectorised", 1.1),
+        ("mlp99k", "sequential", 1.6),
     ],
 )
 def test_a_round_is_not_slower_than_plain_pytorch(name: str, engine: str, most: float) -> None:
-    """Measured 0.8, 0.5, 0.65 and 1.0. The margins are for busy machines: they tell a round that takes half as long again, and
-    not one without tapes (0.9, 0.7, 0.8 and 1.25)."""
+    """Measured 0.8, 0.66, 0.71 and 1.13. The margins are for busy machines: they tell a round that takes half as long again."""
     found = time_rounds(name, [engine], 7, clients=20, sample=10)
     assert statistics.median(found.arms[engine].cpu) < most

@@ -31,6 +31,7 @@ from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.optimiser import SGD, AdamW, Group
+from fedlowrank.train import LocalTrainer
 from fedlowrank.tree import Params
 
 from .counting import Counting
@@ -273,6 +274,7 @@ class PlainMean(Plain):
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, Method) else v if v in NAMES else "",
 )
+@pytest.mark.usefixtures("batched")
 def test_a_broken_method_fails_its_check(method: Plain, check: str, says: str) -> None:
     detail = CHECKS[NAMES[check]]
     try:
@@ -407,6 +409,12 @@ def by_helper(weight: float, model: Any) -> Callable[..., Tensor]:
     return lambda theta, batch: weigh(cross_entropy(model.apply(theta, batch.x), batch))
 
 
+@pytest.fixture
+def batched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses of this file are trained for many clients at once, as those of the package are."""
+    monkeypatch.setattr(LocalTrainer, "is_standard", lambda self, request: True)
+
+
 def by_recursion(weight: float, model: Any) -> Callable[..., Tensor]:
     def weigh(value: Tensor, times: int) -> Tensor:
         return value if times == 0 else weigh(weight * value, times - 1)
@@ -427,6 +435,7 @@ class Captures(Plain):
 @pytest.mark.parametrize(
     "make", [by_closure, by_tensor, by_list, by_default, by_partial, by_object, by_helper, by_recursion]
 )
+@pytest.mark.usefixtures("batched")
 def test_what_a_loss_captures_is_not_mixed_up(make: Make) -> None:
     on = federation(False)
     one, other = (run_of(Captures(make=make), e, on, rounds=1) for e in ("sequential", "vectorised"))
@@ -436,12 +445,14 @@ def test_what_a_loss_captures_is_not_mixed_up(make: Make) -> None:
     assert gap(one, same) > 1e-3
 
 
+@pytest.mark.usefixtures("batched")
 def test_requests_with_other_captured_values_are_not_merged() -> None:
     on = federation(False)
     assert groups(Plain(), on) == [5]
     assert groups(Captures(), on) == []
 
 
+@pytest.mark.usefixtures("batched")
 def test_equal_captured_values_are_merged() -> None:
     @dataclass(frozen=True)
     class TwoKinds(Plain):
@@ -451,6 +462,7 @@ def test_equal_captured_values_are_merged() -> None:
     assert sorted(groups(TwoKinds(), federation(False))) == [2, 3]
 
 
+@pytest.mark.usefixtures("batched")
 def test_values_in_the_start_that_are_no_tensors_are_not_mixed_up() -> None:
     @dataclass(frozen=True)
     class Scaled(Plain):
@@ -468,6 +480,7 @@ def test_values_in_the_start_that_are_no_tensors_are_not_mixed_up() -> None:
     assert gap(one, other) < 1e-5
 
 
+@pytest.mark.usefixtures("batched")
 def test_given_values_that_are_no_tensors_are_not_mixed_up() -> None:
     @dataclass(frozen=True)
     class Scaled(Plain):
@@ -584,6 +597,7 @@ def test_an_error_at_one_client_surfaces(engine: str, after: bool) -> None:
     assert settles(count)
 
 
+@pytest.mark.usefixtures("batched")
 def test_a_pass_that_cannot_be_vectorised_says_so_and_leaves_no_thread() -> None:
     @dataclass(frozen=True)
     class Branches(Plain):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedlowrank import Federation, fused
+from fedlowrank import Federation
 from fedlowrank.check import federation as check_federation
 from fedlowrank.data.augment import UNCHANGED, Augment
 from fedlowrank.data.dataset import ClientData, Examples
@@ -168,26 +168,14 @@ def looks(engine: Engine, name: str, on: Federation, epochs: int, **settings: An
 def test_nobody_looks_at_a_number_in_a_step(
     engine: str, kind: str, optimiser: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # a tape looks at its first result, once for each kind of step
-    monkeypatch.setattr(fused, "OFTEN", 10**9)
     on = ON[kind]()
     few, many = (looks(ENGINES[engine](), "fedavg", on, epochs, optimiser=optimiser) for epochs in (1, 3))
     assert many[0] == 3 * few[0]
     assert many[1] == few[1]
 
 
-@ENGINE
-def test_nobody_looks_at_a_number_in_a_step_that_is_played(engine: str) -> None:
-    made, on = ENGINES[engine](), tables()
-    for epochs in (20, 5, 10, 5, 10, 5, 10):
-        looks(made, "fedavg", on, epochs)
-    few, many = (looks(made, "fedavg", on, epochs) for epochs in (5, 10))
-    assert (many[0], many[1]) == (2 * few[0], few[1])
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_no_method_looks_at_a_number_in_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "OFTEN", 10**9)
     on = check_federation(False)
     few, many = (looks(ENGINES["sequential"](), name, on, epochs) for epochs in (1, 2))
     assert many[0] > few[0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedlowrank import tree
 from fedlowrank.adapters import Tuning
@@ -27,22 +28,17 @@ torch.set_num_threads(1)
 RANKS = (4, 1, 3, 2, 4)
 
 
-class Small(nn.Module):
-    head_name = "head"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU())
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x))
-        return out
+def small() -> nn.Module:
+    """A network of standard layers, which the engine trains for many clients at once."""
+    body = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU())
+    module = nn.Sequential(OrderedDict(body=body, head=nn.Linear(7, 3)))
+    module.head_name = "head"  # type: ignore[assignment]
+    return module
 
 
 def wrapped() -> nn.Module:
     """The model with layers of LoRA of rank 2 and a scale of 3/2."""
-    module = lora(Small(), 2, 3.0, trainable=("head",))
+    module = lora(small(), 2, 3.0, trainable=("head",))
     module.head_name = "head"  # type: ignore[assignment]
     return module
 
@@ -64,7 +60,7 @@ OPTIMISERS = {
 }
 
 
-@pytest.mark.parametrize("make", [Small, wrapped], ids=["weights", "layers"])
+@pytest.mark.parametrize("make", [small, wrapped], ids=["weights", "layers"])
 @pytest.mark.parametrize("scaling", ["equal", "alpha"])
 @pytest.mark.parametrize("optimiser", OPTIMISERS)
 @pytest.mark.parametrize("name", ["fedhl", "hetlora", "flexlora", "flora"])
@@ -94,7 +90,7 @@ def test_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
 
 
 def test_residuals_of_unequal_ranks_are_filled_up_too() -> None:
-    on = federation(Small)
+    on = federation(small)
     method = METHODS["fedhl"](residual=True, form=Form(kind="exact"), batch_size=8, optimiser=SGD(lr=0.1))
     engine = Counting()
     one, other = (Run(method, on, RunSettings(rounds=3), e) for e in (Sequential(), engine))
@@ -107,7 +103,7 @@ def test_residuals_of_unequal_ranks_are_filled_up_too() -> None:
 
 
 def test_uploads_are_of_each_clients_own_rank() -> None:
-    on = federation(Small)
+    on = federation(small)
     run = Run(METHODS["fedhl"](batch_size=8), on, RunSettings(rounds=1), Vectorised())
     jobs = run.engine.run
     found = []

@@ -80,9 +80,13 @@ class Auto(Engine):
             self.chosen.close()
 
     def _made(self, kind: type[Engine]) -> Engine:
-        return kind(self.ledger, self.fusions, self.micro_batch)
+        return kind(self.ledger, self.places, self.micro_batch)
 
     def _choose(self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]) -> Engine:
+        if not all(a.is_standard for a in federation.architectures.values()):
+            # a trial would call the user's code more often than training does
+            self.say("engine auto: sequential, because a model has layers of its own or hooks")
+            return self._made(Sequential)
         key = fingerprint(method, federation, len(jobs))
         kinds = {k.name: k for k in self._candidates(federation)}
         known = self._read().get(key)
@@ -155,7 +159,7 @@ def _seconds(
 
 def fingerprint(method: AnyMethod, federation: Federation, clients: int) -> str:
     """What a choice depends on: method and settings, forms of models and data, the machine."""
-    models = {n: [tree.signature(a.initial), a.random, a.couples] for n, a in federation.architectures.items()}
+    models = {n: [tree.signature(a.initial), a.couples] for n, a in federation.architectures.items()}
     sizes = sorted(len(c.train) for c in federation.clients)
     facts = [
         repr(method),

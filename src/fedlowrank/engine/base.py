@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from .. import tree
+from ..buffers import collect_buffers, install_buffers
 from ..data.federation import Federation
 from ..errors import NonFiniteError
 from ..flops import FlopLedger
-from ..fused import Fusion
+from ..fused import Places
 from ..local_data import LocalData
 from ..method import ClientInfo, ClientView, Method, Task, Trainer
 from ..train import LocalTrainer, Meter
@@ -54,13 +55,13 @@ class Engine(ABC):
 
     Attributes:
         ledger: what steps cost, found once for all clients.
-        fusions: which matrices can take their steps in the backward pass, found once for all clients.
+        places: which matrices can take their steps in the backward pass, found once for all clients.
         micro_batch: examples of which a gradient is taken at once, or None for all of a batch.
     """
 
     name: ClassVar[str]
     ledger: FlopLedger = field(default_factory=FlopLedger, repr=False)
-    fusions: dict[Any, Fusion] = field(default_factory=dict, repr=False)
+    places: dict[Any, Places] = field(default_factory=dict, repr=False)
     micro_batch: int | None = None
 
     @abstractmethod
@@ -80,6 +81,15 @@ class Engine(ABC):
         """A value that crosses between server and client, or is stored, as the other side sees it."""
         return tree.canonical(value)
 
+    def local_update(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job, trainer: Trainer
+    ) -> tuple[Any, Any]:
+        """The client's box of a method with the client's own buffers: its next state, and its upload."""
+        state, task = install_buffers(task, self.boundary(job.state))
+        view = client_view(federation, task, round, job.client, trainer)
+        state, upload = method.local_update(state, self.boundary(job.down), view)
+        return self.boundary(collect_buffers(task, state)), self.boundary(upload)
+
     def trainer(self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo) -> LocalTrainer:
         """Execution of training for one client alone."""
         key = client_key(federation, client.id, round)
@@ -88,7 +98,7 @@ class Engine(ABC):
         data = LocalData(client, held.train, passes, key, federation.augment, held.quarter_turns, by_length)
         models = federation.architectures
         mine, others = models[client.architecture], models.values()
-        return LocalTrainer(mine, others, data, round, self.ledger, self.fusions, self.micro_batch)
+        return LocalTrainer(mine, others, data, round, self.ledger, self.places, self.micro_batch)
 
 
 def client_key(federation: Federation, client: int, round: int) -> Any:

@@ -236,11 +236,14 @@ class Processes(Engine):
             raise ConfigError("run.engine 'processes' is for CPUs; on a GPU choose 'vectorised'")
         # held, so that no other object has the same identity
         known = (method, federation, task)
-        if len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True)):
+        same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
+        # workers are copies of this process: they would not see what user code reads and has been changed since
+        own = not type(method).__module__.startswith("fedlowrank.")
+        if same and not own and all(a.is_standard for a in task.architectures.values()):
             return
         self.close()
         self._known = known
-        inner = Sequential(self.ledger, self.fusions, self.micro_batch)
+        inner = Sequential(self.ledger, self.places, self.micro_batch)
         for _ in range(min(self.workers or cores(), cores())):
             self._pool.append(Worker(lambda words, bodies: _trained(inner, method, federation, task, words, bodies)))
 

@@ -11,7 +11,7 @@ from ..data.federation import Federation
 from ..errors import NonFiniteError
 from ..method import Task
 from ..train import Meter
-from .base import AnyMethod, Engine, Job, Outcome, client_view
+from .base import AnyMethod, Engine, Job, Outcome
 
 
 @dataclass
@@ -26,13 +26,12 @@ class Sequential(Engine):
         """See the base class."""
         for job in jobs:
             trainer = self.trainer(method, federation, round, job.client)
-            view = client_view(federation, task, round, job.client, trainer)
             try:
-                state, upload = method.local_update(self.boundary(job.state), self.boundary(job.down), view)
+                state, upload = self.local_update(method, federation, task, round, job, trainer)
             except NonFiniteError as error:
                 yield Outcome(None, None, Meter(), error)
                 continue
-            yield Outcome(self.boundary(state), self.boundary(upload), trainer.meter)
+            yield Outcome(state, upload, trainer.meter)
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """One pass of many clients at once: their tensors stacked over a leading client axis, their steps taken together.
 
-What a method's functions compute for one client, ``vmap`` computes for all. The gradients of large matrices are never written
-down (see :mod:`fedlowrank.fused`): the matrices of all clients move by one batched product.
+What a method's functions compute for one client, ``vmap`` computes for all.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.nn import functional
 from .. import tree
 from ..data.dataset import NO_LOSS
 from ..data.pixels import Pixels
-from ..descent import Disguise, Work, refill, tensors_like
+from ..descent import Work, refill, tensors_like
 from ..errors import TaskError
 from ..local_data import LocalData, gather
 from ..method import Batch, Pull, Request
@@ -47,7 +46,6 @@ class Stack(Work):
         # a stack is a copy already
         super().__init__(whole, round, frozenset(range(len(list(tree.leaves(start))))))
         self.borrowed = frozenset()
-        self.clients = len(requests)
         self._all = self.params, self.given, self.towards, self.along
 
     @property
@@ -58,21 +56,18 @@ class Stack(Work):
     def narrow(self, clients: int) -> None:
         """Go on with the first clients alone; their parameters are leaves that share memory with those of all."""
         params, given, towards, along = self._all
-        self.clients = clients
         self.params = [p[:clients].detach().requires_grad_() for p in params]
         self.now = refill(self.now, self.params)
         self.given = tree.map(lambda t: t[:clients], given)
         self.towards, self.along = (None if ts is None else [t[:clients] for t in ts] for ts in (towards, along))
-        self.constants = self._constants()
         self.memory = [[m[:clients] for m in ms] for ms in self.memory]
 
-    def loss(self, batch: Batch, disguise: Disguise | None = None) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         """Of a batch of each client ``[clients]``."""
         like, step = (self.now, self.given), batch.step
 
         def one(params: list[Tensor], given: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
-            own = params if disguise is None else disguise(params)
-            return self.request.loss(refill(like[0], own), Batch(x, y, mask, step), *refill(like[1], given))
+            return self.request.loss(refill(like[0], params), Batch(x, y, mask, step), *refill(like[1], given))
 
         given = tree.tensors(self.given)
         over = (0, 0, 0, 0, None if batch.mask is None else 0)
@@ -119,24 +114,19 @@ def descend_together(
         TaskError: if a function of the method is not one that ``vmap`` can handle.
     """
     name = requests[0].name
-    fusion = trainers[0].fusion(requests[0], trainers[0].kind(requests[0]))
     steps = [t.steps(name) for t in trainers]
     feed = Feed([t.data for t in trainers], name, room)
     losses: list[Tensor] = []
     work, active = Stack(requests, round), len(trainers)
-    take = None if fusion is None else fusion.begin(work)
     for count in range(steps[0]):
         while steps[active - 1] <= count:
             active -= 1
             work.narrow(active)
         batch = feed.batch(count, active)
         try:
-            if take is not None:
-                values = take(batch)
-            else:
-                found = work.loss(batch)
-                work.step(work.gradient(found), count)
-                values = found.detach()
+            found = work.loss(batch)
+            work.step(work.gradient(found), count)
+            values = found.detach()
             work.proximal()
         except RuntimeError as error:
             raise TaskError(

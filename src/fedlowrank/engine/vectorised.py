@@ -5,9 +5,10 @@ have come to such a call or to their end (a *rendezvous*). Then equal requests a
 goes on with its own result. Control flow in a method is therefore free.
 
 Requests are equal if their functions have the same code *and the same captured values*, so a loss that captures what
-differs between clients is executed client by client: slower, never wrong. So are models with dropout, whose random
-numbers would differ, and with batch normalisation, which padding would disturb. Uneven data is padded and masked; a
-client with fewer steps stops while the others go on.
+differs between clients is executed client by client: slower, never wrong. So are losses that are not this package's own, modules
+with layers that are not standard (:mod:`fedlowrank.models.standard`), which might draw random numbers or count their calls, and
+modules with batch normalization, which padding would disturb. Uneven data is padded and masked; a client with fewer steps stops
+while the others go on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..descent import refill
 from ..errors import NonFiniteError
 from ..method import Ragged, Request, Task
 from ..train import LocalTrainer, Meter, all_finite, check_finite
-from .base import AnyMethod, Engine, Job, Outcome, client_view
+from .base import AnyMethod, Engine, Job, Outcome
 from .stacked import Room, descend_together, ragged_axes
 
 CACHE = 8 << 20
@@ -133,13 +134,11 @@ class Vectorised(Engine):
         if client.result is None:
             return Outcome(None, None, Meter(), client.error)
         state, upload = client.result
-        return Outcome(self.boundary(state), self.boundary(upload), client.local.meter)
+        return Outcome(state, upload, client.local.meter)
 
     def _client(self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job) -> _Client:
         def work(client: _Client) -> tuple[Any, Any]:
-            view = client_view(federation, task, round, job.client, client)
-            result: tuple[Any, Any] = method.local_update(self.boundary(job.state), self.boundary(job.down), view)
-            return result
+            return self.local_update(method, federation, task, round, job, client)
 
         return _Client(work, self.trainer(method, federation, round, job.client))
 
@@ -154,7 +153,7 @@ class Vectorised(Engine):
         for members in groups.values():
             group = [clients[i] for i in members]
             local = group[0].local
-            if local.random or local.model.couples:
+            if local.model.couples or not local.is_standard(_request(group[0])):
                 found = [_alone(c) for c in group]
             else:
                 found = []
@@ -184,6 +183,7 @@ class Vectorised(Engine):
                 own = zip(mine, tree.tensors(request.start), strict=True)
                 mine, kind = [m[tuple(map(slice, t.shape))] for m, t in own], client.local.kind(request)
             end = refill(request.start, mine)
+            client.local.count(request, kind)
             client.local.account(request, kind, means[place])
             try:
                 if not sound:

@@ -13,9 +13,9 @@ from ..errors import FedlowrankError, TaskError
 from ..key import Key
 from ..low_rank.lora import LoRA, lora_of
 from ..tree import Params
-from .normalisation import Chunks, Code, refuse_instance_statistics
-
-_RANDOM = (nn.modules.dropout._DropoutNd, nn.RReLU)
+from .normalisation import Chunks, Code, frozen_normalizations, refuse_instance_statistics
+from .standard import is_standard
+from .stateless import Saved, restore
 
 
 class Architecture:
@@ -41,12 +41,13 @@ class Architecture:
         initial: the parameters it starts from, those that can be trained.
         parameters: the number of all, frozen ones included.
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of the tensors.
-        random: whether training differs from inference: draws random numbers (dropout), or recomputes activations.
         couples: whether a batch is normalised by itself, so that padding would change its examples' scores.
         statistics: names of the running statistics of batch normalisations, which are local; see :mod:`.normalisation`.
+        buffers: initial values of all other buffers that ``forward`` may change; a client keeps its own.
 
     Raises:
-        TaskError: if the head does not exist or is not what the forward ends in, or an InstanceNorm keeps statistics.
+        TaskError: if the head does not exist or is not what the forward ends in, an InstanceNorm keeps statistics, or a
+            parameter has a hook.
     """
 
     def __init__(self, name: str, module: nn.Module, example: Any, head: str | None = None) -> None:
@@ -54,16 +55,17 @@ class Architecture:
         self.module = module.eval()
         modules = dict(module.named_modules())
         refuse_instance_statistics(name, module)
-        self._code = Code(module)
+        self._frozen = frozen_normalizations(module)
+        self._left: Saved = []
+        self._code = Code(module, frozen=self._frozen, left=self._left)
         self.statistics = self._code.names
+        self.buffers = self._initial_buffers()
+        self._now: Params | None = None
         self._chunks: Chunks | None = None
         self._known: list[tuple[Params, Params]] = []
         self._lora: LoRA | None = None
-        # activations are only recomputed, instead of kept, by layers in training mode
-        self.random = any(
-            isinstance(m, _RANDOM) or getattr(m, "gradient_checkpointing", False) for m in modules.values()
-        )
         self.couples = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules.values())
+        _refuse_parameter_hooks(name, module)
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not trained and any(True for _ in module.parameters()):
             raise TaskError(
@@ -95,11 +97,46 @@ class Architecture:
                 raise TaskError(
                     f"model {name}: its head {head!r} shares a parameter with the rest, so it cannot be split there"
                 )
-            # its parameters are shared with the module: a large frozen base is held once
-            body = copy.deepcopy(module, {id(p): p for p in module.parameters()})
-            body.set_submodule(head, nn.Identity())
-            self._body, self._head_code = Code(body), Code(self._head)
+            self._split()
             self._check_split(example)
+
+    def _split(self) -> None:
+        """Make functions of the part before the head and of the head."""
+        if self.head_name is not None:
+            self._head = self.module.get_submodule(self.head_name)
+            self._body = Code(self.module, self.head_name, self._frozen, self._left)
+            self._head_code = Code(self._head, None, self._frozen, self._left)
+
+    def _initial_buffers(self) -> Params:
+        # standard layers change no buffer but the statistics of batch normalizations
+        if is_standard(self.module):
+            return {}
+        counters = {n.removesuffix("running_mean") + "num_batches_tracked" for n in self.statistics}
+        own = counters.union(self.statistics)
+        return {n: b.detach().clone() for n, b in self.module.named_buffers() if n not in own}
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether the engines' shortcuts are exact for it now; see :func:`fedlowrank.models.standard.is_standard`."""
+        return is_standard(self.module)
+
+    def with_buffers(self, changed: Params) -> Architecture:
+        """The same at a client whose buffers have other values than the initial ones; changes are kept by this object alone."""
+        if not self.buffers:
+            return self
+        made = copy.copy(self)
+        made._now = {n: changed.get(n, b).clone() for n, b in self.buffers.items()}
+        made._known = []
+        return made
+
+    @property
+    def changed_buffers(self) -> Params:
+        """Buffers that ``forward`` has changed since the beginning."""
+        return {n: b.detach() for n, b in (self._now or {}).items() if not _equal(b, self.buffers[n])}
+
+    def whole(self, params: Params) -> Params:
+        """The parameters with the client's own statistics and buffers, for inference elsewhere and export."""
+        return {**self.complete(params), **{n: b.detach() for n, b in (self._now or {}).items()}}
 
     def _check_split(self, example: Any) -> None:
         wrong = TaskError(
@@ -172,11 +209,23 @@ class Architecture:
 
         Parameters that are not given are those of the module: the frozen ones.
         """
+        return self._run(self._code, self.complete(params), x)
+
+    def _run(self, code: Code, params: Params, x: Any, prefix: str = "") -> Tensor:
+        buffers = (
+            None if self._now is None else {n[len(prefix) :]: b for n, b in self._now.items() if n.startswith(prefix)}
+        )
         if self.autocast is None:
-            return self._code(self.complete(params), x)
-        first = next(iter(x.values())) if isinstance(x, dict) else x
-        with torch.autocast(first.device.type, self.autocast):
-            return self._code(self.complete(params), x).float()
+            scores = code(params, x, buffers)
+        else:
+            first = next(iter(x.values())) if isinstance(x, dict) else x
+            with torch.autocast(first.device.type, self.autocast):
+                scores = code(params, x, buffers).float()
+        if buffers and self._now is not None:
+            self._now.update({f"{prefix}{n}": b for n, b in buffers.items()})
+        if self.module.training:
+            code.keep_for_backward(scores, params)
+        return scores
 
     def complete(self, params: Params) -> Params:
         """The parameters, and where the client is known the statistics that its training data have under them."""
@@ -185,7 +234,8 @@ class Architecture:
         for known, whole in self._known:
             if known.keys() == params.keys() and all(known[n] is params[n] for n in known):
                 return whole
-        whole = params | self._code.statistics(params, self._chunks)
+        buffers = {n: b.clone() for n, b in (self._now or {}).items()}
+        whole = params | self._code.statistics(params | buffers, self._chunks)
         # a few models at a time: a method may compare as many as it has series
         self._known = [*self._known[-3:], (params, whole)]
         return whole
@@ -201,12 +251,13 @@ class Architecture:
     def represent(self, params: Params, x: Any) -> Tensor:
         """Representation ``[b, width]`` of inputs ``[b, ...]``; of ``params`` only those of the body are used."""
         self._need_head()
-        return self._body(self.body_of(self.complete(params)), x)
+        return self._run(self._body, self.body_of(self.complete(params)), x)
 
     def head(self, params: Params, r: Tensor) -> Tensor:
         """Scores ``[b, classes]`` of representations ``[b, width]``; of ``params`` only those of the head are used."""
-        cut = len(f"{self.head_name}.")
-        return self._head_code({n[cut:]: p for n, p in self.head_of(params).items()}, r)
+        prefix = f"{self.head_name}."
+        own = self.head_of(self.complete(params))
+        return self._run(self._head_code, {n[len(prefix) :]: p for n, p in own.items()}, r, prefix)
 
     def head_of(self, params: Params) -> Params:
         """The parameters of the head."""
@@ -229,22 +280,33 @@ class Architecture:
         moved = {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         made = copy.copy(self)
         made.module, made._lora = copy.deepcopy(self.module).to(device), None
-        made._code = Code(made.module)
+        made._left, made._frozen = [], frozen_normalizations(made.module)
+        made._code = Code(made.module, frozen=made._frozen, left=made._left)
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
+        made.buffers = {n: b.to(device) for n, b in self.buffers.items()}
         made._example = moved
-        if self.head_name is not None:
-            body = copy.deepcopy(made.module, {id(p): p for p in made.module.parameters()})
-            body.set_submodule(self.head_name, nn.Identity())
-            made._head = made.module.get_submodule(self.head_name)
-            made._body, made._head_code = Code(body), Code(made._head)
+        made._split()
         return made
 
     def training(self, mode: bool) -> None:
-        """Switch layers that behave differently in training; only engines do so, around a pass."""
-        self._code.training(mode)
-        if self.head_name is not None:
-            self._body.training(mode)
-            self._head_code.training(mode)
+        """Put the module in training or evaluation mode, as ``module.train()`` does; only engines do so, around a pass."""
+        restore(self._left)
+        self.module.train(mode)
+
+
+def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
+    """Raise TaskError where a parameter has a hook: a client trains copies of the parameters, on which it would not run."""
+    for parameter, p in module.named_parameters():
+        if p.requires_grad and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+            raise TaskError(
+                f"model {name}: the parameter {parameter} has a hook (Tensor.register_hook). Clients train copies of the "
+                "parameters, so the hook would never run. Apply what it does in the module's forward, or give the method a "
+                "precondition function."
+            )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
 def architecture_of(

@@ -7,7 +7,6 @@ nothing that is out of date, and the same in every engine.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import TaskError
 from ..tree import Params
-from .stateless import Stateless
+from .stateless import Saved, Stateless, restore
 
 _BATCH = nn.modules.batchnorm._BatchNorm
 _INSTANCE = nn.modules.instancenorm._InstanceNorm
@@ -28,43 +27,54 @@ Chunks = Callable[[], Iterable[Any]]
 class Code:
     """A module as a function of parameters, and of statistics where they are among the parameters.
 
+    The module itself is called, so its hooks run and attributes that the user sets later count.
+
     Args:
-        module: left as it is; if it has batch normalisations with running statistics, a copy is used.
+        module: left as it is, but for what its own ``forward`` changes.
+        without: dotted name of a submodule that passes its input on instead, such as the head.
+        frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left alone.
+        left: what the module held before a backward pass, shared by all that call the same module.
 
     Attributes:
         names: of the running statistics, as in ``state_dict``.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        layers = [n for n, m in module.named_modules() if _keeps(m)]
+    def __init__(
+        self,
+        module: nn.Module,
+        without: str | None = None,
+        frozen: frozenset[nn.Module] = frozenset(),
+        left: Saved | None = None,
+    ) -> None:
+        self._module = module
+        self._stateless = Stateless(module)
+        layers = {n: m for n, m in module.named_modules() if _keeps(m) and m not in frozen and not _within(n, without)}
+        self._layers = list(layers.values())
         self.names = tuple(f"{n}.{s}".lstrip(".") for n in layers for s in ("running_mean", "running_var"))
         self._aliases = _aliases(module)
-        self._batch = module
-        if layers:
-            self._batch, self._fixed = copy.deepcopy(module), copy.deepcopy(module).eval()
-            for layer in self._batch.modules():
-                if isinstance(layer, _BATCH) and _keeps(layer):
-                    # buffers in place but not tracked: training uses the batch and changes nothing
-                    layer.track_running_stats = False
-            self._by_statistics = Stateless(self._fixed)
-        self._by_batch = Stateless(self._batch)
-        self.training(False)
+        self._without: Saved = []
+        if without is not None:
+            parent, _, leaf = without.rpartition(".")
+            self._without = [(module.get_submodule(parent)._modules, leaf, nn.Identity())]
+        self._left: Saved = [] if left is None else left
 
-    def training(self, mode: bool) -> None:
-        """Switch dropout; without statistics batch normalisation uses the batch in both modes."""
-        self._batch.train(mode)
-        for layer in self._batch.modules():
-            if _keeps(layer):
-                layer.train()
+    def __call__(self, params: Params, x: Any, buffers: Params | None = None) -> Tensor:
+        """Scores of inputs; a dict of inputs is passed as keyword arguments.
 
-    def __call__(self, params: Params, x: Any) -> Tensor:
-        """Scores of inputs; a dict of inputs is passed as keyword arguments."""
-        if not self.names:
-            return self._call(self._by_batch, params, x)
-        if self.names[0] in params:
-            return self._call(self._by_statistics, params, x)
+        Args:
+            params: parameters, and statistics of batch normalizations or none.
+            x: inputs.
+            buffers: further buffers by name; what ``forward`` makes of them is put in their places.
+        """
+        self.release()
+        saved: Saved = []
+        given = {**self._with_aliases(params), **(buffers or {})}
+        args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
         try:
-            return self._call(self._by_batch, params, x)
+            self._install(given, saved)
+            out: Any = self._module(*args, **kwargs)
+            for name in buffers or ():
+                buffers[name] = self._stateless.current(name)  # type: ignore[index]
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -72,19 +82,50 @@ class Code:
                 "a batch of a single example cannot be normalised by itself. Choose a batch size that leaves no client a last "
                 "batch of one example, or a model without batch normalisation."
             ) from error
-
-    def _call(self, code: Stateless, params: Params, x: Any) -> Tensor:
-        tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
-        given, named = (params | tied if tied else params), isinstance(x, dict)
-        args, kwargs = ((), x) if named else ((x,), {})
-        out: Any = code(given, *args, **kwargs)
+        finally:
+            restore(saved)
         scores: Tensor = out if isinstance(out, Tensor) else out.logits
         return scores
 
+    def keep_for_backward(self, scores: Tensor, params: Params) -> None:
+        """Let a backward pass find the parameters of this forward pass in the module again.
+
+        ``torch.utils.checkpoint`` computes activations a second time when the gradient is taken. By then the module holds its
+        own parameters again, so the gradient would silently be that of another model. They are installed once more when the
+        gradient reaches these scores, and stay until :meth:`release`.
+        """
+        if scores.requires_grad and scores.grad_fn is not None:
+
+            def install(_: Tensor) -> None:
+                self.release()
+                self._install(self._with_aliases(params), self._left)
+
+            scores.register_hook(install)  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """Give the module its own tensors back after a backward pass."""
+        restore(self._left)
+
+    def _with_aliases(self, params: Params) -> Params:
+        tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
+        return params | tied if tied else params
+
+    def _install(self, params: Params, saved: Saved) -> None:
+        """Exchange tensors, the head, and the mode of batch normalizations."""
+        by_batch = bool(self.names) and self.names[0] not in params
+        for layer in self._layers:
+            # by the batch, and without a change to the running statistics; or by the statistics that are given
+            for flag, value in (("training", by_batch), ("track_running_stats", not by_batch)):
+                saved.append((layer.__dict__, flag, layer.__dict__[flag]))
+                layer.__dict__[flag] = value
+        for table, name, value in self._without:
+            saved.append((table, name, table[name]))
+            table[name] = value
+        self._stateless.install(params, saved)
+
     def neutral(self) -> Params:
         """Statistics that change nothing: mean 0 and variance 1, for inputs that are no batch."""
-        buffers = dict(self._fixed.named_buffers()) if self.names else {}
-        return {n: torch.full_like(buffers[n], float(n.endswith("running_var"))) for n in self.names}
+        return {n: torch.full_like(self._stateless.current(n), float(n.endswith("running_var"))) for n in self.names}
 
     def statistics(self, params: Params, chunks: Chunks) -> Params:
         """Running statistics that data have under these parameters: means over chunks of mean and unbiased variance.
@@ -93,19 +134,24 @@ class Code:
             params: of the module.
             chunks: of the data; their sizes should be like each other.
         """
-        counter = copy.deepcopy(self._fixed)
-        for layer in counter.modules():
-            if isinstance(layer, _BATCH) and _keeps(layer):
-                layer.train()
+        found = self.neutral()
+        saved: Saved = []
+        given = self._with_aliases(params)
+        try:
+            self._stateless.install({**given, **found}, saved)
+            for layer in self._layers:
                 # without momentum the statistics are the plain mean over calls
-                layer.momentum = None
-                layer.reset_running_stats()
-        code = Stateless(counter)
-        with torch.no_grad():
-            for x in chunks():
-                self._call(code, params, x)
-        buffers = dict(counter.named_buffers())
-        return {name: buffers[name] for name in self.names}
+                for flag, value in (("training", True), ("track_running_stats", True), ("momentum", None)):
+                    saved.append((layer.__dict__, flag, layer.__dict__[flag]))
+                    layer.__dict__[flag] = value
+                saved.append((layer._buffers, "num_batches_tracked", layer.num_batches_tracked))
+                layer._buffers["num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
+            with torch.no_grad():
+                for x in chunks():
+                    self._module(**x) if isinstance(x, dict) else self._module(x)
+        finally:
+            restore(saved)
+        return found
 
 
 def refuse_instance_statistics(name: str, module: nn.Module) -> None:
@@ -116,6 +162,18 @@ def refuse_instance_statistics(name: str, module: nn.Module) -> None:
                 f"model {name}: {layer} is an InstanceNorm with running statistics, which have no owner in a federation. "
                 "Set track_running_stats=False, or use GroupNorm."
             )
+
+
+def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
+    """Batch normalizations that stay in evaluation mode in training, because the module's own ``train`` sees to it."""
+    module.train()
+    frozen = frozenset(m for m in module.modules() if _keeps(m) and not m.training)
+    module.eval()
+    return frozen
+
+
+def _within(name: str, part: str | None) -> bool:
+    return part is not None and (name == part or name.startswith(f"{part}."))
 
 
 def _keeps(layer: nn.Module) -> bool:

@@ -1,0 +1,61 @@
+"""Modules whose behavior is known: made of PyTorch's own layers, or of this package's, and of nothing else.
+
+The engines have shortcuts: a step that is taken in the backward pass, clients trained in one batched call. They are exact only
+for a module that does the same in training as in evaluation, draws no random number, has no hook and changes nothing but its
+output. That cannot be seen from outside for a module with a ``forward`` of the user's, so a shortcut runs only where
+:func:`is_standard` holds. All other modules are trained by plain steps, one client after another.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.nn.modules.dropout import _DropoutNd
+
+LAYERS: frozenset[type[nn.Module]] = frozenset(
+    {
+        *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten),
+        *(nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+        *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Embedding),
+        *(nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish),
+        *(nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Softmax, nn.LogSoftmax, nn.Hardtanh, nn.Hardswish),
+        *(nn.Hardsigmoid, nn.LogSigmoid, nn.Tanhshrink, nn.Hardshrink, nn.Softshrink),
+        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d),
+        *(nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d),
+        *(nn.ZeroPad1d, nn.ZeroPad2d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ReflectionPad2d, nn.ReplicationPad2d),
+        *(nn.Upsample, nn.PixelShuffle, nn.PixelUnshuffle),
+        *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    }
+)
+"""Deterministic layers of PyTorch, and dropout layers, whose rate must be 0. A subclass does not count: it may do anything."""
+
+OWN = ("fedlowrank.models.", "fedlowrank.low_rank.lora_layers", "fedlowrank.check")
+"""Where this package's layers are defined. Their ``forward`` is deterministic."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_standard(module: nn.Module) -> bool:
+    """Whether a module's forward pass is deterministic, the same in both modes, and without side effects.
+
+    Batch normalization counts as standard: the engines set its mode themselves. Asked anew for every pass, because a hook may
+    be registered, or a layer replaced, between two rounds.
+    """
+    if any(getattr(torch_module, f"_global{name}") for name in _HOOKS):
+        return False
+    return all(_is_standard_layer(layer) for layer in module.modules())
+
+
+def _is_standard_layer(layer: nn.Module) -> bool:
+    kind = type(layer)
+    if kind not in LAYERS and not kind.__module__.startswith(OWN):
+        return False
+    if "forward" in layer.__dict__ or any(getattr(layer, name) for name in _HOOKS):
+        return False
+    if isinstance(layer, _DropoutNd):
+        return layer.p == 0
+    # max_norm rescales rows of the weight in place
+    return not (isinstance(layer, nn.Embedding) and layer.max_norm is not None)
