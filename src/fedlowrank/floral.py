@@ -73,7 +73,8 @@ class Floral(nn.Module):
     calls the base by another way than this module's forward (``model.base.generate(...)``) sees it without adaptors: give
     it ``model.merge()``. Activation checkpointing inside the base is refused, because it runs layers again in the backward
     pass, without adaptors; checkpoint the whole wrapper instead. Other code that recomputes layers in the backward pass
-    (reversible blocks, for example) is not recognised and gets wrong gradients.
+    (reversible blocks, for example) is not recognised and gets wrong gradients. A layer must read its weight as its own
+    attribute; one kept in a Python list stays what it was.
 
     A warning names the weight matrices that get no adaptors because their layer is of no known kind, such as an LSTM.
 
@@ -156,8 +157,8 @@ class Floral(nn.Module):
         """What the base makes of the arguments with its weights mixed.
 
         Raises:
-            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong because layers
-                of the base use activation checkpointing.
+            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong because the base
+                uses activation checkpointing.
         """
         if self.training and torch.is_grad_enabled():
             refuse_gradient_checkpointing(self.base)
