@@ -37,7 +37,8 @@ class Router:
         update: gradient, with the model's (Algorithm 1); or mfl, π_c ∝ exp(-η f_k(w_c)) after each round (eq. 5).
         temperature: above 0; a higher one evens the shares out.
         noise: standard deviation of uniform noise on θ at every training step.
-        top: mix only so many clusters, those with the largest θ; None mixes all.
+        top: mix only so many clusters, those with the largest θ, the first of equal ones; None mixes all. A gradient needs
+            two at least.
         keep: whether a client keeps θ from round to round; else it learns it anew from 0.
         adapt: steps in which a client that holds no θ learns it before it infers, all else frozen; 0 mixes evenly.
     """
@@ -60,6 +61,12 @@ class Router:
         if self.adapt < 0 or (self.top is not None and self.top < 1):
             raise ConfigError(f"router: adapt must be >= 0 and top >= 1; they are {self.adapt} and {self.top}")
 
+        if self.top == 1 and self.descends:
+            raise ConfigError(
+                "router: top = 1 mixes one cluster with the share 1 whatever θ is, so θ has no gradient and is never "
+                "learned; use top >= 2, or update = 'mfl'"
+            )
+
     @property
     def descends(self) -> bool:
         """Whether θ is trained together with the model."""
@@ -74,8 +81,9 @@ class Router:
         """π ``[C]`` of θ ``[C]``."""
         z = theta / self.temperature
         if self.top is not None and self.top < len(theta):
-            least = z.topk(self.top).values[-1]
-            z = torch.where(z < least, -math.inf, z)
+            # sorted stably, so that equal ones are ordered alike on every engine
+            left_out = z.detach().sort(descending=True, stable=True).indices[self.top :]
+            z = z.scatter(0, left_out, -math.inf)
         return z.softmax(0)
 
     def noises(self, key: Key, steps: int, theta: Tensor) -> Tensor:

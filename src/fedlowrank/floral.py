@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .clusters import Router
@@ -32,7 +32,7 @@ from .low_rank.adaptors import (
     preconditioned,
     spots,
 )
-from .low_rank.budget import Budget, budget
+from .low_rank.budget import Budget, budget, unadapted_remark
 from .low_rank.mixture import (
     EPS,
     Construction,
@@ -43,6 +43,15 @@ from .low_rank.mixture import (
     as_offsets,
     main_statistics,
     reparameterise,
+)
+from .low_rank.substitution import (
+    exclusive,
+    get_submodule,
+    named_tensors,
+    refuse_gradient_checkpointing,
+    set_submodule,
+    substituted,
+    with_forward_hooks,
 )
 from .tree import Params
 
@@ -62,8 +71,12 @@ class Floral(nn.Module):
     :attr:`base` is the module itself, not a copy, and its parameters train as well unless they are frozen
     (``requires_grad_(False)``). Adaptors carry the names of what they adapt: ``adaptors.layer1.0.weight.u``. What
     calls the base by another way than this module's forward (``model.base.generate(...)``) sees it without adaptors: give
-    it ``model.merge()``. So does activation checkpointing inside the base, which runs layers again in the backward pass and
-    would get wrong gradients from it: checkpoint the whole wrapper instead.
+    it ``model.merge()``. Activation checkpointing inside the base is refused, because it runs layers again in the backward
+    pass, without adaptors; checkpoint the whole wrapper instead. Other code that recomputes layers in the backward pass
+    (reversible blocks, for example) is not recognised and gets wrong gradients. A layer must read its weight as its own
+    attribute; one kept in a Python list stays what it was.
+
+    A warning names the weight matrices that get no adaptors because their layer is of no known kind, such as an LSTM.
 
     Args:
         model: any module with linear layers, attention, convolutions, embeddings or normalisations.
@@ -80,7 +93,8 @@ class Floral(nn.Module):
         reparameterise: whether γ, β of a BatchNorm are adapted with respect to the main statistics (eq. 42). Otherwise each
             adaptor keeps running statistics of its own and BN(x; γ, β) + α Σ_c π_c BN_c(x; γ_c, β_c) is computed. These
             start as the main ones, and batches count for the adaptors that have a share.
-        seed: of the random factors and the router's noise; torch's generator is not used.
+        seed: of the random factors; torch's generator is not used. The router's noise does use it, as dropout does, so
+            that activation checkpointing replays the noise.
 
     Attributes:
         base: the module.
@@ -121,46 +135,42 @@ class Floral(nn.Module):
         self._spots = spots(model, rank, construction, tuple(kinds), chosen)
         self.base = model
         self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
-        self._key = Key((seed,))
-        self._draws = 0
         self._route: list[float] | None = None
         # names of γ and β by layer, of BatchNorm layers whose adaptors have statistics of their own
         self._own = {} if reparameterise else norms_with_statistics(model, self._spots)
         weights = {name: p.detach() for name, p in self._weights().items()}
         like = weights[next(iter(self._spots))]
+        if remark := unadapted_remark(model, self._spots, chosen):
+            hint = "Linear layers, attention, convolutions, embeddings and normalisations can have them"
+            warnings.warn(f"{remark}. {hint}; to silence this, exclude=... the others.", UserWarning, stacklevel=2)
         self.theta = nn.Parameter(like.new_zeros(num_clusters, dtype=torch.promote_types(like.dtype, torch.float32)))
         self.adaptors = nn.Module()
         layers = {gamma: layer for layer, (gamma, _) in self._own.items()}
-        for name, a in adaptors(self._spots, num_clusters, self._key / "adaptors", construction, weights).items():
+        for name, a in adaptors(self._spots, num_clusters, Key((seed,)) / "adaptors", construction, weights).items():
             if isinstance(a, Pairs):
                 leaf: nn.Module = Factors(a)
             else:
                 leaf = OwnStatistics(a, self._layer(layers[name])) if name in layers else Offsets(a)
-            _plant(self.adaptors, name, leaf)
+            set_submodule(self.adaptors, name, leaf)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the base makes of the arguments with its weights mixed.
 
         Raises:
-            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong because layers
-                of the base use activation checkpointing.
+            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong because the base
+                uses activation checkpointing.
         """
         if self.training and torch.is_grad_enabled():
-            self._refuse_checkpointing()
+            refuse_gradient_checkpointing(self.base)
         pi = self._shares(noisy=self.training)
         own = {name for names in self._own.values() for name in names}
         adapted = {name: a for name, a in self.adapted().items() if name not in own}
-        mixed = mix(self._weights(), adapted, pi, self.alpha, self.construction)
-        # they last for this pass alone, so that the base stays the module it was
-        hooks = [
-            self._layer(layer).register_forward_hook(partial(self._add_term, node, beta, pi), with_kwargs=True)
-            for layer, node, beta in self._norms()
-        ]
-        try:
-            return functional_call(self.base, {name: mixed[name] for name in adapted}, args, kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        hooks = [(self._layer(layer), partial(self._add_term, node, beta, pi)) for layer, node, beta in self._norms()]
+        with exclusive(self.base):
+            mixed = mix(self._weights(), adapted, pi, self.alpha, self.construction)
+            # both last for this pass alone, so that the base stays the module it was
+            with with_forward_hooks(hooks), substituted(self.base, {name: mixed[name] for name in adapted}):
+                return self.base(*args, **kwargs)
 
     @property
     def pi(self) -> Tensor:
@@ -169,6 +179,8 @@ class Floral(nn.Module):
 
     def route(self, to: Route | None) -> None:
         """Fix π, or learn it again. A fixed route is part of the state dict; θ gets no gradient while it holds.
+
+        In distributed training θ gets a gradient of zeros instead, for ``DistributedDataParallel`` waits for one.
 
         Args:
             to: a cluster, for its one-hot; shares of all C; or None, to learn.
@@ -202,7 +214,7 @@ class Floral(nn.Module):
         """The adaptors by name of the parameter: low-rank updates, or offsets ``[C, ...]``. The tensors are the parameters."""
         found: Adaptors = {}
         for name in self._spots:
-            node = self.adaptors.get_submodule(name)
+            node = get_submodule(self.adaptors, name)
             found[name] = Pairs(node.u, node.v) if isinstance(node, Factors) else cast(Tensor, node.offset)
         return found
 
@@ -267,9 +279,8 @@ class Floral(nn.Module):
                 cast(Tensor, was).copy_(cast(Tensor, a))
 
     def get_extra_state(self) -> Tensor:
-        """Number of noise draws so far and the fixed route (NaN without one), ``[1 + C]``: one tensor, as all the rest."""
-        route = [math.nan] * self.clusters if self._route is None else self._route
-        return torch.tensor([self._draws, *route], dtype=torch.float64)
+        """The fixed route ``[C]``, NaN without one: one tensor, as all the rest."""
+        return torch.tensor([math.nan] * self.clusters if self._route is None else self._route, dtype=torch.float64)
 
     def set_extra_state(self, state: Tensor) -> None:
         """Inverse of :meth:`get_extra_state`.
@@ -277,10 +288,10 @@ class Floral(nn.Module):
         Raises:
             ConfigError: if it is that of another number of clusters.
         """
-        draws, *route = state.tolist()
+        route = state.tolist()
         if len(route) != self.clusters:
             raise ConfigError(f"the state is of {len(route)} clusters, this model has num_clusters={self.clusters}")
-        self._draws, self._route = int(draws), None if math.isnan(route[0]) else route
+        self._route = None if math.isnan(route[0]) else route
 
     def extra_repr(self) -> str:
         """The settings that the submodules do not show."""
@@ -288,13 +299,18 @@ class Floral(nn.Module):
 
     def _shares(self, noisy: bool) -> Tensor:
         if self._route is not None:
-            return self.theta.new_tensor(self._route)
+            fixed = self.theta.new_tensor(self._route)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                # a gradient of zeros: DistributedDataParallel needs one of every parameter
+                return torch.where(torch.ones_like(fixed, dtype=torch.bool), fixed, self.theta)
+            return fixed
         if self.router.routing == "optimal":
             raise TaskError("the router's routing is 'optimal', but no route is set; call route(cluster) first")
         if not noisy or self.router.noise == 0:
             return self.router.shares(self.theta)
-        self._draws += 1
-        return self.router.shares(self.theta + self.router.noises(self._key / "noise" / self._draws, 1, self.theta)[0])
+        # from torch's generator of the CPU, whose state activation checkpointing restores before it recomputes
+        key = Key((int(torch.randint(2**62, ())),))
+        return self.router.shares(self.theta + self.router.noises(key, 1, self.theta)[0])
 
     def _mixture(self, to: Route) -> list[float]:
         if isinstance(to, int):
@@ -308,16 +324,16 @@ class Floral(nn.Module):
         return cast(list[float], (given / given.sum()).tolist())
 
     def _weights(self) -> Params:
-        everything = dict(self.base.named_parameters())
+        everything = named_tensors(self.base)
         return {name: everything[name] for name in self._spots}
 
     def _layer(self, name: str) -> _BatchNorm:
-        return cast(_BatchNorm, self.base.get_submodule(name))
+        return cast(_BatchNorm, get_submodule(self.base, name))
 
     def _norms(self) -> Iterator[tuple[str, OwnStatistics, Tensor]]:
         """BatchNorm layers whose adaptors have statistics of their own: name, γ_c with the statistics, β_c."""
         for layer, (gamma, beta) in self._own.items():
-            node, other = (self.adaptors.get_submodule(name) for name in (gamma, beta))
+            node, other = (get_submodule(self.adaptors, name) for name in (gamma, beta))
             yield layer, cast(OwnStatistics, node), cast(Tensor, other.offset)
 
     def _offsets(self, adapted: Adaptors) -> Adaptors:
@@ -342,15 +358,6 @@ class Floral(nn.Module):
         x = args[0] if args else kwargs["input"]
         return torch.add(output, node.term(x, beta, pi, layer, self.training).to(output.dtype), alpha=self.alpha)
 
-    def _refuse_checkpointing(self) -> None:
-        for name, m in self.base.named_modules():
-            if getattr(m, "gradient_checkpointing", False) is True:
-                raise TaskError(
-                    f"{name or 'the module'} ({type(m).__name__}) has gradient_checkpointing on: its layers would be run "
-                    "again in the backward pass without the adaptors, and the gradients be wrong. Switch it off; to save "
-                    "memory call torch.utils.checkpoint.checkpoint on this wrapper as a whole."
-                )
-
 
 def _check_settings(model: nn.Module, rank: float, num_clusters: int, alpha: float, router: Router) -> None:
     if not isinstance(model, nn.Module):
@@ -370,18 +377,6 @@ def _check_settings(model: nn.Module, rank: float, num_clusters: int, alpha: flo
 
 def _chosen(include: Include | None, exclude: Include | None, name: str, layer: nn.Module) -> bool:
     return (include is None or include(name, layer)) and not (exclude is not None and exclude(name, layer))
-
-
-def _plant(root: nn.Module, path: str, leaf: nn.Module) -> None:
-    """Make ``leaf`` the submodule of that dotted path; the names are those of a module already, so all of them are fit."""
-    *parents, last = path.split(".")
-    for part in parents:
-        child = dict(root.named_children()).get(part)
-        if child is None:
-            child = nn.Module()
-            root.add_module(part, child)
-        root = child
-    root.add_module(last, leaf)
 
 
 def _gradient(p: Tensor) -> Tensor:

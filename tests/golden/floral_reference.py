@@ -67,11 +67,9 @@ def preconditioned(grads: Adaptors, adaptors: Adaptors) -> Adaptors:
 
 
 def shares(theta: Array, temperature: float = 1.0, top: int | None = None) -> Array:
-    """Softmax of θ / T, over the ``top`` largest alone."""
+    """Softmax of θ / T, over the ``top`` largest alone, of equal ones the first."""
     z = theta / temperature
-    kept = np.arange(len(z)) if top is None else np.argsort(-z)[:top]
-    if top is not None and top < len(z) and z[kept].min() == np.delete(z, kept).max():
-        kept = np.nonzero(z >= z[kept].min())[0]  # those equal to the last are in, too
+    kept = np.arange(len(z)) if top is None else np.argsort(-z, kind="stable")[:top]
     e = np.zeros(len(z))
     e[kept] = np.exp(z[kept] - z.max())
     return e / e.sum()

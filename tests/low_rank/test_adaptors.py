@@ -17,7 +17,7 @@ from fedlowrank import tree
 from fedlowrank.errors import ConfigError, TaskError
 from fedlowrank.key import Key
 from fedlowrank.low_rank.adaptors import KINDS, Adaptors, Spot, adaptors, centred, mix, preconditioned, spots
-from fedlowrank.low_rank.budget import budget
+from fedlowrank.low_rank.budget import adaptor_remarks, budget
 from fedlowrank.low_rank.mixture import (
     Construction,
     Factor,
@@ -161,6 +161,16 @@ def test_the_table_adds_up() -> None:
     assert "Not adapted: 1.weight (1)" in text
     assert "below rank 1" in text
     assert text.splitlines()[-2].split()[:3] == ["total", f"{b.each:,}", f"{b.added:,}"]
+
+
+def test_remarks_name_small_layers_and_matrices_without_adaptors() -> None:
+    m = nn.Sequential(nn.Linear(3, 4), nn.GRUCell(4, 5))
+    share = 15 * (4 + 5) / sum(p.numel() for p in m.parameters())
+    assert adaptor_remarks(m, spots(m, 9)) == [
+        "0.weight: rank 9 is more than the weight has; 3 taken",
+        f"no adaptors for 1.weight_ih (GRUCell), 1.weight_hh (GRUCell): {share:.1%} of the parameters",
+    ]
+    assert adaptor_remarks(m[0], spots(m[0], 1)) == []
 
 
 @pytest.mark.parametrize(

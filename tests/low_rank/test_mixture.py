@@ -78,14 +78,32 @@ def test_an_update_is_two_convolutions_one_after_the_other(construction, shape, 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(1, 5))
 def test_numbers_for_a_rank_are_those_of_the_paper(o: int, i: int, k1: int, k2: int) -> None:
     per_rank = {c: sum((f := fold_of((o, i, k1, k2), c)).size) * f.times for c in ALL}
-    # every way to share out the kernel's axes, by hand
-    assert per_rank["balanced"] == min(o * a + i * b for a, b in ((1, k1 * k2), (k1, k2), (k2, k1), (k1 * k2, 1)))
     low, high = min(o, i), max(o, i)
-    assert per_rank["balanced"] <= low * max(k1, k2) + high * min(k1, k2)
+    assert per_rank["balanced"] == low * max(k1, k2) + high * min(k1, k2)
     assert per_rank["filter"] == (o * k2 + i * k1) * o
     assert per_rank["channel"] == low * k1 * k2 + high
     assert per_rank["reshaped"] == o * k1 * k2 + i
     assert per_rank["input"] == o + i * k1 * k2
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [
+        # three inputs and 32 outputs, as of a first layer: channel-wise would take 3 · 25 + 32
+        ((32, 3, 5, 5), {3 * 5, 32 * 5}),
+        ((2, 40, 3, 7), {2 * 7, 40 * 3}),
+        # of one axis the smaller side takes it; of three each side takes one at least
+        ((32, 3, 5), {3 * 5, 32}),
+        ((3, 32, 5), {3 * 5, 32}),
+        ((40, 2, 2, 3, 5), {2 * 15, 40 * 2}),
+    ],
+)
+def test_each_factor_of_a_balanced_update_has_an_axis_of_the_kernel(shape: tuple[int, ...], size: set[int]) -> None:
+    fold = fold_of(shape)
+    assert set(fold.size) == size
+    if len(shape) > 3:
+        assert len(fold.rows) > 1
+        assert len(fold.columns) > 1
 
 
 @settings(max_examples=80, deadline=None)

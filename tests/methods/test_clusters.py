@@ -105,6 +105,7 @@ def at(run: Run, client: int) -> tuple[Any, Any, Any]:
         ({"noise": -1.0}, "noise must be >= 0"),
         ({"adapt": -1}, "router: adapt must be >= 0 and top >= 1; they are -1 and None"),
         ({"top": 0}, "adapt must be >= 0 and top >= 1; they are 10 and 0"),
+        ({"top": 1}, r"top = 1 .*no gradient.*top >= 2, or update = 'mfl'"),
         ({"routing": "best"}, "routing"),
         ({"update": "adam"}, "update"),
     ],
@@ -123,14 +124,20 @@ def test_shares_are_a_softmax_at_a_temperature() -> None:
     assert torch.equal(Router().shares(even({"a": torch.zeros(4, 2)})), torch.full((4,), 0.25))
 
 
-def test_the_largest_are_mixed_and_those_equal_to_the_last_of_them() -> None:
+def test_the_largest_are_mixed_and_of_equal_ones_the_first() -> None:
     theta = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64)
     pi = Router(top=2).shares(theta)
     np.testing.assert_allclose(pi, reference.shares(theta.numpy(), top=2), atol=1e-14)
     assert pi[[1, 3]].tolist() == [0, 0]
     assert torch.equal(Router(top=4).shares(theta), theta.softmax(0))
     assert torch.equal(Router(top=9).shares(theta), theta.softmax(0))
-    assert torch.equal(Router(top=1).shares(torch.zeros(3)), torch.full((3,), 1 / 3))
+    for top in (2, 3):
+        assert Router(top=top).shares(torch.zeros(5)).tolist() == pytest.approx([1 / top] * top + [0.0] * (5 - top))
+    assert Router(top=2).shares(torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])).tolist() == [0, 0.5, 0, 0.5, 0]
+    assert Router(top=1, update="mfl").shares(torch.tensor([0.0, 1.0, 1.0])).tolist() == [0, 1, 0]
+    # many clients at once choose alike
+    many = torch.tensor([[0.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])
+    assert torch.func.vmap(Router(top=2).shares)(many).tolist() == [[0, 0.5, 0.5, 0], [0.5, 0.5, 0, 0]]
     # what is left out has no gradient, and no NaN
     x = theta.clone().requires_grad_()
     (Router(top=2).shares(x) ** 2).sum().backward()

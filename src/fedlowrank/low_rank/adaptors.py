@@ -69,6 +69,7 @@ class Spot:
         shape: of the parameter.
         rank: of each adaptor; 0 for an offset.
         numbers: that each adaptor takes.
+        transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change places.
         note: what a person should know: a rank that is not the one asked for, other layers that share the parameter.
     """
 
@@ -78,6 +79,7 @@ class Spot:
     rank: int
     numbers: int
     note: str = ""
+    transposed: bool = False
 
 
 def spots(
@@ -91,7 +93,8 @@ def spots(
 
     Args:
         module: any module; layers other than linear, attention, convolution, embedding and normalisation get none, and
-            neither do parameters that a subclass of these adds.
+            neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face is a linear layer; a layer of
+            vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``, is a normalisation.
         rank: an integer, at most that of the weight; or a budget ρ in (0, 1), see :meth:`Fold.rank`.
         construction: of convolutions.
         kinds: what is adapted.
@@ -112,7 +115,7 @@ def spots(
         for local, parameter in layer.named_parameters(recurse=False):
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise TaskError(f"{_where(name, layer)} is lazy and has no shape yet; run one forward pass first")
-            kind = _kind(layer, local, parameter)
+            kind = kind_of(layer, local, parameter)
             if kind is None or kind not in kinds or (include is not None and not include(name, layer)):
                 continue
             _check(name, layer, parameter)
@@ -120,7 +123,8 @@ def spots(
             if own in found:
                 found[own] = replace(found[own], note=_joined(found[own].note, f"shared with {name}"))
             else:
-                found[own] = _spot(name, kind, tuple(parameter.shape), rank, construction)
+                made = _spot(name, kind, tuple(parameter.shape), rank, construction)
+                found[own] = replace(made, transposed=kind == "linear" and _is_transposed(layer))
     if not found:
         there = sorted({type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))})
         raise TaskError(
@@ -155,16 +159,32 @@ def _check_words(kinds: tuple[Kind, ...], construction: Construction) -> None:
             raise ConfigError(f"{what}: {word!r} is no choice. {did_you_mean(str(word), known)}")
 
 
-def _kind(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | None:
+def kind_of(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | None:
+    """What a parameter of a layer is, by its name in it; None if it can have no adaptors."""
     # by name, for a subclass may hold more: the size of a normalised weight, say, to which nothing can be added
     if local not in _WEIGHTS + _BIASES or parameter.numel() == 0:
         return None
     if isinstance(layer, _NORMS):
         return "norm"
     kinds = [kind for base, kind in _MATRICES.items() if isinstance(layer, base)]
+    if not kinds and _is_transposed(layer):
+        kinds = ["linear"]
     if not kinds:
-        return None
+        return "norm" if _is_named_norm(layer) else None
     return kinds[0] if local in _WEIGHTS and parameter.ndim > 1 else "bias"
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    # GPT-2's linear layer in transformers, recognised without importing that library
+    return (
+        any(c.__name__ == "Conv1D" for c in type(layer).__mro__)
+        and getattr(getattr(layer, "weight", None), "ndim", 0) == 2
+    )
+
+
+def _is_named_norm(layer: nn.Module) -> bool:
+    named = any("norm" in c.__name__.lower() for c in type(layer).__mro__)
+    return named and all(p.ndim <= 1 for p in layer.parameters(recurse=False))
 
 
 def _where(name: str, layer: nn.Module) -> str:
@@ -203,14 +223,6 @@ def _spot(layer: str, kind: Kind, shape: tuple[int, ...], rank: float, construct
     return Spot(layer, kind, shape, r, r * sum(fold.size), note)
 
 
-def rank_remarks(where: Mapping[str, Spot]) -> list[str]:
-    """The notes of the spots, each with the names of its parameters."""
-    said = {
-        note: [n for n, spot in where.items() if spot.note == note] for note in (s.note for s in where.values()) if note
-    }
-    return [f"{', '.join(names)}: {note}" for note, names in said.items()]
-
-
 def adaptors(
     where: Mapping[str, Spot],
     count: int,
@@ -242,9 +254,11 @@ def adaptors(
             found[name] = t.new_zeros((count, *spot.shape))
             continue
         # the rank of a spot is the final one, which filter-wise construction has multiplied already
-        fold, drawn = replace(fold_of(spot.shape, construction), times=1), "v" if spot.kind == "embedding" else random
+        shape, drawn = spot.shape[::-1] if spot.transposed else spot.shape, "v" if spot.kind == "embedding" else random
+        fold = replace(fold_of(shape, construction), times=1)
         pairs = begin(fold, spot.rank, count, key / name, t.dtype, drawn)
-        found[name] = Pairs(pairs.u.to(t.device), pairs.v.to(t.device))
+        u, v = pairs.u.to(t.device), pairs.v.to(t.device)
+        found[name] = Pairs(v, u) if spot.transposed else Pairs(u, v)
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .adaptors import Spot
+from .adaptors import Include, Spot, kind_of
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,39 @@ def budget(module: nn.Module, where: Mapping[str, Spot], count: int) -> Budget:
     rows = [BudgetRow(name, s, count * s.numbers, s.numbers / torch.Size(s.shape).numel()) for name, s in where.items()]
     rest = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in where}
     return Budget(tuple(rows), rest, count)
+
+
+def adaptor_remarks(module: nn.Module, where: Mapping[str, Spot]) -> list[str]:
+    """The notes of the spots, each with the names of its parameters, and what :func:`unadapted_remark` says."""
+    said = {
+        note: [n for n, spot in where.items() if spot.note == note] for note in (s.note for s in where.values()) if note
+    }
+    rest = unadapted_remark(module, where)
+    return [*(f"{', '.join(names)}: {note}" for note, names in said.items()), *([rest] if rest else [])]
+
+
+def unadapted_remark(module: nn.Module, where: Mapping[str, Spot], include: Include | None = None) -> str | None:
+    """Names the weight matrices that get no adaptors though no setting leaves them out, with their share; None without any.
+
+    Args:
+        module: any module.
+        where: what is adapted.
+        include: which layers were to be adapted; by default all.
+    """
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in module.named_parameters()}
+    layers: dict[str, str] = {}
+    for path, layer in module.named_modules():
+        for local, p in layer.named_parameters(recurse=False):
+            matrix = sum(size > 1 for size in p.shape) > 1
+            without = matrix and names[id(p)] not in where and kind_of(layer, local, p) is None
+            if without and (include is None or include(path, layer)):
+                layers[names[id(p)]] = type(layer).__name__
+    if not layers:
+        return None
+    left, total = sum(sizes[name] for name in layers), sum(sizes.values())
+    named = ", ".join(f"{name} ({layer})" for name, layer in layers.items())
+    return f"no adaptors for {named}: {left / total:.1%} of the parameters"
 
 
 def _sizes(shape: tuple[int, ...]) -> str:

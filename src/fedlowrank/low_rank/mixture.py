@@ -7,7 +7,7 @@ pass, whatever C is.
 
 Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the numbers that rank r takes:
 
-    balanced    the kernel's axes shared out between O and I so that rows + columns is least     (c_min k_max + c_max k_min) r
+    balanced    one kernel axis to O, the other to I, so that rows + columns is least            (c_min k_max + c_max k_min) r
     filter      O k2 × I k1 at the rank O r: r filters of two steps for every output             (O k2 + I k1) O r       (eq. 39)
     channel     O k1 k2 × I, or O × I k1 k2 where that is less                                   (c_min k1 k2 + c_max) r (eq. 38)
     reshaped    O k1 k2 × I                                                                      (O k1 k2 + I) r         (eq. 41)
@@ -128,7 +128,10 @@ def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> 
         return Fold(shape, (0, *list(kernel)[1:]), shape[0])
     everything: list[tuple[int, ...]] = [()]
     if construction == "balanced":
-        everything = [c for n in range(len(shape) - 1) for c in itertools.combinations(kernel, n)]
+        # both factors take an axis, also where one that takes all would be smaller (c_max / c_min > k_max): that is "channel"
+        most = len(kernel)
+        counts = range(1, most) if most > 1 else range(2)
+        everything = [c for n in counts for c in itertools.combinations(kernel, n)]
     elif construction == "channel":
         everything = [(), tuple(kernel)]
     elif construction == "reshaped":

@@ -36,7 +36,8 @@ from ..clusters import (
     select,
     train_mixture,
 )
-from ..low_rank.adaptors import KINDS, Kind, Spot, adaptors, centred, mix, preconditioned, rank_remarks, trained_spots
+from ..low_rank.adaptors import KINDS, Kind, Spot, adaptors, centred, mix, preconditioned, trained_spots
+from ..low_rank.budget import adaptor_remarks
 from ..low_rank.mixture import Construction, Factor
 from ..means import mean
 from ..method import ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
@@ -94,8 +95,8 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
 
     def remarks(self, task: Task) -> list[str]:
-        """Layers that are too small for the budget."""
-        return rank_remarks(self._spots(task))
+        """Layers that are too small for the budget, and weight matrices without adaptors."""
+        return adaptor_remarks(task.common_model(self.title).module, self._spots(task))
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""

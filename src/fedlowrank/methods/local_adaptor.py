@@ -17,7 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from ..loss import task_loss
-from ..low_rank.adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, rank_remarks, trained_spots
+from ..low_rank.adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, trained_spots
+from ..low_rank.budget import adaptor_remarks
 from ..low_rank.mixture import Construction
 from ..means import mean_of
 from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
@@ -47,9 +48,9 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     streams = True
 
     def remarks(self, task: Task) -> list[str]:
-        """Layers that are too small for the budget."""
+        """Layers that are too small for the budget, and weight matrices without adaptors."""
         model = task.common_model(self.title)
-        return rank_remarks(trained_spots(model, self.rank, self.construction, self.kinds))
+        return adaptor_remarks(model.module, trained_spots(model, self.rank, self.construction, self.kinds))
 
     def server_init(self, task: Task) -> Params:
         """u^0."""
