@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ..errors import TaskError
-from ..tree import Params, tree
+from ..tree import Params, not_finite, tree
 from .matricise import LowRank, Sparse, Weights, matricise, matrix_shape, pack, pack_sparse, unmatricise, unpack
 from .threshold import shrink_all, shrink_dense, soft
 
@@ -51,10 +51,18 @@ def begin(params: Params, exclude: tuple[str, ...]) -> Shrunk:
 
 
 def prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Shrunk:
-    """The prox of c times the sum of the norms of all penalised weights. With c = 0 nothing changes."""
+    """The prox of c times the sum of the norms of all penalised weights. With c = 0 nothing changes.
+
+    Raises:
+        TaskError: if a parameter holds a NaN or an infinity, or as :func:`check_exclude`.
+    """
     start = begin(params, exclude)
     if c == 0:
         return start
+    if (bad := not_finite(params)) is not None:
+        raise TaskError(
+            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the average; lower the learning rate"
+        )
     if norm == "sparse":
         shrunk = prox_in_step(params, c, norm, exclude)
         return Shrunk({n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks)
