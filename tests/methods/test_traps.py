@@ -242,6 +242,11 @@ def test_the_rank_is_the_smallest_that_keeps_the_energy() -> None:
         assert rank_of_energy(s, energy) == rank == int((share < energy - 1e-12).sum()) + 1
     assert rank_of_energy(torch.zeros(3), 0.9) == 1
     assert rank_of_energy(s, 0.0) == 1
+    # 9 of 14 are kept by the first, 13 of 14 by two
+    for scale in (1e-200, 1e200):
+        assert [
+            rank_of_energy(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64) * scale, e) for e in (0.6, 0.9, 0.95)
+        ] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("energy", [0.5, 0.8, 0.95, 0.99])
