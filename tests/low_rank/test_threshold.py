@@ -251,7 +251,7 @@ def test_a_negative_threshold_is_refused_in_words(bad: float) -> None:
 @pytest.mark.parametrize("norm", ["low_rank", "sparse"])
 def test_a_global_model_that_is_not_finite_is_named(norm: Norm) -> None:
     params = {"a": torch.eye(2), "b.weight": torch.full((2, 2), torch.inf)}
-    with pytest.raises(TaskError, match="'b.weight' of the global model"):
+    with pytest.raises(TaskError, match=r"'b\.weight' of the global model"):
         prox_of_model(params, 0.1, norm, ())
 
 

@@ -61,7 +61,8 @@ def prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Shru
         return start
     if (bad := not_finite(params)) is not None:
         raise TaskError(
-            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the average; lower the learning rate"
+            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the average. "
+            "Lower the learning rate."
         )
     if norm == "sparse":
         shrunk = prox_in_step(params, c, norm, exclude)
