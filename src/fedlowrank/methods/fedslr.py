@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..low_rank.matricise import Weights, unpack
+from ..low_rank.matricise import Weights, sparse_of, unpack
 from ..low_rank.penalty import Norm, Shrunk, begin, prox, prox_in_step, warn_if_dead
 from ..low_rank.threshold import soft
 from ..means import Mean, mean
@@ -163,7 +163,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def parts(self, state: Client, down: Weights, view: ClientView) -> dict[str, tuple[Weights, ...]]:
         """Of the mixed model w and p_i; of the other w alone."""
         del view
-        return {"mixed": (down, {**state.p}), "gkr": (down,)}
+        p: Weights = {n: sparse_of(t) if self.private == "sparse" else t for n, t in state.p.items()}
+        return {"mixed": (down, p), "gkr": (down,)}
 
     def ranks(self, server: Server) -> dict[str, int]:
         """Of w."""
