@@ -9,10 +9,12 @@ import logging
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fedlowrank import tree
 from fedlowrank.check import CHECKS
 from fedlowrank.check import federation as check_federation
+from fedlowrank.data.federation import Federation
 from fedlowrank.engine import ENGINES, vectorised
 from fedlowrank.engine.base import Engine
 from fedlowrank.engine.run import Run, RunSettings
@@ -28,7 +30,7 @@ from fedlowrank.methods.lpgd import LPGD
 from fedlowrank.optimiser import SGD, Schedule
 from golden import fedslr_reference as reference
 
-from .setting import SIZES, alike, arrays, layers, plan, run_of, start_of, train_data
+from .setting import SIZES, Net, alike, arrays, layers, plan, run_of, start_of, train_data
 from .test_golden import same
 
 DECAY = 1e-2
@@ -259,6 +261,33 @@ def test_a_prox_goes_on_shrinking_the_model_when_nobody_learns(method) -> None:
     patched = type("AtWork", (type(method),), {"at_rest": {}})
     assert CHECKS[STILL](patched()) is not None
     assert CHECKS[STILL](method) is None
+
+
+class RMSNorm(nn.Module):
+    """As language models define it themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((10,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+def test_a_personal_part_that_starts_at_w_leaves_the_scale_of_normalisations() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__(10)
+            self.body = nn.Sequential(self.body[0], nn.GroupNorm(2, 10), nn.ReLU(), RMSNorm()).double()
+
+    federation = Federation.from_arrays(arrays(), Normed, classes=4)
+    run = Run(FedSLR(personal_start="initial"), federation, RunSettings(rounds=1), Sequential())
+    initial = run.task.common_model("").initial
+    start = run.at_client(federation.infos[0]).personal()
+    norms = {"body.1.weight", "body.1.bias", "body.3.weight"}
+    assert norms < {*initial}
+    for n, w in initial.items():
+        assert torch.equal(start[n], w if n in norms else 2 * w)
 
 
 # Clients that diverge

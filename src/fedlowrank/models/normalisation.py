@@ -8,6 +8,7 @@ nothing that is out of date, and the same in every engine.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..tree import Params
 from .stateless import Stateless
 
 _BATCH = nn.modules.batchnorm._BatchNorm
+_NAME = re.compile(r"Norm(\dd)?$")
 _INSTANCE = nn.modules.instancenorm._InstanceNorm
 
 Chunks = Callable[[], Iterable[Any]]
@@ -116,6 +118,17 @@ def refuse_instance_statistics(name: str, module: nn.Module) -> None:
                 f"model {name}: {layer} is an InstanceNorm with running statistics, which have no owner in a federation. "
                 "Set track_running_stats=False, or use GroupNorm."
             )
+
+
+def normalisation_parameters(module: nn.Module) -> frozenset[str]:
+    """Names of the scales and shifts of normalisation layers: PyTorch's, subclasses of these, and classes named ``...Norm``."""
+    own = {
+        id(p)
+        for m in module.modules()
+        if any(_NAME.search(c.__name__) for c in type(m).__mro__)
+        for p in m.parameters(recurse=False)
+    }
+    return frozenset(n for n, p in module.named_parameters() if id(p) in own)
 
 
 def _keeps(layer: nn.Module) -> bool:
