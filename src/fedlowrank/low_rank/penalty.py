@@ -9,7 +9,18 @@ from torch import Tensor
 
 from ..errors import TaskError
 from ..tree import Params, not_finite, tree
-from .matricise import LowRank, Sparse, Weights, matricise, matrix_shape, pack, pack_sparse, unmatricise, unpack
+from .matricise import (
+    LowRank,
+    Sparse,
+    Weights,
+    matricise,
+    matrix_shape,
+    pack,
+    pack_sparse,
+    sparse_of,
+    unmatricise,
+    unpack,
+)
 from .threshold import shrink_all, shrink_dense, soft
 
 Norm = Literal["low_rank", "sparse"]
@@ -79,6 +90,11 @@ def prox_in_step(params: Params, c: float, norm: Norm, exclude: tuple[str, ...])
         p = params[n]
         out[n] = soft(p, c) if norm == "sparse" else unmatricise(shrink_dense(matricise(p), c), p.shape)
     return out
+
+
+def part_of(params: Params, norm: Norm) -> Weights:
+    """Parameters that were penalised as a part of a model: under the ℓ1 norm, of every tensor the entries that are not zero."""
+    return {n: sparse_of(p) if norm == "sparse" else p for n, p in params.items()}
 
 
 def warn_if_dead(title: str, before: Shrunk, after: Shrunk, round: int) -> None:

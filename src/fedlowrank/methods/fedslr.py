@@ -31,12 +31,12 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..loss import task_loss
-from ..low_rank.matricise import Weights, sparse_of, unpack
-from ..low_rank.penalty import Norm, Shrunk, begin, prox, prox_in_step, warn_if_dead
+from ..low_rank.matricise import Weights, unpack
+from ..low_rank.penalty import Norm, Shrunk, begin, part_of, prox, prox_in_step, warn_if_dead
 from ..low_rank.threshold import soft
 from ..means import Mean, mean
 from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
-from ..models.normalisation import normalisation_parameters
+from ..models.normalisation import zero_normalisations
 from ..optimiser import SGD, Optimiser, Schedule
 from ..tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 
@@ -111,13 +111,9 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def client_init(self, task: Task, client: ClientInfo) -> Client:
         """γ_i = 0, and p_i = 0 or w^0."""
-        model = task.model(client)
-        zero = zeros_like(model.initial)
-        if self.personal_start == "zero":
-            return Client(zero, zero)
-        # w + p would have twice the scale that a normalisation begins with
-        norms = normalisation_parameters(model.module)
-        return Client(zero, {n: zero[n] if n in norms else w for n, w in model.initial.items()})
+        model, zero = task.model(client), zeros_like(task.model(client).initial)
+        # of normalisations w + p would have twice the scale that they begin with
+        return Client(zero, zero if self.personal_start == "zero" else zero_normalisations(model.initial, model.module))
 
     def download(self, server: Server, client: ClientInfo) -> Weights:
         """w^t."""
@@ -170,8 +166,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def parts(self, state: Client, down: Weights, view: ClientView) -> dict[str, tuple[Weights, ...]]:
         """Of the mixed model w and p_i; of the other w alone."""
         del view
-        p: Weights = {n: sparse_of(t) if self.private == "sparse" else t for n, t in state.p.items()}
-        return {"mixed": (down, p), "gkr": (down,)}
+        return {"mixed": (down, part_of(state.p, self.private)), "gkr": (down,)}
 
     def ranks(self, server: Server) -> dict[str, int]:
         """Of w."""

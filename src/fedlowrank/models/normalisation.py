@@ -120,15 +120,19 @@ def refuse_instance_statistics(name: str, module: nn.Module) -> None:
             )
 
 
-def normalisation_parameters(module: nn.Module) -> frozenset[str]:
-    """Names of the scales and shifts of normalisation layers: PyTorch's, subclasses of these, and classes named ``...Norm``."""
+def zero_normalisations(params: Params, module: nn.Module) -> Params:
+    """Parameters of a module, with zero for the scales and shifts of its normalisation layers.
+
+    These are PyTorch's, subclasses of them, and classes named ``...Norm``.
+    """
     own = {
         id(p)
         for m in module.modules()
         if any(_NAME.search(c.__name__) for c in type(m).__mro__)
         for p in m.parameters(recurse=False)
     }
-    return frozenset(n for n, p in module.named_parameters() if id(p) in own)
+    names = {n for n, p in module.named_parameters() if id(p) in own}
+    return {n: torch.zeros_like(p) if n in names else p for n, p in params.items()}
 
 
 def _keeps(layer: nn.Module) -> bool:
