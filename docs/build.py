@@ -16,7 +16,10 @@ def page() -> str:
     """The page: of every method its paper's algorithm box, departures and fields."""
     parts = [
         "# Methods\n\nMade by `python docs/build.py` from the docstrings of `src/fedlowrank/methods/`; "
-        "one paper, one file. The word at the right end of a line of a box is the function that implements it.\n"
+        "one paper, one file. The word at the right end of a line of a box is the function that implements it.\n\n"
+        "Common to all: clients of one architecture begin with the same initial weights, drawn from the seed of the "
+        "federation and the name of the architecture, so that methods differ in nothing but the method. n_k is the "
+        "number of training examples of client k.\n"
     ]
     for name, cls in METHODS.items():
         models = "models of any architecture" if cls.heterogeneous else "equal models"

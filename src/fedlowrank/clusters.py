@@ -34,13 +34,15 @@ class Router:
     Attributes:
         routing: learned; or optimal, the one-hot of the client's known cluster.
         lr: learning rate of θ, without weight decay; η of the MFL update.
-        update: gradient, with the model's (Algorithm 1); or mfl, π_c ∝ exp(-η f_k(w_c)) after each round (eq. 5).
+        update: gradient, with the model's (Algorithm 1); or mfl, π_c ∝ exp(-η f_k(w_c)) of the models that the server has
+            averaged (eq. 4 and 5): found when they arrive, fixed while the client trains, even shares in the first round.
         temperature: above 0; a higher one evens the shares out.
         noise: standard deviation of uniform noise on θ at every training step.
         top: mix only so many clusters, those with the largest θ, the first of equal ones; None mixes all. A gradient needs
             two at least.
-        keep: whether a client keeps θ from round to round; else it learns it anew from 0.
-        adapt: steps in which a client that holds no θ learns it before it infers, all else frozen; 0 mixes evenly.
+        keep: whether a client keeps θ from round to round; else it learns it anew from 0. The MFL update needs no θ kept.
+        adapt: steps in which a client that holds no θ learns it before it infers, all else frozen; 0 mixes evenly. The MFL
+            update takes no steps; a client finds its π before it infers as before it trains.
     """
 
     routing: Literal["learned", "optimal"] = "learned"
@@ -71,6 +73,11 @@ class Router:
     def descends(self) -> bool:
         """Whether θ is trained together with the model."""
         return self.routing == "learned" and self.update == "gradient"
+
+    @property
+    def weighs(self) -> bool:
+        """Whether θ is found by the loss of each cluster."""
+        return self.routing == "learned" and self.update == "mfl"
 
     def passes(self, epochs: int, batch_size: int) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
@@ -117,7 +124,7 @@ def train_mixture(
     """The pass ``"local"``: one SGD on θ and on all parts, of the loss of the mixed model; lines 6 to 8 of Algorithm 1.
 
     Args:
-        router: how θ moves. With optimal routing it stays; the MFL update sets it once the pass is over.
+        router: how θ moves. With optimal routing it stays; the MFL update sets it before the pass.
         parts: what is mixed.
         theta: where θ begins.
         apply: of the method; may capture nothing that differs between clients.
@@ -128,6 +135,8 @@ def train_mixture(
     Returns:
         The parts and θ.
     """
+    if router.weighs and view.round > 0:
+        theta = weigh_clusters(router, parts, theta, apply, view)
     start = {**parts, "theta": theta} if router.descends else parts
     if router.descends:
         optimiser = replace(optimiser, groups={**optimiser.groups, "theta": Group(router.lr, 0.0)})
@@ -139,9 +148,7 @@ def train_mixture(
 
     end = view.train(loss, start, "local", optimiser, given=(theta, noises), precondition=precondition)
     trained = {name: end[name] for name in parts}
-    if router.descends:
-        return trained, end["theta"]
-    return trained, theta if router.routing == "optimal" else weigh_clusters(router, trained, theta, apply, view)
+    return trained, end["theta"] if router.descends else theta
 
 
 def weigh_clusters(router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView) -> Tensor:
@@ -155,11 +162,11 @@ def weigh_clusters(router: Router, parts: dict[str, Any], theta: Tensor, apply: 
 
 
 def learn_router(router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView) -> Tensor:
-    """θ of a client that holds none: the pass ``"router"`` over its training data, everything else frozen."""
+    """θ of a client that holds none: by eq. 5, or the pass ``"router"`` over its training data, everything else frozen."""
+    if router.weighs:
+        return weigh_clusters(router, parts, theta, apply, view)
     if router.adapt == 0 or len(theta) == 1 or router.routing == "optimal":
         return theta
-    if router.update == "mfl":
-        return weigh_clusters(router, parts, theta, apply, view)
 
     def loss(p: dict[str, Tensor], batch: Batch, frozen: dict[str, Any]) -> Tensor:
         return task_loss(apply(frozen, router.shares(p["theta"]), batch.x), batch)

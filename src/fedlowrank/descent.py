@@ -107,12 +107,26 @@ class Work:
 
     @torch.no_grad()
     def proximal(self) -> None:
-        """What comes after every step."""
+        """Apply the request's prox, as after every step.
+
+        A decomposition raises on a NaN or an infinity. Then the prox leaves out the clients whose parameters are not all finite,
+        the pass goes on, and the check of its losses and parameters names the client and the step.
+        """
         prox, lr = self.request.prox, self._lr
-        if prox is not None:
+        if prox is None:
+            return
+
+        def of_finite(_: Any, p: Any, *given: Any) -> Any:
+            finite = torch.stack([t.isfinite().all() for t in tree.tensors(p)]).all()
+            new = prox(tree.map(lambda t: torch.where(finite, t, 0.0), p), lr, *given)
+            return tree.map(lambda t, q: torch.where(finite, q, t), p, new)
+
+        try:
             new = self.mapped(lambda _, p, *given: prox(p, lr, *given), self.params)
-            for p, q in zip(self.params, new, strict=True):
-                p.copy_(q)
+        except torch.linalg.LinAlgError:
+            new = self.mapped(of_finite, self.params)
+        for p, q in zip(self.params, new, strict=True):
+            p.copy_(q)
 
     def mapped(self, f: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
         """The tensors of ``f(a, now, *given)``, where a is the tree of some tensors."""

@@ -327,9 +327,9 @@ class Method(ABC, Generic[S, C, D, U]):
     def parts(self, state: C, down: D, view: ClientView) -> dict[str, tuple[Weights, ...]]:
         """Of each series whose model can be held in fewer numbers than its weights: the parts it is the sum of.
 
-        A part is a matrix as factors, or a tensor of which the zeros need not be held. Measured by
-        :func:`fedlowrank.low_rank.matricise.numbers`, exported by :mod:`fedlowrank.low_rank.deploy`. A series that is not
-        named is a dense model.
+        A part holds each weight as factors, as the entries that are not zero (:class:`fedlowrank.low_rank.matricise.Sparse`), or
+        dense, and then all its entries count. Measured by :func:`fedlowrank.low_rank.matricise.numbers`, exported by
+        :mod:`fedlowrank.low_rank.deploy`. A series that is not named is a dense model.
         """
         del state, down, view
         return {}

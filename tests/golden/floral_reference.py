@@ -203,6 +203,15 @@ def server_adam(lr: float, beta1: float, beta2: float, eps: float) -> Server:
     return step
 
 
+def mfl_router(
+    net: Layers, adaptors: Adaptors, x: Array, y: Array, lr: float, temperature: float, alpha: float
+) -> Array:
+    """θ of eq. 5, which has no temperature, at the models that eq. 4 has averaged."""
+    count = len(adaptors[0][0])
+    lost = [cross_entropy(forward(mixed(net, adaptors, e, alpha), x)[1], y) for e in np.eye(count)]
+    return -lr * temperature * np.array(lost)
+
+
 def floral(
     net: Layers,
     adaptors: Adaptors,
@@ -231,15 +240,13 @@ def floral(
         for k, (steps, *_) in clients.items():
             x, y = data[k]
             theta = thetas[k] if keep and k in thetas else np.zeros(count)
+            if mfl and t > 0:
+                theta = mfl_router(net, adaptors, x, y, router_lr, temperature, alpha)
             fixed = np.eye(count)[known[k]] if known is not None else shares(theta, temperature, top) if mfl else None
             base, own, theta = floral_client(
                 net, adaptors, theta, x, y, steps, lr, router_lr=router_lr, alpha=alpha, precondition=precondition,
                 temperature=temperature, top=top, noise=None if noise is None else noise[t][k], fixed=fixed, decay=decay,
             )  # fmt: skip
-            if mfl:
-                # eq. 5 has no temperature
-                lost = [cross_entropy(forward(mixed(base, own, e, alpha), x)[1], y) for e in np.eye(count)]
-                theta = -router_lr * temperature * np.array(lost)
             thetas[k] = theta
             bases.append(base)
             others.append(own)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -36,7 +38,7 @@ from fedlowrank.low_rank.thin import Compressed
 from fedlowrank.models.architecture import build
 from fedlowrank.models.resnet import ResNet18
 from fedlowrank.models.zoo import ModelSettings
-from fedlowrank.tree import Params
+from fedlowrank.tree import Params, decode, encode
 
 LAYOUTS = ("small", "fast")
 IMAGE = (3, 32, 32)
@@ -215,7 +217,7 @@ def test_what_reads_the_weight_gets_it() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("density", [None, 0.02, 0.6])
+@pytest.mark.parametrize("density", [None, 0.02, 0.6, 0.99])
 @pytest.mark.parametrize("name", ["cnn", "resnet18_w16", "mlp"])
 def test_a_model_of_the_zoo(name, density, layout) -> None:
     module = zoo(name).double()
@@ -226,7 +228,8 @@ def test_a_model_of_the_zoo(name, density, layout) -> None:
     made = deploy(module, weights, given, layout)
     found = made(x)
     torch.testing.assert_close(found, truth(module, weights, given, x), rtol=1e-9, atol=1e-9)
-    assert bool(compressed(made)) == (density != 0.6)
+    # values and bits are fewer bytes than a dense weight down to one zero in 64 numbers of float64
+    assert bool(compressed(made)) == (density in (None, 0.02) or (density == 0.6 and layout == "small"))
     # needs no gradient, and leaves the original as it was
     assert found.grad_fn is None
     assert not any(p.requires_grad for p in made.parameters())
@@ -268,7 +271,7 @@ def bytes_of_forms(w: Tensor | LowRank, p: Tensor, shape: torch.Size) -> dict[st
 
     def sparse(t: Tensor) -> int:
         n = int((t != 0).sum())
-        return n * e + n * 4 + (shape[0] + 1) * 4 if n else 0
+        return n * e + min(n * 4 + (shape[0] + 1) * 4, math.ceil(t.numel() / 8)) if n else 0
 
     total = dense_of(w, shape) + p
     forms = {"dense": total.numel() * e, "sparse": sparse(total)}
@@ -299,7 +302,7 @@ def test_the_form_has_the_least_bytes(make, dtype, rank, density, factored) -> N
     p = spread((*shape,), density, g, dtype)
     forms = bytes_of_forms(w, p, shape)
     made = deploy(layer, {"weight": w}, {"weight": p})
-    assert size_of(made).nbytes == sum(t.nbytes for t in made.state_dict().values()) == min(forms.values())
+    assert size_of(made).nbytes == min(forms.values())
     assert isinstance(made, Compressed) == (forms["dense"] > min(forms.values()))
     torch.testing.assert_close(made.weight, dense_of(w, shape) + p, rtol=2e-2, atol=2e-2)
 
@@ -325,13 +328,71 @@ def test_every_form_occurs() -> None:
     }  # fmt: skip
 
 
-def test_where_each_row_begins_is_counted() -> None:
-    layer, found = nn.Linear(4, 30, bias=False), []
-    for count in (44, 45):  # 8 · count + 4 · 31 bytes against 480
-        w = torch.zeros(120)
-        w[:count] = 1
-        found.append(isinstance(deploy(layer, {"weight": w.view(30, 4)}), Compressed))
-    assert found == [True, False]
+def data_in(path: Path) -> dict[str, Tensor]:
+    """Tensors of a file by the last part of their names; a safetensors file holds nothing else after its header."""
+    with safetensors.safe_open(path, "pt") as file:
+        found = {n.rsplit("/", 1)[1]: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    whole, header = path.stat().st_size, int.from_bytes(path.read_bytes()[:8], "little")
+    assert sum(t.nbytes for t in found.values()) == whole - 8 - header
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "form"),
+    # of 12,000 places: 1500 bytes as bits; 4 · (count + 31) as indices
+    [(343, {"indices", "starts"}), (344, {"indices", "starts"}), (345, {"mask"}), (11000, {"mask"}), (11700, None)],
+)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(400, 30, bias=False), lambda: nn.Conv2d(16, 30, 5, bias=False)])
+def test_places_are_written_as_indices_or_as_bits_whichever_is_smaller(make, count, form, tmp_path: Path) -> None:
+    layer, w = make(), torch.zeros(12000)
+    at = torch.randperm(12000, generator=torch.Generator().manual_seed(0))[:count]
+    w[at] = torch.randn(count, generator=torch.Generator().manual_seed(1))
+    w = w.view(layer.weight.shape)
+    made = deploy(layer, {"weight": w})
+    save(made, tmp_path / "model")
+    held = data_in(tmp_path / "model")
+    assert size_of(made).nbytes == sum(t.nbytes for t in held.values())
+    if form is None:
+        assert {*held} == {"weight"}
+        return
+    assert {*held} == {"left", "right", "values"} | form
+    if form == {"mask"}:
+        mask = np.unpackbits(held["mask"].numpy(), count=12000).astype(bool).reshape(w.shape)
+        found = np.zeros(w.shape, np.float32)
+        found[mask] = held["values"].numpy()
+        np.testing.assert_array_equal(found, w.numpy())
+    back = load(layer, tmp_path / "model")
+    assert torch.equal(back.weight, w)
+    assert size_of(back) == size_of(made)
+
+
+def test_files_that_were_written_before_there_were_masks_are_read(tmp_path: Path) -> None:
+    layer = nn.Linear(30, 20)
+    weights, sparse = mixture(layer, 0.4, 0.4)
+    made, x = deploy(layer, weights, sparse), torch.randn(4, 30)
+    body = {"layers": {"": [20, 30]}, "state": dict(made.state_dict())}
+    assert {*body["state"]} == {"bias", "left", "right", "values", "indices", "starts"}
+    digest = hashlib.sha256(encode(body)).hexdigest()
+    (tmp_path / "old").write_bytes(encode({"format": "fedlowrank.deployed.1", "sha256": digest, "body": body}))
+    assert torch.equal(load(layer, tmp_path / "old")(x), made(x))
+    save(made, tmp_path / "new")
+    assert "mask" in data_in(tmp_path / "new")
+    assert torch.equal(load(layer, tmp_path / "new")(x), made(x))
+
+
+@pytest.mark.parametrize("change", ["missing", "bits", "shape"])
+def test_a_mask_that_does_not_fit_its_values_is_refused(change: str, tmp_path: Path) -> None:
+    layer, w = nn.Linear(30, 20, bias=False), torch.ones(20, 30)
+    w[:, 5:] = 0
+    save(deploy(layer, {"weight": w}), tmp_path / "model")
+    body = decode((tmp_path / "model").read_bytes())["body"]
+    mask = body["state"].pop("mask")
+    if change != "missing":
+        body["state"]["mask"] = ~mask if change == "bits" else mask.mT.contiguous()
+    digest = hashlib.sha256(encode(body)).hexdigest()
+    (tmp_path / "bad").write_bytes(encode({"format": "fedlowrank.deployed.2", "sha256": digest, "body": body}))
+    with pytest.raises(CheckpointError, match=r"bad is damaged: layer '' has no (mask|'indices')"):
+        load(layer, tmp_path / "bad")
 
 
 def flops(module: nn.Module, x: Tensor) -> int:
@@ -514,7 +575,7 @@ def test_the_file_is_read_without_this_package(tmp_path: Path) -> None:
     with safetensors.safe_open(tmp_path / "model", "pt") as file:
         text = json.dumps(json.loads(file.metadata()["tree"]))
         assert all(name in text for name in compressed(made))
-        held = {n.rsplit("/", 1)[1]: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+    held = data_in(tmp_path / "model")
     assert {n: torch.equal(t, held[n]) for n, t in made.state_dict().items()} == dict.fromkeys(held, True)
 
 
@@ -575,9 +636,9 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
 def test_a_file_of_a_later_format_is_refused(tmp_path: Path, monkeypatch) -> None:
     layer = nn.Linear(30, 20)
     with monkeypatch.context() as patch:
-        patch.setattr("fedlowrank.low_rank.deploy.FORMAT", "fedlowrank.deployed.2")
+        patch.setattr("fedlowrank.low_rank.deploy.FORMATS", ("fedlowrank.deployed.3",))
         save(layer, tmp_path / "model")
-    with pytest.raises(CheckpointError, match=r"deployed\.1"):
+    with pytest.raises(CheckpointError, match=r"deployed\.2 or fedlowrank\.deployed\.1"):
         load(layer, tmp_path / "model")
 
 

@@ -16,12 +16,14 @@ from fedlowrank.low_rank.factored import svd, truncate
 from fedlowrank.low_rank.matricise import (
     LowRank,
     Sparse,
+    Weights,
     matricise,
     matrix_shape,
     measure,
     numbers,
     pack,
     pack_sparse,
+    sparse_of,
     unmatricise,
     unpack,
 )
@@ -137,3 +139,16 @@ def test_of_a_sparse_weight_the_entries_are_held_where_that_is_smaller(
         assert tree.numel(message) == there
         assert measure({"w": held})["w"].parameters == there
         assert numbers([{"w": held}], {"w": torch.from_numpy(w)}) == there
+
+
+def test_of_a_dense_weight_all_entries_are_counted_of_a_sparse_one_those_that_are_not_zero() -> None:
+    like = {"a": torch.zeros(4, 5), "b": torch.zeros(6)}
+    few = torch.zeros(4, 5)
+    few[0, :3] = 1
+    dense: Weights = {"a": torch.zeros(4, 5), "b": torch.tensor([1.0, 0, 0, 0, 0, 0])}
+    factors: Weights = {"a": LowRank(torch.zeros(4, 1), torch.ones(1, 5)), "b": torch.zeros(6)}
+    sparse: Weights = {"a": sparse_of(few), "b": sparse_of(torch.eye(6)[0])}
+    assert numbers([dense], like) == 20 + 6
+    assert numbers([factors], like) == 9 + 6
+    assert numbers([sparse], like) == 3 + 1
+    assert numbers([factors, sparse], like) == 12 + 6

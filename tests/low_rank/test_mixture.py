@@ -153,6 +153,12 @@ def test_the_preconditioner_is_the_papers() -> None:
         np.testing.assert_allclose(made.v[c], g.v[c].numpy() @ np.linalg.inv(u.T @ u + eye), rtol=1e-8)
 
 
+def test_factors_so_large_that_the_gram_matrix_is_singular_give_no_finite_step() -> None:
+    large = torch.full((1, 3, 2), 1e12, dtype=torch.float64)
+    found = precondition(Pairs(torch.ones_like(large), torch.ones_like(large)), Pairs(large, large))
+    assert not any(bool(t.isfinite().any()) for t in (found.u, found.v))
+
+
 def test_a_preconditioned_step_does_not_depend_on_how_the_factors_share_their_size() -> None:
     base = pairs(fold_of((6, 5)), 2)
     slope = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

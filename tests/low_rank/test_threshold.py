@@ -8,8 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedlowrank.errors import ConfigError, TaskError
 from fedlowrank.low_rank import threshold
 from fedlowrank.low_rank.factored import svd
+from fedlowrank.low_rank.penalty import Norm
+from fedlowrank.low_rank.penalty import prox as prox_of_model
 from fedlowrank.low_rank.threshold import count_above, shrink, shrink_all, shrink_dense, soft
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -212,6 +215,44 @@ def test_many_at_once_are_those_one_by_one() -> None:
         one = shrink(w, 0.8)
         assert torch.equal(f.left, one.left)
         assert torch.equal(f.right, one.right)
+
+
+@pytest.mark.parametrize("how", ["auto", "svd"])
+@pytest.mark.parametrize("size", [5e-324, 1e-310, 1e-200, 1e-160, 1e160, 1e200, 2.0**1020])
+def test_a_matrix_of_any_size_is_shrunk_as_one_of_size_one(size: float, how: threshold.How) -> None:
+    s, c = np.array([3.0, 2.0, 0.75, 0.25]), 1.0
+    u, v = np.array([[1, 1], [1, -1]]), np.array([[0, 1.0], [1, 0]])
+    # Hadamard and permutation matrices: every product below is exact
+    w = np.kron(u, u) / 2 * s @ np.kron(v, v)
+    size = 8 * size if size < 1e-309 else size
+    found = shrink(torch.from_numpy(w * size), c * size, how)
+    assert found.rank == 2
+    wanted = np.kron(u, u) / 2 * np.maximum(s - c, 0) @ np.kron(v, v)
+    small = 2e-323 if size < 1e-300 else 0.0
+    np.testing.assert_allclose(found.dense().numpy(), wanted * size, rtol=1e-14, atol=max(small, 1e-15 * size))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_matrix_that_is_not_finite_is_refused_in_words(bad: float) -> None:
+    w = torch.eye(3, 2)
+    w[1, 0] = bad
+    for how in ("auto", "gram", "svd"):
+        with pytest.raises(TaskError, match=r"shape \[3, 2\] holds a NaN or an infinity"):
+            shrink(w, 0.1, how)
+
+
+@pytest.mark.parametrize("bad", [-1e-9, float("nan")])
+def test_a_negative_threshold_is_refused_in_words(bad: float) -> None:
+    for prox in (soft, shrink, shrink_dense):
+        with pytest.raises(ConfigError, match="threshold of a prox must be >= 0"):
+            prox(torch.eye(3), bad)
+
+
+@pytest.mark.parametrize("norm", ["low_rank", "sparse"])
+def test_a_global_model_that_is_not_finite_is_named(norm: Norm) -> None:
+    params = {"a": torch.eye(2), "b.weight": torch.full((2, 2), torch.inf)}
+    with pytest.raises(TaskError, match=r"'b\.weight' of the global model"):
+        prox_of_model(params, 0.1, norm, ())
 
 
 @QUICK

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fedlowrank import tree
 from fedlowrank.check import CHECKS
 from fedlowrank.check import federation as check_federation
-from fedlowrank.engine import vectorised
+from fedlowrank.data.federation import Federation
+from fedlowrank.engine import ENGINES, vectorised
 from fedlowrank.engine.base import Engine
 from fedlowrank.engine.run import Run, RunSettings
 from fedlowrank.engine.sequential import Sequential, Wire
 from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.errors import ConfigError, TaskError
+from fedlowrank.errors import ConfigError, NonFiniteError, TaskError
 from fedlowrank.evaluate import at_client
 from fedlowrank.low_rank.matricise import LowRank, unpack
 from fedlowrank.means import mean
@@ -26,7 +30,7 @@ from fedlowrank.methods.lpgd import LPGD
 from fedlowrank.optimiser import SGD, Schedule
 from golden import fedslr_reference as reference
 
-from .setting import SIZES, alike, layers, plan, run_of, start_of, train_data
+from .setting import SIZES, Net, alike, arrays, layers, plan, run_of, start_of, train_data
 from .test_golden import same
 
 DECAY = 1e-2
@@ -257,6 +261,89 @@ def test_a_prox_goes_on_shrinking_the_model_when_nobody_learns(method) -> None:
     patched = type("AtWork", (type(method),), {"at_rest": {}})
     assert CHECKS[STILL](patched()) is not None
     assert CHECKS[STILL](method) is None
+
+
+class RMSNorm(nn.Module):
+    """As language models define it themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((10,), 1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+def test_a_personal_part_that_starts_at_w_leaves_the_scale_of_normalisations() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__(10)
+            self.body = nn.Sequential(self.body[0], nn.GroupNorm(2, 10), nn.ReLU(), RMSNorm()).double()
+
+    federation = Federation.from_arrays(arrays(), Normed, classes=4)
+    run = Run(FedSLR(personal_start="initial"), federation, RunSettings(rounds=1), Sequential())
+    initial = run.task.common_model("").initial
+    start = run.at_client(federation.infos[0]).personal()
+    norms = {"body.1.weight", "body.1.bias", "body.3.weight"}
+    assert norms < {*initial}
+    for n, w in initial.items():
+        assert torch.equal(start[n], w if n in norms else 2 * w)
+
+
+# Clients that diverge
+
+DIVERGING = {"optimiser": SGD(lr=3e3), "batch_size": 100}
+NUCLEAR = {
+    "phase2": FedSLR(**DIVERGING, epochs=1, fusion_epochs=60, private="low_rank"),
+    "local": LPGD(**DIVERGING, epochs=60),
+}
+"""Methods with a nuclear prox in every local step, by the pass in which they have it; one step an epoch."""
+
+
+def one_that_diverges():
+    """Client 1 has larger inputs than the others, so that at the same learning rate it alone diverges."""
+    clients = arrays()
+    for k, client in enumerate(clients):
+        x, y = client["train"]
+        client["train"] = (x * (1e3 if k == 1 else 1e-6), y)
+    return alike(torch.float32, clients=clients)
+
+
+def step_of_divergence(federation) -> int:
+    """First step whose loss is not finite, by plain PyTorch and NumPy."""
+    model = copy.deepcopy(federation.architectures["small"].module)
+    model.load_state_dict(federation.architectures["small"].initial)
+    x, y = federation.clients[1].train.x, federation.clients[1].train.y
+    for step in range(60):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        if not torch.isfinite(loss):
+            return step
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+            p.data -= 3e3 * g
+            if p.ndim > 1 and bool(p.isfinite().all()):
+                u, s, vt = np.linalg.svd(p.detach().double().numpy(), full_matrices=False)
+                p.data = torch.from_numpy((u * np.maximum(s - 3e3 * 1e-4, 0)) @ vt).float()
+    raise AssertionError("it does not diverge")
+
+
+@pytest.mark.parametrize("executor", ENGINES)
+@pytest.mark.parametrize("name", NUCLEAR)
+def test_a_nan_before_a_nuclear_prox_names_the_client_and_can_be_dropped(name: str, executor: str) -> None:
+    federation = one_that_diverges()
+    run = Run(NUCLEAR[name], federation, RunSettings(rounds=1), ENGINES[executor]())
+    with contextlib.closing(run.engine), pytest.raises(NonFiniteError) as caught:
+        run.step()
+    assert (caught.value.client, caught.value.round, caught.value.name) == (1, 0, name)
+    if name == "local":
+        assert caught.value.step == step_of_divergence(federation)
+    else:
+        assert caught.value.step
+    run = Run(NUCLEAR[name], federation, RunSettings(rounds=1, on_nan="drop"), ENGINES[executor]())
+    with contextlib.closing(run.engine):
+        record = run.step()
+    assert list(record.lost) == ["1"]
+    assert "client 1, round 0" in record.lost["1"]
+    assert all(bool(p.isfinite().all()) for p in tree.tensors(run.state.server))
 
 
 @pytest.mark.parametrize("method", [FedSLR(private="low_rank"), LPGD()], ids=["fedslr", "lpgd"])

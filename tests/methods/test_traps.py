@@ -242,6 +242,11 @@ def test_the_rank_is_the_smallest_that_keeps_the_energy() -> None:
         assert rank_of_energy(s, energy) == rank == int((share < energy - 1e-12).sum()) + 1
     assert rank_of_energy(torch.zeros(3), 0.9) == 1
     assert rank_of_energy(s, 0.0) == 1
+    # 9 of 14 are kept by the first, 13 of 14 by two
+    for scale in (1e-200, 1e200):
+        assert [
+            rank_of_energy(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64) * scale, e) for e in (0.6, 0.9, 0.95)
+        ] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("energy", [0.5, 0.8, 0.95, 0.99])
@@ -621,3 +626,32 @@ def test_data_of_the_setting_is_as_the_tests_assume() -> None:
         assert sorted(set(part["train"][1].tolist())) == list(labels)
         assert len(part["train"][1]) == n
     assert Net(WIDTH).head.weight.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["standalone", "fml", "fedkd", "lg_fedavg", "fd", "fedproto", "pfedlora"])
+def test_clients_of_one_architecture_begin_with_the_same_weights(name: str) -> None:
+    """As the pages of these methods say; clients 0 and 2 hold one architecture, clients 1 and 3 another."""
+    federation = unlike()
+    task = run_of(METHODS[name](), federation, steps=0).task
+    starts = [dict(tree.leaves(METHODS[name]().client_init(task, c))) for c in federation.infos]
+    for a, b in ((0, 2), (1, 3)):
+        assert starts[a].keys() == starts[b].keys()
+        assert all(torch.equal(starts[a][n], starts[b][n]) for n in starts[a])
+    assert starts[0].keys() != starts[1].keys() or any(starts[0][n].shape != starts[1][n].shape for n in starts[0])
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox"])
+def test_batch_normalisation_is_welcome_and_keeps_its_statistics(name: str) -> None:
+    """As the pages of these methods say."""
+
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__(WIDTH)
+            self.body.append(nn.BatchNorm1d(WIDTH))
+            self.double()
+
+    federation = Federation.from_arrays(arrays(), Normed, classes=CLASSES)
+    run = run_of(METHODS[name](batch_size=7), federation, rounds=2)
+    before = run.task.common_model("").initial
+    assert {"body.2.weight", "body.2.bias"} < {*run.state.server} == {*before}
+    assert not torch.equal(run.state.server["body.2.weight"], before["body.2.weight"])

@@ -4,7 +4,11 @@ A weight w + p, w as factors left · right of its scheme-2 matrix and p mostly z
 
     dense              w + p: numel numbers
     factors            x → right → left: r (rows + columns) numbers
-    factors, sparse    and p: of each entry its value and an index of 4 bytes, and 4 bytes a row; rank 0 is sparse alone
+    factors, sparse    and p: the value of each entry, and where it is: an index of 4 bytes, and 4 bytes a row; or a bit for
+                       each place of the weight, where that is smaller. Rank 0 is sparse alone
+
+In memory a sparse tensor always has indices, by which it computes. The bits are for the file; :func:`size_of` counts as the
+file does.
 
 How the thin layers compute, and what that costs, is said in :mod:`fedlowrank.low_rank.thin`.
 """
@@ -28,10 +32,11 @@ from ..errors import CheckpointError, ConfigError, TaskError, did_you_mean
 from ..record import as_checkpoint_error, write_atomically
 from ..tree import Params, TreeError, decode, encode, nbytes
 from .matricise import LowRank, Sparse, Weights, matrix_shape, unmatricise
-from .thin import KINDS, Compressed, compress, parts_of, work
+from .thin import KINDS, Compressed, bytes_of_places, compress, parts_of, places_of, work
 
 Layout = Literal["small", "fast"]
-FORMAT = "fedlowrank.deployed.1"
+FORMATS = ("fedlowrank.deployed.2", "fedlowrank.deployed.1")
+"""Of a file: what is written, and what is read, too. The first form had no masks."""
 SPARSE = 4
 """Multiplications of a dense layer that one of a sparse linear layer costs as much as: 2 to 4 measured at batch 20."""
 
@@ -41,8 +46,8 @@ def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
     count = int(rest.count_nonzero())
     if layout == "fast":
         return work(layer, rank) + (SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0))
-    indices = 4 * (count + len(rest) + 1) if count else 0
-    return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + indices
+    places = min(bytes_of_places(count, rest.shape))
+    return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + places
 
 
 def _choose(layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Tensor, layout: Layout) -> Params | None:
@@ -137,7 +142,7 @@ def save(deployed: nn.Module, path: Path | str) -> None:
     """
     layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, Compressed)}
     body = {"layers": layers, "state": _state(deployed)}
-    write_atomically(Path(path), encode({"format": FORMAT, "sha256": _digest(body), "body": body}))
+    write_atomically(Path(path), encode({"format": FORMATS[0], "sha256": _digest(body), "body": body}))
 
 
 def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Module:
@@ -159,8 +164,8 @@ def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Mo
         layers, state, sound = body["layers"], body["state"], found["sha256"] == _digest(body)
     except (TreeError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged, or is no deployed model: {error!r}") from error
-    if not sound or found["format"] != FORMAT:
-        raise CheckpointError(f"{path} is damaged, or not of the format {FORMAT}")
+    if not sound or found["format"] not in FORMATS:
+        raise CheckpointError(f"{path} is damaged, or not of the format {' or '.join(FORMATS)}")
     with torch.random.fork_rng(devices=[]):  # initial values are thrown away; nobody else's draws may move for them
         made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
     made, modules = made.eval().requires_grad_(False), dict(made.named_modules())
@@ -168,8 +173,11 @@ def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Mo
         layer: Any = modules.get(name)
         if type(layer) not in KINDS or [*layer.weight.shape] != shape:
             raise TaskError(f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}")
-        compress(layer, {n: state[f"{name}.{n}" if name else n] for n in Compressed.__annotations__ if n != "shape"})
-    wanted = _state(made)
+        try:
+            compress(layer, _parts_in(state, name, layer.weight.shape))
+        except LookupError as error:
+            raise CheckpointError(f"{path} is damaged: layer {name!r} has no {error}") from error
+    wanted = _state(made, compressed=False)
     for name in sorted(wanted.keys() | state.keys()):
         there, here = ([*d[name].shape] if name in d else "missing" for d in (state, wanted))
         if there != here:
@@ -182,14 +190,45 @@ def _digest(body: Any) -> str:
     return hashlib.sha256(encode(body)).hexdigest()
 
 
-def _state(module: nn.Module) -> Params:
-    """Parameters and persistent buffers, each by the first of its names."""
+def _parts_in(state: Params, layer: str, shape: torch.Size) -> Params:
+    """Take the tensors of a compressed layer out of a file's state; its places may be written in either form."""
+
+    def take(name: str) -> Tensor:
+        return state.pop(f"{layer}.{name}".lstrip("."))
+
+    parts = {n: take(n) for n in ("left", "right", "values")}
+    if f"{layer}.mask".lstrip(".") not in state:
+        return {**parts, "indices": take("indices"), "starts": take("starts")}
+    mask = take("mask")
+    if mask.shape != shape or int(mask.count_nonzero()) != len(parts["values"]):
+        raise LookupError("mask that fits its values")
+    return {**parts, **places_of(mask)}
+
+
+def _state(module: nn.Module, compressed: bool = True) -> Params:
+    """Parameters and persistent buffers, each by the first of its names.
+
+    Args:
+        module: any.
+        compressed: whether to include the compressed layers' own, their places in the form of fewer bytes.
+    """
     state: dict[int, tuple[str, Tensor]] = {}
     for name, t in module.state_dict(keep_vars=True).items():
         if not isinstance(t, Tensor):
             raise TaskError(f"{name!r} in the state of the model is a {type(t).__name__}; only tensors can be kept")
         state.setdefault(id(t), (name, t))
-    return dict(state.values())
+    found = dict(state.values())
+    for name, layer in module.named_modules():
+        if not isinstance(layer, Compressed):
+            continue
+        own = {n: f"{name}.{n}".lstrip(".") for n in Compressed.__annotations__ if n != "shape"}
+        indices, bits = bytes_of_places(len(layer.values), layer.shape)
+        drop = [*own] if not compressed else ["indices", "starts"] if bits < indices else []
+        for n in drop:
+            del found[own[n]]
+        if compressed and drop:
+            found[f"{name}.mask".lstrip(".")] = layer.mask()
+    return found
 
 
 @dataclass(frozen=True)
@@ -199,7 +238,7 @@ class Size:
     Attributes:
         parameters: numbers held in parameters; of a sparse tensor, its values.
         nonzeros: of these, how many are not zero.
-        nbytes: of parameters and persistent buffers, indices included: a file without its header.
+        nbytes: of parameters and persistent buffers, as :func:`save` writes them: a file without its header.
     """
 
     parameters: int

@@ -57,7 +57,8 @@ def rank_of_energy(s: Tensor, energy: float) -> int:
         s: singular values, descending ``[k]``.
         energy: share in [0, 1] of the squared Frobenius norm to keep.
     """
-    square = s.double().square()
+    # relative to the largest, for the squares of very large or very small values are no numbers of float64
+    square = (s.double() / s[0].double().clamp(min=torch.finfo(torch.float64).tiny)).square()
     # summed from the smallest up, so that a tail far below the leading value is not rounded away
     tail = square.flip(0).cumsum(0).flip(0)
     allowed = (1 - energy) * float(tail[0])

@@ -93,10 +93,15 @@ def pack(factors: LowRank, shape: torch.Size) -> Tensor | LowRank:
     return unmatricise(factors.dense(), shape)
 
 
+def sparse_of(w: Tensor) -> Sparse:
+    """A tensor as the entries that are not zero."""
+    mask = w != 0
+    return Sparse(w[mask], mask)
+
+
 def pack_sparse(w: Tensor) -> Tensor | Sparse:
     """The entries that are not zero where these and a bit for every entry are fewer bytes than the weight, else the weight."""
-    mask = w != 0
-    held = Sparse(w[mask], mask)
+    held = sparse_of(w)
     return held if nbytes(held) < nbytes(w) else w
 
 
@@ -112,10 +117,12 @@ def unpack(weights: Weights, like: Params) -> Params:
 
 
 def numbers(parts: Sequence[Weights], like: Params) -> int:
-    """Numbers that a model takes which is the sum of ``parts``: for each weight the factors and the entries that are not zero.
+    """Count the numbers of a model that is the sum of ``parts``.
 
-    A weight for which that is more than its entries is counted as held whole. So FedSLR counts parameters (Huang et al.,
-    arXiv:2302.11051, Table 2), but for that bound, without which its Table 5 has models above their dense size.
+    Of each weight that is r (rows + columns) where it is given as factors, the entries that are not zero where it is
+    :class:`Sparse`, and else all entries. A weight for which the sum over the parts exceeds its entries is counted as held whole.
+    So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2), but for that bound, without which its Table 5 has
+    models above their dense size.
     """
     return sum(min(sum(_held(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items())
 
@@ -132,7 +139,7 @@ def total(parts: Sequence[Weights], like: Params) -> Params:
 def _held(w: Tensor | LowRank | Sparse) -> int:
     if isinstance(w, LowRank):
         return w.left.numel() + w.right.numel()
-    return int((w.values if isinstance(w, Sparse) else w).count_nonzero())
+    return int(w.values.count_nonzero()) if isinstance(w, Sparse) else w.numel()
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,8 @@ def precondition(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
     def solved(g: Tensor, other: Tensor) -> Tensor:
         # the matrix is symmetric, so dividing from the right is solving for the transpose
         gram = _wide(other).mT @ _wide(other)
-        found: Tensor = torch.linalg.solve(gram + eye, _wide(g).mT)
+        # of a client that diverges ε may be lost beside the Gram matrix: a NaN, not an error that names no client
+        found: Tensor = torch.linalg.solve_ex(gram + eye, _wide(g).mT).result
         return found.mT.to(g.dtype)
 
     return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))

@@ -8,8 +8,19 @@ from typing import Literal
 from torch import Tensor
 
 from ..errors import TaskError
-from ..tree import Params, tree
-from .matricise import LowRank, Sparse, Weights, matricise, matrix_shape, pack, pack_sparse, unmatricise, unpack
+from ..tree import Params, not_finite, tree
+from .matricise import (
+    LowRank,
+    Sparse,
+    Weights,
+    matricise,
+    matrix_shape,
+    pack,
+    pack_sparse,
+    sparse_of,
+    unmatricise,
+    unpack,
+)
 from .threshold import shrink_all, shrink_dense, soft
 
 Norm = Literal["low_rank", "sparse"]
@@ -51,10 +62,19 @@ def begin(params: Params, exclude: tuple[str, ...]) -> Shrunk:
 
 
 def prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Shrunk:
-    """The prox of c times the sum of the norms of all penalised weights. With c = 0 nothing changes."""
+    """The prox of c times the sum of the norms of all penalised weights. With c = 0 nothing changes.
+
+    Raises:
+        TaskError: if a parameter holds a NaN or an infinity, or as :func:`check_exclude`.
+    """
     start = begin(params, exclude)
     if c == 0:
         return start
+    if (bad := not_finite(params)) is not None:
+        raise TaskError(
+            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the average. "
+            "Lower the learning rate."
+        )
     if norm == "sparse":
         shrunk = prox_in_step(params, c, norm, exclude)
         return Shrunk({n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks)
@@ -70,6 +90,11 @@ def prox_in_step(params: Params, c: float, norm: Norm, exclude: tuple[str, ...])
         p = params[n]
         out[n] = soft(p, c) if norm == "sparse" else unmatricise(shrink_dense(matricise(p), c), p.shape)
     return out
+
+
+def part_of(params: Params, norm: Norm) -> Weights:
+    """Parameters that were penalised as a part of a model: under the ℓ1 norm, of every tensor the entries that are not zero."""
+    return {n: sparse_of(p) if norm == "sparse" else p for n, p in params.items()}
 
 
 def warn_if_dead(title: str, before: Shrunk, after: Shrunk, round: int) -> None:

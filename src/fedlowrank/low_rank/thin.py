@@ -50,11 +50,18 @@ class Compressed(nn.Module):
 
     def sparse(self) -> Tensor:
         """The sparse tensor, made dense."""
-        w = self.values.new_zeros(self.shape)
-        if len(self.values):
+        return self._spread(self.values)
+
+    def mask(self) -> Tensor:
+        """Where the sparse tensor has values, in the shape of the weight."""
+        return self._spread(torch.ones_like(self.values, dtype=torch.bool))
+
+    def _spread(self, values: Tensor) -> Tensor:
+        w = values.new_zeros(self.shape)
+        if len(values):
             first = torch.arange(0, w.numel(), w[0].numel(), device=w.device)
-            at = first.repeat_interleave(self.starts.diff(), output_size=len(self.values)) + self.indices
-            w.view(-1).scatter_(0, at, self.values)
+            at = first.repeat_interleave(self.starts.diff(), output_size=len(values)) + self.indices
+            w.view(-1).scatter_(0, at, values)
         return w
 
     @property
@@ -124,16 +131,26 @@ def work(layer: Any, rank: int) -> int:
 
 def parts_of(factors: LowRank, rest: Tensor) -> Params:
     """Tensors of a :class:`Compressed`, from the factors of its matrix and what is to be its sparse tensor."""
-    shape, rank, rows = rest.shape, factors.rank, rest.reshape(len(rest), -1)
-    row, column = rows.nonzero(as_tuple=True)
-    starts = functional.pad(rows.count_nonzero(1).cumsum(0), (1, 0)).int()
+    shape, rank = rest.shape, factors.rank
     return {
         "left": unmatricise(factors.left, torch.Size((shape[0], rank, *shape[2:3], 1)[: rest.ndim])),
         "right": unmatricise(factors.right, torch.Size((rank, shape[1], 1, *shape[3:])[: rest.ndim])),
-        "values": rows[row, column],
-        "indices": column.int(),
-        "starts": starts if len(row) else starts[:0],
+        "values": rest[rest != 0],
+        **places_of(rest != 0),
     }
+
+
+def places_of(mask: Tensor) -> Params:
+    """Indices and starts of a :class:`Compressed`, from where its sparse tensor has values."""
+    rows = mask.reshape(len(mask), -1)
+    column = rows.nonzero(as_tuple=True)[1]
+    starts = functional.pad(rows.count_nonzero(1).cumsum(0), (1, 0)).int()
+    return {"indices": column.int(), "starts": starts if len(column) else starts[:0]}
+
+
+def bytes_of_places(count: int, shape: torch.Size) -> tuple[int, int]:
+    """Bytes that say where ``count`` values are: as int32 indices with a start for each row; and as a bit for each place."""
+    return 4 * (count + shape[0] + 1) if count else 0, -(-shape.numel() // 8)
 
 
 def compress(layer: Any, parts: Params) -> None:

@@ -13,10 +13,14 @@ singular value near c by ε64 σ₁² / c. So the result is taken only if
 
 Else the full decomposition of A itself decides, again in float64. There a value within rounding of c, max(m, n) ε64 σ₁, counts
 as being at the threshold.
+
+Squares of entries above 1e154 overflow and those below 1e-162 vanish. So A and c are first divided by a power of 4 near max|A|,
+which rounds nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -25,6 +29,7 @@ from scipy.linalg import eigh
 from scipy.linalg.blas import dsyrk
 from torch import Tensor
 
+from ..errors import ConfigError, TaskError
 from .matricise import LowRank
 
 How = Literal["auto", "gram", "svd"]
@@ -36,7 +41,8 @@ FEW = 0.3
 
 
 def soft(w: Tensor, c: float) -> Tensor:
-    """The prox of c‖·‖₁: every entry moves by c towards 0 and stops there."""
+    """The prox of c‖·‖₁, c ≥ 0: every entry moves by c towards 0 and stops there."""
+    _check(c)
     return w.sign() * (w.abs() - c).clamp(min=0)
 
 
@@ -54,12 +60,15 @@ def shrink(w: Tensor, c: float, how: How = "auto") -> LowRank:
 
     Raises:
         ArithmeticError: if ``how`` is ``gram`` and it is not safe.
+        ConfigError: if the threshold is negative or NaN.
+        TaskError: if the matrix holds a NaN or an infinity.
     """
     return shrink_all([w], c, how)[0]
 
 
 def shrink_all(ws: Sequence[Tensor], c: float, how: How = "auto") -> list[LowRank]:
     """:func:`shrink` of many matrices; on an accelerator those of one shape are decomposed together."""
+    _check(c)
     groups: dict[object, list[int]] = {}
     for i, w in enumerate(ws):
         # LAPACK takes one matrix at a time in any case, and one at a time needs less memory
@@ -68,14 +77,41 @@ def shrink_all(ws: Sequence[Tensor], c: float, how: How = "auto") -> list[LowRan
     for members in groups.values():
         stack = torch.stack([ws[i].detach().double() for i in members])
         eps = torch.finfo(ws[members[0]].dtype).eps
-        flip = stack.shape[1] < stack.shape[2]
-        for i, (u, s, v) in zip(members, _tall(stack.mT if flip else stack, c, eps, how), strict=True):
-            out[i] = _factors(v if flip else u, s - c, u if flip else v, ws[i].dtype)
+        roots = [_root_of_scale(w) for w in stack]
+        for w, root in zip(stack, roots, strict=True):
+            # twice, for the square of the root may be no number of float64
+            w.div_(root).div_(root)
+        flip, cs = stack.shape[1] < stack.shape[2], [c / root / root for root in roots]
+        found = _tall(stack.mT if flip else stack, cs, eps, how)
+        for i, scaled, root, (u, s, v) in zip(members, cs, roots, found, strict=True):
+            out[i] = _factors(v if flip else u, (s - scaled).sqrt() * root, u if flip else v, ws[i].dtype)
     return [out[i] for i in range(len(ws))]
 
 
+def _check(c: float) -> None:
+    if not c >= 0:
+        raise ConfigError(f"the threshold of a prox must be >= 0; it is {c}")
+
+
+def _root_of_scale(w: Tensor) -> float:
+    """A power of 2 whose square is near max|A|, or 1 for a matrix of zeros."""
+    top = float(w.abs().amax()) if w.numel() else 0.0
+    if not math.isfinite(top):
+        raise TaskError(
+            f"a matrix of shape {[*w.shape]} holds a NaN or an infinity, so it has no singular values. "
+            "Check it with torch.isfinite; in training, lower the learning rate."
+        )
+    return math.ldexp(1.0, math.frexp(top)[1] // 2)
+
+
 def shrink_dense(w: Tensor, c: float) -> Tensor:
-    """The prox of c‖·‖_* of matrices ``[..., m, n]`` as matrices: no shape depends on data, so it can be vectorised."""
+    """The prox of c‖·‖_* of matrices ``[..., m, n]`` as matrices: no shape depends on data, so it can be vectorised.
+
+    Raises:
+        ConfigError: if the threshold is negative or NaN.
+        LinAlgError: if a matrix holds a NaN or an infinity; PyTorch's own, for which the steps of a client are prepared.
+    """
+    _check(c)
     u, s, vt = torch.linalg.svd(w, full_matrices=False)
     dense: Tensor = (u * (s - c).clamp(min=0)[..., None, :]) @ vt
     return dense
@@ -87,11 +123,11 @@ Triplets = tuple[Tensor, Tensor, Tensor]
 """U ``[m, r]``, singular values descending ``[r]``, V ``[n, r]``."""
 
 
-def _tall(a: Tensor, c: float, eps: float, how: How) -> list[Triplets]:
-    """Singular triplets above ``c`` of matrices ``[b, m, n]`` with m ≥ n."""
+def _tall(a: Tensor, thresholds: Sequence[float], eps: float, how: How) -> list[Triplets]:
+    """Singular triplets above a threshold each of matrices ``[b, m, n]`` with m ≥ n."""
     whole: Sequence[Pair | None] = _eigh_all(a) if how != "svd" and a.is_cuda else [None] * len(a)
     out = []
-    for one, pair in zip(a, whole, strict=True):
+    for one, c, pair in zip(a, thresholds, whole, strict=True):
         # no singular value exceeds the Frobenius norm
         if float(torch.linalg.vector_norm(one)) <= c:
             out.append((one[:, :0], one[0, :0], one.new_empty(one.shape[1], 0)))
@@ -170,8 +206,8 @@ def count_above(h: Tensor, x: float) -> int:
     return int((single & (ld.diagonal() > 0)).sum()) + int((~single).sum()) // 2
 
 
-def _factors(u: Tensor, s: Tensor, v: Tensor, dtype: torch.dtype) -> LowRank:
-    root = s.sqrt()
-    if len(s):
+def _factors(u: Tensor, root: Tensor, v: Tensor, dtype: torch.dtype) -> LowRank:
+    """Factors that share singular values, given by their roots."""
+    if len(root):
         root = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -root, root)
     return LowRank((u * root).to(dtype).contiguous(), (v * root).mT.to(dtype).contiguous())

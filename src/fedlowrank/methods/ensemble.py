@@ -89,7 +89,9 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         end, theta = train_mixture(self.router, {"models": down}, theta, apply, self.optimiser, view)
         if self.router.routing == "optimal":
             return None, Upload(end["models"], None)
-        return theta if self.router.keep else None, Upload(end["models"], self.router.shares(theta))
+        return theta if self.router.keep and self.router.descends else None, Upload(
+            end["models"], self.router.shares(theta)
+        )
 
     def server_update(self, server: Params, replies: Sequence[Reply[Upload]], view: ServerView) -> Params:
         """Line 3."""

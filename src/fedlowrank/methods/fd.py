@@ -9,7 +9,7 @@ E. Jeong, S. Oh, H. Kim, J. Park, M. Bennis, S.-L. Kim. 2018. arXiv:1811.11479, 
 
 Outputs are probabilities: raw logits as targets diverge. A label that nobody else owns has no target and its term is left
 out. Departures: F is taken in one pass after training (the paper accumulates it during training); under partial participation
-the mean is over each client's latest reply.
+the mean is over each client's latest reply. Choice: clients of one architecture begin with the same initial weights.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. AISTATS 2017. a
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                 server_update
 
 The mean is over the sampled clients, as in the paper's fourth version; ``weights = "uniform"`` gives every client the same.
-Models that keep running statistics (BatchNorm) are refused by :class:`fedlowrank.models.architecture.Architecture`.
+BatchNorm normalises by the batch in training and by each client's own statistics at inference, which are neither averaged nor
+sent (:mod:`fedlowrank.models.normalisation`); its scales and shifts are averaged as any parameter.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ Settled: denominators and teachers are detached (each loss moves only its own mo
 are decomposed, not weights; the update is that of a round (the paper sends the gradient of a batch). A client that missed
 rounds needs the updates of those rounds too: the server keeps them and sends all that are missing, or the model itself once
 that is smaller. The paper's loss on attention maps belongs to transformers and has no counterpart here.
+
+Choices: updates are averaged with the weights n_k, as in FedAvg, over the sampled clients; mentors of
+clients of one architecture begin with the same initial weights.
 """
 
 from __future__ import annotations

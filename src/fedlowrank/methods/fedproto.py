@@ -3,7 +3,7 @@
 Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. AAAI 2022. arXiv:2105.00243, Algorithm 1.
 
     server, each round t:   send the prototypes c̄_j of the classes seen so far          download
-    client k:               θ_k ← SGD on CE + λ ‖f_k(x) - c̄_y‖², E epochs
+    client k:               θ_k ← SGD on CE + λ/d ‖f_k(x) - c̄_y‖², E epochs; d the width of f_k(x)
                             c_{k,j} = mean of f_k(x) over its n_{k,j} examples of class j
                             keep θ_k; send c_k and n_k                                  local_update
     server:                 c̄_j = Σ_k n_{k,j} c_{k,j} / Σ_k n_{k,j}, over the owners    server_update
@@ -11,7 +11,10 @@ Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. AAAI 2022. arXiv:21
 A class without a prototype yet leaves its term out. Prototypes come from one pass after training. A class that no reply
 covers keeps its last prototype. Inference is by the classifier (default, as tables of local models need), or by the
 nearest prototype over all classes (the paper's) or over the client's own; before there is any usable prototype, the
-classifier infers. The distance is the mean over features of the squared differences, as in the authors' code, where λ = 1.
+classifier infers.
+
+Choices: the squared distance is divided by d, as in the authors' code, where λ = 1; owners of a prototype have the weights
+n_{k,j} (``weights = "uniform"`` gives each the same); clients of one architecture begin with the same initial weights.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith. MLSys 2020. ar
 
 The proximal term enters as μ (θ - θ^t) added to the gradient, which is its derivative. Departures: the paper samples clients
 with probability n_k/n and averages uniformly; here the sample is uniform and the mean weighted by n_k, as for FedAvg, so that
-μ = 0 is FedAvg exactly. All clients do the same number of epochs (no stragglers).
+μ = 0 is FedAvg exactly. All clients do the same number of epochs (no stragglers). BatchNorm is treated as in FedAvg.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Algorith
 M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.low_rank.matricise`); every weight of two or
 more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The model is w + p_i; the series ``gkr``
 is w alone. The pull towards w^t and γ_i enter the gradient explicitly; the optimiser's weight decay is part of f_i in both
-phases. Departures: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``). γ̄ needs no γ_i on the
+phases. Departures: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``; and there, too, p_i of a
+normalisation layer starts at zero here, for w + p_i would begin with twice its scale). γ̄ needs no γ_i on the
 server (Algorithm 3); with ``memory_efficient`` off it keeps them all (Algorithm 2), to the same end. Appendix A.3's other
 designs: ``shared`` is the norm that λ weighs, ``private`` the one that μ weighs (the nuclear one leaves vectors of p_i as
 they are); of a sparse w its entries travel, and a bit for each place. Those of A.2 are LPGD and GPGD, files of their own.
@@ -31,10 +32,11 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..loss import task_loss
 from ..low_rank.matricise import Weights, unpack
-from ..low_rank.penalty import Norm, Shrunk, begin, prox, prox_in_step, warn_if_dead
+from ..low_rank.penalty import Norm, Shrunk, begin, part_of, prox, prox_in_step, warn_if_dead
 from ..low_rank.threshold import soft
 from ..means import Mean, mean
 from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
+from ..models.normalisation import zero_normalisations
 from ..optimiser import SGD, Optimiser, Schedule
 from ..tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 
@@ -69,7 +71,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         shared: penalty on w: nuclear norm of every matrix, or ℓ1 norm of the same.
         private: penalty on p_i: ℓ1 norm of all of it, or nuclear norm of every matrix (slow: a decomposition a step).
         memory_efficient: the server keeps γ̄ alone, not γ_i of every client.
-        personal_start: p_i begins at zero, or at w^0.
+        personal_start: p_i begins at zero, or at w^0 (but for normalisation layers, where it begins at zero).
         exclude: exact names of parameters that λ leaves alone.
     """
 
@@ -109,8 +111,9 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def client_init(self, task: Task, client: ClientInfo) -> Client:
         """γ_i = 0, and p_i = 0 or w^0."""
-        w = task.model(client).initial
-        return Client(zeros_like(w), zeros_like(w) if self.personal_start == "zero" else w)
+        model, zero = task.model(client), zeros_like(task.model(client).initial)
+        # of normalisations w + p would have twice the scale that they begin with
+        return Client(zero, zero if self.personal_start == "zero" else zero_normalisations(model.initial, model.module))
 
     def download(self, server: Server, client: ClientInfo) -> Weights:
         """w^t."""
@@ -163,7 +166,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def parts(self, state: Client, down: Weights, view: ClientView) -> dict[str, tuple[Weights, ...]]:
         """Of the mixed model w and p_i; of the other w alone."""
         del view
-        return {"mixed": (down, {**state.p}), "gkr": (down,)}
+        return {"mixed": (down, part_of(state.p, self.private)), "gkr": (down,)}
 
     def ranks(self, server: Server) -> dict[str, int]:
         """Of w."""

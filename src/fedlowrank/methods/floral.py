@@ -12,7 +12,9 @@ Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with
      7  server: a_c ← Σ_k π^k_c N^k a^k_c / Σ_k π^k_c N^k                                   cluster_mean
 
 θ^k never leaves the client; the C numbers π^k do, for line 7. With optimal routing π^k is the one-hot of the client's known
-cluster, and only that cluster's adaptors travel, both ways. Adaptors add to the weights, so line 5 is one forward pass.
+cluster, and only that cluster's adaptors travel, both ways. With ``router.update = "mfl"`` eq. 4 and 5 replace line 4: the client
+finds π^k_c ∝ exp(-η f^k(w_c)) for the w_c that it receives, trains and sends it unchanged, and finds it anew for the next w_c;
+the first round's π^k is even. Adaptors add to the weights, so line 5 is one forward pass.
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         model, theta = train_mixture(self.router, down, theta, self._apply(view.model), self.optimiser, view, how)
         if self.router.routing == "optimal":
             return None, Upload(model, None)
-        return theta if self.router.keep else None, Upload(model, self.router.shares(theta))
+        return theta if self.router.keep and self.router.descends else None, Upload(model, self.router.shares(theta))
 
     def server_update(self, server: Server, replies: Sequence[Reply[Upload]], view: ServerView) -> Server:
         """Lines 6 and 7, and a step of the server's optimiser towards what they give."""

@@ -12,6 +12,9 @@ T. Shen, J. Zhang, X. Jia, F. Zhang, G. Huang, P. Zhou, K. Kuang, F. Wu, C. Wu. 
 Both losses are taken at the same old parameters and the teacher of each is detached: it is a target, not a variable. The
 divergence is the mean over examples of Σ_j p_j log(p_j / q_j), not divided by the number of classes again. In a
 heterogeneous federation the meme is the smallest architecture (CNN-5 in pFedLoRA's Table 2), or the one named.
+
+Choices: memes are averaged with the weights n_k, as in FedAvg, over the sampled clients; private models of
+clients of one architecture begin with the same initial weights.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ decomposition* (heterogeneous models). Where the representation ends is the mode
 
 Settled: the mean is over the sampled clients (the paper divides by the examples of all N, which loses scale under partial
 participation). ``start = "svd"`` begins at the rank-width decomposition of the head of the first client's initial model.
+Clients of one architecture begin with the same initial weights (in the paper each draws its own).
 """
 
 from __future__ import annotations

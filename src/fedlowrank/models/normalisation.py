@@ -7,6 +7,7 @@ nothing that is out of date, and the same in every engine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..tree import Params
 from .stateless import Saved, Stateless, restore
 
 _BATCH = nn.modules.batchnorm._BatchNorm
+_NAME = re.compile(r"Norm(\dd)?$")
 _INSTANCE = nn.modules.instancenorm._InstanceNorm
 
 Chunks = Callable[[], Iterable[Any]]
@@ -174,6 +176,21 @@ def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
 
 def _within(name: str, part: str | None) -> bool:
     return part is not None and (name == part or name.startswith(f"{part}."))
+
+
+def zero_normalisations(params: Params, module: nn.Module) -> Params:
+    """Parameters of a module, with zero for the scales and shifts of its normalisation layers.
+
+    These are PyTorch's, subclasses of them, and classes named ``...Norm``.
+    """
+    own = {
+        id(p)
+        for m in module.modules()
+        if any(_NAME.search(c.__name__) for c in type(m).__mro__)
+        for p in m.parameters(recurse=False)
+    }
+    names = {n for n, p in module.named_parameters() if id(p) in own}
+    return {n: torch.zeros_like(p) if n in names else p for n, p in params.items()}
 
 
 def _keeps(layer: nn.Module) -> bool:
