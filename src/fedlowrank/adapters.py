@@ -155,9 +155,8 @@ def fresh(drawn: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]], ra
 
 
 def scaled(factors: Factors, scale: float) -> Factors:
-    """Factors of ``scale`` times the product, both factors by its root, so that they stay of one size."""
-    root = scale**0.5
-    return {n: Pair(p.b * root, p.a * root) for n, p in factors.items()}
+    """Factors of ``scale`` times the product. B takes all of it, so that A keeps the size that it was drawn with."""
+    return {n: Pair(p.b * scale, p.a) for n, p in factors.items()}
 
 
 def cut(factors: Factors, rank: int) -> Factors:
