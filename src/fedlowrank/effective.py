@@ -44,6 +44,11 @@ def first_components(
     return found
 
 
+def is_half(drawn: Mapping[str, Tensor]) -> bool:
+    """Whether factors are sent in half precision, so that a client begins at something else than the truncation."""
+    return any(torch.finfo(a.dtype).bits < 32 for a in drawn.values())
+
+
 def whole(model: Architecture, deltas: Mapping[str, Delta], rest: Params) -> Params:
     """Parameters of the base with all of W: as factors where it is held so, else added to the weights."""
     factors: Factors = {}

@@ -180,9 +180,7 @@ def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimiser: Any) -> None:
 def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimiser: Any) -> None:
     local = {**LOCAL, "optimiser": optimiser}
     held = lora(Net(9, 10), 3, alpha, trainable=("head",))
-    a, b = (
-        run_of(kind(**local), federation([3] * 4, held), participation=0.75, **QUIET) for kind in (HetLoRA, FedIT)
-    )
+    a, b = (run_of(kind(**local), federation([3] * 4, held), participation=0.75, **QUIET) for kind in (HetLoRA, FedIT))
     for info in a.federation.infos:
         close(a.personal(info), b.personal(info), 1e-12)
     # the server of zero padding holds factors of scale 1

@@ -85,8 +85,7 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     def _leaves(self, state: Own, down: Message) -> Leaves:
         a = {n: p.a for n, p in received(down).items()}
-        # what a lossy wire carries arrives in float32, whatever the type of the model
-        return {"a": a, "b": {n: b.to(a[n]) for n, b in state.b.items()}, "rest": state.rest | down.rest}
+        return {"a": a, "b": state.b, "rest": state.rest | down.rest}
 
 
 def _without_b(a: dict[str, Tensor]) -> Factors:

@@ -81,8 +81,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         """A, which is not trained, and the rest, which is."""
         leaves = leaves_of(received(down), state | down.rest)
         drawn = random_a(view.task, self.tuning.rank_of(view.info))
-        # what a lossy wire carries arrives in float32, whatever the type of the model
-        return {"a": {n: drawn[n].to(b) for n, b in leaves["b"].items()}}, {"b": leaves["b"], "rest": leaves["rest"]}
+        return {"a": drawn}, {"b": leaves["b"], "rest": leaves["rest"]}
 
 
 def _without_a(factors: Factors) -> Factors:
