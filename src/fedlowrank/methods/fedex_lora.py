@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, fresh, leaves_of, placed, random_a, received, tune
+from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
 from ..base_updates import Base, Keep, Ledger, stacked, weighted
 from ..low_rank.pair import Factors, Pair
 from ..low_rank.wire_form import Packed, pack, unpack
@@ -69,7 +69,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A, B = 0, no residual."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        factors, lora = fresh(random_a(task, rank), model.lora.shapes, rank), model.lora
+        factors, lora = initial_factors(task, rank), model.lora
         return Server(factors, Ledger([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:

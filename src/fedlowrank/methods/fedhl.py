@@ -22,9 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ..adapters import Message, Scaling, Tuning, factors_of, leaves_of, placed, random_a, received, tune
+from ..adapters import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
 from ..effective import (
     Weighing,
     discarded,
@@ -46,10 +44,10 @@ from ..tree import Params, tree
 
 @tree
 class Server:
-    """W of every layer, the random A of components it does not fill, what is shared beside, and the last round's p_i and r̂_i."""
+    """W of every layer, what components begin with that it does not fill, what is shared beside, and the last p_i and r̂_i."""
 
     delta: dict[str, Delta]
-    drawn: dict[str, Tensor]
+    drawn: Factors
     rest: Params
     scaling: Scaling
     last: dict[str, dict[str, float]]
@@ -96,7 +94,7 @@ class FedHL(Method[Server, Params, Download, Message]):
         """W_0 = 0."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
         delta = start(model.lora.shapes, self.form, max(ranks))
-        drawn, scaling = random_a(task, max(ranks)), self.tuning.scaling_of(model.lora)
+        drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(model.lora)
         return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:

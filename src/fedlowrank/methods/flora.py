@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, fresh, leaves_of, placed, received, tune
+from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, leaves_of, placed, received, tune
 from ..base_updates import Base, Keep, Ledger, stacked, weighted
 from ..low_rank.pair import Factors
 from ..low_rank.wire_form import Packed, pack, unpack
@@ -85,7 +85,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
         rank, lora = self.tuning.rank_of(view.info), view.model.lora
         base = self._base(state, down)
         like = next(iter(view.model.initial.values()))
-        start = leaves_of(fresh(lora.draw(rank, view.key / "lora", like), lora.shapes, rank), state.rest | down.rest)
+        start = leaves_of(lora.draw(rank, view.key / "lora", like), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
         end = tune(view, start, scale, self.optimiser, frozen=base.stack, moved=base.moved(lora))
         kept = self.tuning.kept(end)
@@ -124,5 +124,4 @@ def _params(view: ClientView, base: Base, rest: Params) -> Params:
 
 
 def _none(view: ClientView) -> Factors:
-    lora = view.model.lora
-    return fresh(lora.draw(1, view.key / "none", next(iter(view.model.initial.values()))), lora.shapes, 1)
+    return view.model.lora.draw(1, view.key / "none", next(iter(view.model.initial.values())))

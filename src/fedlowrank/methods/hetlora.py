@@ -32,10 +32,9 @@ from ..adapters import (
     Tuning,
     cut,
     factors_of,
-    fresh,
+    initial_factors,
     leaves_of,
     placed,
-    random_a,
     received,
     scaled,
     tune,
@@ -90,8 +89,9 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A of the largest rank, and B = 0."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
-        factors = fresh(random_a(task, rank), model.lora.shapes, rank)
-        return Server(factors, self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora), {})
+        return Server(
+            initial_factors(task, rank), self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora), {}
+        )
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """The head, where it is personal."""
