@@ -157,6 +157,31 @@ class LoRA:
             found[site.weight] = (w + site.folded(update)).to(w.dtype)
         return found
 
+    def in_slots(self, params: Params, slots: Params) -> Params:
+        """Parameters whose factors have the ranks that the module was made for; the model stays the same.
+
+        Factors of lower rank are padded with zeros. Where the rank is higher, s·B A is added to the weight and the factors are
+        zero.
+
+        Args:
+            params: of one model, with factors of any rank.
+            slots: all parameters of the module.
+        """
+        found = dict(params)
+        for site in self.sites.values():
+            if site.a is None or site.b is None or site.a not in params or site.b not in params:
+                continue
+            a, b, rank = params[site.a], params[site.b], slots[site.a].shape[0]
+            pair = Pair(b.flatten(1), a.flatten(1))
+            if pair.rank > rank:
+                weight = params.get(site.weight, slots[site.weight])
+                update = site.folded(pair.dense() * self.scale)
+                found[site.weight] = (weight + update.to(weight.device)).to(weight.dtype)
+                pair = first(pair, 0)
+            pair = padded(pair, rank)
+            found[site.a], found[site.b] = pair.a.reshape(rank, *a.shape[1:]), pair.b.reshape(-1, rank, *b.shape[2:])
+        return found
+
     def updates(self, factors: Factors, scale: float) -> dict[str, Tensor]:
         """s·B A ``[d, k]`` of every layer."""
         return {name: pair.dense() * scale for name, pair in factors.items()}
