@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class LoRA:
         rank: that the module was made for, or None.
         rslora: whether α is divided by √r instead of r.
         gaussian: whether the initial A is normal and not uniform, as ``init_lora_weights = "gaussian"`` of PEFT asks.
+        memo: what others derived from it and keep for all clients.
     """
 
     sites: Mapping[str, Site]
@@ -76,6 +77,7 @@ class LoRA:
     rank: int | None = None
     rslora: bool = False
     gaussian: bool = False
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
