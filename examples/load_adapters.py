@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -20,10 +20,17 @@ def main(base: Path, adapters: Path, question: str) -> None:
     folders = sorted(f for f in adapters.iterdir() if (f / "adapter_config.json").exists())
     print(f"base: {answer(AutoModelForCausalLM.from_pretrained(base), tokenizer, question)!r}")
     for folder in folders:
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base_of(folder, base)), folder)
         rank = model.peft_config["default"].r
         print(f"{folder.name}, rank {rank}: {answer(model, tokenizer, question)!r}")
     print(f"{len(folders)} adapter folders loaded by peft.PeftModel.from_pretrained")
+
+
+def base_of(folder: Path, base: Path) -> Path:
+    """The base that an adapter is for: the one given, or the one written beside it by methods that change the base."""
+    named = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    beside = (folder.parent / "base").resolve()
+    return beside if named == str(beside) else base
 
 
 def answer(model: torch.nn.Module, tokenizer: object, question: str) -> str:

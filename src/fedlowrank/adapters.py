@@ -7,7 +7,7 @@ knows of α or r.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -143,21 +143,15 @@ class Tuning:
         return Message(pack(factors, self.wire), rest if self.head == "shared" else {})
 
 
-def random_a(task: Task, rank: int) -> dict[str, Tensor]:
-    """A ``[rank, k]`` of every layer, the same for all clients and methods, in the type of the factors."""
+def initial_factors(task: Task, rank: int) -> Factors:
+    """Factors to begin with, the same for all clients and methods, in the type of the model; see :meth:`LoRA.draw`."""
     model = next(iter(task.architectures.values()))
     return model.lora.draw(rank, task.key / "lora", next(iter(model.initial.values())))
 
 
-def fresh(drawn: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]], rank: int) -> Factors:
-    """A random A, its first rows where more were drawn, and B = 0."""
-    return {n: Pair(a.new_zeros(shapes[n][0], rank), a[:rank].contiguous()) for n, a in drawn.items()}
-
-
 def scaled(factors: Factors, scale: float) -> Factors:
-    """Factors of ``scale`` times the product, both factors by its root, so that they stay of one size."""
-    root = scale**0.5
-    return {n: Pair(p.b * root, p.a * root) for n, p in factors.items()}
+    """Factors of ``scale`` times the product. B takes all of it, so that A keeps the size that it was drawn with."""
+    return {n: Pair(p.b * scale, p.a) for n, p in factors.items()}
 
 
 def cut(factors: Factors, rank: int) -> Factors:
@@ -231,15 +225,18 @@ def tune(
     end: Leaves = view.train(loss, start, "local", optimiser, given=given, ragged=ranks)
     paths = [path for path, _ in tensors_of(start)]
     rates = zip(paths, optimiser.rates(paths, view.round).lr, strict=True)
-    # asked of B alone: weight decay moves an A that no gradient reaches, but not a B of 0
-    if any(lr for path, lr in rates if path.startswith("/b/")) and all(
-        torch.equal(t, end["b"][n]) for n, t in start["b"].items()
-    ):
+    if any(lr for path, lr in rates if path.startswith(("/a/", "/b/"))) and not _any_changed(model.lora, start, end):
         raise TaskError(
             f"client {view.info.id}, round {view.round}: training changed no LoRA factor. No gradient reaches them; is the "
             "adapted layer used in the forward pass, and is the adapter active?"
         )
     return end
+
+
+def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
+    """Whether a factor changed that began at zero: weight decay moves the other, even where no gradient reaches it."""
+    zero = [("a" if site.embedding else "b", name) for name, site in lora.sites.items()]
+    return any(name in start.get(f, {}) and not torch.equal(start[f][name], end[f][name]) for f, name in zero)
 
 
 def received(message: Message) -> Factors:

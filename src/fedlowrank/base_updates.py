@@ -1,61 +1,137 @@
 """Updates of the frozen base that a server adds round by round (FLoRA, FedEx-LoRA), and clients that follow them.
 
-A server keeps the update of every round as factors, and up to which each client has it; it sends those that are missing, so a
-client that sits out some rounds, or joins late, catches up. A client keeps what it received, either merged, as one dense
-update of each adapted weight (as much memory as those weights), or stacked, as factors whose rank grows with the rounds.
+A server keeps the update of every round as factors, as they travel, and up to which each client has it; it sends those that are
+missing, so a client that sits out some rounds, or joins late, catches up. A client keeps what it received. Clients that are
+simulated in one process hold the very tensors that the server holds, small ones apart, so that their number costs no memory.
+
+A client uses the updates either merged, added to the weights of its base, or stacked, as factors beside them whose rank grows
+with the rounds. Merged updates are added up where the factors take more memory than the weights; the sum, and the weights of a
+base with its updates, are made once for all clients that hold the same updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from . import tree as trees
 from .low_rank.lora import LoRA
 from .low_rank.pair import Factors, Pair
+from .low_rank.wire_form import Packed, Wire, pack, unpack
 from .method import ClientInfo, Reply
 from .tree import Params, tree
 
 Keep = Literal["merged", "stacked"]
+T = TypeVar("T")
 
 
 @tree
 class Ledger:
-    """The server's side: the update of every round, of scale 1, and how many each client has."""
+    """The server's side: the update of every round as it travels, of scale 1, and how many each client has."""
 
-    updates: list[Factors]
+    updates: list[Packed]
     at: dict[str, int]
 
-    def missing(self, client: ClientInfo) -> list[Factors]:
+    def missing(self, client: ClientInfo) -> list[Packed]:
         """The updates that a client lacks, in order."""
         return self.updates[self.at.get(str(client.id), 0) :]
 
-    def grown(self, update: Factors, replies: Sequence[Reply[Any]]) -> Ledger:
+    def grown(self, update: Factors, replies: Sequence[Reply[Any]], wire: Wire) -> Ledger:
         """With one more update; those who replied have all before it."""
-        return Ledger([*self.updates, update], self.at | {str(r.client.id): len(self.updates) for r in replies})
+        at = self.at | {str(r.client.id): len(self.updates) for r in replies}
+        return Ledger([*self.updates, pack(update, wire)], at)
 
 
 @tree
 class Base:
-    """The client's side: the sum of the updates so far, dense by layer, or as one stack of factors; both empty at first."""
+    """The client's side: the updates so far.
+
+    Attributes:
+        dense: the sum of the first of them ``[d, k]`` by layer, once it is smaller than their factors; else empty.
+        stacks: those that came after.
+    """
 
     dense: dict[str, Tensor]
-    stack: Factors
+    stacks: list[Packed]
 
-    def followed(self, updates: Sequence[Factors], keep: Keep) -> Base:
-        """With further updates."""
-        if not updates:
-            return self
-        more = stacked(updates)
-        if keep == "stacked":
-            return Base({}, stacked([self.stack, more]) if self.stack else more)
-        return Base({n: p.dense() + self.dense[n] if n in self.dense else p.dense() for n, p in more.items()}, {})
+    def followed(self, updates: Sequence[Packed], keep: Keep, lora: LoRA) -> Base:
+        """With further updates.
 
-    def moved(self, lora: LoRA) -> Params:
-        """The base weights with the dense sum added; empty where there is none."""
-        return lora.moved(self.dense)
+        One after another, so that clients hold the same sums whenever they caught up.
+        """
+        now = self
+        for update in updates:
+            now = Base(now.dense, [*now.stacks, update])
+            if keep == "merged" and trees.numel(now.stacks) > sum(d * k for d, k in lora.shapes.values()):
+                now = Base(_memo(lora).get("sum", now, now._sum), [])
+        return now
+
+    def beside(self, keep: Keep, lora: LoRA) -> tuple[Factors, Params]:
+        """What a client's own factors stand beside.
+
+        Returns:
+            The updates as one frozen adapter of scale 1, and weights with the updates added by the name of their parameter.
+            One of both is empty.
+        """
+        if not self.dense and not self.stacks:
+            return {}, {}
+        memo = _memo(lora)
+        if keep == "merged":
+            return {}, memo.get("moved", self, lambda: lora.moved(self._sum()))
+        return memo.get("stack", self, lambda: stacked([unpack(s) for s in self.stacks])), {}
+
+    def _sum(self) -> dict[str, Tensor]:
+        found = dict(self.dense)
+        for factors in map(unpack, self.stacks):
+            for name, pair in factors.items():
+                # in half precision small updates would be lost
+                wide = torch.promote_types(pair.b.dtype, torch.float32)
+                update = pair.b.to(wide) @ pair.a.to(wide)
+                found[name] = found[name] + update if name in found else update
+        return found
+
+
+@dataclass(eq=False)
+class Memo:
+    """The last value of each kind, by the tensors that it was made of."""
+
+    held: dict[str, tuple[list[Tensor], Any]] = field(default_factory=dict)
+
+    def get(self, kind: str, of: Base, make: Callable[[], T]) -> T:
+        """The value that belongs to a base; it is not to be changed."""
+        tensors = [t for _, t in trees.leaves(of)]
+        known = self.held.get(kind)
+        if known is not None and len(known[0]) == len(tensors) and all(map(_same, known[0], tensors)):
+            value: T = known[1]
+            return value
+        # the last value goes before the next one is made
+        known = None
+        self.held.pop(kind, None)
+        # a value that was made for inference could not be trained with
+        with torch.inference_mode(False), torch.no_grad():
+            made = make()
+        self.held[kind] = (tensors, made)
+        return made
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one place in memory; the values of states and messages never change there."""
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
+        b.data_ptr(),
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.device,
+    )
+
+
+def _memo(lora: LoRA) -> Memo:
+    memo: Memo = lora.memo.setdefault("base_updates", Memo())
+    return memo
 
 
 def stacked(factors: Sequence[Factors]) -> Factors:

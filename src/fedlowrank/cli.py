@@ -102,6 +102,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
     p.add_argument("--merged", action="store_true", help="also write the server's whole model")
     p.add_argument("--best", action="store_true", help="of the best round by validation (run.keep_best = true)")
+    p.add_argument(
+        "--rank", type=int, help="write the best adapters of this rank, and how far they are from the models"
+    )
     p.set_defaults(run=_adapters)
 
     p = sub.add_parser("score", help="score what a run's language models write: GSM8K, Rouge-L, ...", parents=[common])
@@ -166,7 +169,7 @@ def parser() -> argparse.ArgumentParser:
 def _adapters(a: argparse.Namespace) -> int:
     from .language.commands import adapters
 
-    return adapters(a.folder, a.out, a.merged, a.best)
+    return adapters(a.folder, a.out, a.merged, a.best, a.rank)
 
 
 def _score(a: argparse.Namespace) -> int:

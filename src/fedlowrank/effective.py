@@ -18,17 +18,15 @@ from .models.architecture import Architecture
 from .tree import Params
 
 
-def first_components(
-    deltas: Mapping[str, Delta], drawn: Mapping[str, Tensor], rank: int, how: Split, scale: float
-) -> Factors:
+def first_components(deltas: Mapping[str, Delta], drawn: Factors, rank: int, how: Split, scale: float) -> Factors:
     """Factors of the best approximation of a rank, for a client of scale s: s·B A = W^{r}.
 
-    Where W has less rank, the rows of A that nothing fills are random ones and their columns of B zero: the product is the same,
-    and a gradient reaches them.
+    Where W has less rank, the components that nothing fills are those that were drawn, a random row of A and a column of B of
+    zeros (of an embedding the other way round): the product is the same, and a gradient reaches them.
 
     Args:
         deltas: W by layer.
-        drawn: A ``[r_max, k]`` of every layer, in the type that factors have.
+        drawn: factors of the largest rank to begin with, in the type that factors have.
         rank: r.
         how: which factor takes the singular values.
         scale: s.
@@ -36,12 +34,17 @@ def first_components(
     power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[how]
     found: Factors = {}
     for name, delta in deltas.items():
-        triplets, like = truncation(delta, rank), drawn[name]
-        pair = split(triplets, rank, how)
-        b, a = (pair.b / scale**power).to(like), (pair.a / scale ** (1 - power)).to(like)
-        a[triplets.rank :] = like[triplets.rank : rank]
+        triplets, first = truncation(delta, rank), drawn[name]
+        pair, r = split(triplets, rank, how), triplets.rank
+        b, a = (pair.b / scale**power).to(first.b), (pair.a / scale ** (1 - power)).to(first.a)
+        b[:, r:], a[r:] = first.b[:, r:rank], first.a[r:rank]
         found[name] = Pair(b.contiguous(), a.contiguous())
     return found
+
+
+def is_half(drawn: Factors) -> bool:
+    """Whether factors are sent in half precision, so that a client begins at something else than the truncation."""
+    return any(torch.finfo(pair.a.dtype).bits < 32 for pair in drawn.values())
 
 
 def whole(model: Architecture, deltas: Mapping[str, Delta], rest: Params) -> Params:
@@ -61,13 +64,13 @@ def whole(model: Architecture, deltas: Mapping[str, Delta], rest: Params) -> Par
     return model.lora.place(factors, 1.0, moved=model.lora.moved(dense)) | rest
 
 
-def remainder(deltas: Mapping[str, Delta], rank: int, like: Mapping[str, Tensor]) -> Factors:
+def remainder(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
     """Factors of W - W^{r} by layer, in the type of ``like``; W must be held as factors."""
     found: Factors = {}
     for name, d in deltas.items():
         left = Factored(d.u[:, rank:], d.s[rank:].to(d.u.dtype), d.v[:, rank:])
         pair = split(left, left.rank)
-        found[name] = Pair(pair.b.to(like[name]), pair.a.to(like[name]))
+        found[name] = Pair(pair.b.to(like[name].b), pair.a.to(like[name].a))
     return found
 
 

@@ -21,6 +21,7 @@ from .export import export
 from .low_rank.deploy import Layout
 from .method import Method
 from .methods import METHODS
+from .models.whole import whole_state
 from .progress import bar
 from .record import RoundRecord
 from .tree import Params
@@ -58,8 +59,13 @@ class Result:
         return export(self.run, client, series, layout)
 
     def personal(self, client: int) -> Params:
-        """Parameters of the model that a client would use now; load them with ``module.load_state_dict``."""
-        return self.run.personal(self.run.federation.infos[client])
+        """State dict of the model that a client would use now; load it with ``module.load_state_dict``.
+
+        Tensors that are not trained, such as the frozen base of a LoRA model, are those of the federation's own module and
+        not copies. Load the state into another module: a federation goes on with the module that it was made from.
+        """
+        info = self.run.federation.infos[client]
+        return whole_state(self.run.federation.architectures[info.architecture], self.run.personal(info))
 
 
 def simulate(

@@ -162,15 +162,15 @@ def hetlora(
     for clients in s.rounds:
         replies, heads, norms, held = [], [], [], []
         for k, (p,) in clients.items():
-            r, root = ranks[k], np.sqrt(s.scale(ranks[k]))
-            start = [(b[:, :r] / root, a[:r] / root) for b, a in server]
+            r, unit = ranks[k], s.scale(ranks[k])
+            start = [(b[:, :r] / unit, a[:r]) for b, a in server]
             kept = max(1, min(int(prune * r), r - 1)) if prune < 1 else r
             args = {"kept": kept, "penalty": penalty} if kept < r else {}
             end, head = trained(net, start, s.scale(r), *s.data[k], p, s.lr, **args)
             if kept < r and tail(end, kept) < tail(start, kept):
                 end, ranks[k] = [(b[:, :kept], a[:kept]) for b, a in end], kept
             # in units of the weights; what is cut off is cut at the scale it was trained with
-            end = [(b * root, a * root) for b, a in end]
+            end = [(b * unit, a) for b, a in end]
             norms.append(np.sqrt(sum((u**2).sum() for u in products(end))))
             m = ranks[k]
             replies.append([(np.pad(b, ((0, 0), (0, top - m))), np.pad(a, ((0, top - m), (0, 0)))) for b, a in end])

@@ -116,9 +116,10 @@ def test_what_a_new_slot_holds():
     first, again, other = factors_of(a), factors_of(b), factors_of(c)
     for name, pair in first.items():
         assert pair.rank == 2
-        assert not pair.b.any()
-        assert torch.equal(pair.a, again[name].a)
-        assert not torch.equal(pair.a, other[name].a)
+        zero, random = ("a", "b") if layers(a)[name].kind == "embedding" else ("b", "a")
+        assert not getattr(pair, zero).any()
+        assert torch.equal(getattr(pair, random), getattr(again[name], random))
+        assert not torch.equal(getattr(pair, random), getattr(other[name], random))
     assert torch.equal(a(X), Mixed()(X))
     twins = {n: replace(layers(a)["line"], name=n) for n in ("line", "other")}
     drawn = initial(twins, 2, KEY)
@@ -136,8 +137,11 @@ def test_initial_factors_are_those_of_peft_in_distribution():
         assert float(ours.abs().max()) == pytest.approx(float(theirs.abs().max()), rel=1e-3)
         assert float(ours.std()) == pytest.approx(float(theirs.std()), rel=0.02)
     word = layers(model)["seen"]
-    assert float(initial({"seen": word}, 500, KEY)["seen"].a.std()) == pytest.approx(1, rel=0.05)
-    gauss = initial({"seen": word}, 50, KEY, "gaussian")["seen"].a
+    for how in (True, "gaussian"):
+        pair = initial({"seen": word}, 500, KEY, how)["seen"]
+        assert float(pair.b.std()) == pytest.approx(1, rel=0.05)
+        assert not pair.a.any()
+    gauss = initial({"line": where["line"]}, 50, KEY, "gaussian")["line"].a
     assert float(gauss.std()) == pytest.approx(1 / 50, rel=0.1)
 
 
@@ -148,6 +152,7 @@ def test_a_lower_rank_is_the_first_rows_of_a_higher_one(low, more, seed):
     few, many = initial(where, low, Key((seed,))), initial(where, low + more, Key((seed,)))
     for name in where:
         assert torch.equal(few[name].a, many[name].a[:low])
+        assert torch.equal(few[name].b, many[name].b[:, :low])
         assert few[name].b.shape == (where[name].d, low)
 
 

@@ -283,16 +283,16 @@ def test_a_is_drawn_by_name_within_one_over_the_root_of_its_width() -> None:
     state = torch.get_rng_state()
     drawn, again, other = (found.draw(20, Key((s,))) for s in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(drawn[n], again[n]) for n in drawn)
-    assert not torch.equal(drawn["a"], drawn["b"])
-    assert not torch.equal(drawn["a"], other["a"])
-    a = drawn["a"].numpy()
+    assert all(torch.equal(drawn[n].a, again[n].a) for n in drawn)
+    assert not torch.equal(drawn["a"].a, drawn["b"].a)
+    assert not torch.equal(drawn["a"].a, other["a"].a)
+    a = drawn["a"].a.numpy()
     assert a.shape == (20, 400)
     assert 0.99 / 20 < np.abs(a).max() <= 1 / 20
     assert abs(a.mean()) < 1e-3
     # that of a uniform distribution of this width
     assert a.std() == pytest.approx(1 / 20 / 3**0.5, rel=0.02)
-    assert found.draw(2, Key((0,)), torch.zeros(1, dtype=torch.bfloat16))["a"].dtype == torch.bfloat16
+    assert found.draw(2, Key((0,)), torch.zeros(1, dtype=torch.bfloat16))["a"].a.dtype == torch.bfloat16
 
 
 def test_moved_weights_keep_the_finer_type() -> None:

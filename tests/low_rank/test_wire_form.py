@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from fedlowrank import tree
 from fedlowrank.errors import ConfigError, TaskError
 from fedlowrank.low_rank.pair import Pair
-from fedlowrank.low_rank.wire_form import Quantised, Wire, pack, unpack
+from fedlowrank.low_rank.wire_form import Quantised, Rounded, Wire, pack, unpack
 
 entries = st.one_of(
     st.floats(-1e3, 1e3, width=32),
@@ -93,19 +93,25 @@ def test_bfloat16_is_rounded_to_nearest(pair: Pair) -> None:
         np.testing.assert_array_equal(mine.numpy(), upper.astype(np.uint32).view(np.float32))
 
 
-def test_float32_passes_through_and_float64_stays() -> None:
-    for dtype, wanted in (
-        (torch.float64, torch.float64),
-        (torch.float32, torch.float32),
-        (torch.bfloat16, torch.float32),
-    ):
-        pair = Pair(torch.randn(5, 2).to(dtype), torch.randn(2, 3).to(dtype))
-        got = through(pair, "float32")
-        assert (got.b.dtype, got.a.dtype) == (wanted, wanted)
-        assert torch.equal(got.b, pair.b.to(wanted))
-        assert torch.equal(got.a, pair.a.to(wanted))
-        for wire in ("bfloat16", "int8"):
-            assert through(pair, wire).b.dtype == torch.float32
+@pytest.mark.parametrize("wire", get_args(Wire))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_factors_arrive_in_the_type_that_they_had(dtype: torch.dtype, wire: Wire) -> None:
+    generator = torch.Generator().manual_seed(0)
+    pair = Pair(*(torch.randn(s, generator=generator).to(dtype) for s in ((5, 2), (2, 3))))
+    got = through(pair, wire)
+    assert (got.b.dtype, got.a.dtype) == (dtype, dtype)
+    for sent, found in ((pair.b, got.b), (pair.a, got.a)):
+        lost = {"float32": 0.0, "bfloat16": 2.0**-8, "int8": 1 / 127}[wire] * float(sent.abs().max())
+        # and once more the rounding of the type itself
+        lost += float(torch.finfo(dtype).eps) * float(sent.abs().max()) if lost else 0.0
+        assert float((sent.double() - found.double()).abs().max()) <= lost
+
+
+def test_a_type_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(TaskError, match="layer 'w' are of type 'int64'; known are float64, float32, bfloat16"):
+        unpack({"w": Rounded(torch.ones(3, 1), torch.ones(1, 2), "int64")})
+    with pytest.raises(TaskError, match="layer 'w' are of type int64"):
+        pack({"w": Pair(torch.ones(3, 1).long(), torch.ones(1, 2).long())}, "int8")
 
 
 def test_sizes_on_the_wire() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, TaskError, did_you_mean
 from ..key import Key
+from ..low_rank.lora import is_gaussian
 from ..low_rank.pair import Factors, Pair
 from ..models.architecture import build
 from ..tree import Params
@@ -50,7 +51,6 @@ _REFUSED = {
     "ensure_weight_tying": "a pair of factors belongs to one layer",
 }
 """Settings that must keep their default, with the reason."""
-_INITIAL = (True, "gaussian")
 
 
 def lora_config(fields: Mapping[str, Any] | Any) -> Any:
@@ -87,7 +87,7 @@ def lora_config(fields: Mapping[str, Any] | Any) -> Any:
             f"lora: bias = {values['bias']!r} cannot be used in federated training: it trains the base's biases."
         )
     initial = values.get("init_lora_weights", True)
-    if not any(initial is word or (isinstance(initial, str) and initial == word) for word in _INITIAL):
+    if is_gaussian(initial) is None:
         raise ConfigError(
             f"lora: init_lora_weights = {initial!r} cannot be used in federated training: an adapter must begin as "
             "B = 0 on an unchanged base. Take true (Kaiming uniform) or 'gaussian'."
@@ -160,13 +160,13 @@ class Layer:
 
 
 def attach(model: Any, config: Any, key: Key, head: Head = "shared", modules: tuple[str, ...] | None = None) -> Any:
-    """Put a LoRA slot on every target layer of a base, in place. B is zero, so the model computes what the base does.
+    """Put a LoRA slot on every target layer of a base, in place. One factor is zero, so the model computes what the base does.
 
     Args:
         model: a base without adapters; a ``transformers`` model or any module.
         config: of :func:`lora_config`. It is copied; the slot's own, with the target modules that PEFT found, is
             ``peft_config["default"]`` of the result.
-        key: of A, see :func:`initial`. torch's global generator is as before.
+        key: of the factor that is random, see :func:`initial`. torch's global generator is as before.
         head: whether the modules of the head are trained (shared, personal) or frozen.
         modules: names of the head's modules, commonly ``Loaded.head``; None finds them. They get no adapter.
 
@@ -247,11 +247,11 @@ def layers(model: Any) -> dict[str, Layer]:
 def initial(
     where: Mapping[str, Layer], rank: int, key: Key, init: bool | str = True, dtype: torch.dtype = torch.float32
 ) -> Factors:
-    """Factors to begin with: A random, B zero.
+    """Factors to begin with, as PEFT draws them: A random and B zero, of an embedding A zero and B random.
 
-    A is Kaiming uniform with a = √5 as in PEFT, U(-1/√k, 1/√k), or with ``"gaussian"`` N(0, 1/r²). An embedding's A is
-    N(0, 1) as PEFT draws the factor of it that is not zero, there B; here B is the zero one in every layer. Rows are
-    drawn one by one, so that Kaiming factors of a lower rank are the first rows of those of a higher one.
+    A is Kaiming uniform with a = √5, U(-1/√k, 1/√k), or with ``"gaussian"`` N(0, 1/r²). An embedding's B is N(0, 1).
+    Components are drawn one by one, so that but for ``"gaussian"`` factors of a lower rank are the first components of
+    those of a higher one.
 
     Args:
         where: of :func:`layers`.
@@ -263,15 +263,19 @@ def initial(
     out: Factors = {}
     for name, layer in where.items():
         draw = (key / "lora" / name).generator()
-        rows = torch.empty(rank, layer.k)
+        rows = torch.empty(rank, layer.d if layer.kind == "embedding" else layer.k)
         for row in rows:
-            if init == "gaussian":
-                row.normal_(0, 1 / rank, generator=draw)
-            elif layer.kind == "embedding":
+            if layer.kind == "embedding":
                 row.normal_(generator=draw)
+            elif is_gaussian(init):
+                row.normal_(0, 1 / rank, generator=draw)
             else:
                 row.uniform_(-1 / math.sqrt(layer.k), 1 / math.sqrt(layer.k), generator=draw)
-        out[name] = Pair(torch.zeros(layer.d, rank, dtype=dtype), rows.to(dtype))
+        rows = rows.to(dtype)
+        if layer.kind == "embedding":
+            out[name] = Pair(rows.mT.contiguous(), rows.new_zeros(rank, layer.k))
+        else:
+            out[name] = Pair(rows.new_zeros(layer.d, rank), rows)
     return out
 
 

@@ -64,6 +64,7 @@ def write_adapter(
     layers: Mapping[str, Layer] | None = None,
     round: int | None = None,
     client: int | None = None,
+    whole: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write an adapter folder as PEFT does: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
@@ -86,6 +87,7 @@ def write_adapter(
             whose factors have other names and shapes in a file. Without it every layer is taken for a linear one.
         round: that the adapter is from, counted from 0.
         client: whose it is; None for the server.
+        whole: all tensors of layers that are stored whole and not as factors, by their names in the base.
 
     Returns:
         The folder.
@@ -104,9 +106,9 @@ def write_adapter(
         if layers is not None and name not in layers:
             raise TaskError(f"no layer {name!r} is adapted. {did_you_mean(name, layers)}")
         tensors |= _stored(name, _widen(pair, rank, scale), None if layers is None else layers[name])
-    for name, value in (head or {}).items():
+    for name, value in [*(head or {}).items(), *(whole or {}).items()]:
         tensors[PREFIX + name] = value.detach().cpu().clone().contiguous()
-    made = _exported(config, list(pairs), rank, base_name, head)
+    made = _exported(config, list(pairs), rank, base_name, head, whole)
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(made, indent=2, sort_keys=True))
@@ -237,9 +239,13 @@ def write_merged(
     Raises:
         TaskError: as :func:`merged`.
     """
-    made = merged(model, update, scale, head)
+    return save_model(folder, merged(model, update, scale, head), tokenizer)
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
+    """Write a whole model as an ordinary folder of ``transformers``, with its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    made.save_pretrained(folder)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -266,7 +272,12 @@ def _stored(name: str, pair: Pair, layer: Layer | None) -> Params:
 
 
 def _exported(
-    config: Any, names: list[str], rank: int, base_name: str, head: Mapping[str, Tensor] | None
+    config: Any,
+    names: list[str],
+    rank: int,
+    base_name: str,
+    head: Mapping[str, Tensor] | None,
+    whole: Mapping[str, Tensor] | None,
 ) -> dict[str, Any]:
     """``adapter_config.json`` of an adapter as written here."""
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -274,7 +285,8 @@ def _exported(
     made = copy.deepcopy(config)
     made.r = made.lora_alpha = rank
     made.use_rslora, made.inference_mode, made.base_model_name_or_path = False, True, base_name
-    if made.target_modules is None or str(made.target_modules).lower() == "all-linear":
+    # a layer that is stored whole must not match
+    if whole or made.target_modules is None or str(made.target_modules).lower() == "all-linear":
         made.target_modules = set(names)
     lost = [name for name in names if not check_target_module_exists(made, name)]
     if lost:
@@ -284,6 +296,9 @@ def _exported(
     elif made.task_type == "SEQ_CLS":
         # PEFT looks in the file for the head of what is called a classification, and fails
         made.task_type = None
+    if whole:
+        layers = dict.fromkeys(name.rpartition(".")[0] for name in whole)
+        made.modules_to_save = [*(made.modules_to_save or ()), *layers]
     return {n: sorted(v) if isinstance(v, set) else v for n, v in made.to_dict().items()}
 
 

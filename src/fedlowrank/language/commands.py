@@ -18,20 +18,47 @@ from ..errors import ConfigError, TaskError, did_you_mean
 from ..record import as_checkpoint_error, write_json
 from ..stored import opened
 from ..tree import Params
+from .artefacts import BESIDE
 from .federation import Language
 from .scores import TASKS, Score, ScoreTask
 
 OUT = Console()
 
 
-def adapters(folder: Path, out: Path, merged: bool, best: bool = False) -> int:
-    """Write adapter folders of a run's last checkpoint, or of its best."""
+def adapters(folder: Path, out: Path, merged: bool, best: bool = False, rank: int | None = None) -> int:
+    """Write adapter folders of a run's last checkpoint, or of its best.
+
+    Args:
+        folder: of the run.
+        out: gets the folders.
+        merged: write the server's whole model, too.
+        best: the round with the best validation and not the last.
+        rank: of the adapters; None for that of each model.
+    """
+    if rank is not None and rank < 1:
+        raise ConfigError(f"--rank must be at least 1; it is {rank}")
     run = _opened(folder, best)
     with as_checkpoint_error(f"cannot write {out}"):
-        for path in language_of(run).write(run, out, merged):
+        for path in language_of(run).write(run, out, merged, rank):
             OUT.print(str(path))
+            _print_truncation(path)
     OUT.print("Load one by peft.PeftModel.from_pretrained(base, folder); whole models by from_pretrained(folder).")
     return 0
+
+
+def _print_truncation(path: Path) -> None:
+    """What an adapter lost by its rank, by layer, where it lost something."""
+    beside = path / BESIDE
+    told = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
+    if told is None:
+        return
+    OUT.print(f"  rank {told['rank']}: relative error {told['error']:.3g} in the Frobenius norm, over all layers")
+    # what is below is the rounding of float32
+    if told["error"] > 1e-6:
+        table = Table("layer", "relative error")
+        for name, error in told["layers"].items():
+            table.add_row(name, f"{error:.3g}")
+        OUT.print(table)
 
 
 def score(

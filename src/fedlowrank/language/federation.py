@@ -22,9 +22,9 @@ from ..low_rank.lora import LoRA, lora_of
 from ..low_rank.pair import Factors, Pair
 from ..models.architecture import Architecture
 from ..tree import Params
-from .adapt import ADAPTER, attach, layers, lora_config
-from .artefacts import write_adapter, write_merged
+from .adapt import ADAPTER, attach, lora_config
 from .base import Base, Loaded, load
+from .folders import Folders, Model
 from .recompute import Place, held
 
 if TYPE_CHECKING:
@@ -88,32 +88,43 @@ class Language:
             made.autocast = getattr(torch, self.settings.autocast)
         return made
 
-    def write(self, run: Run, folder: Path, merged: bool = False) -> list[Path]:
+    def write(self, run: Run, folder: Path, merged: bool = False, rank: int | None = None) -> list[Path]:
         """Standard adapter folders of the server and of every client, as they stand.
 
-        A model whose base weights moved (FLoRA and FedEx-LoRA, merged) is no adapter any more: of it a whole model is written.
+        Layers whose base weight moved are kept whole in the adapter's folder. Where the whole base moved (FLoRA and FedEx-LoRA,
+        merged), it is written once, to ``base``, and clients are adapters for it.
 
         Args:
             run: of this federation.
             folder: gets ``server`` and ``client_0000``, ``client_0001``, ...
             merged: write the server's whole model too, to ``server_merged``.
+            rank: write every model as the best adapter of this rank for the initial base.
 
         Returns:
             The folders written.
         """
-        written = []
+        folders, written = Folders(self), []
+
+        def write(name: str, model: Model) -> None:
+            if rank is not None:
+                written.append(folders.write_truncated(folder / name, model, rank))
+            elif model.client is not None and len(model.moved) == len(model.factors):
+                written.extend(folders.write_on_common(folder, name, model))
+            else:
+                written.append(folders.write(folder / name, model))
+
         for info in run.federation.infos:
             made = run.at_client(info)
             if info.id == 0 and made.server is not None:
-                written.append(self.write_one(folder / "server", made.server, run.round, None))
+                server = folders.model(made.server, run.round, None)
+                write("server", server)
                 if merged:
-                    written.append(self._whole(folder / "server_merged", made.server))
-            where = folder / f"client_{info.id:04d}"
-            written.append(self.write_one(where, made.personal(), run.round, info.id))
+                    written.append(folders.write_whole(folder / "server_merged", server))
+            write(f"client_{info.id:04d}", folders.model(made.personal(), run.round, info.id))
         return written
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
-        """The adapter folder of one model, or the whole model where its base weights moved.
+        """The adapter folder of one model, or the whole model where all its base weights moved.
 
         Args:
             folder: to be made.
@@ -121,27 +132,8 @@ class Language:
             round: rounds completed.
             client: whose it is, or None for the server's.
         """
-        lora = self._lora
-        if any(site.weight in params for site in lora.sites.values()):
-            return self._whole(folder, params)
-        config, base, digest = self.config, self.loaded.name, self.loaded.digest
-        factors, head = self.factors(params), self.head(params) or None
-        where = layers(self.model)
-        return write_adapter(
-            folder, factors, lora.scale, config, base, digest, head, layers=where, round=round, client=client
-        )
-
-    def _whole(self, folder: Path, params: Params) -> Path:
-        lora, factors = self._lora, self.factors(params)
-        update: dict[str, Pair | Tensor] = {}
-        for name, site in lora.sites.items():
-            pair = factors[name]
-            update[name] = Pair(pair.b * lora.scale, pair.a)
-            if site.weight in params:
-                moved = (params[site.weight] - lora.base[site.weight]).detach()
-                moved = (moved.mT if site.transposed else moved).reshape(site.shape)
-                update[name] = moved + pair.dense().detach() * lora.scale
-        return write_merged(folder, self.model, self.loaded.tokenizer, update, 1.0, self.head(params) or None)
+        folders = Folders(self)
+        return folders.write(folder, folders.model(params, round, client))
 
     @contextlib.contextmanager
     def live(self, params: Params) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Site:
         b: name of the parameter that holds B, or None.
         a_tail: shape of A's parameter after r.
         b_tail: shape of B's parameter after (d, r).
+        embedding: whether it is the weight of an embedding, whose A begins at zero and whose B is random.
     """
 
     weight: str
@@ -49,6 +50,7 @@ class Site:
     b: str | None = None
     a_tail: tuple[int, ...] = ()
     b_tail: tuple[int, ...] = ()
+    embedding: bool = False
 
     def folded(self, update: Tensor) -> Tensor:
         """An update ``[d, k]`` in the form of the weight's parameter."""
@@ -65,6 +67,8 @@ class LoRA:
         scale: s by which the module itself multiplies B A; 1 where the update is added to the weight.
         rank: that the module was made for, or None.
         rslora: whether α is divided by √r instead of r.
+        gaussian: whether the initial A is normal and not uniform, as ``init_lora_weights = "gaussian"`` of PEFT asks.
+        memo: what others derived from it and keep for all clients.
     """
 
     sites: Mapping[str, Site]
@@ -72,6 +76,8 @@ class LoRA:
     scale: float = 1.0
     rank: int | None = None
     rslora: bool = False
+    gaussian: bool = False
+    memo: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -87,12 +93,29 @@ class LoRA:
                     "rank, or leave that layer out of target_modules."
                 )
 
-    def draw(self, rank: int, key: Key, like: Tensor | None = None) -> dict[str, Tensor]:
-        """A seeded random A ``[rank, k]`` of every layer, uniform in ±1/√k as PEFT draws it."""
-        found = {}
-        for name, (_, k) in self.shapes.items():
-            a = torch.rand(rank, k, generator=(key / name).generator()) * 2 - 1
-            found[name] = (a / math.sqrt(k)).to(like if like is not None else a)
+    def draw(self, rank: int, key: Key, like: Tensor | None = None) -> Factors:
+        """Seeded factors to begin with, drawn as PEFT draws them; their product is zero.
+
+        A ``[rank, k]`` is uniform in ±1/√k, or with ``gaussian`` N(0, 1/rank²), and B ``[d, rank]`` is zero. Of an embedding A is
+        zero and B is N(0, 1). Clients of lower rank take the first components; of a normal A that leaves the deviation
+        1/rank of this, the largest rank.
+
+        Args:
+            rank: r.
+            key: every layer draws from one of its own.
+            like: a tensor of the type and device that factors get; None for float32.
+        """
+        found: Factors = {}
+        for name, site in self.sites.items():
+            (d, k), generator = site.shape, (key / name).generator()
+            if site.embedding:
+                b, a = torch.randn(rank, d, generator=generator).mT, torch.zeros(rank, k)
+            elif self.gaussian:
+                b, a = torch.zeros(d, rank), torch.randn(rank, k, generator=generator) / rank
+            else:
+                b, a = torch.zeros(d, rank), (torch.rand(rank, k, generator=generator) * 2 - 1) / math.sqrt(k)
+            target = like if like is not None else a
+            found[name] = Pair(b.to(target).contiguous(), a.to(target))
         return found
 
     def place(
@@ -136,6 +159,31 @@ class LoRA:
             found[site.weight] = (w + site.folded(update)).to(w.dtype)
         return found
 
+    def in_slots(self, params: Params, slots: Params) -> Params:
+        """Parameters whose factors have the ranks that the module was made for; the model stays the same.
+
+        Factors of lower rank are padded with zeros. Where the rank is higher, s·B A is added to the weight and the factors are
+        zero.
+
+        Args:
+            params: of one model, with factors of any rank.
+            slots: all parameters of the module.
+        """
+        found = dict(params)
+        for site in self.sites.values():
+            if site.a is None or site.b is None or site.a not in params or site.b not in params:
+                continue
+            a, b, rank = params[site.a], params[site.b], slots[site.a].shape[0]
+            pair = Pair(b.flatten(1), a.flatten(1))
+            if pair.rank > rank:
+                weight = params.get(site.weight, slots[site.weight])
+                update = site.folded(pair.dense() * self.scale)
+                found[site.weight] = (weight + update.to(weight.device)).to(weight.dtype)
+                pair = first(pair, 0)
+            pair = padded(pair, rank)
+            found[site.a], found[site.b] = pair.a.reshape(rank, *a.shape[1:]), pair.b.reshape(-1, rank, *b.shape[2:])
+        return found
+
     def updates(self, factors: Factors, scale: float) -> dict[str, Tensor]:
         """s·B A ``[d, k]`` of every layer."""
         return {name: pair.dense() * scale for name, pair in factors.items()}
@@ -149,7 +197,8 @@ def lora_of(module: nn.Module, head: str | None) -> LoRA:
         head: name of its head, which is trained whole.
 
     Raises:
-        TaskError: if it has no layer that can be adapted, or layers with different scales.
+        TaskError: if it has no layer that can be adapted, layers with different scales, or an adapter of PEFT that does not
+            begin at zero on an unchanged base.
     """
     found: dict[str, Site] = {}
     scales: dict[float, str] = {}
@@ -170,10 +219,38 @@ def lora_of(module: nn.Module, head: str | None) -> LoRA:
             raise TaskError(f"the LoRA layers of this model have different scales α/r ({told}); give all the same")
         sites = found
         return LoRA(
-            sites, {s.weight: parameters[s.weight] for s in sites.values()}, next(iter(scales)), max(ranks), rslora
+            sites,
+            {s.weight: parameters[s.weight] for s in sites.values()},
+            next(iter(scales)),
+            max(ranks),
+            rslora,
+            _is_gaussian(module),
         )
     sites = _plain_sites(module, head)
     return LoRA(sites, {s.weight: parameters[s.weight].detach() for s in sites.values()})
+
+
+def is_gaussian(initial: Any) -> bool | None:
+    """Whether a value of PEFT's ``init_lora_weights`` asks for a normal A; None if it is not one that is known here."""
+    if initial is True:
+        return False
+    return True if isinstance(initial, str) and initial.lower() == "gaussian" else None
+
+
+def _is_gaussian(module: nn.Module) -> bool:
+    """What the configurations of PEFT within a module ask for."""
+    found = set()
+    for layer in module.modules():
+        configs = getattr(layer, "peft_config", None)
+        for config in configs.values() if isinstance(configs, Mapping) else ():
+            initial = getattr(config, "init_lora_weights", True)
+            found.add(is_gaussian(initial))
+            if None in found:
+                raise TaskError(
+                    f"the model's adapter was made with init_lora_weights = {initial!r}, but in federated training an adapter "
+                    "must begin as a zero update of an unchanged base. Make it with True (Kaiming uniform) or 'gaussian'."
+                )
+    return True in found
 
 
 Held = tuple[str, str, float, int, bool]
@@ -238,6 +315,7 @@ def _site(name: str, layer: nn.Module, a: str, b: str, *_: Any) -> Site:
         where + b,
         tuple(a_shape[1:]) if len(a_shape) > 2 else (),
         tuple(b_shape[2:]),
+        isinstance(base, nn.Embedding),
     )
 
 

@@ -29,7 +29,7 @@ class LoRALayer(nn.Module):
         rank: r.
         scaling: s.
         rslora: whether s came from α/√r.
-        key: of the random A; B is zero.
+        key: of the random A; B is zero. Of an embedding B is random and A zero, as in PEFT.
 
     Attributes:
         base_layer: the layer.
@@ -46,9 +46,11 @@ class LoRALayer(nn.Module):
         d, k = weight.shape[0], math.prod(weight.shape[1:])
         if isinstance(base, nn.Embedding):
             d, k = k, d
-        a = (torch.rand(rank, k, generator=key.generator()) * 2 - 1) / math.sqrt(k)
+        a, b = (torch.rand(rank, k, generator=key.generator()) * 2 - 1) / math.sqrt(k), torch.zeros(d, rank)
+        if isinstance(base, nn.Embedding):
+            a, b = torch.zeros(rank, k), torch.randn(d, rank, generator=key.generator())
         self.lora_A = nn.Parameter(a.to(weight))
-        self.lora_B = nn.Parameter(weight.new_zeros(d, rank))
+        self.lora_B = nn.Parameter(b.to(weight))
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output with the update."""

@@ -1,4 +1,7 @@
-"""Factor pairs on a lossy wire: what a receiver gets is what the server must later subtract, so both go through here."""
+"""Factor pairs on a lossy wire: what a receiver gets is what the server must later subtract, so both go through here.
+
+The receiver gets factors of the type that the sender's had: a client trains in the type of its module.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,31 @@ from ..tree import tree
 from .pair import Factors, Pair
 
 Wire = Literal["float32", "bfloat16", "int8"]
-"""float32: as they are; bfloat16: rounded to nearest; int8: :class:`Quantised`."""
+"""float32: as they are, in their own type; bfloat16: rounded to nearest; int8: :class:`Quantised`."""
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types that factors can have, by the names that they have on the wire."""
 
 LEVELS = 127
 _BITS = 17
 """Significant bits of a scale: times a level of 7 bits it is exact in the 24 bits of a float32."""
 _SMALLEST = 2.0**-133
 """The least scale, of which 17 bits are exact in a float32."""
+
+
+@tree
+class Rounded:
+    """A factor pair of another type in bfloat16.
+
+    Attributes:
+        b: ``[d, r]`` in bfloat16.
+        a: ``[r, k]`` in bfloat16.
+        dtype: name of the type that the factors had.
+    """
+
+    b: Tensor
+    a: Tensor
+    dtype: str
 
 
 @tree
@@ -33,15 +54,17 @@ class Quantised:
         b_scale: float32 ``[r]``, one for each column of B.
         a: ``[r, k]``, int8 in ±127.
         a_scale: float32 ``[r]``, one for each row of A.
+        dtype: name of the type that the factors had.
     """
 
     b: Tensor
     b_scale: Tensor
     a: Tensor
     a_scale: Tensor
+    dtype: str
 
 
-Packed = dict[str, "Pair | Quantised"]
+Packed = dict[str, "Pair | Rounded | Quantised"]
 """Factor pairs by layer name, as they are sent."""
 
 
@@ -50,16 +73,18 @@ def pack(pairs: Mapping[str, Pair], wire: Wire) -> Packed:
 
     Args:
         pairs: by layer name, of any floating-point type.
-        wire: the form. ``"float32"`` changes nothing, so that pairs in float64 stay so.
+        wire: the form. ``"float32"`` changes nothing, so that pairs in float64 or bfloat16 stay so.
 
     Returns:
-        A tree; packing what :func:`unpack` gives loses nothing more.
+        A tree. Packing what :func:`unpack` gives loses nothing more, but for int8 of factors in half precision, to which the
+        receiver rounds.
 
     Raises:
         ConfigError: if the form is unknown.
-        TaskError: if a value is not finite, or too large for a lossy form.
+        TaskError: if a value is not finite, or too large for a lossy form; if factors are of a type that is not in
+            :data:`DTYPES`.
     """
-    forms: dict[str, Callable[[str, Pair], Pair | Quantised]] = {
+    forms: dict[str, Callable[[str, Pair], Pair | Rounded | Quantised]] = {
         "float32": lambda _, pair: pair,
         "bfloat16": _rounded,
         "int8": _quantised,
@@ -69,29 +94,42 @@ def pack(pairs: Mapping[str, Pair], wire: Wire) -> Packed:
     return {name: forms[wire](name, pair) for name, pair in pairs.items()}
 
 
-def unpack(packed: Mapping[str, Pair | Quantised]) -> Factors:
-    """What the receiver of :func:`pack` works with: float32, or float64 where that was sent."""
-    out: Factors = {}
-    for name, p in packed.items():
-        if isinstance(p, Quantised):
-            out[name] = Pair(p.b.float() * p.b_scale, p.a.float() * p.a_scale[:, None])
-        else:
-            out[name] = Pair(*(t if t.dtype == torch.float64 else t.float() for t in (p.b, p.a)))
-    return out
+def unpack(packed: Mapping[str, Pair | Rounded | Quantised]) -> Factors:
+    """The factors that the receiver of :func:`pack` works with, in the type that they were packed from.
+
+    Raises:
+        TaskError: if a type has a name that is not in :data:`DTYPES`.
+    """
+    return {name: p if isinstance(p, Pair) else _restored(name, p) for name, p in packed.items()}
 
 
-def _rounded(name: str, pair: Pair) -> Pair:
+def _restored(name: str, p: Rounded | Quantised) -> Pair:
+    if p.dtype not in DTYPES:
+        raise TaskError(f"the factors of the layer {name!r} are of type {p.dtype!r}; known are {', '.join(DTYPES)}")
+    b, a = (p.b, p.a) if isinstance(p, Rounded) else (p.b.float() * p.b_scale, p.a.float() * p.a_scale[:, None])
+    return Pair(b.to(DTYPES[p.dtype]), a.to(DTYPES[p.dtype]))
+
+
+def _dtype(name: str, pair: Pair) -> str:
+    found = str(torch.promote_types(pair.b.dtype, pair.a.dtype)).removeprefix("torch.")
+    if found not in DTYPES:
+        raise TaskError(f"the factors of the layer {name!r} are of type {found}; known are {', '.join(DTYPES)}")
+    return found
+
+
+def _rounded(name: str, pair: Pair) -> Pair | Rounded:
     b, a = pair.b.to(torch.bfloat16), pair.a.to(torch.bfloat16)
     for t, factor in ((b, "B"), (a, "A")):
         if not bool(t.isfinite().all()):
             raise _unfit(name, factor, "bfloat16")
-    return Pair(b, a)
+    dtype = _dtype(name, pair)
+    return Pair(b, a) if dtype == "bfloat16" else Rounded(b, a, dtype)
 
 
 def _quantised(name: str, pair: Pair) -> Quantised:
     b, b_scale = _levels(pair.b, 0, name, "B")
     a, a_scale = _levels(pair.a, 1, name, "A")
-    return Quantised(b, b_scale.flatten(), a, a_scale.flatten())
+    return Quantised(b, b_scale.flatten(), a, a_scale.flatten(), _dtype(name, pair))
 
 
 def _levels(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tensor, Tensor]:

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, fresh, leaves_of, placed, random_a, received, tune
-from ..base_updates import Base, Keep, Ledger, stacked, weighted
+from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
+from ..base_updates import Base, Keep, Ledger, weighted
+from ..low_rank.lora import LoRA
 from ..low_rank.pair import Factors, Pair
-from ..low_rank.wire_form import Packed, pack, unpack
+from ..low_rank.wire_form import Packed
 from ..means import mean
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, tree
@@ -45,7 +46,7 @@ class Download:
 
 @tree
 class Own:
-    """What a client keeps: the sum of the residuals so far, and its head where that is personal."""
+    """What a client keeps: the residuals so far, and its head where that is personal."""
 
     base: Base
     rest: Params
@@ -69,23 +70,22 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A, B = 0, no residual."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        factors, lora = fresh(random_a(task, rank), model.lora.shapes, rank), model.lora
+        factors, lora = initial_factors(task, rank), model.lora
         return Server(factors, Ledger([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
-        return Own(Base({}, {}), self.tuning.own_rest(task.model(client)))
+        return Own(Base({}, []), self.tuning.own_rest(task.model(client)))
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """Factors, and the residuals that are missing."""
-        residuals = [pack(r, self.tuning.wire) for r in server.ledger.missing(client)]
-        return Download(self.tuning.message(server.factors, server.rest), residuals)
+        return Download(self.tuning.message(server.factors, server.rest), server.ledger.missing(client))
 
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the residuals, then train both factors."""
-        base, start = self._now(state, down)
-        moved = base.moved(view.model.lora)
-        end = tune(view, start, self.tuning.scale(view), self.optimiser, frozen=base.stack, moved=moved)
+        base, start = self._now(state, down, view.model.lora)
+        frozen, moved = base.beside(self.keep, view.model.lora)
+        end = tune(view, start, self.tuning.scale(view), self.optimiser, frozen=frozen, moved=moved)
         kept = self.tuning.kept(end)
         return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
 
@@ -101,20 +101,20 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         scale = server.scaling.at(next(iter(means.values())).rank)
         residual = weighted(apart, [scale * w / sum(weights) for w in weights])
         rest = mean([r.upload.rest for r in replies], weights)
-        return Server(means, server.ledger.grown(residual, replies), rest, server.scaling)
+        return Server(means, server.ledger.grown(residual, replies, self.tuning.wire), rest, server.scaling)
 
     def personal(self, state: Own, down: Download, view: ClientView) -> Params:
         """The base with all residuals, and the mean factors."""
-        base, leaves = self._now(state, down)
-        moved = base.moved(view.model.lora)
-        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), base.stack, moved)
+        base, leaves = self._now(state, down, view.model.lora)
+        frozen, moved = base.beside(self.keep, view.model.lora)
+        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), frozen, moved)
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""
-        updates = server.ledger.updates
         leaves = leaves_of(server.factors, state.rest | server.rest)
-        return placed(view.model, leaves, self.tuning.scale(view), stacked(updates) if updates else {}, {})
+        frozen, _ = Base({}, server.ledger.updates).beside("stacked", view.model.lora)
+        return placed(view.model, leaves, self.tuning.scale(view), frozen, {})
 
-    def _now(self, state: Own, down: Download) -> tuple[Base, Leaves]:
-        base = state.base.followed([unpack(r) for r in down.residuals], self.keep)
+    def _now(self, state: Own, down: Download, lora: LoRA) -> tuple[Base, Leaves]:
+        base = state.base.followed(down.residuals, self.keep, lora)
         return base, leaves_of(received(down.message), state.rest | down.message.rest)

@@ -12,9 +12,9 @@ arXiv:2505.18494, Algorithm 1.
 
 Settled: r̂_i is the squared norm, relative to ‖W_t‖² (eq. 15 is not free of scale otherwise), summed over layers;
 p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T); W_0 = 0 begins with a random A and B = 0, and components that W_t does not fill
-begin so in later rounds too. On a lossy wire exactly what was sent is subtracted. ``weighing.error = "squared"`` is eq. 15 to the
-letter, with the square of eq. 8. Departures, off by default: a cap on the server's rank, and the residual W_t - W_t^{r_i} as a
-frozen second adapter.
+begin so in later rounds too. On a lossy wire, and for modules in half precision, exactly what was sent is subtracted.
+``weighing.error = "squared"`` is eq. 15 to the letter, with the square of eq. 8. Departures, off by default: a cap on the
+server's rank, and the residual W_t - W_t^{r_i} as a frozen second adapter.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ..adapters import Message, Scaling, Tuning, factors_of, leaves_of, placed, random_a, received, tune
-from ..effective import Weighing, discarded, energies, first_components, ranks_of, remainder, weighted_blocks, whole
+from ..adapters import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
+from ..effective import (
+    Weighing,
+    discarded,
+    energies,
+    first_components,
+    is_half,
+    ranks_of,
+    remainder,
+    weighted_blocks,
+    whole,
+)
 from ..errors import ConfigError
 from ..low_rank.delta import Delta, Form, Split, advance, start
 from ..low_rank.pair import Factors
@@ -36,10 +44,10 @@ from ..tree import Params, tree
 
 @tree
 class Server:
-    """W of every layer, the random A of components it does not fill, what is shared beside, and the last round's p_i and r̂_i."""
+    """W of every layer, what components begin with that it does not fill, what is shared beside, and the last p_i and r̂_i."""
 
     delta: dict[str, Delta]
-    drawn: dict[str, Tensor]
+    drawn: Factors
     rest: Params
     scaling: Scaling
     last: dict[str, dict[str, float]]
@@ -86,7 +94,7 @@ class FedHL(Method[Server, Params, Download, Message]):
         """W_0 = 0."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
         delta = start(model.lora.shapes, self.form, max(ranks))
-        drawn, scaling = random_a(task, max(ranks)), self.tuning.scaling_of(model.lora)
+        drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(model.lora)
         return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
@@ -116,7 +124,7 @@ class FedHL(Method[Server, Params, Download, Message]):
         found = self.weighing.weigh(server.delta, ranks, by_examples(replies))
         blocks = weighted_blocks(found.weights, scales, held)
         sent = {n: list(zip(p, ranks, strict=True)) for n, p in found.weights.items()}
-        if self.tuning.wire != "float32":
+        if self.tuning.wire != "float32" or is_half(server.drawn):
             exact = [received(self.download(server, r.client).message) for r in replies]
             minus = weighted_blocks(found.weights, [-s for s in scales], exact)
             blocks, sent = {n: b + minus[n] for n, b in blocks.items()}, {}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..adapters import Message, Scaling, Tuning, factors_of, fresh, leaves_of, placed, random_a, received, tune
+from ..adapters import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
 from ..low_rank.pair import Factors
 from ..means import mean_of
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task
@@ -48,8 +48,7 @@ class FedIT(Method[Server, Params, Message, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A, and B = 0."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        factors = fresh(random_a(task, rank), model.lora.shapes, rank)
-        return Server(factors, self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora))
+        return Server(initial_factors(task, rank), self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """The head, where it is personal."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..adapters import Leaves, Message, Tuning, fresh, placed, random_a, received, tune
+from ..adapters import Leaves, Message, Tuning, initial_factors, placed, received, tune
 from ..low_rank.pair import Factors, Pair
 from ..means import mean_of
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task
@@ -54,13 +54,14 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        return Server(_without_b(random_a(task, rank)), self.tuning.shared_rest(model))
+        return Server(
+            _without_b({n: p.a for n, p in initial_factors(task, rank).items()}), self.tuning.shared_rest(model)
+        )
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """B = 0."""
         model, rank = task.model(client), self.tuning.rank_of(client)
-        factors = fresh(random_a(task, rank), model.lora.shapes, rank)
-        return Own({n: p.b for n, p in factors.items()}, self.tuning.own_rest(model))
+        return Own({n: p.b for n, p in initial_factors(task, rank).items()}, self.tuning.own_rest(model))
 
     def download(self, server: Server, client: ClientInfo) -> Message:
         """A."""
@@ -85,8 +86,7 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     def _leaves(self, state: Own, down: Message) -> Leaves:
         a = {n: p.a for n, p in received(down).items()}
-        # what a lossy wire carries arrives in float32, whatever the type of the model
-        return {"a": a, "b": {n: b.to(a[n]) for n, b in state.b.items()}, "rest": state.rest | down.rest}
+        return {"a": a, "b": state.b, "rest": state.rest | down.rest}
 
 
 def _without_b(a: dict[str, Tensor]) -> Factors:

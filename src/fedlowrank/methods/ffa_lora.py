@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..adapters import Leaves, Message, Tuning, fresh, leaves_of, placed, random_a, received, tune
+from ..adapters import Leaves, Message, Tuning, initial_factors, leaves_of, placed, received, tune
+from ..errors import TaskError
 from ..low_rank.pair import Factors, Pair
 from ..means import mean_of
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task
@@ -44,10 +45,19 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     streams = True
 
     def server_init(self, task: Task) -> Server:
-        """B = 0."""
+        """B = 0.
+
+        Raises:
+            TaskError: if ranks differ, or an embedding is adapted.
+        """
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        factors = fresh(random_a(task, rank), model.lora.shapes, rank)
-        return Server(_without_a(factors), self.tuning.shared_rest(model))
+        embeddings = [n for n, site in model.lora.sites.items() if site.embedding]
+        if embeddings:
+            raise TaskError(
+                f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not learn. Leave "
+                "embeddings out of target_modules, or choose fedit or fedsa_lora."
+            )
+        return Server(_without_a(initial_factors(task, rank)), self.tuning.shared_rest(model))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """The head, where it is personal."""
@@ -80,9 +90,8 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """A, which is not trained, and the rest, which is."""
         leaves = leaves_of(received(down), state | down.rest)
-        drawn = random_a(view.task, self.tuning.rank_of(view.info))
-        # what a lossy wire carries arrives in float32, whatever the type of the model
-        return {"a": {n: drawn[n].to(b) for n, b in leaves["b"].items()}}, {"b": leaves["b"], "rest": leaves["rest"]}
+        drawn = initial_factors(view.task, self.tuning.rank_of(view.info))
+        return {"a": {n: p.a for n, p in drawn.items()}}, {"b": leaves["b"], "rest": leaves["rest"]}
 
 
 def _without_a(factors: Factors) -> Factors:

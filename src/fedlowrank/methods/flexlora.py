@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ..adapters import Message, Scaling, Tuning, factors_of, leaves_of, placed, random_a, received, tune
+from ..adapters import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
 from ..effective import first_components, ranks_of, weighted_blocks, whole
 from ..low_rank.delta import Delta, Form, Split, advance, start
+from ..low_rank.pair import Factors
 from ..means import mean
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, tree
@@ -27,10 +26,10 @@ from ..tree import Params, tree
 
 @tree
 class Server:
-    """The mean update W of every layer, the random A of layers that have none yet, and what is shared beside."""
+    """The mean update W of every layer, initial factors of components that it does not fill, and what is shared beside."""
 
     delta: dict[str, Delta]
-    drawn: dict[str, Tensor]
+    drawn: Factors
     rest: Params
     scaling: Scaling
 
@@ -55,7 +54,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     def server_init(self, task: Task) -> Server:
         """W = 0."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
-        drawn, lora = random_a(task, max(ranks)), model.lora
+        drawn, lora = initial_factors(task, max(ranks)), model.lora
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
         return Server(start(lora.shapes, self.form, max(ranks)), drawn, rest, scaling)
 

@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, fresh, leaves_of, placed, received, tune
-from ..base_updates import Base, Keep, Ledger, stacked, weighted
+from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, leaves_of, placed, received, tune
+from ..base_updates import Base, Keep, Ledger, weighted
+from ..low_rank.lora import LoRA
 from ..low_rank.pair import Factors
-from ..low_rank.wire_form import Packed, pack, unpack
+from ..low_rank.wire_form import Packed
 from ..means import mean
 from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
 from ..tree import Params, tree
@@ -44,7 +45,7 @@ class Download:
 
 @tree
 class Own:
-    """What a client keeps: the sum of the stacks so far, and its head where that is personal."""
+    """What a client keeps: the stacks so far, and its head where that is personal."""
 
     base: Base
     rest: Params
@@ -74,20 +75,21 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
-        return Own(Base({}, {}), self.tuning.own_rest(task.model(client)))
+        return Own(Base({}, []), self.tuning.own_rest(task.model(client)))
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """The stacks that are missing."""
-        return Download([pack(stack, self.tuning.wire) for stack in server.ledger.missing(client)], server.rest)
+        return Download(server.ledger.missing(client), server.rest)
 
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the stacks, then train fresh factors."""
         rank, lora = self.tuning.rank_of(view.info), view.model.lora
-        base = self._base(state, down)
+        base = self._base(state, down, lora)
         like = next(iter(view.model.initial.values()))
-        start = leaves_of(fresh(lora.draw(rank, view.key / "lora", like), lora.shapes, rank), state.rest | down.rest)
+        start = leaves_of(lora.draw(rank, view.key / "lora", like), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
-        end = tune(view, start, scale, self.optimiser, frozen=base.stack, moved=base.moved(lora))
+        frozen, moved = base.beside(self.keep, lora)
+        end = tune(view, start, scale, self.optimiser, frozen=frozen, moved=moved)
         kept = self.tuning.kept(end)
         return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
 
@@ -101,28 +103,26 @@ class FLoRA(Method[Server, Own, Download, Message]):
         scales = [server.scaling.at(next(iter(f.values())).rank) for f in held]
         stack = weighted(held, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
         rest = mean([r.upload.rest for r in replies], weights)
-        return Server(server.ledger.grown(stack, replies), rest, server.scaling)
+        return Server(server.ledger.grown(stack, replies, self.tuning.wire), rest, server.scaling)
 
     def personal(self, state: Own, down: Download, view: ClientView) -> Params:
         """The base with all stacks; the fresh adapter changes nothing."""
-        base = self._base(state, down)
-        return view.model.initial | _params(view, base, state.rest | down.rest)
+        frozen, moved = self._base(state, down, view.model.lora).beside(self.keep, view.model.lora)
+        return view.model.initial | _params(view, frozen, moved, state.rest | down.rest)
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The base with all stacks, as every client that has them."""
-        updates = server.ledger.updates
-        base = Base({}, stacked(updates)) if updates else Base({}, {})
-        return _params(view, base, state.rest | server.rest)
+        frozen, _ = Base({}, server.ledger.updates).beside("stacked", view.model.lora)
+        return _params(view, frozen, {}, state.rest | server.rest)
 
-    def _base(self, state: Own, down: Download) -> Base:
-        return state.base.followed([unpack(s) for s in down.stacks], self.keep)
+    def _base(self, state: Own, down: Download, lora: LoRA) -> Base:
+        return state.base.followed(down.stacks, self.keep, lora)
 
 
-def _params(view: ClientView, base: Base, rest: Params) -> Params:
-    leaves: Leaves = leaves_of(base.stack or _none(view), rest)
-    return placed(view.model, leaves, 1.0, {}, base.moved(view.model.lora))
+def _params(view: ClientView, stack: Factors, moved: Params, rest: Params) -> Params:
+    leaves: Leaves = leaves_of(stack or _none(view), rest)
+    return placed(view.model, leaves, 1.0, {}, moved)
 
 
 def _none(view: ClientView) -> Factors:
-    lora = view.model.lora
-    return fresh(lora.draw(1, view.key / "none", next(iter(view.model.initial.values()))), lora.shapes, 1)
+    return view.model.lora.draw(1, view.key / "none", next(iter(view.model.initial.values())))

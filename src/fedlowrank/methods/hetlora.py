@@ -9,9 +9,10 @@ Algorithm 1. Without pruning and with weights n_i it is the baseline Zero-paddin
     server:                 pad every B_i, A_i with zeros to r_max,
                             B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F               server_update
 
-The factors of the server are those of scale 1: an upload is multiplied by s_i. A component that few clients hold is diluted by
-the zeros of the others; ``per_index`` divides each by the weight of those who hold it. γ r_i is rounded down, but a rank falls by
-one at least and to one at most.
+The factors of the server are those of scale 1: the B of an upload is multiplied by s_i. With equal ranks
+and weights n_i that is FedIT, whatever the scale. A component that few clients hold is diluted by the zeros of the others;
+``per_index`` divides each by the weight of those who hold it. γ r_i is rounded down, but a rank falls by one at least and to one
+at most.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ from ..adapters import (
     Tuning,
     cut,
     factors_of,
-    fresh,
+    initial_factors,
     leaves_of,
     placed,
-    random_a,
     received,
     scaled,
     tune,
@@ -89,8 +89,9 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A of the largest rank, and B = 0."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
-        factors = fresh(random_a(task, rank), model.lora.shapes, rank)
-        return Server(factors, self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora), {})
+        return Server(
+            initial_factors(task, rank), self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora), {}
+        )
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """The head, where it is personal."""

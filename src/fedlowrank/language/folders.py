@@ -1,0 +1,177 @@
+"""Which folders the models of a run become: adapters, adapters with some whole layers, or whole models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..low_rank.lora import LoRA, lora_of
+from ..low_rank.pair import Factors, Pair
+from ..low_rank.truncation import relative_error, truncate_update
+from ..tree import Params
+from .adapt import layers
+from .artefacts import BESIDE, merged, save_model, write_adapter
+from .base import digest
+
+if TYPE_CHECKING:
+    from .federation import Language
+
+COMMON = "base"
+"""Folder of a base that moved, beside the adapters that are for it."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model, taken apart.
+
+    Attributes:
+        factors: of every layer; their scale is the slot's.
+        moved: what was added to the base's weights ``[d, k]``, by layer; empty for a plain adapter.
+        head: parameters of the head by their names in the base.
+        round: rounds completed.
+        client: whose it is, or None for the server's.
+    """
+
+    factors: Factors
+    moved: dict[str, Tensor]
+    head: Params
+    round: int
+    client: int | None
+
+    def update(self, name: str, scale: float) -> Pair | Tensor:
+        """All that is added to the weight of a layer."""
+        pair = self.factors[name]
+        if name in self.moved:
+            return self.moved[name] + pair.dense().float() * scale
+        return Pair(pair.b * scale, pair.a)
+
+
+class Folders:
+    """Writes the models of one language model's clients and server.
+
+    Args:
+        language: the model without clients.
+    """
+
+    def __init__(self, language: Language) -> None:
+        self._language = language
+        self._lora: LoRA = lora_of(language.model, None)
+        self._common: dict[str, Tensor] = {}
+        self._common_digest = ""
+
+    def model(self, params: Params, round: int, client: int | None) -> Model:
+        """A model from its parameters."""
+        moved = {}
+        for name, site in self._lora.sites.items():
+            if site.weight in params:
+                update = (params[site.weight].float() - self._lora.base[site.weight].float()).detach()
+                moved[name] = (update.mT if site.transposed else update).reshape(site.shape)
+        return Model(self._language.factors(params), moved, self._language.head(params), round, client)
+
+    def write(self, folder: Path, model: Model) -> Path:
+        """Write a model by itself.
+
+        A layer whose weight moved is kept whole, every other one as factors. If all weights moved it is a whole model.
+        """
+        if len(model.moved) == len(model.factors):
+            return self.write_whole(folder, model)
+        kept = {n: p for n, p in model.factors.items() if n not in model.moved}
+        whole: Params = {}
+        for name in model.moved:
+            layer = self._layer(name)
+            for own, value in layer.state_dict().items():
+                whole[f"{name}.{own}"] = value
+            whole[f"{name}.weight"] = self._weight(name, model)
+        return self._adapter(folder, kept, self._lora.scale, model, whole=whole)
+
+    def write_truncated(self, folder: Path, model: Model, rank: int) -> Path:
+        """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` in the folder tell its errors."""
+        parts = {n: truncate_update(model.update(n, self._lora.scale), rank) for n in model.factors}
+        self._adapter(folder, {n: t.pair for n, t in parts.items()}, 1.0, model)
+        told = {"rank": rank, "error": relative_error(parts.values()), "layers": {n: t.error for n, t in parts.items()}}
+        beside = json.loads((folder / BESIDE).read_text())
+        (folder / BESIDE).write_text(json.dumps({**beside, "truncation": told}, indent=2, sort_keys=True))
+        (folder / "README.md").write_text(_readme(self._language.loaded.name, told))
+        return folder
+
+    def write_whole(self, folder: Path, model: Model) -> Path:
+        """Write a whole model."""
+        update = {n: model.update(n, self._lora.scale) for n in model.factors}
+        made = merged(self._language.model, update, 1.0, model.head or None)
+        return save_model(folder, made, self._language.loaded.tokenizer)
+
+    def write_on_common(self, folder: Path, name: str, model: Model) -> list[Path]:
+        """Write a model whose whole base moved: the base once for all clients, and an adapter for it.
+
+        Args:
+            folder: gets the base as ``base``.
+            name: of the adapter's folder.
+            model: all of whose weights moved.
+
+        Returns:
+            The folders written. A model that shares its base with no other is written whole.
+        """
+        written = []
+        if not self._common:
+            made = merged(self._language.model, model.moved)
+            written.append(save_model(folder / COMMON, made, self._language.loaded.tokenizer))
+            self._common, self._common_digest = model.moved, digest(made)
+        elif any(not torch.equal(w, self._common[n]) for n, w in model.moved.items()):
+            return [self.write_whole(folder / name, model)]
+        base = str((folder / COMMON).resolve())
+        where = self._adapter(folder / name, model.factors, self._lora.scale, model, base=(base, self._common_digest))
+        return [*written, where]
+
+    def _adapter(
+        self,
+        folder: Path,
+        factors: Factors,
+        scale: float,
+        model: Model,
+        *,
+        base: tuple[str, str] | None = None,
+        whole: Mapping[str, Tensor] | None = None,
+    ) -> Path:
+        language = self._language
+        name, digest = base or (language.loaded.name, language.loaded.digest)
+        return write_adapter(
+            folder,
+            factors,
+            scale,
+            language.config,
+            name,
+            digest,
+            model.head or None,
+            layers=layers(language.model),
+            round=model.round,
+            client=model.client,
+            whole=whole,
+        )
+
+    def _layer(self, name: str) -> torch.nn.Module:
+        layer: torch.nn.Module = self._language.model.get_submodule(
+            self._lora.sites[name].weight.removesuffix(".weight")
+        )
+        return layer
+
+    def _weight(self, name: str, model: Model) -> Tensor:
+        site, update = self._lora.sites[name], model.update(name, self._lora.scale)
+        weight = self._lora.base[site.weight].detach()
+        assert isinstance(update, Tensor)
+        return (weight.float() + site.folded(update)).to(weight.dtype)
+
+
+def _readme(base: str, told: dict[str, object]) -> str:
+    rows = "\n".join(f"| {name} | {error:.3g} |" for name, error in dict(told["layers"]).items())  # type: ignore[call-overload]
+    return (
+        f"# LoRA adapter of rank {told['rank']} for {base}\n\n"
+        f"It is the truncated singular value decomposition of an update of higher rank. Its relative error "
+        f"‖W - W_r‖_F / ‖W‖_F is {told['error']:.3g} over all layers, where W is what is added to the base's weights.\n\n"
+        f"| layer | relative error |\n| --- | --- |\n{rows}\n"
+    )

@@ -1,0 +1,138 @@
+"""``module.load_state_dict(result.personal(i))`` gives the model by which a client infers, of modules of any kind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlowrank import simulate
+from fedlowrank.adapters import Tuning
+from fedlowrank.data.federation import Federation
+from fedlowrank.low_rank.lora_layers import lora
+from fedlowrank.methods import METHODS
+from fedlowrank.optimiser import SGD
+
+INPUTS, CLASSES = 6, 3
+LORA = ("fedhl", "flexlora", "flora", "hetlora", "fedit", "ffa_lora", "fedsa_lora", "fedex_lora")
+UNEQUAL = ("fedhl", "flexlora", "flora", "hetlora")
+
+
+class Net(nn.Module):
+    """A convolution, two layers with one weight, a batch normalisation, a buffer and a head."""
+
+    head_name = "head"
+
+    def __init__(self, batch: bool = False) -> None:
+        super().__init__()
+        self.line = nn.Conv1d(1, 4, 4)
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.second.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(12) if batch else nn.LayerNorm(12)
+        self.register_buffer("shift", torch.full((12,), 0.25))
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.line(x[:, None]).flatten(1)
+        return self.head(self.norm(torch.tanh(self.second(torch.tanh(self.first(h)))) + self.shift))
+
+
+def made(kind: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return _made(kind)
+
+
+def _made(kind: str) -> nn.Module:
+    base = Net(batch=kind == "batch norm")
+    if kind in ("plain", "batch norm"):
+        return base
+    base.second.weight = nn.Parameter(base.second.weight.detach().clone())
+    if kind == "ours":
+        return lora(base, 2, 3.0, target_modules=["line", "first", "second"], trainable=("head",))
+    import peft
+
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["first", "second"], modules_to_save=None)
+    return peft.get_peft_model(base, config)
+
+
+def federation(kind: str, ranks: list[int]) -> tuple[Federation, nn.Module]:
+    generator = torch.Generator().manual_seed(0)
+    rule = torch.randn(INPUTS, CLASSES, generator=generator)
+    clients = []
+    for n in (15, 10, 12):
+        x = torch.randn(n, INPUTS, generator=generator)
+        clients.append({"train": (x, (x @ rule).argmax(1)), "test": (x, (x @ rule).argmax(1))})
+    module = made(kind)
+    head = "base_model.model.head" if kind == "peft" else "head"
+    return Federation.from_arrays(clients, module, head=head, classes=CLASSES, rank=ranks), module
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        *((m, k) for m in ("fedavg", "fedrep", "fedhl") for k in ("plain", "batch norm")),
+        *(("fedavg", k) for k in ("ours", "peft")),
+        *((m, ("ours", "peft")[i % 2]) for i, m in enumerate(LORA)),
+        *((m, "ours") for m in UNEQUAL[1::2]),
+    ],
+)
+def test_a_module_that_loads_it_infers_as_the_client(method: str, kind: str) -> None:
+    # ranks below, at and above that of the module's slots
+    ranks = [1, 2, 3] if method in UNEQUAL else [3, 3, 3]
+    data, module = federation(kind, ranks)
+    given: dict[str, Any] = {"tuning": Tuning(rank=2)} if method in LORA else {}
+    result = simulate(METHODS[method](optimiser=SGD(lr=0.2), batch_size=5, **given), data, rounds=2)
+    start = made(kind).eval()
+    for info in data.infos:
+        loaded, state = made(kind).eval(), result.personal(info.id)
+        before = {n: t.clone() for n, t in state.items()}
+        # strict: every key is there, and none that the module does not have
+        loaded.load_state_dict(state)
+        x = data.clients[info.id].test.x
+        predict = next(iter(result.run.at_client(info).predictors.values()))
+        torch.testing.assert_close(loaded(x), predict(x), rtol=1e-4, atol=1e-5)
+        assert float((loaded(x) - start(x)).detach().abs().max()) > 1e-3
+        # using the module changes neither the federation's nor what was given
+        for parameter in loaded.parameters():
+            nn.init.constant_(parameter, 7.0)
+        assert all(torch.equal(t, before[n]) for n, t in result.personal(info.id).items())
+    assert all(
+        torch.equal(t, u) for t, u in zip(module.state_dict().values(), start.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("kind", ["ours", "peft"])
+def test_what_is_frozen_is_one_tensor_for_all_clients(kind: str) -> None:
+    data, module = federation(kind, [2, 2, 2])
+    result = simulate(METHODS["fedit"](tuning=Tuning(rank=2)), data, rounds=1)
+    states = [result.personal(k) for k in range(3)]
+    frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
+    assert any("base_layer" in n for n in frozen)
+    own = dict(module.named_parameters())
+    for name in [*frozen, *(n for n, _ in module.named_buffers())]:
+        places = {s[name].data_ptr() for s in states}
+        assert places == {dict(module.state_dict())[name].data_ptr()}
+        assert name not in own or own[name].data_ptr() in places
+
+
+def test_ranks_of_the_slots_leave_factors_as_they_are() -> None:
+    data, _ = federation("ours", [1, 2, 3])
+    result = simulate(METHODS["fedhl"](optimiser=SGD(lr=0.2), tuning=Tuning(rank=2)), data, rounds=2)
+    base = copy.deepcopy(data.architectures["model"].module.state_dict())
+    moved = []
+    for k, rank in enumerate((1, 2, 3)):
+        state, factors = result.personal(k), result.run.personal(data.infos[k])
+        a, b = state["first.lora_A"], state["first.lora_B"]
+        assert (a.shape, b.shape) == ((2, 12), (12, 2))
+        used = 0 if rank > 2 else rank
+        assert torch.equal(a[:used], factors["first.lora_A"][:used])
+        assert torch.equal(b[:, :used], factors["first.lora_B"][:, :used])
+        assert not bool(a[used:].any())
+        assert not bool(b[:, used:].any())
+        moved.append(not torch.equal(state["first.base_layer.weight"], base["first.base_layer.weight"]))
+    # a rank that the module has no room for is added to the weight
+    assert moved == [False, False, True]

@@ -1,0 +1,133 @@
+"""Updates of a frozen base: what clients hold, what they share, and what the base becomes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlowrank import tree
+from fedlowrank.adapters import Tuning
+from fedlowrank.base_updates import Base
+from fedlowrank.data.federation import Federation
+from fedlowrank.low_rank.lora import LoRA, lora_of
+from fedlowrank.low_rank.lora_layers import lora
+from fedlowrank.low_rank.pair import Factors, Pair
+from fedlowrank.low_rank.wire_form import pack, unpack
+from fedlowrank.methods.fedex_lora import FedExLoRA
+from fedlowrank.methods.flora import FLoRA
+from fedlowrank.optimiser import SGD
+
+from .setting import CLASSES, Net, arrays, run_of
+
+D, K = 40, 30
+
+
+def layer(dtype: torch.dtype = torch.float64) -> LoRA:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return lora_of(nn.ModuleDict({"a": nn.Linear(K, D)}).to(dtype), None)
+
+
+def updates(count: int, rank: int = 4, dtype: torch.dtype = torch.float64, size: float = 1.0) -> list[Factors]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"a": Pair(*(torch.randn(s, generator=generator).to(dtype) * size for s in ((D, rank), (rank, K))))}
+        for _ in range(count)
+    ]
+
+
+def places(value: Any) -> set[int]:
+    return {t.data_ptr() for _, t in tree.leaves(value)}
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8"])
+@pytest.mark.parametrize("kind", [FLoRA, FedExLoRA], ids=lambda k: k.title)
+def test_simulated_clients_hold_the_tensors_of_the_server(
+    kind: Any, wire: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # tensors below a megabyte are moved together in memory
+    monkeypatch.setattr("fedlowrank.engine.collect.SMALL", 0)
+    wrapped = lora(Net(60, 60), 2, trainable=("head",))
+    federation = Federation.from_arrays(arrays(), wrapped, classes=CLASSES, rank=[2] * 4)
+    method = kind(tuning=Tuning(rank=2, wire=wire), optimiser=SGD(lr=0.1), batch_size=8)
+    run = run_of(method, federation, rounds=3, evaluate_every=9)
+    ledger = run.state.server.ledger
+    whole = sum(d * k for d, k in federation.architectures["model"].lora.shapes.values())
+    for state in run.state.clients.values():
+        assert len(state.base.stacks) == 2
+        assert not state.base.dense
+        # neither a copy of them nor a matrix
+        assert places(state.base) <= places(ledger.updates)
+        assert tree.numel(state.base) < whole
+    # the weights with all updates are made once for all clients that use them
+    merged = [run.personal(i)["body.0.base_layer.weight"] for i in federation.infos]
+    if kind is FLoRA:
+        assert len({w.data_ptr() for w in merged}) == 1
+        w = wrapped.get_parameter("body.0.base_layer.weight").numpy()
+        total = sum(
+            p["body.0"].b.double().numpy() @ p["body.0"].a.double().numpy() for p in map(unpack, ledger.updates)
+        )
+        for found in merged:
+            np.testing.assert_allclose(found.numpy(), w + total, rtol=0, atol=1e-6)
+
+
+def test_factors_become_a_sum_where_they_outgrow_the_weights_the_same_at_every_client() -> None:
+    found, given = layer(), updates(12)
+    steady = [Base({}, []) for _ in range(2)]
+    for i, update in enumerate(given):
+        steady = [b.followed([pack(update, "float32")], "merged", found) for b in steady]
+        # 4 · (40 + 30) numbers an update, of which 4 are fewer than 40 · 30
+        assert len(steady[0].stacks) == (i + 1) % 5
+        assert tree.numel(steady[0]) <= 2 * D * K
+        assert places(steady[0]) == places(steady[1])
+    late = Base({}, []).followed([pack(u, "float32") for u in given], "merged", found)
+    assert tree.equal(late, steady[0])
+    total = sum(u["a"].b.numpy() @ u["a"].a.numpy() for u in given)
+    _, moved = late.beside("merged", found)
+    np.testing.assert_allclose(moved["a.weight"].numpy(), found.base["a.weight"].numpy() + total, atol=1e-12)
+    # stacked, they stay factors
+    beside = Base({}, []).followed([pack(u, "float32") for u in given], "stacked", found)
+    frozen, nothing = beside.beside("stacked", found)
+    np.testing.assert_allclose(frozen["a"].dense().numpy(), total, atol=1e-12)
+    assert (len(beside.stacks), nothing, Base({}, []).beside("merged", found)) == (12, {}, ({}, {}))
+
+
+def test_clients_with_other_updates_get_another_base() -> None:
+    found, (first, second, third) = layer(), updates(3)
+    bases = [
+        Base({}, []).followed([pack(u, "float32") for u in us], "merged", found) for us in ([first, second], [third])
+    ]
+
+    def weight(base: Base) -> Tensor:
+        return base.beside("merged", found)[1]["a.weight"]
+
+    one, other = weight(bases[0]), weight(bases[1])
+    assert weight(bases[1]) is other
+    assert weight(bases[0]) is not one
+    assert torch.equal(weight(bases[0]), one)
+    assert not torch.equal(one, other)
+    # what was made for inference can be trained with
+    with torch.inference_mode():
+        assert not weight(bases[1]).is_inference()
+
+
+def test_small_updates_of_a_base_in_half_precision_are_not_lost() -> None:
+    found, given = layer(torch.bfloat16), updates(50, dtype=torch.bfloat16, size=0.02)
+    base = Base({}, []).followed([pack(u, "float32") for u in given], "merged", found)
+    total = sum(u["a"].b.double() @ u["a"].a.double() for u in given)
+    start = found.base["a.weight"].double()
+    moved = base.beside("merged", found)[1]["a.weight"]
+    assert moved.dtype == torch.bfloat16
+    # rounded once, to the type of the weight
+    assert torch.equal(moved, (start + total).to(torch.bfloat16)) or float(
+        (moved.double() - start - total).abs().max()
+    ) <= 2**-8 * float((start + total).abs().max())
+    error = (moved.double() - start - total).norm() / total.norm()
+    by_rounds = found.base["a.weight"]
+    for update in given:
+        by_rounds = by_rounds + update["a"].dense()
+    assert float(error) < 0.5 * float((by_rounds.double() - start - total).norm() / total.norm())

@@ -1,0 +1,83 @@
+"""Federated LoRA of modules in every floating-point type, on every wire: what is trained keeps the type of the module."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedlowrank import tree
+from fedlowrank.adapters import Tuning
+from fedlowrank.data.federation import Federation
+from fedlowrank.engine.sequential import Sequential, Wire
+from fedlowrank.low_rank.lora_layers import lora
+from fedlowrank.methods.fedex_lora import FedExLoRA
+from fedlowrank.methods.fedhl import FedHL
+from fedlowrank.methods.fedit import FedIT
+from fedlowrank.methods.fedsa_lora import FedSALoRA
+from fedlowrank.methods.ffa_lora import FFALoRA
+from fedlowrank.methods.flexlora import FlexLoRA
+from fedlowrank.methods.flora import FLoRA
+from fedlowrank.methods.hetlora import HetLoRA
+from fedlowrank.optimiser import SGD
+
+from .setting import CLASSES, Net, arrays, run_of
+
+KINDS = (FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA)
+MIXED = (FedHL, FlexLoRA, FLoRA, HetLoRA)
+
+
+@functools.cache
+def data() -> Any:
+    return arrays(sizes=(12, 9, 10, 8))
+
+
+def federation(kind: Any, dtype: torch.dtype, wrapped: bool) -> Federation:
+    def made() -> nn.Module:
+        module = Net(9, 10, dtype=dtype)
+        return lora(module, 2, 3.0, trainable=("head",)) if wrapped else module
+
+    ranks = (1, 2, 3, 4) if kind in MIXED else (2, 2, 2, 2)
+    return Federation.from_arrays(data(), made, classes=CLASSES, rank=ranks)
+
+
+def dtypes(value: Any) -> set[torch.dtype]:
+    return {t.dtype for _, t in tree.leaves(value)}
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.title)
+def test_a_module_keeps_its_type_on_every_wire(kind: Any, dtype: torch.dtype, wire: Any) -> None:
+    runs = []
+    for engine in (Sequential, Wire):
+        made = federation(kind, dtype, wrapped=wire != "bfloat16")
+        method = kind(tuning=Tuning(rank=2, wire=wire), optimiser=SGD(lr=0.1), batch_size=8)
+        runs.append(run_of(method, made, rounds=2, engine=engine, evaluate_every=2, participation=0.75))
+    a, b = runs
+    for info in a.federation.infos:
+        one, other = a.personal(info), b.personal(info)
+        assert dtypes(one) == {dtype}
+        assert tree.equal(one, other)
+        assert any(not torch.equal(one[n], p) for n, p in a.federation.architectures["model"].initial.items())
+    # nothing travels in a wider type than the wire or the module has
+    down = a.method.download(a.state.server, a.federation.infos[0])
+    widest = {"float32": dtype, "bfloat16": torch.bfloat16, "int8": torch.int8}[wire]
+    factors: list[Tensor] = [t for p, t in tree.leaves(down) if "rest" not in p and "scale" not in p]
+    assert {t.dtype for t in factors} == {widest}
+
+
+def test_fedhl_subtracts_what_it_sent_to_a_module_in_half_precision() -> None:
+    made = federation(FedHL, torch.bfloat16, wrapped=True)
+    run = run_of(FedHL(optimiser=SGD(lr=0.3), batch_size=8), made, rounds=9, steps=2, evaluate_every=9)
+    before = {n: d.dense() for n, d in run.state.server.delta.items()}
+    assert all(float(w.norm()) > 1e-3 for w in before.values())
+    # nobody trains: W stays, though what clients were sent was rounded to eight bits
+    run.method = FedHL(optimiser=SGD(lr=0.0), batch_size=8)
+    for _ in range(3):
+        run.step()
+    for n, w in before.items():
+        torch.testing.assert_close(run.state.server.delta[n].dense(), w, rtol=0, atol=1e-12)
