@@ -135,9 +135,10 @@ class Architecture:
         return {n: b.detach() for n, b in (self._now or {}).items() if not _equal(b, self.buffers[n])}
 
     def whole(self, params: Params) -> Params:
-        """The parameters with the client's own statistics and persistent buffers, for inference elsewhere and export."""
-        known = self.module.state_dict().keys() if self._now else ()
-        return {**self.complete(params), **{n: b.detach() for n, b in (self._now or {}).items() if n in known}}
+        """The parameters with the client's own statistics and changed buffers that are saved, for inference elsewhere."""
+        changed = self.changed_buffers
+        known = self.module.state_dict().keys() if changed else ()
+        return {**self.complete(params), **{n: b for n, b in changed.items() if n in known}}
 
     def _check_split(self, example: Any) -> None:
         wrong = TaskError(
