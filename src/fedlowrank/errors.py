@@ -62,6 +62,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     Returns:
         A sentence such as ``Did you mean 'fedavg'?`` or ``Known: 'fd', 'fedavg'.``
     """
-    names = sorted(known)
+    names = sorted(set(known))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(map(repr, names)) + "."

@@ -251,6 +251,8 @@ class Method(ABC, Generic[S, C, D, U]):
     """Whether ``server_update`` goes over the replies once, so that each can be let go before the next is there."""
     needs_classes: ClassVar[bool] = False
     """Whether it works on class labels or scores, so that it cannot learn a regression."""
+    uses_rounds: ClassVar[bool] = False
+    """Whether a round depends on the number of all rounds (``task.rounds``), so that a run cannot be extended."""
     at_rest: ClassVar[Mapping[str, Any]] = {}
     """Settings under which a learning rate of 0 changes no model, where the chosen ones would go on shrinking it."""
 

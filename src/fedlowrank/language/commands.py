@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..config import build, merge, override
@@ -17,16 +16,17 @@ from ..engine.run import Run
 from ..errors import ConfigError, TaskError, did_you_mean
 from ..record import as_checkpoint_error, write_json
 from ..stored import opened
+from ..terminal import console
 from ..tree import Params
 from .federation import Language
 from .scores import TASKS, Score, ScoreTask
 
-OUT = Console()
+OUT = console()
 
 
-def adapters(folder: Path, out: Path, merged: bool, best: bool = False) -> int:
+def adapters(folder: Path, out: Path, merged: bool, best: bool = False, allow_code: bool = False) -> int:
     """Write adapter folders of a run's last checkpoint, or of its best."""
-    run = _opened(folder, best)
+    run = _opened(folder, best, allow_code)
     with as_checkpoint_error(f"cannot write {out}"):
         for path in language_of(run).write(run, out, merged):
             OUT.print(str(path))
@@ -35,7 +35,13 @@ def adapters(folder: Path, out: Path, merged: bool, best: bool = False) -> int:
 
 
 def score(
-    folder: Path, task: str, fields: Sequence[str], models: Sequence[str], out: Path | None, best: bool = False
+    folder: Path,
+    task: str,
+    fields: Sequence[str],
+    models: Sequence[str],
+    out: Path | None,
+    best: bool = False,
+    allow_code: bool = False,
 ) -> int:
     """Score models of a run by what they write.
 
@@ -46,6 +52,7 @@ def score(
         models: ``server``, ``base`` or numbers of clients; empty for the server's model where there is one, else client 0.
         out: JSON file to write the scores to, or None.
         best: the round with the best validation and not the last.
+        allow_code: import the Python code that the run's configuration names.
     """
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
@@ -53,7 +60,7 @@ def score(
     for text in fields:
         merge(settings, override(text))
     made: ScoreTask = build(TASKS[task], settings, f"score {task}")
-    run = _opened(folder, best)
+    run = _opened(folder, best, allow_code)
     found = scores(run, made, models)
     table = Table("model", "score", "over", "decoding", title=f"{task}, {run.method.title}, after round {run.round}")
     for name, one in found.items():
@@ -100,8 +107,9 @@ def language_of(run: Run) -> Language:
     return companion
 
 
-def _opened(folder: Path, best: bool) -> Run:
-    return opened(folder, "use fedlowrank.language.commands.scores, or federation.companion.write(run, folder)", best)
+def _opened(folder: Path, best: bool, allow_code: bool) -> Run:
+    python = "use fedlowrank.language.commands.scores, or federation.companion.write(run, folder)"
+    return opened(folder, python, best, allow_code)
 
 
 def _default(run: Run) -> str:

@@ -110,6 +110,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     title = "FedSpa"
     citation = "Huang et al. 2022, arXiv:2201.11380"
+    uses_rounds = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
