@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from .errors import ConfigError
 from .key import Key
 from .low_rank.matricise import Weights
 from .models.architecture import Architecture
-from .optimiser import SGD, Optimiser
+from .optimiser import SGD, Optimiser, is_optimiser
 from .task import Batch, ClientInfo, Pass, Task
 from .tree import Params
 
@@ -258,6 +258,13 @@ class Method(ABC, Generic[S, C, D, U]):
 
     def __post_init__(self) -> None:
         check_choices(self)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("optimiser") and value is not None and not is_optimiser(value):
+                raise ConfigError(
+                    f"{self.title}: {f.name} is {value!r}; it must be fedlowrank.SGD(lr=...) or fedlowrank.AdamW(lr=...), "
+                    "which say how every client steps. An optimizer of torch holds the parameters of one model."
+                )
         if self.epochs < 1 or self.batch_size < 1:
             raise ConfigError(
                 f"{self.title}: epochs and batch_size must be >= 1; they are {self.epochs} and {self.batch_size}"

@@ -107,6 +107,13 @@ def simulate(
         if method not in METHODS:
             raise ConfigError(f"there is no method {method!r}. {did_you_mean(method, METHODS)}")
         method = METHODS[method]()
+    if not isinstance(method, Method):
+        called = f", made by {method.__name__}(...) and not the class itself" if isinstance(method, type) else ""
+        raise ConfigError(f"simulate needs a method or the name of one{called}; it is {method!r}")
+    if not isinstance(federation, Federation):
+        raise ConfigError(
+            f"simulate needs a federation, such as Federation.from_arrays makes; it is {federation!r:.80}"
+        )
     chosen = _settings(settings, federation)
     if chosen.engine not in ENGINES:
         raise ConfigError(

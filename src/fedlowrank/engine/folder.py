@@ -200,7 +200,7 @@ def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> lis
         now: how it is to go on, or some sections of it.
         method: that it runs.
     """
-    before, after = (c.get("run", {}).get("rounds") if isinstance(c, dict) else None for c in (stored, now))
+    before, after = (_rounds(c) for c in (stored, now))
     if not isinstance(before, int) or not isinstance(after, int) or before == after:
         return differences(stored, now)
     more = differences({**stored, "run": {**stored["run"], "rounds": after}}, now)
@@ -210,6 +210,11 @@ def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> lis
         return more
     why = f"{method.title} plans its rounds by how many there are, so {before} of {after} are others than {before} of {before}"
     return [f"run.rounds was {before} and is {after}; {why}", *more]
+
+
+def _rounds(config: Any) -> Any:
+    run = config.get("run") if isinstance(config, dict) else None
+    return run.get("rounds") if isinstance(run, dict) else None
 
 
 def differences(stored: Any, now: Any, path: str = "") -> list[str]:

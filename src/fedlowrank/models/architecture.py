@@ -108,7 +108,7 @@ class Architecture:
         )
         with torch.inference_mode():
             params = self.initial | self._code.neutral()
-            whole = self.apply(params, example)
+            whole = self.probe(example)
             try:
                 r = self.represent(params, example)
                 parts = self.head(params, r)
@@ -119,8 +119,18 @@ class Architecture:
         self._width = int(r.shape[-1])
 
     def probe(self, x: Any) -> Tensor:
-        """Scores of a few inputs by the initial parameters; a batch normalisation lets them pass, for they are no batch."""
-        return self.apply(self.initial | self._code.neutral(), x)
+        """Scores of a few inputs by the initial parameters; a batch normalisation lets them pass, for they are no batch.
+
+        Raises:
+            TaskError: if the module returns no tensor.
+        """
+        found: Any = self.apply(self.initial | self._code.neutral(), x)
+        if not isinstance(found, Tensor):
+            raise TaskError(
+                f"model {self.name} returns a {type(found).__name__}, but it must return one tensor of scores [b, classes]. Wrap "
+                "it in a module whose forward returns that entry."
+            )
+        return found
 
     def redrawn(self, key: Key) -> Params:
         """Other initial parameters, drawn by the layers' own rules; those of layers without such a rule stay as they are."""
@@ -269,6 +279,8 @@ def architecture_of(
         made = Architecture(name, module, example, head)
         with torch.inference_mode():
             made.probe(example)
+        if wrong := [n for n, p in made.initial.items() if not bool(torch.isfinite(p).all())]:
+            raise TaskError(f"model {name}: there is a NaN or an infinity among its initial parameters, in {wrong[0]}")
     except FedlowrankError:
         raise
     except Exception as error:
