@@ -259,11 +259,12 @@ class Method(ABC, Generic[S, C, D, U]):
     def __post_init__(self) -> None:
         check_choices(self)
         for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name.endswith("optimiser") and value is not None and not is_optimiser(value):
+            value, optional = getattr(self, f.name), "None" in str(f.type)
+            if f.name.endswith("optimiser") and not is_optimiser(value) and not (optional and value is None):
+                cls, kind = (value, "the class") if isinstance(value, type) else (type(value), "a")
                 raise ConfigError(
-                    f"{self.title}: {f.name} is {value!r}; it must be fedlowrank.SGD(lr=...) or fedlowrank.AdamW(lr=...), "
-                    "which say how every client steps. An optimizer of torch holds the parameters of one model."
+                    f"{self.title}: {f.name} is {kind} {cls.__module__}.{cls.__qualname__}; it must be fedlowrank.SGD(lr=...) or "
+                    "fedlowrank.AdamW(lr=...), which say how every client steps. An optimizer of torch belongs to one model."
                 )
         if self.epochs < 1 or self.batch_size < 1:
             raise ConfigError(

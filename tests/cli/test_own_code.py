@@ -142,7 +142,7 @@ def narrow(shape, classes):
         ("module", ("model.names", "factory(shape", "not a Linear")),
         ("number", ("model.names", "factory(shape", "not a int")),
         ("nothing", ("own_wrong:nothing", "NoneType", "torch.nn.Module")),
-        ("dictionary", ("own_wrong:dictionary", "dict", "scores")),
+        ("dictionary", ("Net returns a dict", "scores")),
         ("narrow", ("own_wrong:narrow", "2", "3 classes")),
     ],
 )

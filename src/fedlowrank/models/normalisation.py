@@ -78,7 +78,13 @@ class Code:
         given, named = (params | tied if tied else params), isinstance(x, dict)
         args, kwargs = ((), x) if named else ((x,), {})
         out: Any = code(given, *args, **kwargs)
-        scores: Tensor = out if isinstance(out, Tensor) else out.logits
+        # Hugging Face's models return their scores as an attribute
+        scores = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+        if not isinstance(scores, Tensor):
+            raise TaskError(
+                f"the model {type(self._batch).__name__} returns a {type(out).__name__}, but it must return one tensor of scores "
+                "[b, classes]. Wrap it in a module whose forward returns that entry."
+            )
         return scores
 
     def neutral(self) -> Params:
