@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import functools
+import re
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from fedlowrank import experiment
+import fedlowrank
+from fedlowrank import SGD, AdamW, experiment
 from fedlowrank.cli import main
 from fedlowrank.engine.run import RunSettings
 from fedlowrank.errors import ConfigError
 from fedlowrank.methods import METHODS
+from fedlowrank.models.zoo import ModelSettings
+from fedlowrank.network.settings import NetworkSettings
 from fedlowrank.plan import plan
 from fedlowrank.record import RunRecord
 
@@ -67,6 +75,34 @@ def test_an_option_that_cannot_be_meant(arguments: list[str], says: str, capsys:
 def test_python_settings_are_suggested_too() -> None:
     with pytest.raises(ConfigError, match=r"'vectorized' is no choice\. Did you mean 'vectorised'"):
         RunSettings(engine="vectorized")  # type: ignore[arg-type]
+
+
+@functools.cache
+def texts(path: Path) -> list[str]:
+    """The strings of a module that are no docstrings: messages, among others."""
+    tree = ast.parse(path.read_text())
+    expressions = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    constants = [n for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in expressions]
+    return [n.value for n in constants if isinstance(n.value, str)]
+
+
+@pytest.mark.parametrize(
+    ("section", "owners"),
+    [("run", [RunSettings]), ("model", [ModelSettings]), ("network", [NetworkSettings]), ("optimiser", [SGD, AdamW])],
+)
+def test_messages_name_fields_that_there_are(section: str, owners: list[type[Any]]) -> None:
+    known = {f.name for owner in owners for f in dataclasses.fields(owner)}
+    source = Path(fedlowrank.__file__).parent
+    found = {
+        (path.name, name)
+        for path in source.rglob("*.py")
+        if path.name != "llama2c.py"  # names of weights in a checkpoint
+        for text in texts(path)
+        for name in re.findall(rf"(?<![\w/.]){section}\.([a-z_]+)", text)
+        if name not in ("json", "safetensors", "flower")
+    }
+    assert found
+    assert {(path, name) for path, name in found if name not in known} == set()
 
 
 # Methods to run and to compare

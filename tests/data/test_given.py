@@ -222,7 +222,9 @@ def test_another_optimiser(optimiser: Any) -> None:
 
 
 def test_a_class_instead_of_a_method() -> None:
-    with pytest.raises(ConfigError, match=r"made by FedAvg\(\.\.\.\) and not the class itself"):
+    with pytest.raises(
+        ConfigError, match=r"simulate needs a method, made by FedAvg\(\.\.\.\) and not the class itself"
+    ):
         simulate(FedAvg, federation(LABELS), rounds=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="simulate needs a method or the name of one"):
         simulate(5, federation(LABELS), rounds=1)  # type: ignore[arg-type]
