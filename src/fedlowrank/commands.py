@@ -195,7 +195,7 @@ def compare(
     return 0 if records else 1
 
 
-def resume(folder: Path, overrides: Sequence[str], allow_code: bool) -> int:
+def resume(folder: Path, overrides: Sequence[str], allow_code: bool = False) -> int:
     """Go on with a stopped run, or with a finished one that gets more rounds."""
     stored = stored_config(folder, "resume it with simulate(..., folder=..., resume=True)")
     tables = stored["experiment"]
@@ -207,7 +207,7 @@ def resume(folder: Path, overrides: Sequence[str], allow_code: bool) -> int:
     return 0
 
 
-def export_(folder: Path, client: int, series: str | None, layout: Layout, out: Path, allow_code: bool) -> int:
+def export_(folder: Path, client: int, series: str | None, layout: Layout, out: Path, allow_code: bool = False) -> int:
     """Write a client's model, and say what its thin layers gain."""
     run = opened(folder, "export by simulate(..., folder=..., resume=True).deploy(client)", allow_code=allow_code)
     gain = write(run, client, series, layout, out)
