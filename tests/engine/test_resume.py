@@ -615,9 +615,7 @@ def test_python_refuses_what_changed(half: Path, change: dict[str, Any], named: 
 
 
 def test_another_number_of_clients_is_named(half: Path) -> None:
-    smaller = Federation.from_arrays(
-        [(torch.randn(10, 4), torch.zeros(10).long()) for _ in range(2)], Split, classes=2
-    )
+    smaller = Federation.from_arrays([(torch.randn(10, 4), torch.zeros(10).long()) for _ in range(2)], Split, classes=2)
     with pytest.raises(CheckpointError, match="client"):
         simulate(PFedLoRA(width=2), smaller, folder=half, resume=True, **TINY)
 
