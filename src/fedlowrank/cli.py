@@ -26,7 +26,7 @@ class _Once(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         """Refuse an option that was given before."""
         del parser, option
-        given = getattr(namespace, "given", frozenset())
+        given: frozenset[str] = getattr(namespace, "given", frozenset())
         if self.option_strings and self.dest in given:
             raise argparse.ArgumentError(self, "is given twice")
         namespace.given = given | {self.dest}

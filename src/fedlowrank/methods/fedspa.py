@@ -123,9 +123,8 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     def server_init(self, task: Task) -> Server:
         """w^0, and the masks as the clients draw them."""
-        return Server(
-            task.common_model(self.title).initial, {str(c.id): self.client_init(task, c) for c in task.clients}
-        )
+        initial = task.common_model(self.title).initial
+        return Server(initial, {str(c.id): self.client_init(task, c) for c in task.clients})
 
     def client_init(self, task: Task, client: ClientInfo) -> Masks:
         """m_k at random in every layer."""
@@ -155,8 +154,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         update = on_mask(sub(start, end), state)
         if self.prune == 0:
             return state, Upload(update, {})
-        plain = SGD(lr=self.optimiser.learning_rate(view.round))
-        slope = view.train(moved, zeros_like(end), "grow", plain, given=(end,))
+        slope = view.train(moved, zeros_like(end), "grow", SGD(self.optimiser.learning_rate(view.round)), given=(end,))
         rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
         grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)
