@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
@@ -15,6 +14,7 @@ from .engine import ENGINES
 from .errors import ConfigError, did_you_mean
 from .record import write_atomically
 from .simulate import threads
+from .terminal import console
 
 
 def bench(models: Sequence[str], engines: Sequence[str], method: str, rounds: int, out: Path | None) -> int:
@@ -25,7 +25,7 @@ def bench(models: Sequence[str], engines: Sequence[str], method: str, rounds: in
                 raise ConfigError(f"there is no {what} {name!r} to time. {did_you_mean(name, known)}")
     if rounds < 1:
         raise ConfigError(f"--rounds must be >= 1; it is {rounds}")
-    with threads(1), Progress(console=Console(stderr=True), transient=True) as progress:
+    with threads(1), Progress(console=console(stderr=True), transient=True) as progress:
         bar = progress.add_task("timing", total=rounds * len(models))
         found = []
         for model in models:
@@ -36,7 +36,7 @@ def bench(models: Sequence[str], engines: Sequence[str], method: str, rounds: in
     shown = Table(*HEAD, title=title, caption=head, caption_justify="left")
     for row in rows_of(found):
         shown.add_row(*row)
-    Console().print(shown)
+    console().print(shown)
     if out is not None:
         options = f"--method {method} --models {','.join(models)} --engines {','.join(engines)} --rounds {rounds}"
         write_atomically(out, f"    fedlowrank bench {options}\n\n{title}.\n\n{markdown(found)}\n\n{head}\n".encode())

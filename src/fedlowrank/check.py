@@ -94,9 +94,10 @@ def check_method(method: AnyMethod) -> list[Finding]:
     return found
 
 
-def go(method: AnyMethod, engine: Engine, rounds: int = 3, **settings: Any) -> Run:
-    """A few rounds on a small federation."""
-    run = Run(method, federation(method.heterogeneous), RunSettings(rounds=6, participation=0.8, **settings), engine)
+def go(method: AnyMethod, engine: Engine, rounds: int = 3, total: int = 6, **settings: Any) -> Run:
+    """The first few of ``total`` rounds on a small federation."""
+    protocol = RunSettings(rounds=total, participation=0.8, **settings)
+    run = Run(method, federation(method.heterogeneous), protocol, engine)
     for _ in range(rounds):
         run.step()
     return run
@@ -141,6 +142,17 @@ def _resume(method: AnyMethod) -> str | None:
     for _ in range(2):
         again.step()
     return _same(_states(whole), _states(again))
+
+
+def _extended(method: AnyMethod) -> str | None:
+    if method.uses_rounds:
+        return None
+    # a schedule over 2 rounds has come to its end where one over 40 has hardly begun
+    few, many = (_states(go(method, Sequential(), 2, total)) for total in (2, 40))
+    differs = _same(few, many)
+    return (
+        None if differs is None else f"a round depends on the number of all rounds; set uses_rounds = True: {differs}"
+    )
 
 
 def _pure(method: AnyMethod) -> str | None:
@@ -283,6 +295,7 @@ def _refuses(method: AnyMethod) -> str | None:
 CHECKS: dict[str, Callable[[AnyMethod], str | None]] = {
     "every message survives its bytes (wire = sequential, bit for bit)": _wire,
     "a resumed run ends as an unbroken one (bit for bit)": _resume,
+    "a run of more rounds begins like one of fewer (bit for bit)": _extended,
     "clients at once = one by one (to 1e-3)": _vectorised,
     "functions are pure and draw from named keys": _pure,
     "the order of replies does not matter": _order,

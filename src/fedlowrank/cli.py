@@ -13,22 +13,51 @@ from types import FrameType
 from typing import Any
 
 from . import __version__, bench, benching, commands
-from .errors import FedlowrankError
+from .errors import FedlowrankError, did_you_mean
 
 OVERRIDES = (
     "section.field=value, laid over the file: run.rounds=20, defaults.optimiser.lr=0.05, methods.pfedlora.mu=0.7"
 )
 
 
+class _Once(argparse.Action):
+    """Store an option's value; a second one would else replace the first without a word."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+        """Refuse an option that was given before."""
+        del parser, option
+        given: frozenset[str] = getattr(namespace, "given", frozenset())
+        if self.option_strings and self.dest in given:
+            raise argparse.ArgumentError(self, "is given twice")
+        namespace.given = given | {self.dest}
+        setattr(namespace, self.dest, values)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Refuses an option that is given twice, and names the word that was meant instead of an unknown one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for action in (None, "store"):
+            self.register("action", action, _Once)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"there is no {value!r}. {did_you_mean(str(value), action.choices)}")
+
+
 def parser() -> argparse.ArgumentParser:
     """The commands and their options."""
-    top = argparse.ArgumentParser(
-        prog="fedlowrank", description="Federated learning with low-rank parts: run, compare, report."
-    )
+    top = _Parser(prog="fedlowrank", description="Federated learning with low-rank parts: run, compare, report.")
     top.add_argument("--version", action="version", version=f"fedlowrank {__version__}")
     # a global option is accepted after the command too, where people type it
-    common = argparse.ArgumentParser(add_help=False)
+    common = _Parser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    # of commands that open a run folder, which may be somebody else's
+    trusting = _Parser(add_help=False, parents=[common])
+    trusting.add_argument(
+        "--allow-code", action="store_true", help="import the Python code (module:factory) that the run folder names"
+    )
     fields: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter, "parents": [common]}
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -64,7 +93,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("overrides", nargs="*", help=OVERRIDES)
     p.add_argument("--methods", help="comma-separated (default: the file's compare = [...])")
     p.add_argument("--seeds", default=None, help="comma-separated (default: the file's seeds = [...], else run.seed)")
-    p.add_argument("--vary", help="section.field=v1,v2,...: run everything for each value (default: the file's vary)")
+    p.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        help="section.field=v1,v2,...: run everything for each value (default: the file's vary); of several, every combination",
+    )
     p.add_argument("-o", "--out", type=Path, help="folder of the runs and of report.html (default: runs/NAME)")
     p.add_argument("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
     p.add_argument("--force", action="store_true", help="move existing run folders aside instead of going on with them")
@@ -72,10 +106,15 @@ def parser() -> argparse.ArgumentParser:
         run=lambda a: commands.compare(a.file, a.overrides, a.methods, a.seeds, a.vary, a.out, a.target, a.force)
     )
 
-    p = sub.add_parser("resume", help="go on with a stopped run from its last checkpoint", parents=[common])
+    p = sub.add_parser(
+        "resume", help="go on with a stopped run, or give a finished one more rounds", parents=[trusting]
+    )  # fmt: skip
     p.add_argument("folder", type=Path, help="run folder")
-    p.add_argument("overrides", nargs="*", help="only for settings that do not change the result; others are refused")
-    p.set_defaults(run=lambda a: commands.resume(a.folder, a.overrides))
+    p.add_argument(
+        "overrides", nargs="*",
+        help="run.rounds=N for more rounds, and settings that do not change the result; others are refused",
+    )  # fmt: skip
+    p.set_defaults(run=lambda a: commands.resume(a.folder, a.overrides, a.allow_code))
 
     p = sub.add_parser("report", help="tables and pictures of finished runs", parents=[common])
     p.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of run folders")
@@ -86,17 +125,17 @@ def parser() -> argparse.ArgumentParser:
     p.set_defaults(run=lambda a: commands.report(a.folders, a.out, a.target, a.tensorboard, a.figures))
 
     p = sub.add_parser(
-        "export", help="a client's model from a run's last checkpoint, as a file of thin layers", parents=[common]
+        "export", help="a client's model from a run's last checkpoint, as a file of thin layers", parents=[trusting]
     )  # fmt: skip
     p.add_argument("folder", type=Path, help="run folder")
     p.add_argument("--client", type=int, default=0, help="whose model (default: client 0)")
     p.add_argument("--series", help="which model of the method, such as gkr (default: its headline)")
     p.add_argument("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
     p.add_argument("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
-    p.set_defaults(run=lambda a: commands.export_(a.folder, a.client, a.series, a.layout, a.out))
+    p.set_defaults(run=lambda a: commands.export_(a.folder, a.client, a.series, a.layout, a.out, a.allow_code))
 
     p = sub.add_parser(
-        "adapters", help="PEFT adapter folders of server and clients from a run's last checkpoint", parents=[common]
+        "adapters", help="PEFT adapter folders of server and clients from a run's last checkpoint", parents=[trusting]
     )  # fmt: skip
     p.add_argument("folder", type=Path, help="run folder of an experiment with a section [language]")
     p.add_argument("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
@@ -107,7 +146,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.set_defaults(run=_adapters)
 
-    p = sub.add_parser("score", help="score what a run's language models write: GSM8K, Rouge-L, ...", parents=[common])
+    p = sub.add_parser(
+        "score", help="score what a run's language models write: GSM8K, Rouge-L, ...", parents=[trusting]
+    )  # fmt: skip
     p.add_argument("folder", type=Path, help="run folder of an experiment with a section [language]")
     p.add_argument("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")
     p.add_argument("--task", required=True, help="gsm8k, dolly, humaneval or perplexity")
@@ -116,7 +157,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--best", action="store_true", help="of the best round by validation (run.keep_best = true)")
     p.set_defaults(run=_score)
 
-    network = argparse.ArgumentParser(add_help=False, parents=[common])
+    network = _Parser(add_help=False, parents=[common])
     network.add_argument("file", type=Path, help="experiment file (TOML), the same for server and clients")
     network.add_argument("overrides", nargs="*", help=OVERRIDES)
     network.add_argument("--method", help="instead of the file's")
@@ -169,13 +210,13 @@ def parser() -> argparse.ArgumentParser:
 def _adapters(a: argparse.Namespace) -> int:
     from .language.commands import adapters
 
-    return adapters(a.folder, a.out, a.merged, a.best, a.rank)
+    return adapters(a.folder, a.out, a.merged, a.best, a.rank, a.allow_code)
 
 
 def _score(a: argparse.Namespace) -> int:
     from .language.commands import score
 
-    return score(a.folder, a.task, a.overrides, a.model, a.out, a.best)
+    return score(a.folder, a.task, a.overrides, a.model, a.out, a.best, a.allow_code)
 
 
 def _serve(a: argparse.Namespace) -> int:
@@ -221,9 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         made.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # argparse takes no positional argument after an option
         args.overrides = [*args.overrides, *rest]
-    # models and methods of one's own are looked for where the command is run
-    sys.path.insert(0, str(Path.cwd()))
-    before = None
+    path, before = list(sys.path), None
     if threading.current_thread() is threading.main_thread():
         # a polite kill ends as Ctrl-C does: the last finished round is kept
         before = signal.signal(signal.SIGTERM, _interrupt)
@@ -242,7 +281,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     finally:
-        sys.path.remove(str(Path.cwd()))
+        # an import of the user's own code adds the working folder
+        sys.path[:] = path
         if before is not None:
             signal.signal(signal.SIGTERM, before)
     return done

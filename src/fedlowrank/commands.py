@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
-import importlib
 import inspect
 import re
 import shlex
@@ -14,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from . import config, experiment
 from .adapted import LoraTable
@@ -45,34 +42,28 @@ from .models.zoo import MODELS, ModelSettings
 from .network.settings import NetworkSettings
 from .network.trust import Limits
 from .optimiser import SGD, AdamW, Schedule
+from .own_code import import_named
+from .plan import plan, refuse_conflicts
 from .record import RunRecord, as_checkpoint_error
 from .report import comparison, export_tensorboard, render_terminal, save_figures, write_report
 from .simulate import simulate
 from .stored import opened, stored_config
+from .terminal import console
 
-
-class _Console(Console):
-    """A console that leaves a closed pipe to the command line."""
-
-    def on_broken_pipe(self) -> None:
-        """Instead of ending the process with an error."""
-        raise BrokenPipeError
-
-
-OUT = _Console()
-_CURRENT: list[Path] = []
+OUT = console()
+_CURRENT: list[str] = []
 
 
 def hint() -> str:
     """What to do after an interrupt."""
-    return f"Go on with: fedlowrank resume {_CURRENT[-1]}" if _CURRENT else "Nothing is lost; start it again to go on."
+    return f"Go on with: {_CURRENT[-1]}" if _CURRENT else "Nothing is lost; start it again to go on."
 
 
 def list_(method: str | None) -> int:
     """Show what there is."""
     if method is not None:
         cls = experiment.method_class(method)
-        OUT.print(inspect.getdoc(sys.modules[cls.__module__]) or "", markup=False, highlight=False)
+        OUT.print(inspect.getdoc(sys.modules[cls.__module__]) or "", highlight=False)
         OUT.print(_fields(f"methods.{method}", cls))
         return 0
     table = Table("method", "", "models", "source", title="Methods")
@@ -101,9 +92,9 @@ def _lines(known: dict[str, type[Any]]) -> dict[str, str]:
 
 
 def _fields(title: str, cls: type[Any]) -> Table:
-    table = Table("field", "default", "meaning", title=escape(f"[{title}]"), title_justify="left")
+    table = Table("field", "default", "meaning", title=f"[{title}]", title_justify="left")
     for f in config.fields_of(cls):
-        table.add_row(escape(f"{f.name}: {f.type}"), escape(f.default), escape(f.meaning))
+        table.add_row(f"{f.name}: {f.type}", f.default, f.meaning)
     return table
 
 
@@ -140,7 +131,7 @@ def run(
     """Run one method of an experiment."""
     more = [] if engine is None else [f"run.engine={engine}"]
     made = experiment.load(config.read(file, [*overrides, *more]))
-    name = method or made.header.method
+    name = made.chosen(method)
     folder = out or Path("runs") / made.name / f"{name}-s{made.run.seed}"
     made.method(name)
     _refuse_existing(folder, force)
@@ -162,7 +153,7 @@ def compare(
     overrides: Sequence[str],
     methods: str | None,
     seeds: str | None,
-    vary: str | None,
+    vary: Sequence[str],
     out: Path | None,
     target: float | None,
     force: bool,
@@ -174,36 +165,25 @@ def compare(
     base = experiment.load(tables)
     names = [m.strip() for m in methods.split(",")] if methods else base.compared
     numbers = _seeds(seeds) if seeds else list(base.header.seeds) or [base.run.seed]
-    vary = vary or base.header.vary
     out = out or Path("runs") / base.name
-    plan = []
-    for varied in _varied(vary):
-        for seed in numbers:
-            changed = copy.deepcopy(tables)
-            for text in (*varied.values(), f"run.seed={seed}"):
-                config.merge(changed, config.override(text))
-            made = experiment.load(changed)
-            for name in names:
-                made.method(name)
-                label = "".join(
-                    f"-{field.rpartition('.')[2]}={text.partition('=')[2]}" for field, text in varied.items()
-                )
-                plan.append((made, name, seed, varied, out / f"{name}{label}-s{seed}"))
+    runs = plan(tables, names, numbers, vary or base.header.vary, out)
+    if not force:
+        refuse_conflicts(runs)
     records, refused, federation, last = [], [], None, None
-    for made, name, seed, varied, folder in plan:
+    for one in runs:
+        made, name, folder = one.experiment, one.name, one.folder
         if federation is None or last is not made:
-            federation, last = made.federation(), made
-            if (made, name) == plan[0][:2]:
+            first, federation, last = federation is None, made.federation(), made
+            if first:
                 _show_data(federation)
-        values = {k: config.literal(text.partition("=")[2]) for k, text in varied.items()}
         try:
-            _one(made, name, federation, folder, force=force, go_on=not force, extra={"vary": values})
+            _one(made, name, federation, folder, force=force, go_on=not force, extra={"vary": one.vary})
         except TaskError as error:
-            refused.append(f"not run: {made.title(name)}, seed {seed}: {error}")
+            refused.append(f"not run: {made.title(name)}, seed {made.run.seed}: {error}")
             continue
         except NonFiniteError as error:
             # a method that diverges is a result; its record until then belongs in the table
-            refused.append(f"stopped: {made.title(name)}, seed {seed}: {error}")
+            refused.append(f"stopped: {made.title(name)}, seed {made.run.seed}: {error}")
         records.append(RunRecord.load(folder))
     if records:
         page = out / "report.html"
@@ -211,25 +191,25 @@ def compare(
         OUT.print(render_terminal(comparison(records, target)))
         OUT.print(f"report: {page}")
     for line in refused:
-        OUT.print(line, style="yellow", markup=False)
+        OUT.print(line, style="yellow")
     return 0 if records else 1
 
 
-def resume(folder: Path, overrides: Sequence[str]) -> int:
-    """Go on with a stopped run."""
+def resume(folder: Path, overrides: Sequence[str], allow_code: bool = False) -> int:
+    """Go on with a stopped run, or with a finished one that gets more rounds."""
     stored = stored_config(folder, "resume it with simulate(..., folder=..., resume=True)")
     tables = stored["experiment"]
     for text in overrides:
         config.merge(tables, config.override(text))
-    made = experiment.load(tables)
+    made = experiment.load(tables, allow_code)
     _one(made, stored["method"]["name"], made.federation(), folder, go_on=True, extra={"vary": stored["vary"]})
     OUT.print(render_terminal(comparison([RunRecord.load(folder)])))
     return 0
 
 
-def export_(folder: Path, client: int, series: str | None, layout: Layout, out: Path) -> int:
+def export_(folder: Path, client: int, series: str | None, layout: Layout, out: Path, allow_code: bool = False) -> int:
     """Write a client's model, and say what its thin layers gain."""
-    run = opened(folder, "export by simulate(..., folder=..., resume=True).deploy(client)")
+    run = opened(folder, "export by simulate(..., folder=..., resume=True).deploy(client)", allow_code=allow_code)
     gain = write(run, client, series, layout, out)
     table = Table("", "dense", "deployed", title=f"{run.method.title}, client {client}, after round {run.round}")
     table.add_row("parameters", *(f"{s.parameters:,}" for s in gain.size))
@@ -273,11 +253,7 @@ def report(
 def check(name: str) -> int:
     """Test a method against the contract."""
     if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            cls = getattr(importlib.import_module(module), attribute)
-        except Exception as error:
-            raise ConfigError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        cls = import_named(name, "check")
         if not (isinstance(cls, type) and issubclass(cls, Method)):
             raise ConfigError(f"{name!r} is no subclass of fedlowrank.Method")
     else:
@@ -289,7 +265,8 @@ def check(name: str) -> int:
     findings = check_method(method)
     table = Table("check", "", "detail", title=f"{method.title}: the contract")
     for finding in findings:
-        table.add_row(finding.name, "[green]ok[/]" if finding.ok else "[red]FAILED[/]", finding.detail)
+        verdict = Text("ok", "green") if finding.ok else Text("FAILED", "red")
+        table.add_row(finding.name, verdict, finding.detail)
     OUT.print(table)
     return 0 if all(f.ok for f in findings) else 1
 
@@ -333,8 +310,8 @@ def _one(
 ) -> None:
     method = made.method(name)
     for remark in method.remarks(federation.task(made.run.rounds)):
-        OUT.print(f"{made.title(name)}: {remark}", style="yellow", markup=False)
-    _CURRENT.append(folder)
+        OUT.print(f"{made.title(name)}: {remark}", style="yellow")
+    _CURRENT.append(f"fedlowrank resume {shlex.quote(str(folder))}{' --allow-code' if made.model.own else ''}")
     begun = (folder / "checkpoint" / "manifest.json").exists()
     resume, force = go_on and begun, force or (go_on and not begun)
     config_ = {**made.describe(name), **(extra or {})}
@@ -358,7 +335,7 @@ def _one(
 
 def say(text: str) -> None:
     """Tell a person something on the way."""
-    OUT.print(text, style="dim", markup=False, highlight=False)
+    OUT.print(text, style="dim", highlight=False)
 
 
 def _seeds(text: str) -> list[int]:
@@ -366,11 +343,3 @@ def _seeds(text: str) -> list[int]:
         return [int(s) for s in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"--seeds takes whole numbers separated by commas, such as 0,1,2; not {text!r}") from error
-
-
-def _varied(text: str | None) -> list[dict[str, str]]:
-    """One entry a value: the field's name and the override that sets it."""
-    if text is None:
-        return [{}]
-    field, _ = config.varied(text)
-    return [{field: f"{field}={v.strip()}"} for v in text.partition("=")[2].split(",")]

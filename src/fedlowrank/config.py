@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import tomllib
 import types
@@ -154,7 +155,9 @@ def _adapter(cls: type[Any]) -> pydantic.TypeAdapter[Any]:
 
 
 def _line(cls: type[Any], path: str, error: Any) -> str:
-    where = ".".join([path, *(str(p) for p in error["loc"])])
+    tags = _tags(cls)
+    where = ".".join([path, *(str(p) for p in error["loc"] if p not in tags)])
+    given, context = error["input"], error.get("ctx", {})
     if error["type"] == "unexpected_keyword_argument":
         name = str(error["loc"][-1])
         owners = [cls] if len(error["loc"]) == 1 else _nested(cls)[1:]
@@ -162,7 +165,25 @@ def _line(cls: type[Any], path: str, error: Any) -> str:
         return f"{where}: there is no such field. {did_you_mean(name, known)}"
     if error["type"] == "missing":
         return f"{where}: this field is needed"
-    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}; it is {error['input']!r}"
+    if error["type"] == "literal_error":
+        return f"{where}: {given!r} is no choice. {_choice(given, context['expected'])}"
+    if error["type"] == "union_tag_invalid":
+        return f"{where}.kind: {context['tag']!r} is no choice. {_choice(context['tag'], context['expected_tags'])}"
+    if error["type"] == "tuple_type" and isinstance(given, str | int | float):
+        return f"{where}: a list is needed, such as [{json.dumps(given)}]; it is {given!r}"
+    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}; it is {given!r}"
+
+
+def _choice(given: Any, expected: str) -> str:
+    """The word that was meant, or all that are known; pydantic lists them as ``'a', 'b' or 'c'``."""
+    words = re.findall(r"'([^']*)'", expected)
+    return f"Known: {expected}." if not words else did_you_mean(str(given), words)
+
+
+def _tags(cls: type[Any]) -> set[str]:
+    """Values of ``kind`` by which pydantic chooses a dataclass; it names them in the path of a field, where no file does."""
+    kinds = [f.default for c in _nested(cls)[1:] for f in dataclasses.fields(c) if f.name == "kind"]
+    return {k for k in kinds if isinstance(k, str)}
 
 
 def _nested(cls: type[Any]) -> list[type[Any]]:

@@ -38,9 +38,14 @@ class NonFiniteError(FedlowrankError):
 
     def __init__(self, client: int, round: int, name: str, step: int | None) -> None:
         where = "the parameters after the pass are" if step is None else f"the loss of step {step} is"
+        cure = "Lower the learning rate, clip the gradient (optimiser.clip)"
+        if step == 0 and round == 0:
+            cure = (
+                "Nothing was learnt before this step, so look at this client's inputs and targets (a NaN, or numbers that "
+                "are too large) and at the loss"
+            )
         super().__init__(
-            f"client {client}, round {round}, pass {name!r}: {where} not finite. "
-            "Lower the learning rate, clip the gradient (optimiser.clip), or set run.on_nan to 'drop' "
+            f"client {client}, round {round}, pass {name!r}: {where} not finite. {cure}, or set run.on_nan to 'drop' "
             "to go on without such replies."
         )
         self.client = client
@@ -62,6 +67,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     Returns:
         A sentence such as ``Did you mean 'fedavg'?`` or ``Known: 'fd', 'fedavg'.``
     """
-    names = sorted(known)
+    names = sorted(set(known))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(map(repr, names)) + "."

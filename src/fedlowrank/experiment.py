@@ -7,7 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .adapted import lora_table, split_table
@@ -26,6 +26,7 @@ from .data.synthetic import Synthetic
 from .data.text.sources import TEXT_SOURCES
 from .engine.run import RunSettings
 from .errors import ConfigError, did_you_mean
+from .header import Header, Printed, Reference
 from .key import Key
 from .method import Method
 from .methods import METHODS
@@ -34,58 +35,6 @@ from .network.settings import NetworkSettings
 
 if TYPE_CHECKING:
     from .language.federation import Language, LanguageSettings
-
-Printed = float | str | list[float | str]
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A paper's numbers, shown beside ours.
-
-    Each by method, or by ``method.series``. Where the experiment varies a field, a list holds a number for each value.
-
-    Attributes:
-        label: where they stand, such as ``pFedLoRA, Table 2, CIFAR-10, N=10``.
-        accuracy: in percent; ``"-"`` where the paper marks a failure to converge.
-        communication: of the whole session, both ways and all clients, in GB.
-        parameters: of a client's model, in millions.
-        metric: what ``score`` is, in words.
-        score: in percent, of an evaluation that ``fedlowrank score`` makes after a run.
-    """
-
-    label: str
-    accuracy: Mapping[str, Printed] = field(default_factory=dict)
-    communication: Mapping[str, Printed] = field(default_factory=dict)
-    parameters: Mapping[str, Printed] = field(default_factory=dict)
-    metric: str = ""
-    score: Mapping[str, Printed] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Header:
-    """What stands at the top of an experiment file.
-
-    Attributes:
-        name: of the experiment, for folders and reports.
-        title: for people; by default the name.
-        paper: which paper it reproduces.
-        method: that ``run`` runs.
-        compare: methods that ``compare`` runs; by default the one above.
-        seeds: that ``compare`` runs; by default that of the run.
-        vary: what ``compare`` varies, ``section.field=v1,v2,...``.
-    """
-
-    name: str = "experiment"
-    title: str = ""
-    paper: str = ""
-    method: str = "pfedlora"
-    compare: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = ()
-    vary: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.name or self.name in (".", "..") or any(c in self.name for c in "/\\"):
-            raise ConfigError(f"name: {self.name!r} cannot be the name of a folder")
 
 
 @dataclass(frozen=True)
@@ -144,6 +93,22 @@ class Experiment:
     def compared(self) -> list[str]:
         """Methods that ``compare`` runs unless told otherwise."""
         return list(self.header.compare) or [self.header.method]
+
+    def chosen(self, method: str | None = None) -> str:
+        """The one method that a command such as ``run`` runs.
+
+        Args:
+            method: what the command line names, or None for what the file names.
+
+        Raises:
+            ConfigError: if the file names only methods to compare.
+        """
+        if method is None and "method" not in self.tables and len(self.compared) > 1:
+            raise ConfigError(
+                f"the experiment names methods to compare ({', '.join(self.compared)}) and none to run. Choose one, such as "
+                f"--method {self.compared[0]}, or run them all by `fedlowrank compare`."
+            )
+        return method or (self.header.method if "method" in self.tables else self.compared[0])
 
     def method(self, name: str) -> Method[Any, Any, Any, Any]:
         """A method with the settings of ``[defaults]``, overlaid by those of ``[methods.NAME]``.
@@ -266,7 +231,9 @@ class Experiment:
     def _printed(self, value: Printed, where: str) -> float | str | None:
         if not isinstance(value, list):
             return value
-        name, values = varied(self.header.vary or "")
+        if len(self.header.vary) != 1:
+            raise ConfigError(f"{where} holds a list, which needs one varied field; vary is {self.header.vary!r}")
+        name, values = varied(self.header.vary[0])
         if len(value) != len(values):
             raise ConfigError(f"{where} holds {len(value)} numbers, but vary has {len(values)} values: {values}")
         now: Any = self.tables
@@ -275,14 +242,21 @@ class Experiment:
         return value[values.index(now)] if now in values else None
 
 
-def load(tables: dict[str, Any]) -> Experiment:
+def load(tables: dict[str, Any], allow_code: bool = True) -> Experiment:
     """Check the tables of an experiment (see :func:`fedlowrank.config.read`).
+
+    Args:
+        tables: of the experiment.
+        allow_code: accept names of Python code of the user's own, which is imported when data and models are made. False for
+            tables that come from a run folder, which may be somebody else's.
 
     Raises:
         ConfigError: if a section, a name or a field is wrong. Everything is checked before data is read.
     """
     check_sections(tables)
     top = {f.name: tables[f.name] for f in dataclasses.fields(Header) if f.name in tables}
+    if isinstance(top.get("vary"), str):
+        top["vary"] = [top["vary"]]
     parts = []
     for section, known, default in (
         ("partition", PARTITIONS, "iid"),
@@ -299,6 +273,11 @@ def load(tables: dict[str, Any]) -> Experiment:
         build(Augment, _table(tables, "augment"), "augment"),
         *parts,
     )
+    if experiment.model.own and not allow_code:
+        raise ConfigError(
+            f"the run's configuration names Python code, model.names = {list(experiment.model.own)}, which would be imported "
+            "and run. If you trust this run folder, add --allow-code."
+        )
     for name in {*experiment.compared, experiment.header.method, *_table(tables, "methods")}:
         experiment.method(name)
     experiment.concept.check(experiment.partition, experiment.augment)

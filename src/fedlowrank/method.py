@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from .errors import ConfigError
 from .key import Key
 from .low_rank.matricise import Weights
 from .models.architecture import Architecture
-from .optimiser import SGD, Optimiser
+from .optimiser import SGD, Optimiser, is_optimiser
 from .task import Batch, ClientInfo, Pass, Task
 from .tree import Params
 
@@ -251,11 +251,21 @@ class Method(ABC, Generic[S, C, D, U]):
     """Whether ``server_update`` goes over the replies once, so that each can be let go before the next is there."""
     needs_classes: ClassVar[bool] = False
     """Whether it works on class labels or scores, so that it cannot learn a regression."""
+    uses_rounds: ClassVar[bool] = False
+    """Whether a round depends on the number of all rounds (``task.rounds``), so that a run cannot be extended."""
     at_rest: ClassVar[Mapping[str, Any]] = {}
     """Settings under which a learning rate of 0 changes no model, where the chosen ones would go on shrinking it."""
 
     def __post_init__(self) -> None:
         check_choices(self)
+        for f in fields(self):
+            value, optional = getattr(self, f.name), "None" in str(f.type)
+            if f.name.endswith("optimiser") and not is_optimiser(value) and not (optional and value is None):
+                cls, kind = (value, "the class") if isinstance(value, type) else (type(value), "a")
+                raise ConfigError(
+                    f"{self.title}: {f.name} is {kind} {cls.__module__}.{cls.__qualname__}; it must be fedlowrank.SGD(lr=...) or "
+                    "fedlowrank.AdamW(lr=...), which say how every client steps. An optimizer of torch belongs to one model."
+                )
         if self.epochs < 1 or self.batch_size < 1:
             raise ConfigError(
                 f"{self.title}: epochs and batch_size must be >= 1; they are {self.epochs} and {self.batch_size}"

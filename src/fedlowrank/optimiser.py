@@ -269,6 +269,11 @@ Optimiser = Annotated[Annotated[SGD, Tag("sgd")] | Annotated[AdamW, Tag("adamw")
 """One of the above; in a configuration file ``kind`` says which, ``sgd`` if it is left out."""
 
 
+def is_optimiser(value: Any) -> bool:
+    """Whether a value is an optimiser of this module."""
+    return isinstance(value, _Optimiser)
+
+
 def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
     """Gradients scaled so that the norm of all together is at most ``bound``."""
     norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .record import Accuracy, RoundRecord
+from .terminal import console
 
-CONSOLE = Console(stderr=True)
+CONSOLE = console(stderr=True)
 
 
 def tell(text: str) -> None:
@@ -32,7 +32,7 @@ def bar(title: str, rounds: int, done: int = 0) -> Iterator[Callable[[RoundRecor
         A function to be called with every record.
     """
     columns = (
-        TextColumn("{task.description:<12}"),
+        TextColumn("{task.description:<12}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("{task.fields[accuracy]}"),

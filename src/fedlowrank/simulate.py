@@ -113,6 +113,7 @@ def simulate(
         if method not in METHODS:
             raise ConfigError(f"there is no method {method!r}. {did_you_mean(method, METHODS)}")
         method = METHODS[method]()
+    _check_types(method, federation)
     chosen = _settings(settings, federation)
     if chosen.engine not in ENGINES:
         raise ConfigError(
@@ -134,6 +135,18 @@ def simulate(
             target.create(force)
             records = []
         return rounds(run, target, records, progress, on_round)
+
+
+def _check_types(method: Any, federation: Any) -> None:
+    """Say what to pass instead of a method's class, or of data that are no federation yet."""
+    if isinstance(method, type):
+        raise ConfigError(f"simulate needs a method, made by {method.__name__}(...) and not the class itself")
+    if not isinstance(method, Method):
+        raise ConfigError(f"simulate needs a method or the name of one, not a {type(method).__name__}")
+    if not isinstance(federation, Federation):
+        raise ConfigError(
+            f"simulate needs a federation, such as Federation.from_arrays makes, not a {type(federation).__name__}"
+        )
 
 
 def reopen(

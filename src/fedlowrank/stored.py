@@ -12,19 +12,21 @@ from .errors import CheckpointError
 from .simulate import reopen
 
 
-def opened(folder: Path, python: str, best: bool = False) -> Run:
+def opened(folder: Path, python: str, best: bool = False, allow_code: bool = False) -> Run:
     """A run as a checkpoint of it has it; nothing is trained or written.
 
     Args:
         folder: of a run that an experiment file made.
         python: what to do instead with a run that was made from Python, for the message.
         best: the round with the best validation, of a run with ``run.keep_best``, and not the last.
+        allow_code: import the Python code that the stored configuration names; see :mod:`fedlowrank.own_code`.
 
     Raises:
         CheckpointError: if there is no such run, or data or configuration have changed.
+        ConfigError: if the configuration names Python code and that is not allowed.
     """
     stored = stored_config(folder, python)
-    made = experiment.load(stored["experiment"])
+    made = experiment.load(stored["experiment"], allow_code)
     name = stored["method"]["name"]
     config = {**made.describe(name), "vary": stored["vary"]}
     which = "best" if best else "checkpoint"

@@ -65,7 +65,7 @@ def test_extending_what_is_not_there_or_oneself(capsys: Capsys) -> None:
         ("[model]\nnames = ['cnn11']", ("model.names", "cnn11", "Did you mean 'cnn1'?")),
         ("method = 'fedavgg'", ("fedavgg", "Did you mean 'fedavg'?")),
         ("compare = ['fedavg', 'fedpro']", ("fedpro", "Did you mean 'fedpro")),
-        ("[run]\nengine = 'sequental'", ("run.engine", "sequential", "vectorised", "wire")),
+        ("[run]\nengine = 'sequental'", ("run.engine", "Did you mean 'sequential'?")),
     ],
     ids=lambda v: v.replace("\n", " ") if isinstance(v, str) else "",
 )

@@ -6,8 +6,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedlowrank import experiment
+from fedlowrank.cli import main
+from fedlowrank.models.zoo import ModelSettings
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -41,6 +44,37 @@ def test_the_python_examples_run_one_after_another(
     sizes = re.match(r"(\d+) -> (\d+) {", last)
     assert sizes is not None
     assert 0 < int(sizes[2]) < int(sizes[1])
+
+
+def test_run_and_compare_work_one_after_the_other(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = (
+        ("rounds = 20", "rounds = 1"),
+        ("clients = 10", "clients = 2"),
+        ('"cnn1", "cnn2", "cnn3", "cnn4", "cnn5"', '"mlp"'),
+    )
+    text = blocks("toml")[0]
+    for shown, less in small:
+        assert shown in text
+        text = text.replace(shown, less)
+    Path("FILE.toml").write_text(text)
+    lines = [line.partition("   #")[0].split() for line in blocks("sh")[1].splitlines()]
+    run, compare = (next(w for w in lines if w[1] == command) for command in ("run", "compare"))
+    for words in (run, compare):
+        shorter = [w.replace("run.rounds=50", "run.rounds=2").replace("0,1,2", "0") for w in words[1:]]
+        assert main(shorter) == 0, capsys.readouterr().err
+    # the first of the comparison is the second run of the method, with settings of its own
+    assert sorted(p.parent.name for p in Path("runs").rglob("run.json")) == ["fedproto-s0", "pfedlora-s0", "try"]
+
+
+def test_the_factory_makes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (code,) = [text for text in blocks("python") if "def factory" in text]
+    (tmp_path / "readme_module.py").write_text(code)
+    make = ModelSettings(names=("readme_module:factory",)).factories((5,), 3)["readme_module:factory"]
+    assert make()(torch.zeros(2, 5)).shape == (2, 3)
 
 
 def test_the_experiment_is_one() -> None:

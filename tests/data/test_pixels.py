@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedlowrank import Federation, simulate, tree
 from fedlowrank.data import federation as federation_module
 from fedlowrank.data import pixels
 from fedlowrank.data.augment import UNCHANGED, Augment
-from fedlowrank.data.dataset import ClientData, Dataset, Examples, normalise
+from fedlowrank.data.dataset import Dataset, Examples, normalise
 from fedlowrank.data.pixels import Pixels, pack
 from fedlowrank.engine import ENGINES
 from fedlowrank.engine.auto import fingerprint
@@ -231,8 +231,18 @@ def test_what_clients_share_is_packed_and_moved_once() -> None:
 
 def test_texts_and_mixed_inputs_stay_as_they_are() -> None:
     x = {"input_ids": torch.zeros(4, 6, dtype=torch.int64), "attention_mask": torch.ones(4, 6)}
-    held = ClientData(*[Examples(x, torch.zeros(4, dtype=torch.int64))] * 3)
-    on = dataclasses.replace(federation(sizes=(9,)), clients=[held])
+    held = (x, torch.zeros(4, dtype=torch.int64))
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            scores: Tensor = self.layer(input_ids * attention_mask)
+            return scores
+
+    on = Federation.from_arrays([{"train": held}], Masked)
     with pytest.raises(DataError, match="only images can be kept as bytes; these are inputs by name"):
         on.packed()
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..errors import ConfigError, DataError, did_you_mean
 from .dataset import Dataset, Examples
 from .files import pixels, whole_labels
+from .given import ONE_HOT, advice, is_one_hot
 
 Layout = Literal["as_is", "hw", "hwc"]
 
@@ -69,6 +70,9 @@ class Arrays:
             targets = f"the targets in {where}"
             labels, classes = [to_inputs(y, targets, bytes_are_pixels=False) for y in given], tuple[str, ...]()
         else:
+            if hint := next((h for y in given if y.dtype.kind in "biuf" and (h := advice(torch.as_tensor(y)))), ""):
+                form = f"{given[0].dtype} {list(given[0].shape)}"
+                raise DataError(f"the labels in {where} must be whole numbers [n] or text [n], not {form}. {hint}")
             labels, classes = encode_labels(given, f"the labels in {where}")
         if "classes" in arrays:
             classes = _named_classes(arrays, classes, where)
@@ -76,7 +80,8 @@ class Arrays:
         natural, natural_test = encode_clients(ids, f"the client ids in {where}")
         examples = [Examples(x, y) for x, y in zip(inputs, labels, strict=True)]
         test = examples[1] if len(examples) > 1 else None
-        return Dataset(file.stem, examples[0], test, classes, natural, natural_test)
+        notes = () if classes or not is_one_hot(labels[0]) else (ONE_HOT,)
+        return Dataset(file.stem, examples[0], test, classes, natural, natural_test, notes=notes)
 
     def _inputs(self, x: np.ndarray, where: str) -> Tensor:
         if self.layout != "as_is":

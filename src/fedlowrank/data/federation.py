@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,10 +19,8 @@ from ..models.architecture import Architecture, architecture_of
 from ..tree import Params
 from .augment import UNCHANGED, Augment
 from .dataset import ClientData, Examples
+from .given import ONE_HOT, Pair, examples_of, is_one_hot
 from .pixels import Pixels, pack
-
-Array = np.ndarray[Any, Any] | Tensor
-Pair = tuple[Array | Mapping[str, Array], Array]
 
 # Examples that are looked at together.
 _ROWS = 4096
@@ -100,6 +98,20 @@ class Federation:
                 raise DataError(f"client {i}: {error}") from error
         if self.clients[0].train.regression:
             self._check_outputs()
+        elif self.classes and self.companion is None:
+            # a companion makes the head for the number of classes itself
+            self._check_scores()
+
+    def _check_scores(self) -> None:
+        """Refuse models without a score for every class, which training would tell by an index out of bounds."""
+        held = {i.architecture: i.id for i in reversed(self.infos) if len(self.clients[i.id].train)}
+        for name, client in held.items():
+            shape = list(_outputs(self.architectures[name], self.clients[client].train).shape)
+            if len(shape) != 2 or shape[0] != 1 or shape[1] < len(self.classes):
+                raise TaskError(
+                    f"client {client}: model {name} makes {shape} of one example, but there are {len(self.classes)} classes; "
+                    f"it must make [1, {len(self.classes)}], one score for each class"
+                )
 
     def _check_outputs(self) -> None:
         """Refuse models that a regression's loss would broadcast against its targets without a word."""
@@ -110,11 +122,9 @@ class Federation:
             raise DataError(f"all clients need targets of one width [n, d], but d is {found}")
         width = next(iter(targets))
         for info, data in zip(self.infos, self.clients, strict=True):
-            model, x = self.architectures[info.architecture], data.train.x
             if not len(data.train):
                 continue
-            with torch.inference_mode():
-                out = model.probe({n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1])
+            out = _outputs(self.architectures[info.architecture], data.train)
             if tuple(out.shape) != (1, width):
                 raise TaskError(
                     f"client {info.id}: model {info.architecture} makes {list(out.shape)} of one example, but its "
@@ -227,7 +237,8 @@ class Federation:
 
         Args:
             clients: of each client either inputs and labels ``(x [n, ...], y [n])``, to be divided, or a dict of such
-                pairs under ``train`` and optionally ``val`` and ``test``. Real targets ``y [n, d]`` make a regression.
+                pairs under ``train`` and optionally ``val`` and ``test``; tensors, arrays of numpy or data frames. Labels are
+                whole numbers from 0. Real targets ``y [n, d]`` make a regression, with d = 1 for a single number.
             model: a module (its parameters are where training starts), a factory of modules (drawn from the seed), or
                 several of them by name.
             head: dotted name of the submodule that is the head; see :class:`Architecture`.
@@ -250,6 +261,8 @@ class Federation:
         if not data:
             raise DataError("a federation needs at least one client")
         names = _class_names(data, classes)
+        if not names and all(is_one_hot(d.train.y) for d in data):
+            warnings.warn(ONE_HOT, stacklevel=2)
         x = data[0].train.x
         example = {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1]
         models = model if isinstance(model, Mapping) else {"model": model}
@@ -272,6 +285,13 @@ class Federation:
         return cls(data, infos, known, names, seed, name, augment=augment)
 
 
+def _outputs(model: Architecture, examples: Examples) -> Tensor:
+    """What a model makes of the first example."""
+    x = examples.x
+    with torch.inference_mode():
+        return model.probe({n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1])
+
+
 def _class_names(data: Sequence[ClientData], classes: Sequence[str] | int | None) -> tuple[str, ...]:
     """Names of the classes that users gave or that the labels imply; none for a regression."""
     kinds = {d.train.regression: i for i, d in reversed(list(enumerate(data)))}
@@ -282,7 +302,8 @@ def _class_names(data: Sequence[ClientData], classes: Sequence[str] | int | None
     if True in kinds:
         if classes:
             raise DataError(
-                f"client {kinds[True]} has real targets, a regression, which has no classes; leave them out"
+                f"client {kinds[True]} has real targets, a regression, which has no classes; leave them out. For a "
+                "classification give labels [n], whole numbers; of one-hot rows, y.argmax(1)."
             )
         return ()
     top = max(int(e.y.max()) for d in data for e in (d.train, d.val, d.test) if len(e) and not e.regression) + 1
@@ -301,10 +322,10 @@ def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test
             raise DataError(
                 f"client {client}: splits must be 'train' and optionally 'val' and 'test', not {sorted(given)}"
             )
-        parts = {s: _examples(p, client) for s, p in given.items()}
+        parts = {s: examples_of(p, client) for s, p in given.items()}
         empty = _take(parts["train"], torch.arange(0))
         return ClientData(parts["train"], parts.get("val", empty), parts.get("test", empty))
-    everything = _examples(given, client)
+    everything = examples_of(given, client)
     n = len(everything)
     n_val, n_test = round(n * val), round(n * test)
     if n - n_val - n_test < 1:
@@ -315,28 +336,6 @@ def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test
         _take(everything, order[:n_val]),
         _take(everything, order[n_val:][:n_test]),
     )
-
-
-def _examples(pair: Pair, client: int) -> Examples:
-    try:
-        x, labels = pair
-        y = torch.as_tensor(labels)
-        y = y.to(torch.float32 if y.is_floating_point() and y.ndim == 2 else torch.int64)
-        if isinstance(x, Mapping):
-            inputs: Tensor | dict[str, Tensor] = {n: torch.as_tensor(a) for n, a in x.items()}
-        else:
-            inputs = torch.as_tensor(x).to(torch.float32)
-        made = Examples(inputs, y)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"client {client}: expected a pair (x, y) of arrays: {error}") from error
-    except DataError as error:
-        raise DataError(f"client {client}: {error}") from error
-    if made.regression:
-        if not bool(torch.isfinite(y).all()):
-            raise DataError(f"client {client}: there is a NaN or an infinity among its targets")
-    elif len(y) and int(y.min()) < 0:
-        raise DataError(f"client {client}: label {int(y.min())} is negative")
-    return made
 
 
 def _take(examples: Examples, index: Tensor) -> Examples:

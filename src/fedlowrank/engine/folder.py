@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..method import Method
 from ..record import FORMAT, RoundRecord, as_checkpoint_error, write_atomically, write_json
 from . import checkpoint
 from .run import Run
 from .shelf import Lazily
 
 FREE_TO_CHANGE = (
-    "versions", "title", "paper", "reference", "experiment", "notes",
+    "versions", "title", "paper", "reference", "experiment", "notes", "remarks",
     "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
     "run.pixels",
 )  # fmt: skip
@@ -133,12 +134,12 @@ class RunFolder:
             stored = json.loads((self.path / "run.json").read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} is not a run folder that can be resumed: {error}") from error
-        changes = differences(stored, self.config)
+        changes = changes_of(stored, self.config, run.method)
         if changes:
             raise CheckpointError(
                 f"{self.path} cannot be resumed with another configuration: "
                 + "; ".join(changes)
-                + ". Start a new run, or set these back."
+                + ". Set these back, or start a new run in another folder."
             )
         run.restore(checkpoint.load(self.path / which, run.shelf()))
         found: dict[str, Any] = stored
@@ -186,6 +187,34 @@ class RunFolder:
         """Keep test representations for pictures."""
         if found:
             write_atomically(self.path / "representations.safetensors", safetensors.torch.save(found))
+
+
+def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> list[str]:
+    """Fields of ``run.json`` in which two configurations differ so that one run cannot go on as the other.
+
+    A run may get more rounds, for its rounds until now are those of a run that had as many from the start, unless the method
+    plans them by their number.
+
+    Args:
+        stored: the configuration of the run.
+        now: how it is to go on, or some sections of it.
+        method: that it runs.
+    """
+    before, after = (_rounds(c) for c in (stored, now))
+    if not isinstance(before, int) or not isinstance(after, int) or before == after:
+        return differences(stored, now)
+    more = differences({**stored, "run": {**stored["run"], "rounds": after}}, now)
+    if after < before:
+        return [f"run.rounds was {before} and is {after}, but a run can only get more rounds", *more]
+    if not method.uses_rounds:
+        return more
+    why = f"{method.title} plans its rounds by how many there are, so {before} of {after} are others than {before} of {before}"
+    return [f"run.rounds was {before} and is {after}; {why}", *more]
+
+
+def _rounds(config: Any) -> Any:
+    run = config.get("run") if isinstance(config, dict) else None
+    return run.get("rounds") if isinstance(run, dict) else None
 
 
 def differences(stored: Any, now: Any, path: str = "") -> list[str]:

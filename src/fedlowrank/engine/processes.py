@@ -123,7 +123,7 @@ class Worker:
         self.process.join(1)
         code = self.process.exitcode
         why = "was killed, perhaps for lack of memory" if code is not None and code < 0 else f"ended with code {code}"
-        return WorkerError(f"a worker process {why}. Set run.workers to fewer, or run.engine to 'sequential'.")
+        return WorkerError(f"a worker process {why}. Set run.engine to 'sequential', which takes one client at a time.")
 
     def close(self) -> None:
         """End the process."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -98,12 +99,29 @@ class RunSettings:
             raise ConfigError(f"run.representations must be >= 0; it is {self.representations}")
         if not 0 <= self.lost_replies < 1:
             raise ConfigError(f"run.lost_replies is a probability in [0, 1); it is {self.lost_replies}")
-        if self.device != "cpu" and not (self.device.startswith("cuda") and torch.cuda.is_available()):
-            raise ConfigError(
-                f"run.device is {self.device!r}, but torch finds no such device here; use 'cpu' or 'cuda'"
-            )
+        _check_device(self.device)
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"run.target is an accuracy in (0, 1], such as 0.9; it is {self.target}")
+
+
+def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    if not re.fullmatch(r"cuda(:\d+)?", device):
+        raise ConfigError(
+            f"run.device is {device!r}; it must be 'cpu', 'cuda', or 'cuda:1' and so on for a further GPU"
+        )
+    if not torch.cuda.is_available():
+        why = (
+            "this build of torch is without CUDA"
+            if torch.version.cuda is None
+            else "nvidia-smi shows whether the driver works"
+        )
+        raise ConfigError(
+            f"run.device is {device!r}, but torch {torch.__version__} finds no GPU here ({why}). Set run.device=cpu."
+        )
+    if int(device.partition(":")[2] or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(f"run.device is {device!r}, but torch finds {count} GPU here, cuda:0 to cuda:{count - 1}")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..config import build, merge, override
@@ -17,15 +16,23 @@ from ..engine.run import Run
 from ..errors import ConfigError, TaskError, did_you_mean
 from ..record import as_checkpoint_error, write_json
 from ..stored import opened
+from ..terminal import console
 from ..tree import Params
 from .artefacts import BESIDE
 from .federation import Language
 from .scores import TASKS, Score, ScoreTask
 
-OUT = Console()
+OUT = console()
 
 
-def adapters(folder: Path, out: Path, merged: bool, best: bool = False, rank: int | None = None) -> int:
+def adapters(
+    folder: Path,
+    out: Path,
+    merged: bool,
+    best: bool = False,
+    rank: int | None = None,
+    allow_code: bool = False,
+) -> int:
     """Write adapter folders of a run's last checkpoint, or of its best.
 
     Args:
@@ -34,10 +41,11 @@ def adapters(folder: Path, out: Path, merged: bool, best: bool = False, rank: in
         merged: write the server's whole model, too.
         best: the round with the best validation and not the last.
         rank: of the adapters; None for that of each model.
+        allow_code: import code of the user's that the run folder names.
     """
     if rank is not None and rank < 1:
         raise ConfigError(f"--rank must be at least 1; it is {rank}")
-    run = _opened(folder, best)
+    run = _opened(folder, best, allow_code)
     with as_checkpoint_error(f"cannot write {out}"):
         for path in language_of(run).write(run, out, merged, rank):
             OUT.print(str(path))
@@ -62,7 +70,13 @@ def _print_truncation(path: Path) -> None:
 
 
 def score(
-    folder: Path, task: str, fields: Sequence[str], models: Sequence[str], out: Path | None, best: bool = False
+    folder: Path,
+    task: str,
+    fields: Sequence[str],
+    models: Sequence[str],
+    out: Path | None,
+    best: bool = False,
+    allow_code: bool = False,
 ) -> int:
     """Score models of a run by what they write.
 
@@ -73,6 +87,7 @@ def score(
         models: ``server``, ``base`` or numbers of clients; empty for the server's model where there is one, else client 0.
         out: JSON file to write the scores to, or None.
         best: the round with the best validation and not the last.
+        allow_code: import the Python code that the run's configuration names.
     """
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
@@ -80,7 +95,7 @@ def score(
     for text in fields:
         merge(settings, override(text))
     made: ScoreTask = build(TASKS[task], settings, f"score {task}")
-    run = _opened(folder, best)
+    run = _opened(folder, best, allow_code)
     found = scores(run, made, models)
     table = Table("model", "score", "over", "decoding", title=f"{task}, {run.method.title}, after round {run.round}")
     for name, one in found.items():
@@ -127,8 +142,9 @@ def language_of(run: Run) -> Language:
     return companion
 
 
-def _opened(folder: Path, best: bool) -> Run:
-    return opened(folder, "use fedlowrank.language.commands.scores, or federation.companion.write(run, folder)", best)
+def _opened(folder: Path, best: bool, allow_code: bool) -> Run:
+    python = "use fedlowrank.language.commands.scores, or federation.companion.write(run, folder)"
+    return opened(folder, python, best, allow_code)
 
 
 def _default(run: Run) -> str:

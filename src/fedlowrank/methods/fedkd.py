@@ -86,8 +86,7 @@ class FedKD(Method[Server, Models, Download, Compressed]):
 
     title = "FedKD"
     citation = "Wu et al., Nature Communications 2022, arXiv:2108.13323"
-    needs_classes = True
-    heterogeneous = True
+    needs_classes = heterogeneous = uses_rounds = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

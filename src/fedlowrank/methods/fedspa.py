@@ -110,6 +110,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     title = "FedSpa"
     citation = "Huang et al. 2022, arXiv:2201.11380"
+    uses_rounds = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,8 +154,7 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         update = on_mask(sub(start, end), state)
         if self.prune == 0:
             return state, Upload(update, {})
-        plain = SGD(lr=self.optimiser.learning_rate(view.round))
-        slope = view.train(moved, zeros_like(end), "grow", plain, given=(end,))
+        slope = view.train(moved, zeros_like(end), "grow", SGD(self.optimiser.learning_rate(view.round)), given=(end,))
         rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
         grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)

@@ -147,7 +147,7 @@ class Architecture:
         )
         with torch.inference_mode():
             params = self.initial | self._code.neutral()
-            whole = self.apply(params, example)
+            whole = self.probe(example)
             try:
                 r = self.represent(params, example)
                 parts = self.head(params, r)
@@ -333,6 +333,8 @@ def architecture_of(
         made = Architecture(name, module, example, head)
         with torch.inference_mode():
             made.probe(example)
+        if wrong := [n for n, p in made.initial.items() if not bool(torch.isfinite(p).all())]:
+            raise TaskError(f"model {name}: there is a NaN or an infinity among its initial parameters, in {wrong[0]}")
     except FedlowrankError:
         raise
     except Exception as error:

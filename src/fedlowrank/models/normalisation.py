@@ -86,7 +86,13 @@ class Code:
             ) from error
         finally:
             restore(saved)
-        scores: Tensor = out if isinstance(out, Tensor) else out.logits
+        # Hugging Face's models return their scores as an attribute
+        scores = out if isinstance(out, Tensor) else getattr(out, "logits", None)
+        if not isinstance(scores, Tensor):
+            raise TaskError(
+                f"the model {type(self._module).__name__} returns a {type(out).__name__}, but it must return one tensor of "
+                "scores [b, classes]. Wrap it in a module whose forward returns that entry."
+            )
         return scores
 
     def keep_for_backward(self, scores: Tensor, params: Params) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..errors import ConfigError, did_you_mean
+from ..own_code import import_named
 from .cnn import CNN, FAMILY, FloralCNN
 from .mlp import MLP, LinearModel
 from .resnet import RESNETS, ResNet18
 from .vgg import VGG8
 
 Shape = tuple[int, ...]
+
+SIGNATURE = "factory(shape: tuple[int, ...], classes: int) -> torch.nn.Module"
+"""How a factory of one's own is called: the shape of one example, and the number of classes or of a regression's targets."""
 
 MODELS: dict[str, str] = {
     "cnn1": "CNN-1 of pFedLoRA: 2 convolutions (16, 32), FC 2000, FC 500",
@@ -41,8 +45,9 @@ class ModelSettings:
     """Which models the clients hold.
 
     Attributes:
-        names: client k holds the (k mod number)-th of these; a built-in model, or ``package.module:factory`` of one's own,
-            called with the shape of an example and the number of classes.
+        names: client k holds the (k mod number)-th of these, a list: a built-in model, or ``"package.module:factory"`` of
+            one's own. The factory is called as ``factory(shape, classes)`` and returns a ``torch.nn.Module``; ``shape`` is
+            that of one example, such as (3, 32, 32), and ``classes`` the number of classes (of a regression, of targets).
         split: of the CNNs: the representation is the output of ``fc1`` or of ``fc2`` (the default: of the last hidden
             layer).
         hidden: of the MLP: widths of its hidden layers.
@@ -59,6 +64,11 @@ class ModelSettings:
     def __post_init__(self) -> None:
         if not self.names:
             raise ConfigError("model.names must name at least one model")
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Those of the names that stand for Python code of the user's own."""
+        return tuple(name for name in self.names if ":" in name)
 
     def factories(self, shape: Shape, classes: int) -> dict[str, Callable[[], nn.Module]]:
         """A factory of each named model.
@@ -97,9 +107,15 @@ class ModelSettings:
 
 
 def _own(name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
-    module, _, attribute = name.partition(":")
+    factory: Callable[[Shape, int], nn.Module] = import_named(name, "model.names")
+    wanted = f"model.names: {name!r} must be a function that can be called as {SIGNATURE}"
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise ConfigError(f"{wanted}, not a {type(factory).__name__}")
     try:
-        factory: Callable[[Shape, int], nn.Module] = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"model.names: {name!r} cannot be imported: {error}") from error
+        inspect.signature(factory).bind(shape, classes)
+    except TypeError as error:
+        raise ConfigError(f"{wanted}: {error}") from error
+    except ValueError:
+        # code without a signature that Python can show; the call itself will tell
+        pass
     return lambda: factory(shape, classes)

@@ -47,8 +47,8 @@ def _flower() -> Any:
 
 def loaded(file: Path, overrides: Sequence[str], method: str | None) -> Experiment:
     """An experiment of which a network runs one method; its paths hold wherever a process of it is started."""
-    more = [] if method is None else [f"method={json.dumps(method)}"]
-    made = experiment.load(settled(config.read(file, [*overrides, *more])))
+    tables = settled(config.read(file, overrides))
+    made = experiment.load({**tables, "method": experiment.load(tables).chosen(method)})
     network_settings(made)
     made.method(made.header.method)
     return made

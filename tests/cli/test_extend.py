@@ -1,0 +1,94 @@
+"""A run gets more rounds, and is then the run that had as many from the start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedlowrank import simulate
+from fedlowrank.check import CHECKS, federation
+from fedlowrank.errors import CheckpointError
+from fedlowrank.methods import METHODS
+from fedlowrank.record import RunRecord
+
+from .small import done, files, refused, write
+
+Capsys = pytest.CaptureFixture[str]
+DEEP = ("model.names=['mlp']", "model.hidden=[6, 5]")
+
+
+def compared(folder: Path) -> object:
+    """All that two equal runs have in common: configuration, records but for the clocks, and every byte of the state."""
+    record = RunRecord.load(folder)
+    records = [r.untimed() for r in record.rounds]
+    return record.config, record.clients, record.status, records, files(folder / "checkpoint")
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "pfedlora"])
+def test_more_rounds_equal_as_many_from_the_start(method: str, capsys: Capsys) -> None:
+    file = write(Path())
+    done(capsys, "run", file, *DEEP, "--method", method, "-o", "grown", "run.rounds=2")
+    done(capsys, "run", file, *DEEP, "--method", method, "-o", "whole", "run.rounds=5")
+    done(capsys, "resume", "grown", "run.rounds=5")
+    assert len(RunRecord.load(Path("grown")).rounds) == 6
+    assert compared(Path("grown")) == compared(Path("whole"))
+    # from now on it is such a run
+    before = files(Path("grown"))
+    done(capsys, "resume", "grown")
+    assert files(Path("grown")) == before
+
+
+def test_compare_gives_its_runs_more_rounds(capsys: Capsys) -> None:
+    file = write(Path())
+    done(capsys, "run", file, "run.rounds=1")
+    done(capsys, "compare", file, "run.rounds=3")
+    done(capsys, "run", file, "run.rounds=3", "-o", "whole")
+    grown, whole = (RunRecord.load(Path(f)) for f in ("runs/small/fedavg-s0", "whole"))
+    assert [r.untimed() for r in grown.rounds] == [r.untimed() for r in whole.rounds]
+
+
+def test_a_run_gets_no_fewer_rounds(capsys: Capsys) -> None:
+    done(capsys, "run", write(Path()), "run.rounds=2")
+    before = files(Path("runs"))
+    found = refused(capsys, "resume", "runs/small/fedavg-s0", "run.rounds=1")
+    assert "run.rounds was 2 and is 1, but a run can only get more rounds" in found
+    assert files(Path("runs")) == before
+
+
+@pytest.mark.parametrize("method", [n for n, cls in METHODS.items() if cls.uses_rounds])
+def test_a_schedule_over_all_rounds_is_named(method: str, capsys: Capsys) -> None:
+    done(capsys, "run", write(Path()), *DEEP, "run.rounds=2", "--method", method)
+    folder = f"runs/small/{method}-s0"
+    before = files(Path(folder))
+    found = refused(capsys, "resume", folder, "run.rounds=4")
+    assert "run.rounds was 2 and is 4" in found
+    assert f"{METHODS[method].title} plans its rounds by how many there are" in found
+    assert files(Path(folder)) == before
+
+
+def test_the_methods_that_plan_their_rounds_are_those_that_say_so() -> None:
+    (check,) = [test for name, test in CHECKS.items() if name.startswith("a run of more rounds")]
+    assert sorted(n for n, cls in METHODS.items() if cls.uses_rounds) == ["fedkd", "fedspa"]
+    for name in ("fedkd", "fedspa"):
+        silent = type("Silent", (METHODS[name],), {"uses_rounds": False})
+        assert "set uses_rounds = True" in str(check(silent()))
+        assert check(METHODS[name]()) is None
+
+
+def test_from_python(tmp_path: Path) -> None:
+    fed = federation(False)
+    simulate("fedavg", fed, rounds=1, folder=tmp_path / "grown")
+    grown = simulate("fedavg", fed, rounds=3, folder=tmp_path / "grown", resume=True)
+    whole = simulate("fedavg", fed, rounds=3)
+    assert [r.untimed() for r in grown.rounds] == [r.untimed() for r in whole.rounds]
+    with pytest.raises(CheckpointError, match="only get more rounds"):
+        simulate("fedavg", fed, rounds=2, folder=tmp_path / "grown", resume=True)
+
+
+def test_a_damaged_configuration(capsys: Capsys) -> None:
+    done(capsys, "run", write(Path()), "run.rounds=1")
+    path = Path("runs/small/fedavg-s0/run.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "run": 5}))
+    assert "run was 5" in refused(capsys, "resume", "runs/small/fedavg-s0")
