@@ -224,8 +224,8 @@ def accuracy_over_size(groups: Sequence[Group], styles: Styles) -> Picture | Non
         points_axis(axes, measure, [mean for *_, mean, _ in found], 0.1)
         if not log:
             axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
-        legend(figure, handles, [f"{label} ({si(size, digits=4)})" for label, *_, size in found])
-    said = "; ".join(f"{label} {si(size, digits=4)}, {measure.text(mean)}" for label, *_, mean, size in found)
+        legend(figure, handles, [f"{label} ({si(size)})" for label, *_, size in found])
+    said = "; ".join(f"{label} {si(size)}, {measure.text(mean)}" for label, *_, mean, size in found)
     several = max(len(group.runs) for group in groups) > 1
     hollow = " Small and hollow: further models of a method." if any(place for _, _, place, *_ in found) else ""
     return Picture(
