@@ -289,10 +289,10 @@ def training_loss_over_rounds(groups: Sequence[Group], styles: Styles) -> Pictur
         "Training loss over rounds",
         f"Line chart of training loss against rounds for {methods(len({group.label for group, *_ in found}))}. At the end: "
         f"{last}.",
-        f"Mean loss over the training steps of each round, of all participants{seeds_note([g for g, *_ in found])}"
-        f"{cut_note(axes, ends)} It is taken while the clients train, so it falls within a round as well as from round "
-        "to round: where it falls and the test loss does not, the clients overfit or their updates do not add up at the "
-        f"server.{more}",
+        "Mean loss over the training steps of each round, of all participants"
+        f"{seeds_note([g for g, *_ in found], TRAINING.bounds)}{cut_note(axes, ends)} It is taken while the clients train, so "
+        "it falls within a round as well as from round to round: where it falls and the test loss does not, the clients "
+        f"overfit or their updates do not add up at the server.{more}",
     )
 
 

@@ -12,7 +12,7 @@ from matplotlib.axis import Axis, XAxis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from .courses import UNBOUNDED, Bounds, Floats, interval_ends
+from .courses import NON_NEGATIVE, UNBOUNDED, Bounds, Floats, interval_ends
 from .groups import Group
 from .measure import ACCURACY, Measure, spans
 from .style import Style
@@ -156,10 +156,10 @@ def methods(count: int) -> str:
     return "one method" if count == 1 else f"{count} methods"
 
 
-def seeds_note(groups: Sequence[Group]) -> str:
-    """End of a caption: over how many seeds the mean is, and what the band is."""
-    said = over_seeds(groups)
-    return f"{said}; the band is the 95 % interval over seeds, cut to possible values." if said else "."
+def seeds_note(groups: Sequence[Group], bounds: Bounds = NON_NEGATIVE) -> str:
+    """End of a caption: over how many seeds the mean is, and what the band is, cut where it has bounds."""
+    said, cut = over_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
+    return f"{said}; the band is the 95 % interval over seeds{cut}." if said else "."
 
 
 def cut_note(axes: Axes, ends: Sequence[float]) -> str:

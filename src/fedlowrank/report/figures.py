@@ -99,7 +99,7 @@ def _over_rounds(shown: Sequence[Shown], groups: Sequence[Group], styles: Styles
         figure,
         f"{measure.title} over rounds",
         f"Line chart of {measure.noun} against rounds for {methods(count)}. At the end: {last}.",
-        f"Mean {measure.noun} over clients after each evaluated round{seeds_note(groups)} "
+        f"Mean {measure.noun} over clients after each evaluated round{seeds_note(groups, measure.bounds)} "
         f"Round 0 is the state before training.{cut_note(axes, ends)}{more}",
     )
 
@@ -113,39 +113,42 @@ def accuracy_over_bytes(groups: Sequence[Group], styles: Styles) -> Picture | No
     positive = [float(x) for _, course in found for x in course.bytes if x > 0]
     ends = [float(course.bytes[-1]) for _, course in found if course.bytes[-1] > 0]
     log = max(ends) / min(ends) >= LOG_FROM
+    sending = {group.label: _from_first_byte(course, log) for group, course in found if course.bytes[-1] > 0}
     with drawing():
         figure, axes = new_figure(3.1)
-        means = [float(value) for _, course in found for value in course.mean]
-        sending = [course for _, course in found if course.bytes[-1] > 0]
-        reached = reach(sending, measure.bounds)
-        judged_axis(axes.yaxis, measure, means, reached)
+        shown = [float(value) for course in sending.values() for value in course.mean]
+        silent = [float(course.mean[-1]) for group, course in found if group.label not in sending]
+        reached = reach([*sending.values()], measure.bounds)
+        judged_axis(axes.yaxis, measure, [*shown, *silent], reached)
         handles = []
         for group, course in found:
             style = styles[group.short]
-            if course.bytes[-1] <= 0:
+            cut = sending.get(group.label)
+            if cut is None:
                 axes.axhline(measure.scale * course.mean[-1], color=style.colour, linestyle=style.line)
                 handles.append(handle(style, marker=""))
             else:
-                kept = course.bytes > 0 if log else np.ones(len(course.bytes), dtype=bool)
-                cut = Curve(
-                    course.rounds[kept], course.mean[kept], None if course.ci is None else course.ci[kept],
-                    course.bytes[kept],
-                )  # fmt: skip
                 handles.append(line(axes, cut.bytes, cut.mean, cut.ci, style, measure.scale, bounds=measure.bounds))
         prefixed(axes.xaxis, "B", positive if log else None)
         axes.set(xlabel=f"sent both ways{', logarithmic' if log else ''}")
         legend(figure, handles, [group.short for group, _ in found])
-    silent = any(course.bytes[-1] <= 0 for _, course in found)
     return Picture(
         figure,
         f"{measure.title} over communication",
         f"Line chart of {measure.noun} against bytes sent for {methods(len(found))}. Sent in all: "
         + ", ".join(f"{group.short} {si(float(course.bytes[-1]), 'B')}" for group, course in found)
         + ".",
-        f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways{seeds_note(groups)}"
-        f"{cut_note(axes, reached)}"
+        f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways"
+        f"{seeds_note(groups, measure.bounds)}{cut_note(axes, reached)}"
         + (f" A level line is the final {measure.noun} of a method that sends nothing." if silent else ""),
     )
+
+
+def _from_first_byte(course: Curve, log: bool) -> Curve:
+    """The curve, on a logarithmic axis without what is before the first message."""
+    kept = course.bytes > 0 if log else np.ones(len(course.bytes), dtype=bool)
+    ci = None if course.ci is None else course.ci[kept]
+    return Curve(course.rounds[kept], course.mean[kept], ci, course.bytes[kept])
 
 
 def client_boxes(groups: Sequence[Group], styles: Styles) -> Picture | None:

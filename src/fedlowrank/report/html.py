@@ -80,6 +80,7 @@ def _experiment(groups: Sequence[Group], looks: dict[str, Style], name: str, tit
         "<h3>Figures</h3>",
         _figures(groups, looks, name),
         "<h3>Settings</h3>",
+        '<p class="sub on-paper">Only settings that were open on the page are printed. All are in the run folders.</p>',
         *(_method(group) for group in groups),
         _shared(groups[0].first),
         "</section>",

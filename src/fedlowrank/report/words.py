@@ -48,7 +48,7 @@ def what_was_run(groups: Sequence[Group]) -> str:
     changed = part(run.config, "augment")
     if changed:
         said.append(f"Training images are changed at random: {_described(changed, ())}.")
-    models = ", ".join(f"{name} × {n}" if n > 1 else name for name, n in architectures.items())
+    models = ", ".join(f"{name}\u00a0×\u00a0{n}" if n > 1 else name for name, n in architectures.items())
     said.append(f"Models: {models or 'not named'}.")
     language = part(run.config, "language")
     if language:
