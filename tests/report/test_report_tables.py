@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fedlowrank.report import comparison, render_terminal
 from fedlowrank.report.tables import to_csv, to_html, to_markdown
-from fedlowrank.report.units import NONE, percent_pair, plain, seconds, si, tick
+from fedlowrank.report.units import NONE, number, percent_pair, plain, seconds, si, tick
 
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
 
@@ -137,6 +137,8 @@ def test_vary_is_json_in_the_csv(make_run):
         (si(999_999, "B"), "1.00 MB"),
         (si(12_345_678), "12.3 M"),
         (si(96_000, "B"), "96.0 kB"),
+        (number(100 * 0.14), "14"),
+        (number(12.6), "12.6"),
         (si(8_555_200, "B"), "8.56 MB"),
         (si(None), NONE),
         (si(float("nan")), NONE),

@@ -91,7 +91,8 @@ def number(value: float | None) -> str:
     """A number without a prefix: integers whole, other numbers with one decimal."""
     if value is None or not math.isfinite(value):
         return NONE
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
+    # 100 · 0.14 is 14.000000000000002
+    return f"{value:.0f}" if math.isclose(value, round(value), abs_tol=1e-9) else f"{value:.1f}"
 
 
 def plain(text: object, limit: int = 0) -> str:
