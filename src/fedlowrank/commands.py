@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from rich.table import Table
 from rich.text import Text
 
@@ -45,7 +46,8 @@ from .optimiser import SGD, AdamW, Schedule
 from .own_code import import_named
 from .plan import plan, refuse_conflicts
 from .record import RunRecord, as_checkpoint_error
-from .report import comparison, export_tensorboard, render_terminal, save_figures, write_report
+from .report import comparison, export_tensorboard, in_order, render_terminal, save_figures, write_report
+from .report.style import EMBEDDED_FONTS
 from .simulate import simulate
 from .stored import opened, stored_config
 from .terminal import console
@@ -238,7 +240,7 @@ def report(
         inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
         inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
         found += [folder] if (folder / "run.json").exists() or not inner else inner
-    records = [RunRecord.load(f) for f in found]
+    records = in_order([RunRecord.load(f) for f in found])
     write_report(records, out, target=target, command=shlex.join(["fedlowrank", *sys.argv[1:]]))
     for record in records if tensorboard else ():
         with as_checkpoint_error(f"cannot write {tensorboard}"):
@@ -278,7 +280,8 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     if out is not None:
         figure = class_count_figure(class_counts(federation.clients, len(federation.classes)), federation.classes)
         try:
-            figure.savefig(out)
+            with matplotlib.rc_context(EMBEDDED_FONTS):
+                figure.savefig(out)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot draw {out}: {error}") from error
         OUT.print(f"picture: {out}")

@@ -53,7 +53,7 @@ class TestBesideAccuracy:
         assert table.rows[0]["loss_last"] == pytest.approx(2.0)
         assert table.rows[0]["loss_ci95_seeds"] == pytest.approx(half)
         assert table.rows[0]["loss_std_clients"] == pytest.approx(0.5)
-        assert column(table, "Accuracy", "test loss") == [f"2.000 ± {half:.1f}", "–"]
+        assert column(table, "Accuracy", "test loss") == [f"2.0 ± {half:.1f}", "–"]
         assert not table.block("Test loss")
         assert "test loss" not in [one.title for one in comparison([make_run("old")]).columns]
 
@@ -264,7 +264,7 @@ class TestUnseen:
         assert choose_target([run]).value == 0.7
 
     @pytest.mark.parametrize(
-        ("regression", "block", "cell"), [(False, "Accuracy", "30.00 ± 10.00"), (True, "Test loss", "4.000 ± 1.0")]
+        ("regression", "block", "cell"), [(False, "Accuracy", "30.00 ± 10.00"), (True, "Test loss", "4.0 ± 1.0")]
     )
     def test_column(self, make_run, regression, block, cell):
         table = comparison(self.runs(make_run, regression))
@@ -339,7 +339,11 @@ def test_units():
         "–", "–", "0.000", "0.01235", "1.500", "1234", "1.235e-07",
     ]  # fmt: skip
     assert loss_pair(0.5, None) == "0.5000"
-    assert loss_pair(0.5, 0.0123) == "0.5000 ± 0.012"
+    assert loss_pair(0.5, 0.0123) == "0.500 ± 0.012"
+    assert loss_pair(0.07475, 0.075) == "0.075 ± 0.075"
+    assert loss_pair(0.1542, 0.27) == "0.15 ± 0.27"
+    assert loss_pair(0.01, 5.3) == "0.010 ± 5.300"
+    assert loss_pair(1.234e-6, 1e-8) == "1.234e-06 ± 1.0e-08"
 
 
 def test_members_of_a_regression_have_no_classes():

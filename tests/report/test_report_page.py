@@ -206,9 +206,26 @@ def test_finding_is_honest(make_run):
     assert "overlap: these runs alone do not establish" in finding(near)[0]
     assert "20.00 percentage points ahead of b" in finding(far)[0]
     assert "does not overlap" in finding(far)[0]
-    assert "one seed" in finding(single)[0]
+    assert finding(single)[0].endswith(
+        "20.00 percentage points ahead of b. Both ran with one seed, so whether the order would hold again is not known."
+    )
     assert "are level" in finding(same)[0]
     assert "overlap" not in finding(aggregate(level(0.8, 0.01, 3, make_run, "a")))[0]
+
+
+def test_finding_says_which_methods_ran_with_one_seed(make_run):
+    """Each sentence counts the seeds of the runs it is about."""
+
+    def said(**seeds):
+        at = {"a": 0.8, "b": 0.6, "c": 0.4}
+        return finding(aggregate([one for k, n in seeds.items() for one in level(at[k], 0.002, n, make_run, k)]))[0]
+
+    assert "Every method ran with one seed" in said(a=1, b=1, c=1)
+    assert "ahead of b. b ran with one seed, so" in said(a=3, b=1, c=3)
+    assert "ahead of b. a ran with one seed, so" in said(a=1, b=3, c=1)
+    assert "ahead of b. a and b ran with one seed, so" in said(a=1, b=1, c=3)
+    assert "do not overlap; c ran with one seed and has none." in said(a=3, b=3, c=1)
+    assert "does not overlap that of any other method" in said(a=3, b=3, c=3)
 
 
 def test_refusals(make_run, tmp_path):

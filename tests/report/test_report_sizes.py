@@ -149,8 +149,8 @@ def test_float32_counts_as_the_paper_does(make_run):
     assert table.rows[0]["communication_float32"] == 4 * 2 * FULL * 10_000 == 893_916_160_000
     assert table.rows[0]["reference_communication_gb"] == 893.92
     assert table.rows[1]["reference_communication_gb"] is None
-    assert column(table, "Cost of one run", "as float32") == ["893.92 GB", "30.000 kB"]  # 20 rounds of 375 numbers
-    assert column(table, "Cost of one run", "paper") == ["893.92 GB", NONE]
+    assert column(table, "Cost of one run", "as float32") == ["894 GB", "30.0 kB"]  # 20 rounds of 375 numbers
+    assert column(table, "Cost of one run", "paper") == ["894 GB", NONE]
     assert "paper" not in titles(table, "Accuracy")
     assert ("paper", "Table 2") in table.footnotes
     bare = comparison([make_run("a")])
@@ -174,10 +174,10 @@ def test_sizes_of_every_series_with_the_papers(make_run):
     table = comparison(runs)
     assert titles(table) == ["parameters", "paper", "parameters gkr", "paper gkr"]
     block = "Size of a client's model"
-    assert column(table, block, "parameters") == ["11.17 M", "6.500 ± 0.500 M", NONE]
-    assert column(table, block, "parameters gkr") == [NONE, "5.250 M", NONE]
-    assert column(table, block, "paper") == ["11.17 M", "6.690 M", NONE]
-    assert column(table, block, "paper gkr") == [NONE, "5.540 M", NONE]
+    assert column(table, block, "parameters") == ["11.2 M", "6.50 ± 0.50 M", NONE]
+    assert column(table, block, "parameters gkr") == [NONE, "5.25 M", NONE]
+    assert column(table, block, "paper") == ["11.2 M", "6.69 M", NONE]
+    assert column(table, block, "paper gkr") == [NONE, "5.54 M", NONE]
     fedslr = next(row for row in csv.DictReader(io.StringIO(to_csv(table))) if row["method"] == "fedslr")
     expected = {
         "parameters_model": 6.5e6, "parameters_model_std": 5e5, "parameters_model.gkr": 5.25e6,
@@ -230,7 +230,7 @@ def test_each_value_of_a_sweep_has_its_own_reference(make_run):
     table = comparison(runs)
     assert column(table, "Accuracy", "paper") == ["81.89", "74.33"]
     assert column(table, "Accuracy", "paper gkr") == ["63.63", "54.26"]
-    assert column(table, "Size of a client's model", "paper") == ["8.540 M", "2.240 M"]
+    assert column(table, "Size of a client's model", "paper") == ["8.54 M", "2.24 M"]
     assert [row["difference_points.gkr"] for row in table.rows] == [50 - 63.63, 50 - 54.26]
 
 
@@ -246,7 +246,7 @@ def test_ranks_at_the_end_are_json_in_the_csv(make_run):
 def test_every_way_of_writing_has_the_sizes(make_run):
     table = comparison([make_run("fedavg", rounds=sized({"personal": [FULL]})), make_run("fedslr", rounds=slr())])
     for written in (text_of(table), to_markdown(table), to_html(table)):
-        assert "11.17 M" in written
+        assert "11.2 M" in written
         assert "Size of a client" in written
 
 
@@ -260,7 +260,7 @@ def test_a_terminal_of_80_characters_shows_all(make_run):
     assert max(map(len, said.splitlines())) <= 80
     assert "…" not in said
     assert "Accuracy, continued" in said
-    for printed in ("82.19", "73.87", "64.22", "6.690 M", "8.540 M", "5.540 M", "722.60 GB", "1.5000 kB"):
+    for printed in ("82.19", "73.87", "64.22", "6.69 M", "8.54 M", "5.54 M", "723 GB", "1.50 kB"):
         assert said.count(printed) == 1
     tables = sum(line.split()[:1] == ["method"] for line in said.splitlines())
     assert said.count(name) == tables > 4
@@ -269,12 +269,12 @@ def test_a_terminal_of_80_characters_shows_all(make_run):
 @pytest.mark.parametrize(
     ("got", "expected"),
     [
-        (si_pair(6_690_000, 560_000), "6.690 ± 0.560 M"),
-        (si_pair(9_000_900, 98_000, "B"), "9.001 ± 0.098 MB"),
+        (si_pair(6_690_000, 560_000), "6.69 ± 0.56 M"),
+        (si_pair(9_000_900, 98_000, "B"), "9.00 ± 0.10 MB"),
         (si_pair(500.0, 20.0), "500 ± 20"),
-        (si_pair(11_173_952.0, 0.0), "11.17 M"),
-        (si_pair(11_173_952.0, None), "11.17 M"),
-        (si_pair(11_173_952.0, math.nan), "11.17 M"),
+        (si_pair(11_173_952.0, 0.0), "11.2 M"),
+        (si_pair(11_173_952.0, None), "11.2 M"),
+        (si_pair(11_173_952.0, math.nan), "11.2 M"),
         (si_pair(None, 1.0), NONE),
     ],
 )

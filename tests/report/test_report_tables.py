@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from fedlowrank.report import comparison, render_terminal
 from fedlowrank.report.tables import to_csv, to_html, to_markdown
-from fedlowrank.report.units import NONE, percent_pair, plain, seconds, si, tick
+from fedlowrank.report.units import NONE, number, percent_pair, plain, seconds, si, tick
 
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
 
@@ -135,13 +136,17 @@ def test_vary_is_json_in_the_csv(make_run):
         (si(1000, "B"), "1.00 kB"),
         (si(999_999, "B"), "1.00 MB"),
         (si(12_345_678), "12.3 M"),
+        (si(96_000, "B"), "96.0 kB"),
+        (number(100 * 0.14), "14"),
+        (number(12.6), "12.6"),
+        (si(8_555_200, "B"), "8.56 MB"),
         (si(None), NONE),
         (si(float("nan")), NONE),
         (tick(1_500_000.0, "B"), "1.5 MB"),
         (percent_pair(0.931249, 0.05), "93.12 ± 5.00"),
         (percent_pair(0.5, None), "50.00"),
         (seconds(0.0), "0 s"),
-        (seconds(150.0), "2.5 min"),
+        (seconds(150.0), "2.50 min"),
         (seconds(36_000.0), "10.0 h"),
         (plain("a\x00\nb  c"), "a b c"),
         (plain("abcdef", 4), "abc…"),
@@ -149,3 +154,13 @@ def test_vary_is_json_in_the_csv(make_run):
 )
 def test_units(got, expected):
     assert got == expected
+
+
+def test_a_table_has_one_number_format(make_run):
+    """Every byte size and count of the page has three significant digits, fewer only where it is a whole number below."""
+    text = to_html(comparison([make_run("a"), make_run("b", 1)]))
+    shown = re.findall(r">(\d[\d.]*) ?([kMGTP]?B|[kMGTP])</td>", text)
+    assert len(shown) > 10
+    for figure, unit in shown:
+        digits = figure.replace(".", "").lstrip("0")
+        assert len(digits) == 3 or (unit == "B" and "." not in figure and len(digits) < 3), (figure, unit)

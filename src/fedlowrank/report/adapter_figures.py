@@ -30,10 +30,10 @@ from .adapters import (
     server_rank,
     training_loss,
 )
-from .axes import DECADES, Styles, handle, judged_axis, line, methods, rounds_axis, seeds_note
-from .courses import LINES, Course
+from .axes import DECADES, Styles, cut_note, handle, judged_axis, line, methods, over_seeds, rounds_axis, seeds_note
+from .courses import LINES, NON_NEGATIVE, Bounds, Course, Floats, interval_ends, reach
 from .groups import Group, seed
-from .measure import ACCURACY, LOSS, Measure, spans
+from .measure import LOSS, Measure, spans
 from .style import INK, LIGHT, WIDTH, Picture, Style, drawing, hue, legend, new_figure, styles
 from .units import plain
 
@@ -48,6 +48,8 @@ TICK = 0.1
 
 CLOSE = 8
 """Ranks from which on markers are smaller and closer to their places."""
+
+SHARE: Bounds = (0.0, 1.0)
 
 LISTED = 9
 """Most ranks in a legend."""
@@ -70,7 +72,14 @@ def score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
     with drawing():
         figure = Figure(figsize=(WIDTH, 0.6 + 2.3 * rows), layout="constrained")
         panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        judged_axis(panels[0, 0].yaxis, measure, _reach(found, measure))
+        scores_of_all = [score for *_, scores in found for score in scores.values()]
+        low, high = _ends(scores_of_all, measure)
+        judged_axis(
+            panels[0, 0].yaxis,
+            measure,
+            [one.score.mean for one in scores_of_all],
+            [*map(float, low), *map(float, high)],
+        )
         for axes, name in zip(panels.flat, names, strict=False):
             axes.set_title(plain(name, 24), fontsize=9.5, loc="left", pad=4)
             for group, series, scores in found:
@@ -79,10 +88,11 @@ def score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
                     shift = (drawn.index(group.short) - (len(drawn) - 1) / 2) * 4 / 72 * room
                     aside = ScaledTranslation(shift, 0, figure.dpi_scale_trans)
                     style, x = styles[group.short], sorted(scores)
-                    half = measure.scale * np.array([scores[rank].score.ci or 0.0 for rank in x])
+                    mean = np.array([scores[rank].score.mean for rank in x])
+                    low, high = _ends([scores[rank] for rank in x], measure)
+                    bars = measure.scale * np.array([mean - low, high - mean])
                     axes.errorbar(
-                        x, measure.scale * np.array([scores[rank].score.mean for rank in x]),
-                        yerr=half if half.any() else None, color=style.colour, linestyle=style.line,
+                        x, measure.scale * mean, yerr=bars if bars.any() else None, color=style.colour, linestyle=style.line,
                         marker=style.marker, markersize=2.5 + 2.5 * room, capsize=2, elinewidth=1,
                         transform=axes.transData + aside,
                     )  # fmt: skip
@@ -99,8 +109,8 @@ def score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
         f"{group.short}, {name}: " + ", ".join(f"rank {r} {measure.text(s.score.mean)}" for r, s in scores.items())
         for group, name, scores in found
     )
-    seeds = max(score.score.n for *_, scores in found for score in scores.values())
-    over = f", mean over up to {seeds} seeds with bars of the 95 % interval" if seeds > 1 else ""
+    over = over_seeds([group for group, *_ in found])
+    over += " with bars of the 95 % interval" if over else ""
     return Picture(
         figure,
         f"{measure.title} by rank of the client",
@@ -184,8 +194,11 @@ def server_rank_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture 
         return None
     with drawing():
         figure, axes = new_figure(2.6)
-        handles = [line(axes, got[0].rounds, got[0].mean, got[0].ci, styles[group.short]) for group, got in found]
-        top = max(float(got[0].mean.max()) for _, got in found)
+        handles = [
+            line(axes, got[0].rounds, got[0].mean, got[0].ci, styles[group.short], bounds=NON_NEGATIVE)
+            for group, got in found
+        ]
+        top = max(reach([got[0] for _, got in found], NON_NEGATIVE))
         axes.set(xlabel="round", ylabel="singular values of W", ylim=(-0.03 * top, 1.06 * top))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
         rounds_axis(axes.xaxis)
@@ -214,13 +227,15 @@ def energy_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | Non
     with drawing():
         figure = Figure(figsize=(WIDTH, 4.4), layout="constrained")
         above, below = figure.subplots(2, 1, sharex=True)
-        handles = [line(above, one.rounds, one.mean, one.ci, styles[group.short]) for group, one in found]
+        handles = [
+            line(above, one.rounds, one.mean, one.ci, styles[group.short], bounds=NON_NEGATIVE) for group, one in found
+        ]
         for group, one in cuts:
-            line(below, one.rounds, one.mean, one.ci, styles[group.short], 100.0)
-        for axes, courses, scale, label in (
-            (above, [one for _, one in found], 1.0, "‖W‖²"), (below, [one for _, one in cuts], 100.0, "cut off / %"),
-        ):  # fmt: skip
-            top = scale * max(float(one.mean.max()) for one in courses)
+            line(below, one.rounds, one.mean, one.ci, styles[group.short], 100.0, bounds=SHARE)
+        for axes, top, label in (
+            (above, max(reach([one for _, one in found], NON_NEGATIVE)), "‖W‖²"),
+            (below, 100 * max(reach([one for _, one in cuts], SHARE)), "cut off / %"),
+        ):
             axes.set(ylabel=label, ylim=(-0.03 * top, 1.06 * top))
             axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
         below.set_xlabel("round")
@@ -259,23 +274,25 @@ def training_loss_over_rounds(groups: Sequence[Group], styles: Styles) -> Pictur
     with drawing():
         figure, axes = new_figure(3.1)
         axes.set(xlabel="round")
-        judged_axis(axes.yaxis, TRAINING, [float(value) for *_, course in found for value in course.mean])
+        ends = reach([course for _, place, _, course in found if not place])
+        judged_axis(axes.yaxis, TRAINING, [float(value) for *_, course in found for value in course.mean], ends)
         handles = [
             line(axes, course.rounds, course.mean, course.ci, styles[group.short].further(place), thin=place > 0)
             for group, place, _, course in found
         ]
         rounds_axis(axes.xaxis)
         legend(figure, handles, [label for _, _, label, _ in found])
-    ends = ", ".join(f"{label} {TRAINING.text(float(course.mean[-1]))}" for _, _, label, course in found)
+    last = ", ".join(f"{label} {TRAINING.text(float(course.mean[-1]))}" for _, _, label, course in found)
     more = " Thin lines, without a band: further passes of a method." if any(place for _, place, *_ in found) else ""
     return Picture(
         figure,
         "Training loss over rounds",
         f"Line chart of training loss against rounds for {methods(len({group.label for group, *_ in found}))}. At the end: "
-        f"{ends}.",
-        f"Mean loss over the training steps of each round, of all participants{seeds_note([g for g, *_ in found])} It is "
-        "taken while the clients train, so it falls within a round as well as from round to round: where it falls and the "
-        f"test loss does not, the clients overfit or their updates do not add up at the server.{more}",
+        f"{last}.",
+        "Mean loss over the training steps of each round, of all participants"
+        f"{seeds_note([g for g, *_ in found], TRAINING.bounds)}{cut_note(axes, ends)} It is taken while the clients train, so "
+        "it falls within a round as well as from round to round: where it falls and the test loss does not, the clients "
+        f"overfit or their updates do not add up at the server.{more}",
     )
 
 
@@ -289,13 +306,10 @@ def rank_styles(ranks: Sequence[int]) -> dict[int, Style]:
     return {rank: replace(looks[str(rank)], colour=hue(i, len(order) * 5 // 4)) for i, rank in enumerate(order)}
 
 
-def _reach(found: Sequence[tuple[Group, str, Mapping[int, RankScore]]], measure: Measure) -> list[float]:
-    """Means and the ends of their bars, those of a wide interval cut: the means must stay apart to the eye."""
-    scores = [one.score for *_, each in found for one in each.values()]
-    means = [score.mean for score in scores]
-    room = max(means) - min(means) + (0.02 if measure == ACCURACY else 0.0)
-    ends = [score.mean + sign * min(score.ci or 0.0, room) for score in scores for sign in (-1, 1)]
-    return ends if min(ends) > 0 or measure == ACCURACY else [*means, max(ends)]
+def _ends(scores: Sequence[RankScore], measure: Measure) -> tuple[Floats, Floats]:
+    """Lower and upper ends of the bars."""
+    means, half = (np.array([getattr(one.score, name) or 0.0 for one in scores]) for name in ("mean", "ci"))
+    return interval_ends(means, half, measure.bounds)
 
 
 def _rank_axis(axes: Axes, ranks: Sequence[int]) -> None:

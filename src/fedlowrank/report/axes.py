@@ -12,7 +12,7 @@ from matplotlib.axis import Axis, XAxis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from .courses import Floats
+from .courses import NON_NEGATIVE, UNBOUNDED, Bounds, Floats, interval_ends
 from .groups import Group
 from .measure import ACCURACY, Measure, spans
 from .style import Style
@@ -42,33 +42,32 @@ def rgb(code: str) -> tuple[float, float, float]:
     return (int(code[1:3], 16) / 255, int(code[3:5], 16) / 255, int(code[5:7], 16) / 255)
 
 
-def around(axes: Axes, means: Sequence[float]) -> None:
-    """Limits of an axis of accuracies around these fractions.
-
-    From the means alone: the interval over two seeds can be many times as tall as everything there is to see.
-    """
-    low, high = 100 * min(means), 100 * max(means)
+def around(axes: Axes, shown: Sequence[float]) -> None:
+    """Limits of an axis of accuracies around all that is drawn, as fractions."""
+    low, high = 100 * min(shown), 100 * max(shown)
     pad = max(1.0, 0.06 * (high - low))
     axes.set_ylim(*within((low - pad, high + pad)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
 
 
-def judged_axis(axis: Axis, measure: Measure, means: Sequence[float]) -> None:
-    """Label, scale, limits and ticks of an axis of accuracies or losses around these means.
+def judged_axis(axis: Axis, measure: Measure, means: Sequence[float], ends: Sequence[float] = ()) -> None:
+    """Label, scale, limits and ticks of an axis of accuracies or losses around means and the ends of their intervals.
 
-    Losses are on a logarithmic axis where all are positive and they span more than two decades.
+    Losses are on a logarithmic axis where all means are positive and span more than two decades. It has no place for
+    the ends that are not positive: below the least mean it shows one decade at most.
     """
     vertical = not isinstance(axis, XAxis)
     axes = axis.axes
     if measure == ACCURACY:
         axis.set_label_text(measure.axis)
         if vertical:
-            around(axes, means)
+            around(axes, [*means, *ends])
         return
     log = spans(means, DECADES)
     axis.set_label_text(f"{measure.axis}, logarithmic" if log else measure.axis)
-    low, high = min(means), max(means)
+    low, high = min([*means, *ends]), max([*means, *ends])
     if log:
+        low = max(low, min(means) / 10)
         (axes.set_yscale if vertical else axes.set_xscale)("log")
         pad = (high / low) ** 0.05
         limits = (low / pad, high * pad)
@@ -93,28 +92,30 @@ def points_axis(axes: Axes, measure: Measure, means: Sequence[float], margin: fl
 
 
 def line(
-    axes: Axes, x: Floats, mean: Floats, ci: Floats | None, style: Style, scale: float = 1.0, *, thin: bool = False
-) -> Line2D:
+    axes: Axes, x: Floats, mean: Floats, ci: Floats | None, style: Style, scale: float = 1.0, *,
+    bounds: Bounds = UNBOUNDED, thin: bool = False,
+) -> Line2D:  # fmt: skip
     """Draw means with their interval over seeds as a band.
 
     Args:
-        axes: where to.
+        axes: where to; a logarithmic axis must have its limits.
         x: ``[n]`` places.
         mean: ``[n]`` means.
         ci: ``[n]`` half-widths of the interval, or None for one seed.
         style: look of the method.
         scale: factor of means and half-widths to the unit of the axis.
+        bounds: the least and the largest possible value, to which the band is cut.
         thin: a further line of the method, without a band.
 
     Returns:
         The entry of a legend.
     """
     if ci is not None and not thin:
-        low = mean - ci
-        if (mean > 0).all() and axes.get_yscale() == "log":
+        low, high = interval_ends(mean, ci, bounds)
+        if axes.get_yscale() == "log":
             # below zero a logarithmic axis has no place
-            low = np.maximum(low, mean.min() / DECADES)
-        axes.fill_between(x, scale * low, scale * (mean + ci), color=style.colour, alpha=0.15, linewidth=0)
+            low = np.maximum(low, axes.get_ylim()[0] / scale)
+        axes.fill_between(x, scale * low, scale * high, color=style.colour, alpha=0.15, linewidth=0)
     # One evaluation is a point; a line through it would show nothing.
     key = handle(style, marker=style.marker if len(mean) == 1 else "")
     if thin:
@@ -155,7 +156,23 @@ def methods(count: int) -> str:
     return "one method" if count == 1 else f"{count} methods"
 
 
-def seeds_note(groups: Sequence[Group]) -> str:
-    """End of a caption: over how many seeds the mean is, and what the band is."""
-    many = max((len(group.runs) for group in groups), default=1)
-    return f", mean over up to {many} seeds; the band is the 95 % interval over seeds." if many > 1 else "."
+def seeds_note(groups: Sequence[Group], bounds: Bounds = NON_NEGATIVE) -> str:
+    """End of a caption: over how many seeds the mean is, and what the band is, cut where it has bounds."""
+    said, cut = over_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
+    return f"{said}; the band is the 95 % interval over seeds{cut}." if said else "."
+
+
+def cut_note(axes: Axes, ends: Sequence[float]) -> str:
+    """A sentence for the caption if a logarithmic axis has no place for the lower ends of some intervals."""
+    if axes.get_yscale() != "log" or not any(end < axes.get_ylim()[0] for end in ends):
+        return ""
+    return " Bands that reach further down, or below 0, end at the lower edge of the logarithmic axis."
+
+
+def over_seeds(groups: Sequence[Group]) -> str:
+    """``, mean over 3 seeds``, or ``, mean over up to 3 seeds``; nothing where no group has more than one."""
+    counts = {len(group.runs) for group in groups}
+    if max(counts, default=1) < 2:
+        return ""
+    many = f"{max(counts)}" if len(counts) == 1 else f"up to {max(counts)}"
+    return f", mean over {many} seeds"

@@ -207,7 +207,7 @@ def _costs(rows: Sequence[Row]) -> Iterable[Column]:
     yield _number("parameters up", "parameters_up", si, block, "floating-point elements in those messages", wide=True)
     yield _number("parameters down", "parameters_down", si, block, "", wide=True)
     yield _number(
-        "as float32", "communication_float32", _float32, block,
+        "as float32", "communication_float32", _bytes, block,
         "four bytes for each floating-point element, both ways: how papers count communication", wide=not compared,
     )  # fmt: skip
     if compared:
@@ -240,11 +240,6 @@ def _bytes(value: float | None) -> str:
     return si(value, "B")
 
 
-def _float32(value: float | None) -> str:
-    # as many digits as papers print
-    return si(value, "B", 5)
-
-
 def _paper(row: Row, end: str = "") -> str:
     value = _float(row, f"reference_percent{end}")
     if value is None:
@@ -274,12 +269,12 @@ def _model_size(row: Row, end: str) -> str:
 
 def _paper_size(row: Row, end: str) -> str:
     value = _float(row, f"reference_parameters_m{end}")
-    return NONE if value is None else si(1e6 * value, digits=4)
+    return NONE if value is None else si(1e6 * value)
 
 
 def _paper_communication(row: Row) -> str:
     value = _float(row, "reference_communication_gb")
-    return NONE if value is None else _float32(1e9 * value)
+    return NONE if value is None else _bytes(1e9 * value)
 
 
 def _rounds(row: Row) -> str:
@@ -288,7 +283,10 @@ def _rounds(row: Row) -> str:
         return NONE
     if not reached:
         return "not reached"
-    return number(_float(row, "target_round")) if reached == n else f"{reached} of {n} seeds"
+    if reached != n:
+        return f"{reached} of {n} seeds"
+    mean = _float(row, "target_round")
+    return number(mean) if n == 1 or mean is None else f"{mean:.1f}"
 
 
 def _any(rows: Sequence[Row], key: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ from .summary import scores
 from .units import plain
 
 Floats = NDArray[np.float64]
+Bounds = tuple[float, float]
+UNBOUNDED: Bounds = (-math.inf, math.inf)
+NON_NEGATIVE: Bounds = (0.0, math.inf)
 LINES = 14
 """Most lines of a figure with the further series of methods; with more, the headlines alone are drawn."""
 
@@ -51,6 +55,10 @@ class Course:
     rounds: Floats
     mean: Floats
     ci: Floats | None
+
+    def ends(self, bounds: Bounds = UNBOUNDED) -> tuple[Floats, Floats]:
+        """Lower and upper end of the interval, ``[n]`` each; the mean twice for one seed."""
+        return interval_ends(self.mean, self.ci, bounds)
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,24 @@ def shared_rounds(tracks: Sequence[Mapping[int, Any]]) -> list[int]:
 def interval(values: Floats) -> Floats | None:
     """Half-width of the 95 % interval over the seeds of ``values [seeds, n]``, or None for one seed."""
     return half_width(1.0, len(values)) * values.std(axis=0, ddof=1) if len(values) > 1 else None
+
+
+def interval_ends(mean: Floats, ci: Floats | None, bounds: Bounds = UNBOUNDED) -> tuple[Floats, Floats]:
+    """Lower and upper ends of intervals, cut to what the quantity can be.
+
+    Args:
+        mean: ``[n]`` means.
+        ci: ``[n]`` half-widths, or None for one seed.
+        bounds: the least and the largest possible value.
+    """
+    if ci is None:
+        return mean, mean
+    return np.clip(mean - ci, *bounds), np.clip(mean + ci, *bounds)
+
+
+def reach(courses: Sequence[Course], bounds: Bounds = UNBOUNDED) -> list[float]:
+    """Both ends of every interval of these courses, for which an axis must have room."""
+    return [float(end) for one in courses for side in one.ends(bounds) for end in side]
 
 
 def course(rounds: Sequence[int], values: Floats) -> Course:

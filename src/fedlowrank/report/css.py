@@ -18,13 +18,14 @@ CSS = f"""
 @media screen and (prefers-color-scheme:dark){{:root{{{_DARK}}}}}
 *{{box-sizing:border-box}}
 body{{margin:0 auto;max-width:74rem;padding:1rem 1.25rem 3rem;background:var(--paper);color:var(--ink);
-font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;overflow-wrap:anywhere}}
+font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;overflow-wrap:break-word}}
 h1{{font-size:1.7rem;line-height:1.2;margin:.6rem 0 .2rem}}
 h2{{font-size:1.3rem;margin:2.2rem 0 .5rem;border-top:1px solid var(--rule);padding-top:1rem}}
 h3{{font-size:1.08rem;margin:1.6rem 0 .4rem}}
 p{{max-width:48rem;margin:.5rem 0}}
 a{{color:var(--link)}}
 .sub{{color:var(--soft)}}
+.on-paper{{display:none}}
 .finding{{font-size:1.12rem;border-left:4px solid var(--s0);padding:.1rem 0 .1rem .8rem;margin:1rem 0}}
 .note{{background:var(--note);border-left:4px solid var(--edge);padding:.4rem .8rem;margin:.8rem 0;border-radius:3px}}
 .note p,.note ul{{margin:.2rem 0}}
@@ -36,7 +37,8 @@ th,td{{padding:.34rem .7rem;border-bottom:1px solid var(--rule);text-align:left;
 td{{white-space:nowrap}}
 td.left{{white-space:normal;min-width:7rem}}
 thead th{{border-bottom:2px solid var(--soft);vertical-align:bottom;font-weight:600}}
-tbody th{{font-weight:500;min-width:9rem;max-width:16rem;overflow-wrap:anywhere}}
+tbody th{{font-weight:500;min-width:9rem;max-width:16rem;overflow-wrap:break-word}}
+.settings tbody th{{max-width:none;white-space:nowrap;position:static}}.settings td{{overflow-wrap:anywhere}}
 tbody th,thead th:first-child{{position:sticky;left:0;background:var(--paper);z-index:1}}
 .right{{text-align:right}}
 .ablation tbody th,.ablation thead th:first-child{{position:static;min-width:0}}
@@ -63,8 +65,8 @@ tbody th{{min-width:6.5rem;max-width:8.5rem}}th,td{{padding:.3rem .5rem}}
 @media print{{@page{{size:A4;margin:14mm}}
 html{{font-size:9.5pt}}body{{max-width:none;padding:0;font-size:1rem}}
 .scroll{{overflow:visible}}table{{font-size:7pt}}th,td{{padding:.18rem .32rem}}
-tbody th{{min-width:0;max-width:7rem}}tbody th,thead th:first-child{{position:static}}
-details:not([open])::details-content{{content-visibility:visible;height:auto}}
+tbody th{{min-width:0;max-width:none}}tbody th,thead th:first-child{{position:static}}
+details:not([open]){{display:none}}.on-paper{{display:block}}summary{{list-style:none}}
 .figures{{grid-template-columns:1fr 1fr;gap:1rem}}.figures.small{{grid-template-columns:repeat(3,1fr)}}
 figure,tr,.scroll,.note,.finding,details{{break-inside:avoid}}h2,h3,caption{{break-after:avoid}}thead{{display:table-header-group}}
 section.experiment+section.experiment{{break-before:page}}

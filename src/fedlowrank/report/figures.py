@@ -20,6 +20,7 @@ from matplotlib.transforms import ScaledTranslation
 from .axes import (
     LOG_FROM,
     Styles,
+    cut_note,
     handle,
     judged_axis,
     line,
@@ -30,7 +31,7 @@ from .axes import (
     rounds_axis,
     seeds_note,
 )
-from .courses import Curve, Shown, curve, shown_series
+from .courses import Curve, Shown, curve, interval_ends, reach, shown_series
 from .groups import Group, Spread, measure_of, spread, value_text, worded
 from .measure import ACCURACY, LOSS, Measure
 from .style import INK, WIDTH, Picture, Style, drawing, legend, new_figure
@@ -68,14 +69,25 @@ def _over_rounds(shown: Sequence[Shown], groups: Sequence[Group], styles: Styles
         figure, axes = new_figure(3.1)
         axes.set(xlabel="round")
         # before the bands, which have to know the scale
-        judged_axis(axes.yaxis, measure, [float(value) for *_, course in found for value in course.mean])
+        means = [float(value) for *_, course in found for value in course.mean]
+        ends = reach([course for one, _, course in found if not one.place], measure.bounds)
+        judged_axis(axes.yaxis, measure, means, ends)
         handles = [
-            line(axes, course.rounds, course.mean, course.ci, style, measure.scale, thin=one.place > 0)
+            line(
+                axes,
+                course.rounds,
+                course.mean,
+                course.ci,
+                style,
+                measure.scale,
+                bounds=measure.bounds,
+                thin=one.place > 0,
+            )
             for one, style, course in found
         ]
         rounds_axis(axes.xaxis)
         legend(figure, handles, [one.label for one, *_ in found])
-    ends = ", ".join(f"{one.label} {measure.text(float(course.mean[-1]))}" for one, _, course in found)
+    last = ", ".join(f"{one.label} {measure.text(float(course.mean[-1]))}" for one, _, course in found)
     thin = [one for one, *_ in found if one.place]
     more = " Thin lines, without a band: further models of a method, named after the colon." if thin else ""
     if any(one.unseen for one in thin):
@@ -86,9 +98,9 @@ def _over_rounds(shown: Sequence[Shown], groups: Sequence[Group], styles: Styles
     return Picture(
         figure,
         f"{measure.title} over rounds",
-        f"Line chart of {measure.noun} against rounds for {methods(count)}. At the end: {ends}.",
-        f"Mean {measure.noun} over clients after each evaluated round{seeds_note(groups)} "
-        f"Round 0 is the state before training.{more}",
+        f"Line chart of {measure.noun} against rounds for {methods(count)}. At the end: {last}.",
+        f"Mean {measure.noun} over clients after each evaluated round{seeds_note(groups, measure.bounds)} "
+        f"Round 0 is the state before training.{cut_note(axes, ends)}{more}",
     )
 
 
@@ -101,35 +113,42 @@ def accuracy_over_bytes(groups: Sequence[Group], styles: Styles) -> Picture | No
     positive = [float(x) for _, course in found for x in course.bytes if x > 0]
     ends = [float(course.bytes[-1]) for _, course in found if course.bytes[-1] > 0]
     log = max(ends) / min(ends) >= LOG_FROM
+    sending = {group.label: _from_first_byte(course, log) for group, course in found if course.bytes[-1] > 0}
     with drawing():
         figure, axes = new_figure(3.1)
-        judged_axis(axes.yaxis, measure, [float(value) for _, course in found for value in course.mean])
+        shown = [float(value) for course in sending.values() for value in course.mean]
+        silent = [float(course.mean[-1]) for group, course in found if group.label not in sending]
+        reached = reach([*sending.values()], measure.bounds)
+        judged_axis(axes.yaxis, measure, [*shown, *silent], reached)
         handles = []
         for group, course in found:
             style = styles[group.short]
-            if course.bytes[-1] <= 0:
+            cut = sending.get(group.label)
+            if cut is None:
                 axes.axhline(measure.scale * course.mean[-1], color=style.colour, linestyle=style.line)
                 handles.append(handle(style, marker=""))
             else:
-                kept = course.bytes > 0 if log else np.ones(len(course.bytes), dtype=bool)
-                cut = Curve(
-                    course.rounds[kept], course.mean[kept], None if course.ci is None else course.ci[kept],
-                    course.bytes[kept],
-                )  # fmt: skip
-                handles.append(line(axes, cut.bytes, cut.mean, cut.ci, style, measure.scale))
+                handles.append(line(axes, cut.bytes, cut.mean, cut.ci, style, measure.scale, bounds=measure.bounds))
         prefixed(axes.xaxis, "B", positive if log else None)
         axes.set(xlabel=f"sent both ways{', logarithmic' if log else ''}")
         legend(figure, handles, [group.short for group, _ in found])
-    silent = any(course.bytes[-1] <= 0 for _, course in found)
     return Picture(
         figure,
         f"{measure.title} over communication",
         f"Line chart of {measure.noun} against bytes sent for {methods(len(found))}. Sent in all: "
         + ", ".join(f"{group.short} {si(float(course.bytes[-1]), 'B')}" for group, course in found)
         + ".",
-        f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways{seeds_note(groups)}"
+        f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways"
+        f"{seeds_note(groups, measure.bounds)}{cut_note(axes, reached)}"
         + (f" A level line is the final {measure.noun} of a method that sends nothing." if silent else ""),
     )
+
+
+def _from_first_byte(course: Curve, log: bool) -> Curve:
+    """The curve, on a logarithmic axis without what is before the first message."""
+    kept = course.bytes > 0 if log else np.ones(len(course.bytes), dtype=bool)
+    ci = None if course.ci is None else course.ci[kept]
+    return Curve(course.rounds[kept], course.mean[kept], ci, course.bytes[kept])
 
 
 def client_boxes(groups: Sequence[Group], styles: Styles) -> Picture | None:
@@ -231,12 +250,13 @@ def sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
         shorts = list(dict.fromkeys(group.short for group, _ in found))
         for i, short in enumerate(shorts):
             rows = sorted(((places[_vary_key(g)], a) for g, a in found if g.short == short), key=lambda row: row[0])
-            y = measure.scale * np.array([result.mean for _, result in rows])
-            ci = measure.scale * np.array([result.ci or 0.0 for _, result in rows])
+            y = np.array([result.mean for _, result in rows])
+            low, high = interval_ends(y, np.array([result.ci or 0.0 for _, result in rows]), measure.bounds)
+            bars = measure.scale * np.array([y - low, high - y])
             style, x = styles[short], [at for at, _ in rows]
             # Side by side by a few points on paper, so that bars at one value do not hide each other.
             aside = ScaledTranslation((i - (len(shorts) - 1) / 2) * 4 / 72, 0, figure.dpi_scale_trans)
-            axes.errorbar(x, y, yerr=ci if ci.any() else None, color=style.colour, linestyle=style.line,
+            axes.errorbar(x, measure.scale * y, yerr=bars if bars.any() else None, color=style.colour, linestyle=style.line,
                           marker=style.marker, markersize=5, capsize=2, elinewidth=1,
                           transform=axes.transData + aside)  # fmt: skip
             handles.append(handle(style))
@@ -244,10 +264,9 @@ def sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
         _sweep_axis(axes, places, numeric)
         axes.set(xlabel=", ".join(name.rpartition(".")[2] for name in names))
         means = [result.mean for _, result in found]
-        room = max(means) - min(means) + (0.02 if measure == ACCURACY else 0.0)
-        bars = [(result.mean, min(result.ci or 0.0, room)) for _, result in found]
-        ends = [mean + sign * bar for mean, bar in bars for sign in (-1, 1)]
-        judged_axis(axes.yaxis, measure, ends if min(ends) > 0 or measure == ACCURACY else [*means, max(ends)])
+        half = np.array([result.ci or 0.0 for _, result in found])
+        low, high = interval_ends(np.array(means), half, measure.bounds)
+        judged_axis(axes.yaxis, measure, means, [*map(float, low), *map(float, high)])
         legend(figure, handles, labels)
     said = "; ".join(f"{group.label} {measure.text(result.mean)}" for group, result in found)
     return Picture(

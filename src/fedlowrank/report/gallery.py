@@ -8,11 +8,23 @@ from pathlib import Path
 
 import matplotlib
 
+from fedlowrank.methods import METHODS
 from fedlowrank.record import RunRecord, as_checkpoint_error
 
 from . import adapter_figures, figures, low_rank_figures, pictures, route_figures
 from .groups import Group, aggregate, vary_text
 from .style import Picture, Style, drawing, real_colours, styles
+
+
+def method_styles(groups: Sequence[Group]) -> dict[str, Style]:
+    """A style for each label, in whatever order the runs are given.
+
+    Labels are sorted by the place of the method in :data:`fedlowrank.methods.METHODS`, methods that are not there last
+    and by name, so that ``compare`` and ``report`` draw the same runs alike.
+    """
+    place = {name: i for i, name in enumerate(METHODS)}
+    order = sorted({(place.get(group.method, len(place)), group.method, group.short) for group in groups})
+    return styles([short for *_, short in order])
 
 
 def gallery(groups: Sequence[Group], looks: dict[str, Style]) -> Iterator[tuple[str, list[Picture]]]:
@@ -76,7 +88,7 @@ def save_figures(runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] =
     for name in names:
         into = folder / _slug(name) if len(names) > 1 else folder
         with as_checkpoint_error(f"cannot write figures to {into}"), drawing(), real_colours():
-            looks = styles([group.short for group in groups])
+            looks = method_styles(groups)
             into.mkdir(parents=True, exist_ok=True)
             matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"
             used: set[str] = set()

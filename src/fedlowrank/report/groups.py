@@ -241,6 +241,26 @@ def aggregate(runs: Sequence[RunRecord], target: float | None = None) -> list[Gr
     return found
 
 
+def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Runs in the order in which their experiment compares the methods, each method's by seed.
+
+    Runs of different experiments, and whatever else is level, keep the order given.
+    """
+    experiments = list(dict.fromkeys(map(experiment, runs)))
+
+    def place(run: RunRecord) -> tuple[int, int, float]:
+        compared, number = part(run.config, "experiment").get("compare"), part(run.config, "run").get("seed")
+        known = compared if isinstance(compared, list) else []
+        name = method_name(run)
+        return (
+            experiments.index(experiment(run)),
+            known.index(name) if name in known else len(known),
+            number if isinstance(number, (int, float)) else math.inf,
+        )
+
+    return sorted(runs, key=place)
+
+
 def experiment(run: RunRecord) -> str:
     """Name of the run's experiment."""
     return plain(run.config.get("name") or run.folder.name)

@@ -12,9 +12,9 @@ from fedlowrank.record import RunRecord
 from . import words
 from .ablation import ablations
 from .css import CSS
-from .gallery import gallery
+from .gallery import gallery, method_styles
 from .groups import PARTS, Group, aggregate, experiment
-from .style import Picture, Style, styles, to_svg
+from .style import Picture, Style, to_svg
 from .summary import part
 from .tables import ablation_html, compare, to_html
 from .units import plain
@@ -35,7 +35,7 @@ def page(runs: Sequence[RunRecord], target: float | None = None, command: str = 
         raise ConfigError("a report needs at least one run")
     groups = aggregate(runs, target)
     names = list(dict.fromkeys(group.name for group in groups))
-    looks = styles([group.short for group in groups])
+    looks = method_styles(groups)
     titles = [_title(next(group for group in groups if group.name == name)) for name in names]
     title = _together(titles)
     body = [f"<header><h1>{escape(title)}</h1></header>", "<main>"]
@@ -80,6 +80,7 @@ def _experiment(groups: Sequence[Group], looks: dict[str, Style], name: str, tit
         "<h3>Figures</h3>",
         _figures(groups, looks, name),
         "<h3>Settings</h3>",
+        '<p class="sub on-paper">Only settings that were open on the page are printed. All are in the run folders.</p>',
         *(_method(group) for group in groups),
         _shared(groups[0].first),
         "</section>",

@@ -16,8 +16,8 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
-from .axes import LOG_FROM, Styles, handle, methods, points_axis, prefixed, rgb, rounds_axis, seeds_note
-from .courses import Course, shown_series
+from .axes import LOG_FROM, Styles, handle, methods, over_seeds, points_axis, prefixed, rgb, rounds_axis, seeds_note
+from .courses import NON_NEGATIVE, Course, reach, shown_series
 from .groups import Group, measure_of, seed, spread
 from .measure import ACCURACY, Measure
 from .sizes import Rank, downlink, group_size, ranks
@@ -63,7 +63,8 @@ def rank_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | None:
         for axes in lowest:
             axes.tick_params(labelbottom=True)
         lowest[columns // 2].set_xlabel("round")
-        top = max(100.0, *(float(rank.percent.mean.max()) for _, mine in found for rank in mine.values()))
+        drawn = [mine[name].percent for _, mine in found for name in shown if name in mine]
+        top = max(100.0, *reach(drawn, NON_NEGATIVE))
         panels[0, 0].set(ylim=(-0.05 * top, 1.05 * top))
         panels[0, 0].yaxis.set_major_locator(FixedLocator([0, 50, 100]) if top <= 100 else MaxNLocator(nbins=3))
         rounds_axis(panels[0, 0].xaxis, 4)
@@ -127,14 +128,13 @@ def downlink_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | N
             [f"{plain(group.short, 22)}: {_course(sent)}" for group, sent in drawn],
         )
     said = ", ".join(f"{group.short} {_course(sent)}" for group, sent in found)
-    many = max(len(group.runs) for group in groups)
     return Picture(
         figure,
         "Downlink over rounds",
         f"Line chart of bytes sent to each participant against rounds for {methods(len(found))}. From the first round "
         f"to the last: {said}.",
         "Bytes of the server's messages in each round, divided by the number of participants"
-        f"{f', mean over up to {many} seeds' if many > 1 else ''}; the legend gives the first and the last round, once if "
+        f"{over_seeds(groups)}; the legend gives the first and the last round, once if "
         "they are equal. Each method has its markers at rounds of its own, so that lines which coincide can be told apart."
         + (f" Sends nothing: {', '.join(silent)}." if silent else ""),
     )
@@ -224,8 +224,8 @@ def accuracy_over_size(groups: Sequence[Group], styles: Styles) -> Picture | Non
         points_axis(axes, measure, [mean for *_, mean, _ in found], 0.1)
         if not log:
             axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
-        legend(figure, handles, [f"{label} ({si(size, digits=4)})" for label, *_, size in found])
-    said = "; ".join(f"{label} {si(size, digits=4)}, {measure.text(mean)}" for label, *_, mean, size in found)
+        legend(figure, handles, [f"{label} ({si(size)})" for label, *_, size in found])
+    said = "; ".join(f"{label} {si(size)}, {measure.text(mean)}" for label, *_, mean, size in found)
     several = max(len(group.runs) for group in groups) > 1
     hollow = " Small and hollow: further models of a method." if any(place for _, _, place, *_ in found) else ""
     return Picture(
@@ -263,8 +263,8 @@ def _rank_line(axes: Axes, course: Course, style: Style) -> None:
     kept = np.unique(np.linspace(0, len(course.rounds) - 1, min(POINTS, len(course.rounds))).round().astype(int))
     x, y = course.rounds[kept], course.mean[kept]
     if course.ci is not None:
-        ci = course.ci[kept]
-        axes.fill_between(x, y - ci, y + ci, color=style.colour, alpha=0.15, linewidth=0)
+        low, high = (end[kept] for end in course.ends(NON_NEGATIVE))
+        axes.fill_between(x, low, high, color=style.colour, alpha=0.15, linewidth=0)
     axes.plot(x, y, color=style.colour, linestyle=style.line, dash_capstyle="butt", linewidth=1.5)
 
 

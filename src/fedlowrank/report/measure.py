@@ -33,6 +33,11 @@ class Measure:
     higher: bool
 
     @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest value that it can have. A loss has none: a log-likelihood may be negative."""
+        return (0.0, 1.0) if self.field == "accuracy" else (-math.inf, math.inf)
+
+    @property
     def axis(self) -> str:
         """Label of an axis."""
         return f"{self.noun} / {self.unit}" if self.unit else self.noun

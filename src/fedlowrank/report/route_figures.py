@@ -16,12 +16,15 @@ from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from .axes import Styles, line, methods, rgb, rounds_axis, seeds_note
-from .courses import Floats
+from .courses import Bounds, Floats, reach
 from .groups import Group, seed
 from .routing import recovered, routed, true_clusters
 from .style import INK, WIDTH, Picture, colour, drawing, legend, new_figure
 from .summary import unseen_clients
 from .units import plain
+
+INDEX: Bounds = (-0.5, 1.0)
+"""The least and the largest value of an adjusted Rand index."""
 
 PANELS = 5
 """Most rounds of which a figure shows the routes."""
@@ -52,8 +55,11 @@ def recovery_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | N
         return None
     with drawing():
         figure, axes = new_figure(2.6)
-        handles = [line(axes, course.rounds, course.mean, course.ci, styles[group.short]) for group, course in found]
-        lowest = min(float(course.mean.min()) for _, course in found)
+        handles = [
+            line(axes, course.rounds, course.mean, course.ci, styles[group.short], bounds=INDEX)
+            for group, course in found
+        ]
+        lowest = min(reach([course for _, course in found], INDEX))
         axes.set(xlabel="round", ylabel="adjusted Rand index", ylim=(min(-0.04, lowest - 0.04), 1.04))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
         rounds_axis(axes.xaxis)

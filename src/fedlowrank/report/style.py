@@ -44,8 +44,12 @@ WIDTH = 5.3
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _HREF = "{http://www.w3.org/1999/xlink}href"
+EMBEDDED_FONTS = {"pdf.fonttype": 42, "ps.fonttype": 42}
+"""Matplotlib settings that embed TrueType fonts: publishers reject Type 3, matplotlib's own choice."""
+
 _SETTINGS = {
     "svg.fonttype": "none",
+    **EMBEDDED_FONTS,
     "text.parse_math": False,
     "font.family": "DejaVu Sans",
     "font.size": 10.5,

@@ -7,30 +7,32 @@ import math
 NONE = "–"
 """What stands where there is no number."""
 
+DIGITS = 3
+"""Significant digits of byte sizes, counts and durations, wherever they are shown."""
+
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def si(value: float | None, unit: str = "", digits: int = 3) -> str:
-    """A quantity with a decimal prefix, such as ``12.3 MB``.
+def si(value: float | None, unit: str = "") -> str:
+    """A byte size or a count with a decimal prefix, such as ``12.3 MB``.
 
     Args:
         value: the quantity in its base unit.
         unit: name of the base unit, or nothing for a count.
-        digits: significant digits.
     """
     if value is None or not math.isfinite(value):
         return NONE
     for size, prefix in _PREFIXES:
         # The half unit in the last place keeps 999 999 from being shown as 1000 k.
-        if abs(value) >= size * (1 - 0.5 * 10.0**-digits):
-            return f"{_significant(value / size, digits)} {prefix}{unit}".rstrip()
-    whole = f"{value:.0f}" if float(value).is_integer() else _significant(value, digits)
+        if abs(value) >= size * (1 - 0.5 * 10.0**-DIGITS):
+            return f"{_significant(value / size)} {prefix}{unit}".rstrip()
+    whole = f"{value:.0f}" if float(value).is_integer() else _significant(value)
     return f"{whole} {unit}".rstrip()
 
 
-def si_pair(value: float | None, plus_minus: float | None, unit: str = "", digits: int = 4) -> str:
-    """A quantity and its spread with one decimal prefix, such as ``6.690 ± 0.560 M``; a spread of 0 is left out."""
-    whole = si(value, unit, digits)
+def si_pair(value: float | None, plus_minus: float | None, unit: str = "") -> str:
+    """A quantity and its spread with one decimal prefix, such as ``6.69 ± 0.56 M``; a spread of 0 is left out."""
+    whole = si(value, unit)
     if not plus_minus or not math.isfinite(plus_minus) or whole == NONE:
         return whole
     figure, _, suffix = whole.partition(" ")
@@ -64,10 +66,14 @@ def loss(value: float | None, digits: int = 4) -> str:
 
 
 def loss_pair(value: float | None, plus_minus: float | None) -> str:
-    """A loss and its spread, such as ``0.01234 ± 0.0011``."""
-    if plus_minus is None or not math.isfinite(plus_minus):
+    """A loss and its spread to the same decimal, such as ``0.0123 ± 0.0011``: two significant digits of the spread."""
+    if value is None or plus_minus is None or not math.isfinite(value) or not math.isfinite(plus_minus):
         return loss(value)
-    return f"{loss(value)} ± {loss(plus_minus, 2)}"
+    spread = loss(plus_minus, 2)
+    if plus_minus == 0 or "e" in loss(value) + spread:
+        return f"{loss(value)} ± {spread}"
+    decimals = max(len(text.partition(".")[2]) for text in (spread, loss(value, 2)))
+    return f"{value:.{decimals}f} ± {plus_minus:.{decimals}f}"
 
 
 def seconds(value: float | None) -> str:
@@ -75,17 +81,18 @@ def seconds(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return NONE
     if value < 120:
-        return f"{_significant(value, 3)} s"
+        return f"{_significant(value)} s"
     if value < 7200:
-        return f"{value / 60:.1f} min"
-    return f"{value / 3600:.1f} h"
+        return f"{_significant(value / 60)} min"
+    return f"{_significant(value / 3600)} h"
 
 
 def number(value: float | None) -> str:
     """A number without a prefix: integers whole, other numbers with one decimal."""
     if value is None or not math.isfinite(value):
         return NONE
-    return f"{value:.0f}" if float(value).is_integer() else f"{value:.1f}"
+    # 100 · 0.14 is 14.000000000000002
+    return f"{value:.0f}" if math.isclose(value, round(value), abs_tol=1e-9) else f"{value:.1f}"
 
 
 def plain(text: object, limit: int = 0) -> str:
@@ -99,8 +106,8 @@ def plain(text: object, limit: int = 0) -> str:
     return line[: limit - 1].rstrip() + "…" if limit and len(line) > limit else line
 
 
-def _significant(value: float, digits: int) -> str:
+def _significant(value: float) -> str:
     if value == 0:
         return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value) * (1 + 0.5 * 10.0**-digits))))
+    decimals = max(0, DIGITS - 1 - math.floor(math.log10(abs(value) * (1 + 0.5 * 10.0**-DIGITS))))
     return f"{value:.{min(decimals, 6)}f}"

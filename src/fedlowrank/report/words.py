@@ -48,7 +48,7 @@ def what_was_run(groups: Sequence[Group]) -> str:
     changed = part(run.config, "augment")
     if changed:
         said.append(f"Training images are changed at random: {_described(changed, ())}.")
-    models = ", ".join(f"{name} × {n}" if n > 1 else name for name, n in architectures.items())
+    models = ", ".join(f"{name}\u00a0×\u00a0{n}" if n > 1 else name for name, n in architectures.items())
     said.append(f"Models: {models or 'not named'}.")
     language = part(run.config, "language")
     if language:
@@ -97,6 +97,8 @@ def finding(groups: Sequence[Group]) -> list[str]:
     wins = Counter(name for name, _ in leads)
     said = "; ".join(f"{name} leads at {n} of {len(leads)} settings" for name, n in wins.most_common())
     clear = sum(clear for _, clear in leads)
+    if all(result.n == 1 for _, result in _ranked(groups, measure)):
+        return [f"{said}. Every run has one seed: no lead is established.", *each]
     return [f"{said}. The lead is outside the 95 % intervals over seeds at {clear} of {len(leads)}.", *each]
 
 
@@ -107,9 +109,10 @@ def _best_setting(groups: Sequence[Group], measure: Measure) -> str:
     said = f"{best.short} is best with {vary_text(best.vary) or 'no variation'}, {measure.text(result.mean)}, "
     if _clear(ranked):
         return f"{said}and its 95 % interval over seeds overlaps that of no other setting."
-    return (
-        f"{said}but its 95 % interval over seeds overlaps others or is not known: these runs alone do not establish it."
-    )
+    unknown = _one_seed([result for _, result in ranked], "Every setting")
+    if unknown:
+        return f"{said.removesuffix(', ')}. {unknown}, so whether it would be best again is not known."
+    return f"{said}but its 95 % interval over seeds overlaps others: these runs alone do not establish it."
 
 
 Ranked = Sequence[tuple[Group, Spread]]
@@ -123,6 +126,14 @@ def _ranked(groups: Sequence[Group], measure: Measure) -> Ranked:
 
 def _apart(one: Spread, other: Spread) -> bool:
     return one.ci is not None and other.ci is not None and abs(one.mean - other.mean) > one.ci + other.ci
+
+
+def _one_seed(results: Sequence[Spread], every: str) -> str:
+    """The start of a sentence if some results are of one seed and so have no interval, else nothing."""
+    single = sum(result.ci is None for result in results)
+    if not single:
+        return ""
+    return f"{every} ran with one seed" if single == len(results) else f"{single} of {len(results)} ran with one seed"
 
 
 def _clear(ranked: Ranked) -> bool:
@@ -156,13 +167,21 @@ def _one_finding(groups: Sequence[Group]) -> str:
     way = "" if measure.higher else " (lower is better)"
     said = f"{lead.short} leads{way} with {value}, {behind} {second.short}. "
     if best.ci is None or other.ci is None:
-        return said + "At least one of them ran with one seed, so whether the order would hold again is not known."
+        alone = [group.short for group, result in ranked[:2] if result.ci is None]
+        if all(result.ci is None for _, result in ranked):
+            who = "Both" if len(ranked) == 2 else "Every method"
+        else:
+            who = " and ".join(alone)
+        return said + f"{who} ran with one seed, so whether the order would hold again is not known."
     n = f"{best.n} seeds" if best.n == other.n else f"{best.n} and {other.n} seeds"
     if not _apart(best, other):
         return said + f"Their 95 % intervals over {n} overlap: these runs alone do not establish the order."
-    level = [group.short for group, result in rest if not _apart(best, result)]
-    if level:
-        return said + f"Their 95 % intervals over {n} do not overlap; that of {', '.join(level)} does or is not known."
+    level = [group.short for group, result in rest if result.ci is not None and not _apart(best, result)]
+    alone = [group.short for group, result in rest if result.ci is None]
+    if level or alone:
+        more = [f"that of {', '.join(level)} overlaps the first"] if level else []
+        more += [f"{', '.join(alone)} ran with one seed and has none"] if alone else []
+        return said + f"Their 95 % intervals over {n} do not overlap; {'; '.join(more)}."
     others = "that of any other method" if len(rest) > 1 else f"that of {second.short}"
     return said + f"Its 95 % interval over {n} does not overlap {others}."
 
