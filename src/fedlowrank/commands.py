@@ -42,6 +42,7 @@ from .low_rank.deploy import Layout
 from .method import Method
 from .methods import METHODS
 from .models.zoo import MODELS, ModelSettings
+from .network.account import went_back
 from .network.settings import NetworkSettings
 from .network.trust import Limits
 from .optimiser import SGD, AdamW, Schedule
@@ -215,9 +216,11 @@ def compare(
     return 0 if records else 1
 
 
-def resume(folder: Path, overrides: Sequence[str]) -> int:
-    """Go on with a stopped run."""
+def resume(folder: Path, overrides: Sequence[str], round: int | None = None, without: Sequence[int] = ()) -> int:
+    """Go on with a stopped run, maybe from an earlier checkpoint and without some of its clients."""
     stored = stored_config(folder, "resume it with simulate(..., folder=..., resume=True)")
+    if (round is not None or without) and not went_back(folder, round, without, say):
+        return 0
     tables = stored["experiment"]
     for text in overrides:
         config.merge(tables, config.override(text))

@@ -139,7 +139,7 @@ _ADAPTERS: dict[type[Words], pydantic.TypeAdapter[Any]] = {c: pydantic.TypeAdapt
 LOCAL = frozenset({
     "data.path", "data.test", "language.path", "language.offline", "run.device", "run.threads", "run.engine",
     "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best", "run.micro_batch",
-    "run.client_memory", "run.pixels",
+    "run.client_memory", "run.pixels", "run.keep_checkpoints",
 })  # fmt: skip
 """Fields in which a client may differ from the server: where its own things lie and how its machine computes."""
 
