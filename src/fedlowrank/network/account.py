@@ -32,7 +32,7 @@ class Account:
         refused: refused replies that count towards a ban, by client.
         branch: how often the run went back to an earlier checkpoint; clients do not answer orders of a smaller number.
         excluded: clients that a person excluded, with the round to which the run went back then.
-        silent: by client: orders in a row that it did not answer, and the round until which it gets none.
+        silent: orders in a row that a client did not answer, by client.
         updates: see :class:`.norms.NormBound`.
         refusals: round, client and reason of the last refused replies.
         settings: the section ``network`` of the experiment.
@@ -43,7 +43,7 @@ class Account:
     refused: dict[str, int] = field(default_factory=dict)
     branch: int = 0
     excluded: dict[str, int] = field(default_factory=dict)
-    silent: dict[str, list[int]] = field(default_factory=dict)
+    silent: dict[str, int] = field(default_factory=dict)
     updates: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
     refusals: list[dict[str, Any]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -104,8 +104,7 @@ def go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
     if target in kept[:-1]:
         account.branch += 1
         # the norms of rounds that are done again are measured again
-        account.updates = {t: norms for t, norms in account.updates.items() if int(t) <= target}
-        account.silent = {client: [count, 0] for client, (count, _) in account.silent.items()}
+        account.updates = {t: norms for t, norms in account.updates.items() if int(t) < target}
     # before the checkpoint: a run whose clients expect to go back may go on from where it was, too
     if target in kept:
         account.write(folder)

@@ -75,6 +75,7 @@ class GridTransport:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._open: dict[str, Parcel] = {}
+        self._unsent: list[Parcel] = []
 
     def nodes(self) -> set[int]:
         """The nodes that can be reached now."""
@@ -87,8 +88,11 @@ class GridTransport:
         ]
         ids = list(self._grid.push_messages(made)) if made else []
         # a node that went away in between gets no message, and its place holds no identifier
-        self._open = {str(m): p for m, p in zip(ids, parcels, strict=True) if m}
-        self._unsent = [p for m, p in zip(ids, parcels, strict=True) if not m]
+        # a registration may still be under way while orders are sent
+        again = {p.node for p in parcels if p.kind == "hello"}
+        self._open = {m: p for m, p in self._open.items() if p.node not in again}
+        self._open |= {str(m): p for m, p in zip(ids, parcels, strict=True) if m}
+        self._unsent += [p for m, p in zip(ids, parcels, strict=True) if not m]
 
     def receive(self) -> list[Delivery]:
         """What arrived since the last call."""
@@ -99,10 +103,9 @@ class GridTransport:
         return found
 
     def forget(self) -> None:
-        """Wait no longer."""
-        self._open, self._unsent = {}, []
-
-    _unsent: list[Parcel]
+        """Wait no longer for replies to orders."""
+        self._open = {m: p for m, p in self._open.items() if p.kind == "hello"}
+        self._unsent = [p for p in self._unsent if p.kind == "hello"]
 
     def _delivered(self, replies: Iterable[Message]) -> list[Delivery]:
         found = []
@@ -259,7 +262,9 @@ def simulation(
     def run(grid: Grid, context: Context) -> None:
         del context
         try:
-            drive(GridTransport(grid), made, out, say=say, resume=resume, progress=True, config=config)
+            # here nobody can promise more than there is
+            own = [len(data.train) for data in shares.data]
+            drive(GridTransport(grid), made, out, say=say, resume=resume, progress=True, config=config, promised=own)
         except FedlowrankError as error:
             # Flower would wrap it in one of its own
             failed.append(error)
