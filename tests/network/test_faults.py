@@ -32,7 +32,6 @@ from .local import (
     lost,
     missed,
     no_space,
-    remembered,
     same_record,
     same_states,
     served,

@@ -152,7 +152,8 @@ GOOD = {"order": "o", "answer": "a", "state": 0, "upload": 0, "branch": 0, "dige
 
 @pytest.mark.parametrize(
     "line",
-    ["", "{", "[]", "3", "null", "{}", "\xff", json.dumps(GOOD), *(json.dumps(sealed({k: v for k, v in GOOD.items() if k != n})) for n in GOOD),
+    ["", "{", "[]", "3", "null", "{}", "\xff", json.dumps(GOOD),
+     *(json.dumps(sealed({k: v for k, v in GOOD.items() if k != n})) for n in GOOD),
      *(json.dumps(sealed({**GOOD, n: None})) for n in GOOD), json.dumps(sealed({**GOOD, "more": 1})),
      json.dumps(sealed({**GOOD, "state": -1}))],
 )  # fmt: skip

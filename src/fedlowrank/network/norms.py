@@ -11,7 +11,8 @@ A reply is refused if a part of its update is longer than
 
 The steps are those that its registered number of examples implies. Of an even number of values the lower one of the middle two
 counts, so that one of two clients cannot raise the median. A single reply has nothing beside it, and is compared with past rounds
-alone. In the first round, and where all usual updates are zero, an update may be as long as the download itself.
+alone. In the first round, and where all usual updates are zero, an update may be as long as the download itself, that of a single
+client update_ratio times as long.
 """
 
 from __future__ import annotations
@@ -179,9 +180,11 @@ class NormBound:
     def _judged(self, part: str, held: Mapping[int, Measured], round: int) -> dict[int, tuple[float, float, float]]:
         """Of every client the size of its update, its bound before steps count, and what is usual."""
         changes, parts = medians(held.values())
-        itself = [m.itself for m in held.values() if m.change is not None]
-        by_change = changes is not None and changes <= low_median(itself)
         past = [self.past[t][part] for t in sorted(self.past) if t < round and part in self.past[t]]
+        # past rounds tell weights from differences; a liar has no say in that
+        both = [(change, whole) for change, whole in past if change is not None]
+        both = both or [(m.change, m.itself) for m in held.values() if m.change is not None]
+        by_change = bool(both) and low_median(c for c, _ in both) <= low_median(w for _, w in both)
         found = {}
         for client, m in held.items():
             if by_change and m.change is not None:
@@ -200,7 +203,7 @@ class NormBound:
 
     def _first(self, m: Measured, by_change: bool, alone: bool, moved: bool) -> float:
         """What an update may measure where past rounds say nothing of it."""
-        if by_change and m.change is not None and m.download > 0:
+        if m.change is not None and m.download > 0 and (by_change or alone):
             return m.download * (self.ratio if alone else 1.0)
         # differences without any to compare them with
         return math.inf if alone else 0.0 if moved else self.ratio

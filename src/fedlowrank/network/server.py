@@ -204,7 +204,7 @@ class Remote(Engine):
                 why = f"client {client} is excluded: {self.excluded[client]}"
             elif client in pausing:
                 why = (
-                    f"client {client} sits out until round {self.silence.until[client] + 1}: it did not answer "
+                    f"client {client} sits out, and is asked again in round {self.silence.until[client] + 1}: it did not answer "
                     f"{self.silence.counts[client]} orders in a row (network.silent_after)"
                 )
             elif not self.sizes[client]:
