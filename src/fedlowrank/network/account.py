@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -76,6 +77,11 @@ class Account:
         """Write it, with its digest."""
         self.refusals = self.refusals[-REFUSALS:]
         write_json(folder / ACCOUNT, sealed(dataclasses.asdict(self)))
+
+
+def new_run_id() -> str:
+    """A name for a run that no other run has."""
+    return secrets.token_hex(8)
 
 
 def go_back(folder: Path, round: int | None, without: Collection[int]) -> None:

@@ -15,10 +15,10 @@ from ..errors import ConfigError
 from ..experiment import Experiment
 from ..record import RoundRecord, as_checkpoint_error
 from ..simulate import Result, described, rounds, threads
-from .account import Account
+from .account import Account, new_run_id
 from .norms import NormBound
 from .roster import Roster
-from .server import NetworkError, NetworkRun, Remote, Say, new_run_id
+from .server import NetworkError, NetworkRun, Remote, Say
 from .settings import NetworkSettings
 from .silence import Silence
 from .transport import Transport

@@ -24,11 +24,13 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid.http_grid import HttpGrid
 
 from .. import experiment
 from ..errors import ConfigError, FedlowrankError
 from ..simulate import threads
 from .drive import clients_of, drive
+from .intake import Intake
 from .messages import Order, sections
 from .party import Party, prepare
 from .server import Say
@@ -76,6 +78,11 @@ class GridTransport:
         self._grid = grid
         self._open: dict[str, Parcel] = {}
         self._unsent: list[Parcel] = []
+        self._intake: Intake | None = None
+        if isinstance(grid, HttpGrid):
+            # a reply is fetched piece by piece; one that is too large is not read to its end
+            self._intake = Intake(grid._runtime_client, lambda asked: self._open[asked].most)
+            grid._client = self._intake  # type: ignore[assignment]
 
     def nodes(self) -> set[int]:
         """The nodes that can be reached now."""
@@ -112,6 +119,10 @@ class GridTransport:
         for reply in replies:
             parcel = self._open.pop(reply.metadata.reply_to_message_id, None)
             if parcel is None:
+                continue
+            if self._intake is not None and reply.metadata.reply_to_message_id in self._intake.refused:
+                why = self._intake.refused.pop(reply.metadata.reply_to_message_id)
+                found.append(Delivery(parcel.node, parcel.kind, too_large=why))
                 continue
             if reply.has_error():
                 code, reason = reply.error.code, reply.error.reason

@@ -223,8 +223,8 @@ class Roster:
         return client
 
     def _admitted(self, delivery: Delivery, present: set[int]) -> int:
-        if delivery.problem:
-            raise StrangerError(f"it did not say who it is: {delivery.problem}")
+        if delivery.problem or delivery.too_large:
+            raise StrangerError(f"it did not say who it is: {delivery.problem or delivery.too_large}")
         if len(delivery.words) + len(delivery.body) > MOST_BYTES:
             raise StrangerError(f"its introduction takes more than {MOST_BYTES} bytes")
         hello = Hello.from_json(delivery.words)

@@ -7,7 +7,6 @@ its last reply), and asks it to evaluate what the round before came to; so evalu
 from __future__ import annotations
 
 import dataclasses
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,14 +21,14 @@ from ..evaluate import ClientEvaluation, Evaluation, together
 from ..method import ClientInfo, Reply, ServerView, Task
 from ..record import RoundRecord
 from ..train import Meter
-from .answers import check_counts, check_evaluation, read_answer, steps_of
+from .answers import HEADER, check_counts, check_evaluation, read_answer, steps_of
 from .messages import Answer, Order, plain
 from .norms import Measured, NormBound, measure
 from .roster import Roster, StrangerError
 from .settings import NetworkSettings
 from .silence import Silence
 from .transport import LOOK, PATIENCE, Delivery, Exchange, Parcel, Transport
-from .trust import Bans, Limits, Refused, Templates, inspect, update_or_name
+from .trust import Bans, Limits, Refused, Templates, inspect, most_bytes, update_or_name
 
 Say = Callable[[str], None]
 
@@ -210,12 +209,14 @@ class Remote(Engine):
             elif not self.sizes[client]:
                 # this round's federation does not know how large it is, so its reply would have no weight
                 why = f"client {client} came when the round had begun"
+            elif (most := self._most_bytes(job, trains, round)) is None:
+                why = f"client {client} is left out: {self.refusals[-1]['reason']}"
             else:
                 words = self._order(job, round, trains, last)
                 if id(job.down) not in bodies:
                     bodies[id(job.down)] = tree.encode(job.down)
                 body = bodies[id(job.down)]
-                parcels.append(Parcel(member.node, "order", words, body))
+                parcels.append(Parcel(member.node, "order", words, body, most))
                 asked[member.node] = job
                 self.sent["words"] += len(words)
                 self.sent["down"] += len(body)
@@ -244,6 +245,16 @@ class Remote(Engine):
             else:
                 self.say(why)
 
+    def _most_bytes(self, job: Job, trains: bool, round: int) -> int | None:
+        """Bytes that a reply may have; None, and its client is refused, if the method cannot work with what it would be sent."""
+        if not trains or self._templates is None:
+            return HEADER
+        try:
+            return HEADER + most_bytes(self._templates.of(job.client, job.down), self.settings.limits)
+        except Refused as error:
+            self.refuse(error, round)
+            return None
+
     def _order(self, job: Job, round: int, trains: bool, last: bool) -> str:
         evaluate = self.evaluate or last
         return Order(self.run_id, round, int(job.state["stamp"]), trains, evaluate, last, self.branch).to_json()
@@ -259,6 +270,8 @@ class Remote(Engine):
                 self.roster.leave(client.id)
             return dataclasses.replace(lost, lost=f"no reply of client {client.id}: {plain(delivery.problem)}")
         self.silence.heard(client.id)
+        if delivery.too_large:
+            return dataclasses.replace(lost, lost=self.refuse(Refused(client.id, "", delivery.too_large), round))
         if self._templates is None:
             raise AssertionError("a round without templates")
         try:
@@ -382,8 +395,3 @@ class NetworkRun(Run):
 
 def _form(found: ClientEvaluation) -> tuple[Any, ...]:
     return tuple(found.accuracy), None if found.routes is None else len(found.routes)
-
-
-def new_run_id() -> str:
-    """A name for a run that no other run has."""
-    return secrets.token_hex(8)

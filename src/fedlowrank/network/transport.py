@@ -24,12 +24,14 @@ class Parcel:
         kind: hello, who are you; or order.
         words: JSON, see :mod:`.messages`.
         body: bytes of a tree.
+        most: bytes that the reply may have, words and body together; a carrier may stop reading a larger one.
     """
 
     node: int
     kind: Literal["hello", "order"]
     words: str
     body: bytes = b""
+    most: int = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Delivery:
         body: bytes of a tree.
         problem: why there is no reply, in the carrier's words; empty if there is one.
         gone: whether the node is no longer there; its client may come back at another.
+        too_large: why the reply was not read to its end; empty if it was.
     """
 
     node: int
@@ -51,6 +54,7 @@ class Delivery:
     body: bytes = b""
     problem: str = ""
     gone: bool = False
+    too_large: str = ""
 
 
 class Transport(Protocol):

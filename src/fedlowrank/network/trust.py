@@ -179,14 +179,17 @@ def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, li
     return upload
 
 
+def most_bytes(template: Template, limits: Limits) -> int:
+    """Bytes that an upload may have."""
+    return 2 * template.bytes + SLACK if limits.max_bytes is None else limits.max_bytes
+
+
 def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> None:
     """Whatever can be told without a look at what the bytes say."""
     if limits.max_examples is not None and client.examples > limits.max_examples:
         claim = f"it claims {client.examples} training examples, above limits.max_examples = {limits.max_examples}"
         raise Refused(client.id, "", claim)
-    size, most = memoryview(data).nbytes, limits.max_bytes
-    if most is None:
-        most = 2 * template.bytes + SLACK
+    size, most = memoryview(data).nbytes, most_bytes(template, limits)
     if size > most:
         raise Refused(client.id, "", f"it has {size} bytes; at most {most} are taken (limits.max_bytes)")
     # a header of many small parts takes many times its size in memory once it is read
