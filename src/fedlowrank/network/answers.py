@@ -82,8 +82,8 @@ def weights_of(model: Architecture) -> int:
 def inputs_of(model: Architecture) -> int:
     """Numbers in one input of a model."""
     example = model._example
-    tensors = example.values() if isinstance(example, dict) else [example]
-    return max(1, *(t[:1].numel() for t in tensors))
+    sizes = [int(t[:1].numel()) for t in (example.values() if isinstance(example, dict) else [example])]
+    return max(1, *sizes)
 
 
 def check_evaluation(found: ClientEvaluation, client: ClientInfo, model: Architecture) -> None:
