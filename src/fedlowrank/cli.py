@@ -114,7 +114,10 @@ def parser() -> argparse.ArgumentParser:
         "overrides", nargs="*",
         help="run.rounds=N for more rounds, and settings that do not change the result; others are refused",
     )  # fmt: skip
-    p.set_defaults(run=lambda a: commands.resume(a.folder, a.overrides, a.allow_code))
+    p.add_argument("--round", type=int, metavar="N", help="go back to the checkpoint after round N, if it is kept")
+    p.add_argument("--without", type=int, action="append", default=[], metavar="CLIENT",
+                   help="exclude this client from now on, in a run over a network; may be repeated")  # fmt: skip
+    p.set_defaults(run=lambda a: commands.resume(a.folder, a.overrides, a.round, a.without, a.allow_code))
 
     p = sub.add_parser("report", help="tables and pictures of finished runs", parents=[common])
     p.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of run folders")

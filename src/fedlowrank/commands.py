@@ -40,6 +40,7 @@ from .low_rank.deploy import Layout
 from .method import Method
 from .methods import METHODS
 from .models.zoo import MODELS, ModelSettings
+from .network.account import went_back
 from .network.settings import NetworkSettings
 from .network.trust import Limits
 from .optimiser import SGD, AdamW, Schedule
@@ -197,13 +198,21 @@ def compare(
     return 0 if records else 1
 
 
-def resume(folder: Path, overrides: Sequence[str], allow_code: bool = False) -> int:
-    """Go on with a stopped run, or with a finished one that gets more rounds."""
+def resume(
+    folder: Path,
+    overrides: Sequence[str],
+    round: int | None = None,
+    without: Sequence[int] = (),
+    allow_code: bool = False,
+) -> int:
+    """Go on with a stopped run, maybe from an earlier checkpoint and without some clients, or give a finished one more rounds."""
     stored = stored_config(folder, "resume it with simulate(..., folder=..., resume=True)")
     tables = stored["experiment"]
     for text in overrides:
         config.merge(tables, config.override(text))
     made = experiment.load(tables, allow_code)
+    if (round is not None or without) and not went_back(folder, round, without, say):
+        return 0
     _one(made, stored["method"]["name"], made.federation(), folder, go_on=True, extra={"vary": stored["vary"]})
     OUT.print(render_terminal(comparison([RunRecord.load(folder)])))
     return 0

@@ -490,7 +490,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path, unbroken: Callable[[int
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
 def test_a_truncated_checkpoint_file_is_named(tmp_path: Path, keep: float) -> None:
-    folder = whole_run(tmp_path / "run", **TINY)
+    folder = whole_run(tmp_path / "run", **TINY, keep_checkpoints=1)
     for file in sorted((folder / "checkpoint").glob("*.tree")):
         data = file.read_bytes()
         file.write_bytes(data[: int(len(data) * keep)])

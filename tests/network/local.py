@@ -141,7 +141,7 @@ class LocalTransport:
         return found
 
     def forget(self) -> None:
-        self.waiting = []
+        self.waiting = [(due, d) for due, d in self.waiting if d.kind == "hello"]
 
     def at(self, where: str, disk: bool = False) -> None:
         """A point in the life of the process that runs now; a full disk shows only where the disk is used."""

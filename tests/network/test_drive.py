@@ -13,7 +13,6 @@ import pytest
 from fedlowrank import tree
 from fedlowrank.engine.folder import RunFolder
 from fedlowrank.errors import CheckpointError, ConfigError
-from fedlowrank.network import transport
 from fedlowrank.network.drive import clients_of
 from fedlowrank.network.messages import Order
 from fedlowrank.network.party import prepare
@@ -60,10 +59,10 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_wave_a_round(method: s
     assert [len(wave) for wave in waves] == [4, 4, 4, 2, 4]
     assert [{o.evaluate for o in wave.values()} for wave in waves] == [{True}, {True}, {True}, {False}, {True}]
     assert carrier.trained == [(c, t) for t, clients in enumerate(trained) for c in sorted(clients)]
-    # each was asked once who it is, and told once how large the others are
+    # each was asked once who it is, and learns nothing of the others
     assert Counter(p.kind for p in carrier.log) == {"hello": 4, "order": 18}
-    told = [(c, o.round) for c, o in carrier.orders() if o.sizes is not None]
-    assert sorted(told) == [(c, 0) for c in range(4)]
+    fields = {"run", "round", "stamp", "train", "evaluate", "last", "branch"}
+    assert all(json.loads(p.words).keys() == fields for p in carrier.log if p.kind == "order")
     assert carrier.clock.now == 0
     assert sum("replies" in line for line in said) == 4
 
@@ -77,7 +76,10 @@ def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: 
     for i in range(3):
         memory = remembered(result, carrier, i)
         stamp = result.run.state.clients.get(i, {"stamp": 0})["stamp"]
-        assert memory.stamps == ([stamp] if stamp else [])
+        # the last is acknowledged; those of the checkpoints that the server keeps stay beside it
+        trained = [r.round for r in result.rounds if i in r.participants]
+        assert memory.stamps == trained
+        assert memory.stamps[-1:] == ([stamp] if stamp else [])
         assert (memory.folder / "model" / "model.safetensors").exists()
     same_states(result, carrier, run)
 
@@ -276,8 +278,8 @@ def test_the_state_of_a_network_run_is_stamps(tmp_path: Path) -> None:
     result = served(carrier, made, tmp_path / "run")
     assert isinstance(result.run, NetworkRun)
     assert result.run.state.clients == {0: {"stamp": 2}, 1: {"stamp": 3}, 2: {"stamp": 3}}
-    # client 0 has a state that nobody took beside the one of before
-    assert remembered(result, carrier, 0).stamps == [2, 3]
+    # client 0 has a state that nobody took beside those of before
+    assert remembered(result, carrier, 0).stamps == [1, 2, 3]
     assert agrees(result, carrier, made) == {(2, 0)}
 
 
@@ -285,19 +287,46 @@ def test_the_state_of_a_network_run_is_stamps(tmp_path: Path) -> None:
 
 
 def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again(tmp_path: Path) -> None:
-    made = small("scaffold", rounds=4, network={"min_clients": 2})
+    made = small("scaffold", rounds=4, network={"min_clients": 2, "wait": 50.0})
     carrier = local(made, tmp_path)
 
     def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        heard = parcel.node != 101 or parcel.kind == "order" or sum(p.node == 101 for p in there.log) > 3
-        return intact(there, parcel) if heard else []
+        if parcel.node == 101 and parcel.kind == "hello":
+            return intact(there, parcel) if sum(p.node == 101 for p in there.log) > 1 else []
+        # every round takes 30 s
+        return (
+            [(30.0, there.answered(parcel))] if parcel.kind == "order" and parcel.node == 100 else intact(there, parcel)
+        )
 
     carrier.fault = fault
     result = served(carrier, made, tmp_path / "run")
-    # it was asked when the run began and in the first three rounds, and heard in the third
-    assert agrees(result, carrier, made) == {(t, 1) for t in range(3)}
+    # it is asked when the run begins, and again when 50 s have passed, with the orders of the third round
     assert lost(result) == [{1}, {1}, {1}, set()]
-    assert carrier.clock.now == pytest.approx(3 * transport.PATIENCE, abs=4)
+    assert agrees(result, carrier, made) == {(t, 1) for t in range(3)}
+    assert carrier.clock.now == pytest.approx(5 * 30, abs=10)
+
+
+@pytest.mark.parametrize("needed", [3, 2])
+def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(needed: int, tmp_path: Path) -> None:
+    """As of a client that hashes a large base model."""
+    made = small("scaffold", rounds=5, network={"min_clients": needed})
+    carrier = local(made, tmp_path)
+
+    def fault(there: LocalTransport, parcel: Parcel) -> Any:
+        found = there.answered(parcel)
+        if parcel.kind == "hello":
+            return [(200.0 if parcel.node == 101 else 0.0, found)]
+        return [(80.0, found)]
+
+    carrier.fault = fault
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    # the run waits for it, or begins and takes it in once it is there: after two rounds of 80 s, in the third
+    assert lost(result) == ([set()] * 5 if needed == 3 else [{1}, {1}, {1}, set(), set()])
+    assert agrees(result, carrier, made) == (set() if needed == 3 else {(0, 1), (1, 1), (2, 1)})
+    assert sum(p.kind == "hello" and p.node == 101 for p in carrier.log) == 1
+    assert sum("still waiting for the registration of node 101" in line for line in said) == (3 if needed == 3 else 2)
+    assert carrier.clock.now == pytest.approx((200 if needed == 3 else 0) + 6 * 80, abs=10)
 
 
 def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(tmp_path: Path) -> None:

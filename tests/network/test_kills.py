@@ -47,8 +47,8 @@ def not_ahead(carrier: LocalTransport, out: Path) -> None:
         return
     known = checkpoint.load(out / "checkpoint").clients
     for node, folder in carrier.folders.items():
-        for path in folder.glob("*/sizes.json"):
-            assert known.get(node - 100, {"stamp": 0})["stamp"] in (0, *Memory(path.parent).stamps)
+        for path in {p.parent for p in folder.glob("*/*.tree")}:
+            assert known.get(node - 100, {"stamp": 0})["stamp"] in (0, *Memory(path).stamps)
 
 
 def seen_through(carrier: LocalTransport, made: Experiment, out: Path, deaths: list[Any]) -> Result:

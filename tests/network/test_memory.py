@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedlowrank import tree
+from fedlowrank.digest import sealed
 from fedlowrank.errors import CheckpointError
 from fedlowrank.network.memory import ForgottenError, Memory
 
@@ -146,13 +147,15 @@ def test_no_folder_and_no_disk_for_it(tmp_path: Path) -> None:
         Memory(tmp_path / "file" / "run")
 
 
-GOOD = {"order": "o", "answer": "a", "state": 0, "upload": 0}
+GOOD = {"order": "o", "answer": "a", "state": 0, "upload": 0, "branch": 0, "digests": ["", ""]}
 
 
 @pytest.mark.parametrize(
     "line",
-    ["", "{", "[]", "3", "null", "{}", "\xff", *(json.dumps({k: v for k, v in GOOD.items() if k != n}) for n in GOOD),
-     *(json.dumps({**GOOD, n: None}) for n in GOOD), json.dumps({**GOOD, "more": 1}), json.dumps({**GOOD, "state": -1})],
+    ["", "{", "[]", "3", "null", "{}", "\xff", json.dumps(GOOD),
+     *(json.dumps(sealed({k: v for k, v in GOOD.items() if k != n})) for n in GOOD),
+     *(json.dumps(sealed({**GOOD, n: None})) for n in GOOD), json.dumps(sealed({**GOOD, "more": 1})),
+     json.dumps(sealed({**GOOD, "state": -1}))],
 )  # fmt: skip
 def test_a_damaged_first_line_is_named(tmp_path: Path, line: str) -> None:
     keep(Memory(tmp_path), 1, 1)
@@ -161,6 +164,37 @@ def test_a_damaged_first_line_is_named(tmp_path: Path, line: str) -> None:
     for act in (lambda: Memory(tmp_path).answered("order1"), lambda: Memory(tmp_path).at(1)):
         with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
             act()
+
+
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    keep(Memory(tmp_path), 1, 1)
+    path = tmp_path / "000001.tree"
+    whole = path.read_bytes()
+    line, state = whole.index(b"\n"), len(tree.encode(value(1)))
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        if place <= line + state:
+            with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
+                Memory(tmp_path).at(1)
+        if not line < place <= line + state:
+            with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
+                Memory(tmp_path).answered("order1")
+
+
+def test_acknowledged_states_stay_for_a_server_that_goes_back(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    # round 4 was lost: its state was never acknowledged
+    for base, stamp in [(0, 1), (1, 2), (2, 3), (3, 4), (3, 5), (5, 6)]:
+        keep(Memory(folder, 3), stamp, stamp, base=base)
+    assert files(folder) == {f"00000{n}.tree" for n in (2, 3, 5, 6)}
+    assert tree.equal(Memory(folder, 3).at(6), value(6))
+    assert files(folder) == {f"00000{n}.tree" for n in (3, 5, 6)}
+    # the server went back to the checkpoint after round 3
+    assert tree.equal(Memory(folder, 3).at(3), value(3))
+    memory = Memory(folder, 3)
+    memory.propose(3, 4, value(40), b"up", "again", "answer", branch=1)
+    assert (memory.stamps, memory.branch, Memory(folder).branch) == ([3, 4], 1, 1)
+    assert tree.equal(Memory(folder, 3).at(4), value(40))
 
 
 def test_files_that_were_taken_away_or_damaged_are_named(tmp_path: Path) -> None:
@@ -180,15 +214,6 @@ def test_files_that_were_taken_away_or_damaged_are_named(tmp_path: Path) -> None
             act()
 
 
-def test_sizes_of_the_others_are_kept_and_asked_for_again_if_they_are_damaged(tmp_path: Path) -> None:
-    assert Memory(tmp_path).sizes() is None
-    Memory(tmp_path).learn_sizes((4, 0, 6))
-    assert Memory(tmp_path).sizes() == (4, 0, 6)
-    for text in ("", "3", "[", '["a"]', "null", "[null]"):
-        (tmp_path / "sizes.json").write_text(text)
-        assert Memory(tmp_path).sizes() is None
-
-
 plans = st.tuples(
     # where the process dies or finds its disk full while it works, if it does; whether the reply is lost; who asks again
     st.none() | st.integers(0, 20),
@@ -204,7 +229,6 @@ def work(folder: Path, round: int, stamp: int, n: int) -> tuple[str, bytes]:
     before = memory.answered(order)
     if before is not None:
         return before
-    memory.learn_sizes((round,))
     state = memory.at(stamp)
     assert (0 if state is None else state["n"]) == n
     answer = str(31 * n + round)

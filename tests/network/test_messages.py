@@ -17,7 +17,7 @@ from fedlowrank.network.messages import LOCAL, Answer, Hello, MessageError, Orde
 FUZZ = settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
 
 HELLO = Hello(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
-ORDER = Order("a1b2", 3, 2, True, False, (4, 5, 6), False)
+ORDER = Order("a1b2", 3, 2, True, False, False, 1)
 FOUND = ClientEvaluation(
     {"personal": {"val": 0.5, "test": None}, "global": {"val": 1.0, "test": 0.0}},
     {"personal": {"val": 0.1, "test": None}, "global": {"val": 1e-300, "test": 3.0}},
@@ -29,7 +29,7 @@ SAMPLES: list[Words] = [
     HELLO,
     ORDER,
     ANSWER,
-    Order("a", 0, 0, False, True, None, True),
+    Order("a", 0, 0, False, True, True),
     Answer(0, "a", 0, "a\nreason", "disk"),
 ]
 
@@ -81,10 +81,10 @@ def test_any_json(cls: type[Words], value: Any) -> None:
 
 @FUZZ
 @example(ANSWER, "losses", {"a\nb": None})
-@example(ORDER, "sizes", [1] * 1000)
+@example(ORDER, "branch", [1] * 1000)
 @given(
     st.sampled_from(SAMPLES),
-    st.text(max_size=8) | st.sampled_from(["client", "run", "round", "sizes", "losses"]),
+    st.text(max_size=8) | st.sampled_from(["client", "run", "round", "branch", "losses"]),
     jsons,
 )
 def test_a_message_with_another_field(words: Words, name: str, value: Any) -> None:

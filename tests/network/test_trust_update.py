@@ -74,6 +74,21 @@ def test_negative_counts_take_part_in_no_mean() -> None:
         assert finite(server)
 
 
+def test_a_count_counts_for_no_more_than_the_client_s_examples() -> None:
+    s = situation("fedproto")
+    most = s.me.examples
+    server, _ = s.sent(replace(s.upload, count=torch.full_like(s.upload.count, 2**40)))
+    total, weight = torch.zeros_like(server.mean), torch.zeros(len(server.mean))
+    for reply in s.replies:
+        up = reply.upload
+        for label, mean, count in zip(up.labels.tolist(), up.mean, up.count.tolist(), strict=True):
+            w = most if reply.client == s.me else count
+            total[label] += w * mean
+            weight[label] += w
+    seen = weight > 0
+    assert torch.allclose(server.mean[seen], total[seen] / weight[seen, None], atol=1e-5)
+
+
 def test_a_mask_of_another_density_harms_only_its_own_client() -> None:
     s = situation("fedspa")
     method, task = s.run.method, s.run.task

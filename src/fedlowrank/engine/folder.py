@@ -24,7 +24,7 @@ from .shelf import Lazily
 FREE_TO_CHANGE = (
     "versions", "title", "paper", "reference", "experiment", "notes", "remarks",
     "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
-    "run.pixels",
+    "run.pixels", "run.keep_checkpoints",
 )  # fmt: skip
 """Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
 
@@ -110,7 +110,8 @@ class RunFolder:
         ):
             os.fsync(file.fileno())
         changed = Lazily(sorted(run.unsaved), run.state.clients.__getitem__)
-        checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed)
+        keep = run.settings.keep_checkpoints
+        checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed, keep)
         run.unsaved.clear()
 
     def save_best(self, run: Run) -> None:

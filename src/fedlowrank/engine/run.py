@@ -50,6 +50,7 @@ class RunSettings:
         threads: of torch in this process; a second one makes small models many times slower on a busy machine.
         evaluate_every: rounds between evaluations; the first and last round are always evaluated.
         checkpoint_every: rounds between checkpoints; the last round is always saved.
+        keep_checkpoints: checkpoints that are kept, the last one included; ``fedlowrank resume RUN --round N`` goes back to one.
         keep_best: keep the state of the round with the best mean validation accuracy beside the last, in ``best/``.
         on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on.
         lost_replies: probability that a reply is lost on its way, to study its effect.
@@ -70,6 +71,7 @@ class RunSettings:
     threads: int = 1
     evaluate_every: int = 1
     checkpoint_every: int = 1
+    keep_checkpoints: int = 3
     keep_best: bool = False
     on_nan: Literal["stop", "drop"] = "stop"
     lost_replies: float = 0.0
@@ -79,7 +81,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name in ("rounds", "threads", "evaluate_every", "checkpoint_every"):
+        for name in ("rounds", "threads", "evaluate_every", "checkpoint_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
         if self.micro_batch is not None and (self.micro_batch < 1 or self.engine == "vectorised"):

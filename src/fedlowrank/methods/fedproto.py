@@ -127,8 +127,10 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         """Mean over the owners of each class."""
         del view
         total, weight = torch.zeros_like(server.mean), torch.zeros_like(server.mean[:, 0])
-        for up in (r.upload for r in replies):
-            w = (up.count if self.weights == "examples" else torch.ones_like(up.count)).to(total)
+        for up, most in ((r.upload, r.client.examples) for r in replies):
+            # over a network a client could claim any count; of no class it has more examples than in all
+            count = up.count.clamp(max=most)
+            w = (count if self.weights == "examples" else torch.ones_like(count)).to(total)
             total.index_add_(0, up.labels, w[:, None] * up.mean)
             weight.index_add_(0, up.labels, w)
         seen = weight > 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,18 @@ from ..config import build
 from ..engine.base import client_view
 from ..engine.folder import RunFolder
 from ..engine.sequential import Sequential
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..experiment import Experiment
-from ..record import RoundRecord, as_checkpoint_error, write_json
+from ..record import RoundRecord, as_checkpoint_error
 from ..simulate import Result, described, rounds, threads
+from .account import Account, new_run_id
+from .norms import NormBound
 from .roster import Roster
-from .server import NetworkError, NetworkRun, Remote, Say, new_run_id
+from .server import NetworkError, NetworkRun, Remote, Say
 from .settings import NetworkSettings
+from .silence import Silence
 from .transport import Transport
 from .trust import Bans
-
-ACCOUNT = "network.json"
-"""In a run's folder: the name of the run, who the clients are, whose replies were refused, and how it was dealt with them."""
 
 
 def network_settings(made: Experiment) -> NetworkSettings:
@@ -54,6 +53,7 @@ def drive(
     keys: Mapping[int, int] | None = None,
     progress: bool = False,
     config: Mapping[str, Any] | None = None,
+    promised: Sequence[int] = (),
 ) -> Result:
     """Run an experiment's method.
 
@@ -66,6 +66,7 @@ def drive(
         keys: which client a node belongs to, where nodes are known by their keys.
         progress: show a progress bar.
         config: what ``run.json`` says besides; by default what the experiment says of its method.
+        promised: training examples that each client has, where that is known; else ``network.examples``.
 
     Raises:
         NetworkError: if too few clients come or reply.
@@ -74,14 +75,22 @@ def drive(
     name, settings = made.header.method, network_settings(made)
     method, count = made.method(name), clients_of(made)
     protocol = dataclasses.replace(made.run, checkpoint_every=1, representations=0, adapters=(), engine="flower")
-    account: dict[str, Any] = _account(out) if resume else {"run": new_run_id(), "clients": {}, "refused": {}}
-    roster = Roster(made, count, settings.limits.max_examples, keys)
-    roster.remember(account["clients"])
-    bans = Bans.from_json(settings.limits.ban_after, account["refused"])
+    promised = promised or settings.examples
+    if promised and len(promised) != count:
+        raise ConfigError(f"network.examples promises the examples of {len(promised)} clients, but there are {count}")
+    account = Account.read(out) if resume else Account(new_run_id())
+    limits = settings.limits
+    roster = Roster(made, count, limits.max_examples, keys, limits.examples_ratio, promised)
+    roster.remember(account.clients)
+    bans = Bans.from_json(limits.ban_after, account.refused)
     engine = Remote(
-        transport=transport, roster=roster, settings=settings, run_id=account["run"], bans=bans, say=say
+        transport=transport, roster=roster, settings=settings, run_id=account.run, bans=bans, say=say,
+        bound=NormBound.from_json(limits.update_ratio, account.updates),
+        silence=Silence.from_json(settings.silent_after, account.silent),
+        excluded={int(i): f"the run went on without it after round {t}" for i, t in account.excluded.items()},
+        branch=account.branch, refusals=account.refusals,
     )  # fmt: skip
-    _gather(engine, settings.enough(count))
+    _gather(engine, settings.enough(count - len(engine.excluded)))
     with threads(made.run.threads):
         run = NetworkRun(method, roster.federation(), protocol, engine)
         folder = RunFolder(out, described(run, made.describe(name) if config is None else config), run.clients())
@@ -92,9 +101,12 @@ def drive(
             folder.create(force=False)
 
         def write_account() -> None:
-            now = {"run": engine.run_id, "clients": roster.rows(), "refused": bans.to_json()}
+            account.clients = {str(client): row for client, row in roster.rows().items()}
+            account.refused, account.silent = bans.to_json(), engine.silence.to_json()
+            account.updates, account.refusals = engine.bound.to_json(), engine.refusals
             # not in run.json, for other settings of the network do not make another run
-            write_json(out / ACCOUNT, {**now, "settings": dataclasses.asdict(settings)})
+            account.settings = dataclasses.asdict(settings)
+            account.write(out)
 
         def keep(record: RoundRecord) -> None:
             write_account()
@@ -113,29 +125,20 @@ def drive(
 def _gather(engine: Remote, enough: int) -> None:
     roster, transport = engine.roster, engine.transport
     engine.say(f"waiting for {enough} of {roster.clients} clients")
-    engine.meet(engine.settings.wait, lambda: len(roster.usual(transport.nodes())) >= enough)
-    here = roster.usual(present := transport.nodes())
+
+    def here_of(present: set[int]) -> list[int]:
+        return [i for i in roster.usual(present) if i not in engine.excluded]
+
+    engine.meet(engine.settings.wait, lambda: len(here_of(transport.nodes())) >= enough)
+    here = here_of(present := transport.nodes())
     roster.settle(present)
     if len(here) < enough:
-        missing = ", ".join(str(i) for i in range(roster.clients) if i not in here)
+        missing = ", ".join(str(i) for i in range(roster.clients) if i not in {*here, *engine.excluded})
         turned = "".join(f"\nturned away: {why}" for why in roster.strangers.values())
         raise NetworkError(
             f"only {len(here)} of {enough} clients came within {engine.settings.wait:g} s; missing: {missing}. Start them, or "
             f"lower network.min_clients.{turned}"
         )
-
-
-def _account(out: Path) -> dict[str, Any]:
-    path = out / ACCOUNT
-    try:
-        with as_checkpoint_error(f"cannot read {path}"):
-            found: dict[str, Any] = json.loads(path.read_text())
-        sound = isinstance(found["run"], str) and isinstance(found["clients"], dict) and "refused" in found
-    except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from error
-    if not sound:
-        raise CheckpointError(f"{path} is damaged: it does not name a run and its clients")
-    return found
 
 
 def _write_model(run: NetworkRun, out: Path) -> None:

@@ -29,15 +29,20 @@ class DryTrainer:
         method: gives the passes.
         task: says what the targets are.
         model: of the client.
+
+    Attributes:
+        trained: names of the passes that were trained, in their order.
     """
 
     def __init__(self, method: AnyMethod, task: Task, model: Architecture) -> None:
         self.passes = method.passes()
         self.classes = task.classes
         self.model = model
+        self.trained: list[str] = []
 
     def train(self, request: Request) -> Any:
         """The start with every number changed, for a method may ask whether training changed anything."""
+        self.trained.append(request.name)
         return tree.canonical(tree.map(lambda t: t.detach() + 1, request.start))
 
     def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
@@ -76,7 +81,8 @@ def expected_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) 
         down: what it was sent; its values are not looked at.
     """
     model = task.model(info)
-    view = ClientView(info, task, model, 0, task.key / "dry", DryTrainer(method, task, model))
+    trainer = DryTrainer(method, task, model)
+    view = ClientView(info, task, model, 0, task.key / "dry", trainer)
     # without values nothing that a client once sent can matter here, and equal forms have equal templates
     _, upload = method.local_update(method.client_init(task, info), tree.zeros_like(down), view)
-    return Template.of(method.upload_form(bare(upload), task))
+    return Template.of(method.upload_form(bare(upload), task), tuple(trainer.trained))

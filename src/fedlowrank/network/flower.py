@@ -24,11 +24,13 @@ from typing import Any
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
+from flwr.superlink.grid.http_grid import HttpGrid
 
 from .. import experiment
 from ..errors import ConfigError, FedlowrankError
 from ..simulate import threads
 from .drive import clients_of, drive
+from .intake import Intake
 from .messages import Order, sections
 from .party import Party, prepare
 from .server import Say
@@ -75,6 +77,12 @@ class GridTransport:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._open: dict[str, Parcel] = {}
+        self._unsent: list[Parcel] = []
+        self._intake: Intake | None = None
+        if isinstance(grid, HttpGrid):
+            # a reply is fetched piece by piece; one that is too large is not read to its end
+            self._intake = Intake(grid._runtime_client, lambda asked: self._open[asked].most)
+            grid._client = self._intake  # type: ignore[assignment]
 
     def nodes(self) -> set[int]:
         """The nodes that can be reached now."""
@@ -87,8 +95,11 @@ class GridTransport:
         ]
         ids = list(self._grid.push_messages(made)) if made else []
         # a node that went away in between gets no message, and its place holds no identifier
-        self._open = {str(m): p for m, p in zip(ids, parcels, strict=True) if m}
-        self._unsent = [p for m, p in zip(ids, parcels, strict=True) if not m]
+        # a registration may still be under way while orders are sent
+        again = {p.node for p in parcels if p.kind == "hello"}
+        self._open = {m: p for m, p in self._open.items() if p.node not in again}
+        self._open |= {str(m): p for m, p in zip(ids, parcels, strict=True) if m}
+        self._unsent += [p for m, p in zip(ids, parcels, strict=True) if not m]
 
     def receive(self) -> list[Delivery]:
         """What arrived since the last call."""
@@ -99,16 +110,19 @@ class GridTransport:
         return found
 
     def forget(self) -> None:
-        """Wait no longer."""
-        self._open, self._unsent = {}, []
-
-    _unsent: list[Parcel]
+        """Wait no longer for replies to orders."""
+        self._open = {m: p for m, p in self._open.items() if p.kind == "hello"}
+        self._unsent = [p for p in self._unsent if p.kind == "hello"]
 
     def _delivered(self, replies: Iterable[Message]) -> list[Delivery]:
         found = []
         for reply in replies:
             parcel = self._open.pop(reply.metadata.reply_to_message_id, None)
             if parcel is None:
+                continue
+            if self._intake is not None and reply.metadata.reply_to_message_id in self._intake.refused:
+                why = self._intake.refused.pop(reply.metadata.reply_to_message_id)
+                found.append(Delivery(parcel.node, parcel.kind, too_large=why))
                 continue
             if reply.has_error():
                 code, reason = reply.error.code, reply.error.reason
@@ -259,7 +273,9 @@ def simulation(
     def run(grid: Grid, context: Context) -> None:
         del context
         try:
-            drive(GridTransport(grid), made, out, say=say, resume=resume, progress=True, config=config)
+            # here nobody can promise more than there is
+            own = [len(data.train) for data in shares.data]
+            drive(GridTransport(grid), made, out, say=say, resume=resume, progress=True, config=config, promised=own)
         except FedlowrankError as error:
             # Flower would wrap it in one of its own
             failed.append(error)

@@ -25,21 +25,23 @@ class Template:
         bytes: size of the largest upload of that form.
         header: how many of these may be other than tensor data.
         bools: booleans in it, which take more memory than bytes of a message.
+        trained: names of the passes in which a client trains for it.
     """
 
     form: Any
     bytes: int
     header: int
     bools: int
+    trained: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, form: Any) -> Template:
+    def of(cls, form: Any, trained: tuple[str, ...] = ()) -> Template:
         """The template of a form as :meth:`fedlowrank.method.Method.upload_form` returns it."""
         held = bare(form)
         wordy = _largest(held, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
         header = tree.encoded_size(wordy) - tree.nbytes(wordy)
         size = header + tree.nbytes(_largest(held, tree.nbytes))
-        return cls(held, size, header, _bools(_largest(held, _bools)))
+        return cls(held, size, header, _bools(_largest(held, _bools)), trained)
 
 
 def _bools(value: Any) -> int:

@@ -20,6 +20,9 @@ CLIENTS = "/v1/fleet/"
 PROBE = "/fedlowrank-guard"
 """Answered with 204, by which one knows that the guard stands."""
 
+BODY = 16 << 20
+"""Bytes of a call by a client; Flower sends what is larger in pieces of 5 MiB."""
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -35,8 +38,10 @@ def guarded(app: App) -> App:
 
     async def guard(scope: Message, receive: Receive, send: Send) -> None:
         # what begins and ends the application itself is no call
-        if scope["type"] == "lifespan" or str(scope["path"]).startswith(CLIENTS):
+        if scope["type"] == "lifespan":
             await app(scope, receive, send)
+        elif str(scope["path"]).startswith(CLIENTS):
+            await limited(app, scope, receive, send)
         elif not is_local(scope.get("client"), scope.get("server")):
             await _answer(send, 403, b"This is answered on the server's own machine only.\n")
         elif scope["path"] == PROBE:
@@ -64,6 +69,30 @@ def is_local(client: tuple[str, int] | None, server: tuple[str, int | None] | No
         caller = caller.ipv4_mapped
     # a machine that calls an address of its own does so from that address
     return caller.is_loopback or (server is not None and client[0] == server[0])
+
+
+async def limited(app: App, scope: Message, receive: Receive, send: Send) -> None:
+    """Passes a call on, but nothing of a body beyond :data:`BODY` bytes: it would be held in memory before anybody looks at it.
+
+    Args:
+        app: in the form of ASGI.
+        scope: of the call.
+        receive: gives the parts of its body.
+        send: takes the answer.
+    """
+    lengths = [int(v) for n, v in scope.get("headers", ()) if bytes(n).lower() == b"content-length" and v.isdigit()]
+    if max(lengths, default=0) > BODY:
+        await _answer(send, 413, b"A call may have 16 MiB; larger things are sent in pieces.\n")
+        return
+    read = 0
+
+    async def counted() -> Message:
+        nonlocal read
+        message = await receive()
+        read += len(message.get("body", b""))
+        return message if read <= BODY else {"type": "http.disconnect"}
+
+    await app(scope, counted, send)
 
 
 async def _answer(send: Send, status: int, body: bytes) -> None:

@@ -1,11 +1,11 @@
-"""What a client remembers on its own disk: the state the server has acknowledged, and one that it has not yet.
+"""What a client remembers on its own disk: the states the server has acknowledged, and one that it has not yet.
 
     RUN/000004.tree   after the round by which 4 were completed: the client's state, and what it sent then
-    RUN/sizes.json    training examples of all clients
 
 A state becomes the one to build on only when a later order names its stamp, for methods with duals break otherwise; until then
-the one before stays beside it. So there is nothing to write when a state is acknowledged. A file is written whole or not at all,
-and is on the disk before the reply leaves.
+the one before stays beside it. So there is nothing to write when a state is acknowledged. Some acknowledged states of before
+stay, too, for a server that goes back to an earlier checkpoint. A file is written whole or not at all, and is on the disk before
+the reply leaves. It holds digests of all its parts, which are verified when it is read.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from .. import tree
+from ..digest import KEY, check_seal, digest_of, sealed
 from ..errors import CheckpointError
-from ..record import as_checkpoint_error, write_atomically, write_json
+from ..record import as_checkpoint_error, write_atomically
 
 
 class ForgottenError(CheckpointError):
@@ -36,12 +37,16 @@ class _Head:
         answer: the words of the answer.
         state: bytes of the state, which comes next.
         upload: bytes of what was sent, which is the rest.
+        branch: of the order.
+        digests: of state and upload.
     """
 
     order: str
     answer: str
     state: int
     upload: int
+    branch: int
+    digests: list[str]
 
 
 class Memory:
@@ -49,6 +54,7 @@ class Memory:
 
     Args:
         folder: of the run; made if it does not exist.
+        keep: how many acknowledged states to keep.
 
     Attributes:
         stamps: of the states that are kept, ascending; the last may not be acknowledged yet.
@@ -57,11 +63,19 @@ class Memory:
         CheckpointError: if the folder cannot be made.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, keep: int = 1) -> None:
+        self.folder, self.keep = folder, keep
         with as_checkpoint_error(f"cannot make {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             self.stamps = sorted(int(p.stem) for p in folder.glob("*.tree") if p.stem.isdecimal())
+
+    @property
+    def branch(self) -> int:
+        """Of the order that was answered last; 0 if none was."""
+        if not self.stamps:
+            return 0
+        with _opened(self._path(self.stamps[-1])) as (head, _):
+            return head.branch
 
     def answered(self, order: str) -> tuple[str, bytes] | None:
         """The words and the upload by which an order of that digest was answered before, or None."""
@@ -75,10 +89,11 @@ class Memory:
             upload = file.read()
         if len(upload) != head.upload:
             raise CheckpointError(f"{path} is damaged: it holds {len(upload)} bytes of an upload of {head.upload}")
+        _check(upload, head.digests[1], path)
         return head.answer, upload
 
     def at(self, stamp: int) -> Any | None:
-        """The state with that stamp, None for stamp 0. What came before it is never asked for again, and removed.
+        """The state with that stamp, None for stamp 0. Of the states before it the newest are kept, the others removed.
 
         Raises:
             ForgottenError: if there is no such state.
@@ -96,44 +111,44 @@ class Memory:
         path = self._path(stamp)
         with _opened(path) as (head, file):
             encoded = file.read(head.state)
+        _check(encoded, head.digests[0], path)
         try:
             state = tree.decode(encoded)
         except tree.TreeError as error:
             raise CheckpointError(f"{path} is damaged: {error}") from error
-        self._keep([s for s in self.stamps if s >= stamp])
+        self._keep([*self._acknowledged(stamp), *(s for s in self.stamps if s > stamp)])
         return state
 
-    def propose(self, base: int, stamp: int, state: Any, upload: bytes, order: str, answer: str) -> None:
+    def propose(
+        self, base: int, stamp: int, state: Any, upload: bytes, order: str, answer: str, branch: int = 0
+    ) -> None:
         """Keep a state and a reply beside the state that it builds on, until the server acknowledges it.
 
         Args:
-            base: stamp of the latter; 0 where the client begins, maybe anew: then the oldest state stays.
+            base: stamp of the latter; 0 where the client begins, maybe anew: then the oldest states stay.
             stamp: rounds completed once the reply is accepted.
             state: the new one.
             upload: bytes of the reply.
             order: digest of the order that it answers.
             answer: words of the reply.
+            branch: of the order.
 
         Raises:
             CheckpointError: if the disk is full; nothing has changed then.
         """
         encoded = tree.encode(state)
-        head = json.dumps(vars(_Head(order, answer, len(encoded), len(upload)))).encode() + b"\n"
-        kept = [base] if base else self.stamps[:1]
-        write_atomically(self._path(stamp), head, encoded, upload)
+        digests = [digest_of(encoded), digest_of(upload)]
+        head = _Head(order, answer, len(encoded), len(upload), branch, digests)
+        line = json.dumps(sealed(vars(head))).encode() + b"\n"
+        # those between base and stamp were never acknowledged, or the server went back to before them
+        kept = self._acknowledged(base) if base else self.stamps[: self.keep]
+        write_atomically(self._path(stamp), line, encoded, upload)
         self.stamps = sorted({*self.stamps, stamp})
         self._keep(sorted({*kept, stamp}))
 
-    def sizes(self) -> tuple[int, ...] | None:
-        """Training examples of all clients as the server told; None if it never did, or that is damaged: it tells again."""
-        try:
-            return tuple(map(int, json.loads((self.folder / "sizes.json").read_text())))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def learn_sizes(self, sizes: tuple[int, ...]) -> None:
-        """Keep what the server told of the other clients."""
-        write_json(self.folder / "sizes.json", sizes)
+    def _acknowledged(self, stamp: int) -> list[int]:
+        """The newest acknowledged states, that of the stamp being the last."""
+        return [s for s in self.stamps if s <= stamp][-self.keep :]
 
     def _keep(self, stamps: list[int]) -> None:
         """Remove all other states, and what was half written; what cannot be removed now is removed the next time."""
@@ -152,10 +167,20 @@ def _opened(path: Path) -> Iterator[tuple[_Head, IO[bytes]]]:
     """A state's file, read up to the end of its first line."""
     with as_checkpoint_error(f"cannot read {path}"), path.open("rb") as file:
         try:
-            head = _Head(**json.loads(file.readline()))
-        except (ValueError, TypeError) as error:
+            found = json.loads(file.readline())
+            check_seal(found, path)
+            head = _Head(**{name: value for name, value in found.items() if name != KEY})
+        except (ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
-        kinds = {"order": str, "answer": str, "state": int, "upload": int}
+        kinds = {"order": str, "answer": str, "state": int, "upload": int, "branch": int, "digests": list}
         if any(type(getattr(head, name)) is not kind for name, kind in kinds.items()) or head.state < 0:
             raise CheckpointError(f"{path} is damaged: its first line does not tell what follows")
         yield head, file
+
+
+def _check(content: bytes, digest: object, path: Path) -> None:
+    if digest_of(content) != digest:
+        raise CheckpointError(
+            f"{path} is damaged: its digest is not the one in its first line. Restore the file from a copy, or remove it: the "
+            "client is then left out, or begins anew where the server has network.forgotten = 'begin'."
+        )

@@ -20,7 +20,7 @@ from ..evaluate import ClientEvaluation
 
 W = TypeVar("W", bound="Words")
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever messages change."""
 
 
@@ -91,9 +91,8 @@ class Order(Words):
             accepted its last reply, 0 if it never did. By this number a reply is acknowledged.
         train: whether it is to train, or only to commit its state and to evaluate.
         evaluate: whether it is to evaluate its models as they stand before training.
-        sizes: training examples of all clients, if the client has not been told or they changed; 0 of one that has not
-            been heard of.
         last: whether the run is over, so that the client writes its model down.
+        branch: how often the run went back to an earlier checkpoint; only then may rounds be asked for again.
     """
 
     run: str
@@ -101,8 +100,8 @@ class Order(Words):
     stamp: int
     train: bool
     evaluate: bool
-    sizes: tuple[int, ...] | None = None
     last: bool = False
+    branch: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,7 @@ class Answer(Words):
         run: as in the order.
         round: as in the order.
         problem: why it has no upload although it should train, or "".
-        kind: of problem: roster, it does not know the other clients yet; state, it has not got the state it is to build
-            on; training, a NaN; disk; other.
+        kind: of problem: state, it has not got the state it is to build on; training, a NaN; disk; other.
         steps: optimiser steps taken.
         flops: floating-point operations of its training.
         losses: mean loss of each pass.
@@ -126,7 +124,7 @@ class Answer(Words):
     run: str
     round: int
     problem: str = ""
-    kind: Literal["", "roster", "state", "training", "disk", "other"] = ""
+    kind: Literal["", "state", "training", "disk", "other"] = ""
     steps: int = 0
     flops: int = 0
     losses: dict[str, float] = field(default_factory=dict)
@@ -139,7 +137,7 @@ _ADAPTERS: dict[type[Words], pydantic.TypeAdapter[Any]] = {c: pydantic.TypeAdapt
 LOCAL = frozenset({
     "data.path", "data.test", "language.path", "language.offline", "run.device", "run.threads", "run.engine",
     "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best", "run.micro_batch",
-    "run.client_memory", "run.pixels",
+    "run.client_memory", "run.pixels", "run.keep_checkpoints",
 })  # fmt: skip
 """Fields in which a client may differ from the server: where its own things lie and how its machine computes."""
 

@@ -26,6 +26,7 @@ from .. import experiment, tree
 from ..assemble import Shares, assemble
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
+from ..digest import check_seal, digest_of, sealed
 from ..engine.base import Job
 from ..engine.folder import versions
 from ..engine.run import placed
@@ -50,7 +51,14 @@ def prepare(folder: Path, tables: Mapping[str, Any], client: int, shares: Shares
         ConfigError: if the folder is of another client or experiment.
         CheckpointError: if it cannot be written.
     """
-    made = {"client": client, "tables": dict(tables), "classes": list(shares.classes), "clients": len(shares.data)}
+    data = tree.encode(_packed(shares.data[client]))
+    made = {
+        "client": client,
+        "tables": dict(tables),
+        "classes": list(shares.classes),
+        "clients": len(shares.data),
+        "data": digest_of(data),
+    }
     made = json.loads(json.dumps(made))
     path = folder / "party.json"
     if path.exists():
@@ -62,8 +70,8 @@ def prepare(folder: Path, tables: Mapping[str, Any], client: int, shares: Shares
             )
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / "data.tree", tree.encode(_packed(shares.data[client])))
-    write_json(path, made)
+    write_atomically(folder / "data.tree", data)
+    write_json(path, sealed(made))
 
 
 def own_share(made: experiment.Experiment, client: int, clients: int, data: Path, test: Path | None = None) -> Shares:
@@ -114,10 +122,15 @@ class Party:
         self.classes = tuple(stored["classes"])
         self.method = self.made.method(self.made.header.method)
         try:
-            self.data = _unpacked(tree.decode((folder / "data.tree").read_bytes()))
+            data = (folder / "data.tree").read_bytes()
+            if digest_of(data) != stored["data"]:
+                raise CheckpointError(
+                    f"{folder / 'data.tree'} is damaged: its digest is not the one in party.json. Run `fedlowrank join` again "
+                    "with the same --data and --folder to write it anew."
+                )
+            self.data = _unpacked(tree.decode(data))
         except (OSError, tree.TreeError, LookupError, TypeError) as error:
             raise CheckpointError(f"{folder / 'data.tree'} is missing or damaged: {error}") from error
-        self._federations: dict[tuple[int, ...], Federation] = {}
 
     @cached_property
     def language(self) -> Any:
@@ -159,22 +172,18 @@ class Party:
 
     def _answer(self, order: Order, body: bytes, reply: Answer) -> tuple[Answer, bytes]:
         digest = hashlib.blake2b(order.to_json().encode() + body, digest_size=16).hexdigest()
-        memory = Memory(self.folder / _run_name(order.run))
+        memory = Memory(self.folder / _run_name(order.run), self.made.run.keep_checkpoints)
         before = memory.answered(digest)
         if before is not None:
             return Answer.from_json(before[0]), before[1]
-        newest = max(memory.stamps, default=0)
+        newest, branch = max(memory.stamps, default=0), memory.branch
         # a server that goes by a state which is no longer here is told so below
-        if order.round + 1 < newest and order.stamp in (0, *memory.stamps):
+        old = order.round + 1 < newest and order.stamp in (0, *memory.stamps)
+        if order.branch < branch or (order.branch == branch and old):
             why = f"an order of round {order.round + 1} came when one of round {newest} had been answered"
             return dataclasses.replace(reply, problem=why, kind="other"), b""
-        if order.sizes is not None:
-            memory.learn_sizes(order.sizes)
-        sizes = memory.sizes()
-        if sizes is None:
-            return dataclasses.replace(reply, problem="the other clients are not known yet", kind="roster"), b""
         state, method, down = memory.at(order.stamp), self.method, tree.decode(body)
-        federation = self._federation(sizes)
+        federation = self.federation
         task, info = federation.task(self.made.run.rounds), federation.infos[self.client]
         if state is None:
             state = self.engine.boundary(method.client_init(task, info))
@@ -194,15 +203,14 @@ class Party:
         reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=dict(meter.losses))
         # a method whose clients send nothing replies all the same
         upload = tree.encode(outcome.upload)
-        memory.propose(order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json())
+        memory.propose(order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json(), order.branch)
         return reply, upload
 
-    def _federation(self, sizes: tuple[int, ...]) -> Federation:
-        if sizes not in self._federations:
-            shares = elsewhere(Shares((self.data,), self.classes, (), self.language), self.client, len(sizes))
-            made = assemble(self.made, shares, sizes=sizes, here=frozenset({self.client}))
-            self._federations = {sizes: placed(made, self.made.run)}
-        return self._federations[sizes]
+    @cached_property
+    def federation(self) -> Federation:
+        """The federation as a client sees it: its own examples, and of the others only how many clients there are."""
+        shares = elsewhere(Shares((self.data,), self.classes, (), self.language), self.client, self.clients)
+        return placed(assemble(self.made, shares, here=frozenset({self.client})), self.made.run)
 
     def _write_model(self, folder: Path, here: AtClient, round: int) -> None:
         params = {n: t.detach().cpu().contiguous() for n, t in here.personal().items()}
@@ -243,11 +251,13 @@ def _shared(tables: str) -> tuple[experiment.Experiment, Sequential]:
 def _party(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text())
+        check_seal(found, path)
         sound = isinstance(found["client"], int) and isinstance(found["tables"], dict)
         sound = sound and isinstance(found["clients"], int) and isinstance(found["classes"], list)
+        sound = sound and isinstance(found["data"], str)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is not a client's folder: it holds no party.json") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if not sound:
         raise CheckpointError(f"{path} is damaged: it does not name a client and an experiment")

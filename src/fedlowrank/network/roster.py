@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ..data.federation import Federation
 from ..errors import FedlowrankError
 from ..experiment import Experiment
 from .messages import PROTOCOL, Hello, MessageError, plain, sections
+from .norms import low_median
 from .transport import Delivery, Parcel
 
 MOST_BYTES = 1 << 20
@@ -81,7 +82,6 @@ class Member:
         node: by which it is reached, or None if it has gone.
         examples: for training.
         sizes: of its validation and test parts.
-        told: which sizes of the others it has been told.
         form: of its examples; None of one that has not introduced itself to this server's process.
         base: digest of its base model, or "".
     """
@@ -89,7 +89,6 @@ class Member:
     node: int | None
     examples: int
     sizes: tuple[int, int]
-    told: tuple[int, ...] | None = None
     form: Form | None = None
     base: str = ""
 
@@ -102,6 +101,8 @@ class Roster:
         clients: how many it has.
         max_examples: that a client may claim to have, or None for any number.
         keys: which client a node's key belongs to, where nodes are known by their keys; None where nobody checks.
+        examples_ratio: see :class:`.trust.Limits`.
+        promised: training examples that each client promised to have; none if nobody did.
 
     Attributes:
         members: those that were admitted, reachable or not.
@@ -116,8 +117,11 @@ class Roster:
         clients: int,
         max_examples: int | None = None,
         keys: Mapping[int, int] | None = None,
+        examples_ratio: float = 0.0,
+        promised: Sequence[int] = (),
     ) -> None:
         self.made, self.clients, self.max_examples, self.keys = made, clients, max_examples, keys
+        self.examples_ratio, self.promised = examples_ratio, promised
         self.form: Form | None = None
         self.members: dict[int, Member] = {}
         self.strangers: dict[int, str] = {}
@@ -127,8 +131,27 @@ class Roster:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Training examples of all clients, 0 of those that have not been heard of."""
-        return tuple(self.members[i].examples if i in self.members else 0 for i in range(self.clients))
+        """By how many examples each client is weighted: those it registered up to :attr:`cap`, 0 if it did not register."""
+        cap = self.cap
+        return tuple(min(self.members[i].examples, cap) if i in self.members else 0 for i in range(self.clients))
+
+    @property
+    def cap(self) -> int:
+        """The most examples by which a client is weighted."""
+        if self.promised or not self.examples_ratio or not self.members:
+            return MOST_EXAMPLES
+        # the lower median, so that one of two clients cannot raise it
+        return max(1, int(self.examples_ratio * low_median(m.examples for m in self.members.values())))
+
+    def capped(self) -> dict[int, str]:
+        """The clients that are weighted by fewer examples than they registered, with the reason."""
+        cap = self.cap
+        return {
+            i: f"client {i} registered {m.examples} examples and is weighted by {cap}, {self.examples_ratio:g} times the median "
+            "(network.limits.examples_ratio); list the promised counts in network.examples if it really has so many"
+            for i, m in sorted(self.members.items())
+            if m.examples > cap
+        }
 
     def reachable(self, present: set[int]) -> set[int]:
         """The clients whose node is there."""
@@ -200,8 +223,8 @@ class Roster:
         return client
 
     def _admitted(self, delivery: Delivery, present: set[int]) -> int:
-        if delivery.problem:
-            raise StrangerError(f"it did not say who it is: {delivery.problem}")
+        if delivery.problem or delivery.too_large:
+            raise StrangerError(f"it did not say who it is: {delivery.problem or delivery.too_large}")
         if len(delivery.words) + len(delivery.body) > MOST_BYTES:
             raise StrangerError(f"its introduction takes more than {MOST_BYTES} bytes")
         hello = Hello.from_json(delivery.words)
@@ -215,8 +238,7 @@ class Roster:
             raise TakenError(
                 f"client {hello.client} is here already; stop the other one, or give this one its own number"
             )
-        told = None if known is None else known.told
-        self.members[hello.client] = Member(delivery.node, hello.examples, hello.sizes, told, form, hello.base)
+        self.members[hello.client] = Member(delivery.node, hello.examples, hello.sizes, form, hello.base)
         return hello.client
 
     def _misfit(self, client: int, form: Form, base: str) -> str | None:
@@ -255,6 +277,11 @@ class Roster:
         if self.max_examples is not None and hello.examples > self.max_examples:
             raise StrangerError(
                 f"client {hello.client} says it has {hello.examples} examples, above limits.max_examples = {self.max_examples}"
+            )
+        if self.promised and hello.examples > self.promised[hello.client]:
+            raise StrangerError(
+                f"client {hello.client} says it has {hello.examples} examples, but it promised "
+                f"{self.promised[hello.client]} (network.examples)"
             )
         wrong = sorted(s for s in {*self._sections, *hello.sections} if self._sections.get(s) != hello.sections.get(s))
         if wrong:

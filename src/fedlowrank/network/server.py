@@ -7,11 +7,9 @@ its last reply), and asks it to evaluate what the round before came to; so evalu
 from __future__ import annotations
 
 import dataclasses
-import math
-import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .. import tree
@@ -19,21 +17,18 @@ from ..data.federation import Federation
 from ..engine.base import AnyMethod, Engine, Job, Outcome
 from ..engine.run import Run, RunSettings
 from ..errors import ConfigError, FedlowrankError
-from ..evaluate import SPLITS, ClientEvaluation, Evaluation, together
+from ..evaluate import ClientEvaluation, Evaluation, together
 from ..method import ClientInfo, Reply, ServerView, Task
 from ..record import RoundRecord
 from ..train import Meter
-from .messages import Answer, MessageError, Order, plain
+from .answers import HEADER, check_counts, check_evaluation, read_answer, steps_of
+from .messages import Answer, Order, plain
+from .norms import Measured, NormBound, measure
 from .roster import Roster, StrangerError
 from .settings import NetworkSettings
-from .transport import Delivery, Parcel, Transport, exchange
-from .trust import Bans, Refused, Templates, inspect, update_or_name
-
-WORDS = 1 << 20
-"""Bytes of the words of an answer at most."""
-
-MOST = 10**30
-"""Of anything that a client counts: far above what it can be, and far below what a float cannot hold."""
+from .silence import Silence
+from .transport import LOOK, PATIENCE, Delivery, Exchange, Parcel, Transport
+from .trust import Bans, Limits, Refused, Templates, inspect, most_bytes, update_or_name
 
 Say = Callable[[str], None]
 
@@ -57,7 +52,12 @@ class Remote(Engine):
         found: what clients found out of that, in the last wave.
         fresh: clients whose state is to be begun anew.
         others: everyone's download, for those who do not train in a round.
-        sizes: training examples of all clients, as the federation has them in this round, whoever joins in the meantime.
+        sizes: by how many examples each client is weighted in this round, whoever joins in the meantime.
+        bound: compares the norms of updates.
+        silence: clients that let orders pass without a reply.
+        excluded: clients that take no part, with the reason.
+        branch: how often the run went back to an earlier checkpoint.
+        refusals: round, client and reason of every refused reply.
         sent: bytes of words and bodies sent and received, by what they were.
     """
 
@@ -73,25 +73,35 @@ class Remote(Engine):
     fresh: set[int] = dataclasses.field(default_factory=set)
     others: list[Job] = dataclasses.field(default_factory=list)
     sizes: tuple[int, ...] = ()
+    bound: NormBound = dataclasses.field(default_factory=lambda: NormBound(Limits().update_ratio))
+    silence: Silence = dataclasses.field(default_factory=lambda: Silence(0))
+    excluded: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    branch: int = 0
+    refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     sent: dict[str, int] = dataclasses.field(default_factory=lambda: {"words": 0, "down": 0, "up": 0})
     _templates: Templates | None = None
+    _norms: dict[int, dict[str, Measured]] = dataclasses.field(default_factory=dict)
+    _capped: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._exchange = Exchange(self.transport, self.settings.wait, self.say)
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
     ) -> Iterator[Outcome]:
         """Ask the clients of a round; who cannot be reached or is too slow is lost to it."""
         del federation  # the clients know it
-        if self._templates is None or self._templates.task is not task:
-            self._templates = Templates(method, task)
+        self.begin(method, task)
         outcomes: dict[int, Outcome] = {}
-        self.found = {}
+        self.found, self._norms = {}, {}
         left, needed = list(jobs), min(self.settings.min_replies, len(jobs))
         for attempt in range(self.settings.attempts):
             if attempt:
                 known = {j.client.id for j in left if self.sizes[j.client.id]}
-                self._await({i for i in known if not self.bans.banned(i)})
+                self._await({i for i in known if not self.bans.banned(i) and i not in self.excluded})
                 left = [dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.fresh else j for j in left]
             outcomes |= dict(self._wave(left, [] if attempt else self.others, round, last=False))
+            self._compare(outcomes, round)
             left = [j for j in jobs if outcomes[j.client.id].lost is not None]
             good = len(jobs) - len(left)
             if good >= needed:
@@ -103,7 +113,33 @@ class Remote(Engine):
                 f"round {round + 1} was asked for {self.settings.attempts} times and never brought {needed} good replies of "
                 f"{len(jobs)} clients: {reasons}. Mend what is wrong and resume, or lower network.min_replies."
             )
+        self.bound.learn(self._norms, round)
         yield from (outcomes[j.client.id] for j in jobs)
+
+    def begin(self, method: AnyMethod, task: Task) -> None:
+        """Learn by what the replies of the next round trips are judged."""
+        if self._templates is None or self._templates.task is not task:
+            self._templates = Templates(method, task)
+
+    def _compare(self, outcomes: dict[int, Outcome], round: int) -> None:
+        """Refuse the replies whose updates are too long beside the others'; this does not count towards a ban."""
+        if self._templates is None:
+            return
+        passes = self._templates.method.passes()
+        steps = {c: sum(steps_of(passes, self.roster.members[c].examples).values()) for c in self._norms}
+        for client, why in self.bound.refused(self._norms, steps, round).items():
+            if outcomes[client].lost is None:
+                refused = Refused(client, "", why, counts=False)
+                outcomes[client] = Outcome(None, None, Meter(), lost=self.refuse(refused, round))
+
+    def refuse(self, error: Refused, round: int) -> str:
+        """Log a refused reply, keep nothing of it, and count it where it counts; returns the reason for the record."""
+        client, why = error.client, plain(str(error), 1000)
+        self.found.pop(client, None)
+        self.refusals.append({"round": round + 1, "client": client, "reason": why})
+        if error.counts and self.bans.refuse(client):
+            self.say(f"client {client} is banned: {self.bans.counts[client]} of its replies were refused")
+        return why
 
     def finish(self, jobs: list[Job], round: int) -> None:
         """Tell all clients that the run is over; what they say their models are worth is found."""
@@ -116,8 +152,10 @@ class Remote(Engine):
         end = time.monotonic() + seconds
         while not enough() and (left := end - time.monotonic()) > 0:
             questions = self.roster.questions(self.transport.nodes())
-            admitted = [self._admit(d) for d in exchange(self.transport, questions, "hello", left)]
-            if not any(admitted):
+            # new nodes are looked for while others still hash their base model
+            patience = min(left, LOOK)
+            admitted = [self._admit(d) for d in self._exchange.replies(questions, "hello", patience)]
+            if not any(admitted) and not self._exchange.asked:
                 # whoever was turned away is not asked again at once
                 time.sleep(min(left, 1.0 if questions else 0.1))
 
@@ -134,9 +172,22 @@ class Remote(Engine):
                 self.say(str(error))
             return False
         self.say(f"client {client} is here, with {self.roster.members[client].examples} examples")
+        capped = self.roster.capped()
+        for other, why in capped.items():
+            if self._capped.get(other) != why:
+                self.say(why)
+        self._capped = capped
         return True
 
+    def _sitting_out(self, train: list[Job], round: int) -> set[int]:
+        """The clients that get no order, because they let too many pass; none of them if the round needs them."""
+        pausing = {j.client.id for j in train if self.silence.sits_out(j.client.id, round)}
+        if len(train) - len(pausing) < self.settings.min_replies:
+            return set()
+        return {client for client in self.silence.until if self.silence.sits_out(client, round)}
+
     def _wave(self, train: list[Job], watch: list[Job], round: int, last: bool) -> Iterator[tuple[int, Outcome]]:
+        pausing = set() if last else self._sitting_out(train, round)
         present = self.transport.nodes()
         parcels = self.roster.questions(present)
         asked: dict[int, Job] = {}
@@ -148,15 +199,24 @@ class Remote(Engine):
                 why = f"client {client} is banned: {self.bans.counts[client]} of its replies were refused"
             elif member is None or member.node not in present:
                 why = f"client {client} is not connected"
+            elif client in self.excluded:
+                why = f"client {client} is excluded: {self.excluded[client]}"
+            elif client in pausing:
+                why = (
+                    f"client {client} sits out, and is asked again in round {self.silence.until[client] + 1}: it did not answer "
+                    f"{self.silence.counts[client]} orders in a row (network.silent_after)"
+                )
             elif not self.sizes[client]:
                 # this round's federation does not know how large it is, so its reply would have no weight
                 why = f"client {client} came when the round had begun"
+            elif (most := self._most_bytes(job, trains, round)) is None:
+                why = f"client {client} is left out: {self.refusals[-1]['reason']}"
             else:
                 words = self._order(job, round, trains, last)
                 if id(job.down) not in bodies:
                     bodies[id(job.down)] = tree.encode(job.down)
                 body = bodies[id(job.down)]
-                parcels.append(Parcel(member.node, "order", words, body))
+                parcels.append(Parcel(member.node, "order", words, body, most))
                 asked[member.node] = job
                 self.sent["words"] += len(words)
                 self.sent["down"] += len(body)
@@ -165,7 +225,8 @@ class Remote(Engine):
                 yield client, Outcome(None, None, Meter(), lost=why)
         del bodies
         training = {j.client.id for j in train}
-        for delivery in exchange(self.transport, parcels, f"round-{round + 1}", self.settings.deadline):
+        patience = self.settings.deadline if asked else min(self.settings.deadline, PATIENCE)
+        for delivery in self._exchange.replies(parcels, f"round-{round + 1}", patience):
             if delivery.kind == "hello":
                 self._admit(delivery)
                 continue
@@ -177,14 +238,26 @@ class Remote(Engine):
                 self.say(outcome.lost)
         for job in asked.values():
             why = f"client {job.client.id} did not reply within {self.settings.deadline:g} s"
+            if pause := self.silence.missed(job.client.id, round):
+                why += f"; it sits out {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
             if job.client.id in training:
                 yield job.client.id, Outcome(None, None, Meter(), lost=why)
             else:
                 self.say(why)
 
+    def _most_bytes(self, job: Job, trains: bool, round: int) -> int | None:
+        """Bytes that a reply may have; None, and its client is refused, if the method cannot work with what it would be sent."""
+        if not trains or self._templates is None:
+            return HEADER
+        try:
+            return HEADER + most_bytes(self._templates.of(job.client, job.down), self.settings.limits)
+        except Refused as error:
+            self.refuse(error, round)
+            return None
+
     def _order(self, job: Job, round: int, trains: bool, last: bool) -> str:
-        tell = None if self.roster.members[job.client.id].told == self.sizes else self.sizes
-        return Order(self.run_id, round, int(job.state["stamp"]), trains, self.evaluate or last, tell, last).to_json()
+        evaluate = self.evaluate or last
+        return Order(self.run_id, round, int(job.state["stamp"]), trains, evaluate, last, self.branch).to_json()
 
     def _outcome(self, delivery: Delivery, job: Job, round: int, trains: bool) -> Outcome:
         """What a delivery is worth: nothing of it is believed before it has been looked at."""
@@ -196,64 +269,38 @@ class Remote(Engine):
             if delivery.gone:
                 self.roster.leave(client.id)
             return dataclasses.replace(lost, lost=f"no reply of client {client.id}: {plain(delivery.problem)}")
+        self.silence.heard(client.id)
+        if delivery.too_large:
+            return dataclasses.replace(lost, lost=self.refuse(Refused(client.id, "", delivery.too_large), round))
+        if self._templates is None:
+            raise AssertionError("a round without templates")
         try:
-            answer = self._answer(delivery, client, round, trains)
+            answer = read_answer(delivery.words, client, self.run_id, round)
             if answer.problem:
                 return dataclasses.replace(lost, lost=self._problem(answer, client))
-            self.roster.members[client.id].told = self.sizes
-            if answer.evaluation is not None and self.evaluate:
-                self.found[client.id] = answer.evaluation
-            if not trains:
-                return lost
-            if self._templates is None:
-                raise AssertionError("a round without templates")
-            upload = inspect(delivery.body, self._templates.of(client, job.down), client, self.settings.limits)
+            upload = None
+            model, template = self._templates.task.model(client), None
+            if trains:
+                template = self._templates.of(client, job.down)
+                upload = inspect(delivery.body, template, client, self.settings.limits)
+            passes, trained = ({}, ()) if template is None else (self._templates.method.passes(), template.trained)
+            check_counts(answer, passes, trained, model, self.roster.members[client.id].examples)
+            if answer.evaluation is not None:
+                check_evaluation(answer.evaluation, client, model)
         except Refused as error:
-            if self.bans.refuse(client.id):
-                self.say(f"client {client.id} is banned: {self.bans.counts[client.id]} of its replies were refused")
-            return dataclasses.replace(lost, lost=plain(str(error), 1000))
-        meter = Meter(answer.steps, answer.flops, answer.losses)
-        return Outcome({"stamp": round + 1}, upload, meter)
-
-    def _answer(self, delivery: Delivery, client: ClientInfo, round: int, trains: bool) -> Answer:
-        if len(delivery.words) > WORDS:
-            raise Refused(client.id, "", f"its words take more than {WORDS} bytes")
-        try:
-            answer = Answer.from_json(delivery.words)
-        except MessageError as error:
-            raise Refused(client.id, "", str(error)) from error
-        expected = (client.id, self.run_id, round)
-        if (answer.client, answer.run, answer.round) != expected:
-            raise Refused(client.id, "", f"it answers {(answer.client, answer.run, answer.round)} and not {expected}")
-        passes = self._templates.method.passes() if trains and self._templates is not None else {}
-        counted = 0 <= answer.steps <= MOST and 0 <= answer.flops <= MOST and answer.losses.keys() <= passes.keys()
-        if not counted or not all(map(math.isfinite, answer.losses.values())):
-            raise Refused(client.id, "", "it counts steps or losses that cannot be")
-        if answer.evaluation is not None and not sound(answer.evaluation):
-            raise Refused(client.id, "", "what it says its models are worth cannot be")
-        return answer
+            return dataclasses.replace(lost, lost=self.refuse(error, round))
+        # only now, for nothing of a refused reply is kept
+        if answer.evaluation is not None and self.evaluate:
+            self.found[client.id] = answer.evaluation
+        if not trains:
+            return lost
+        self._norms[client.id] = measure(upload, job.down)
+        return Outcome({"stamp": round + 1}, upload, Meter(answer.steps, answer.flops, answer.losses))
 
     def _problem(self, answer: Answer, client: ClientInfo) -> str:
-        member = self.roster.members[client.id]
-        if answer.kind == "roster":
-            member.told = None
         if answer.kind == "state" and self.settings.forgotten == "begin":
             self.fresh.add(client.id)
         return f"client {client.id}: {plain(answer.problem)}"
-
-
-def sound(found: ClientEvaluation) -> bool:
-    """Whether an evaluation says of each of its series what can be said of one."""
-    accuracy, risk, parameters = found.accuracy, found.risk, found.parameters
-    return (
-        len(accuracy) > 0
-        and accuracy.keys() == risk.keys() == parameters.keys()
-        and all(table.keys() == set(SPLITS) for table in (*accuracy.values(), *risk.values()))
-        and all(v is None or 0 <= v <= 1 for table in accuracy.values() for v in table.values())
-        and all(0 <= n <= MOST for n in parameters.values())
-        # a loss and a route may be NaN, of a model whose training diverged
-        and not any(p < 0 or p > 1 for p in found.routes or ())
-    )
 
 
 class NetworkRun(Run):
@@ -297,9 +344,11 @@ class NetworkRun(Run):
     def updated(self, replies: Iterable[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
         """The server's next state without the replies that nothing can be computed from; to leave one out, all are needed."""
         server, dropped = update_or_name(self.method, self.state.server, list(replies), view)
-        for client in dropped:
-            self.engine.bans.refuse(client)
-        return self.engine.boundary(server), {str(client): why for client, why in dropped.items()}
+        refused = {}
+        for client, why in dropped.items():
+            self.engine.refuse(Refused(client, "", why), view.round)
+            refused[str(client)] = why
+        return self.engine.boundary(server), refused
 
     def evaluation(self) -> Evaluation | None:
         """Not known before the next wave."""
@@ -328,6 +377,7 @@ class NetworkRun(Run):
         if federation is not self.federation:
             self.federation, self.task = federation, federation.task(self.settings.rounds)
         self.engine.sizes = tuple(i.examples for i in federation.infos)
+        self.engine.begin(self.method, self.task)
         self.engine.evaluate = self.is_due()
         training = {i.id for i in self.participants(self.round)} if self.round < self.settings.rounds else set()
         due = self.engine.evaluate
@@ -345,8 +395,3 @@ class NetworkRun(Run):
 
 def _form(found: ClientEvaluation) -> tuple[Any, ...]:
     return tuple(found.accuracy), None if found.routes is None else len(found.routes)
-
-
-def new_run_id() -> str:
-    """A name for a run that no other run has."""
-    return secrets.token_hex(8)

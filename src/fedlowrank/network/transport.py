@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 PATIENCE = 60.0
-"""Seconds for which a wave waits for introductions alone: a node that says nothing must not hold up a round."""
+"""Seconds for which a round that has nobody to ask waits for registrations."""
+
+LOOK = 1.0
+"""Seconds between two looks for new nodes while clients are waited for."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +24,14 @@ class Parcel:
         kind: hello, who are you; or order.
         words: JSON, see :mod:`.messages`.
         body: bytes of a tree.
+        most: bytes that the reply may have, words and body together; a carrier may stop reading a larger one.
     """
 
     node: int
     kind: Literal["hello", "order"]
     words: str
     body: bytes = b""
+    most: int = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Delivery:
         body: bytes of a tree.
         problem: why there is no reply, in the carrier's words; empty if there is one.
         gone: whether the node is no longer there; its client may come back at another.
+        too_large: why the reply was not read to its end; empty if it was.
     """
 
     node: int
@@ -47,6 +54,7 @@ class Delivery:
     body: bytes = b""
     problem: str = ""
     gone: bool = False
+    too_large: str = ""
 
 
 class Transport(Protocol):
@@ -65,32 +73,76 @@ class Transport(Protocol):
         ...
 
     def forget(self) -> None:
-        """Wait no longer for what is still to come."""
+        """Wait no longer for replies to orders; those to hello may still come."""
         ...
 
 
-def exchange(transport: Transport, parcels: Sequence[Parcel], group: str, seconds: float) -> Iterator[Delivery]:
-    """Send messages and yield the replies as they arrive, one a message at most, until all are there or the time is up.
+class Exchange:
+    """Message round trips with many nodes. Registrations may take longer than one round trip: a late one is accepted.
+
+    A client that hashes a large base model before it can say who it is takes minutes. It is asked once, and not again before
+    ``wait`` seconds have passed.
 
     Args:
         transport: the carrier.
-        parcels: at most one to each node.
-        group: name of this wave, for the carrier's records.
-        seconds: to wait for all; for introductions no longer than :data:`PATIENCE`.
+        wait: seconds that a registration may take.
+        say: takes log messages.
+
+    Attributes:
+        asked: when each node was asked who it is that has not answered yet.
     """
-    start = time.monotonic()
-    open_ = {p.node: p.kind for p in parcels}
-    transport.send(parcels, group, seconds)
-    try:
-        while open_ and time.monotonic() - start < (seconds if "order" in open_.values() else min(seconds, PATIENCE)):
-            found = transport.receive()
-            for delivery in found:
-                # a reply that comes twice, or to something that was not asked, is no news
-                if open_.get(delivery.node) == delivery.kind:
-                    del open_[delivery.node]
-                    yield delivery
-            if open_ and not found:
-                # often at first, when small models answer at once, and rarely when they take hours
-                time.sleep(min(1.0, max(0.02, (time.monotonic() - start) / 20)))
-    finally:
-        transport.forget()
+
+    def __init__(self, transport: Transport, wait: float, say: Callable[[str], None]) -> None:
+        self.transport, self.wait, self.say = transport, wait, say
+        self.asked: dict[int, float] = {}
+        self._logged = -math.inf
+
+    def replies(self, parcels: Sequence[Parcel], group: str, seconds: float) -> Iterator[Delivery]:
+        """Send messages and yield the replies as they arrive, one a message at most.
+
+        It ends when all orders are answered or the time is up; if there are none, when all registrations are there.
+
+        Args:
+            parcels: at most one to each node.
+            group: name of this round trip, for the carrier's records.
+            seconds: to wait.
+        """
+        start, present = time.monotonic(), self.transport.nodes()
+        # a node that has gone answers no more; one that is back may be another process
+        self.asked = {n: t for n, t in self.asked.items() if n in present and start - t < self.wait}
+        questions = [p for p in parcels if p.kind == "hello" and p.node not in self.asked]
+        orders = [p for p in parcels if p.kind == "order"]
+        open_ = {p.node for p in orders}
+        self.asked |= {p.node: start for p in questions}
+        if questions:
+            self.transport.send(questions, "registration", self.wait)
+        if orders:
+            self.transport.send(orders, group, seconds)
+        try:
+            while (open_ if orders else self.asked) and time.monotonic() - start < seconds:
+                found = self.transport.receive()
+                for delivery in found:
+                    # a reply that comes twice, or to something that was not asked, is no news
+                    if delivery.kind == "hello" and self.asked.pop(delivery.node, None) is not None:
+                        yield delivery
+                    elif delivery.kind == "order" and delivery.node in open_:
+                        open_.discard(delivery.node)
+                        yield delivery
+                if (open_ if orders else self.asked) and not found:
+                    # often at first, when small models answer at once, and rarely when they take hours
+                    time.sleep(min(1.0, max(0.02, (time.monotonic() - start) / 20)))
+        finally:
+            self.transport.forget()
+            self._log()
+
+    def _log(self) -> None:
+        """Name the nodes whose registration takes long, once a minute."""
+        now = time.monotonic()
+        late = {n: now - t for n, t in sorted(self.asked.items()) if now - t >= PATIENCE / 2}
+        if late and now - self._logged >= PATIENCE:
+            self._logged = now
+            named = ", ".join(f"node {n} ({seconds:.0f} s)" for n, seconds in late.items())
+            self.say(
+                f"still waiting for the registration of {named}; each may take {self.wait:g} s (network.wait), and rounds go on "
+                "without it. A large base model takes minutes to hash."
+            )

@@ -5,25 +5,23 @@ Two nets, one behind the other. :func:`inspect` lets through what has the form t
 such as a class that does not exist, shows when the server works with it: :func:`update_or_name` finds the reply to blame, drops
 it and goes on with the others. A client of whom too much was refused is shut out by :class:`Bans`.
 
-Neither net stops a client that lies within the form, by numbers that are plausible and wrong; ``max_norm`` and ``max_examples``
-bound what it can do.
+Neither net stops a client that lies within the form, by numbers that are plausible and wrong. What it can do is bounded by the
+norm of its update (:mod:`.norms`) and by the number of examples by which its reply is weighted (``examples_ratio``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from .. import tree
 from ..errors import CheckpointError, ConfigError, FedlowrankError
 from ..method import ClientInfo, Reply, ServerView, Task
 from .dry import AnyMethod, expected_upload
 from .form import Misfit, Template, fitted, short
+from .norms import floats, norm
 
 __all__ = [
     "FAULTS",
@@ -45,9 +43,6 @@ FAULTS = (
 SLACK = 2**16
 """Bytes that an upload, or its header, may have beyond twice what is expected: other versions of a library write it otherwise."""
 
-_CHUNK = 2**16
-"""Numbers that are looked at together in float64: few enough to stay in a core's cache."""
-
 _KEPT = 256
 """Templates remembered; a method that sends clients what they missed has one for every number of missed rounds."""
 
@@ -58,13 +53,19 @@ class Limits:
 
     Attributes:
         max_bytes: of an upload as it comes; None for twice what is expected and 64 KiB.
+        update_ratio: a reply is refused for its round if its update is longer than this times the median of the round and of past
+            rounds (the formula is in :mod:`fedlowrank.network.norms`); such replies do not count for ban_after; 0 for no bound.
         max_norm: largest Euclidean norm of all floating-point numbers of an upload together; None for any.
-        max_examples: that a client may claim to hold, for they weigh its replies; None for any number.
+        examples_ratio: a client's reply is weighted by its training examples, but by at most this times the median of all
+            registered clients; 0 for no bound. Where network.examples promises the counts, those are the bound instead.
+        max_examples: that a client may claim to hold; None for any number.
         ban_after: a client of whom so many replies were refused takes no further part; 0 for never.
     """
 
     max_bytes: int | None = None
+    update_ratio: float = 30.0
     max_norm: float | None = None
+    examples_ratio: float = 10.0
     max_examples: int | None = None
     ban_after: int = 3
 
@@ -76,6 +77,10 @@ class Limits:
         norm = self.max_norm
         if norm is not None and (type(norm) not in (int, float) or not 0 < norm < math.inf):
             raise ConfigError(f"limits.max_norm is a number above 0, or left out; it is {norm!r}")
+        for name in ("update_ratio", "examples_ratio"):
+            ratio = getattr(self, name)
+            if type(ratio) not in (int, float) or not (ratio == 0 or 1 <= ratio < math.inf):
+                raise ConfigError(f"limits.{name} is a number of at least 1, or 0 for no bound; it is {ratio!r}")
         if type(self.ban_after) is not int or self.ban_after < 0:
             raise ConfigError(f"limits.ban_after is a whole number of at least 0 (never); it is {self.ban_after!r}")
 
@@ -87,17 +92,19 @@ class Refused(FedlowrankError):  # noqa: N818 - says what happened to the reply,
         client: identifier of the client.
         path: of what is wrong, a JSON pointer; empty for all of it.
         reason: what is wrong.
+        counts: towards a ban; a reply does not that may be of an honest client whose training diverges.
     """
 
-    def __init__(self, client: int, path: str, reason: str) -> None:
+    def __init__(self, client: int, path: str, reason: str, counts: bool = True) -> None:
         where = f" at {path}" if path else ""
         super().__init__(f"the reply of client {client} was refused{where}: {reason}")
         self.client = client
         self.path = path
         self.reason = reason
+        self.counts = counts
 
-    def __reduce__(self) -> tuple[type[Refused], tuple[int, str, str]]:
-        return type(self), (self.client, self.path, self.reason)
+    def __reduce__(self) -> tuple[type[Refused], tuple[int, str, str, bool]]:
+        return type(self), (self.client, self.path, self.reason, self.counts)
 
 
 class Templates:
@@ -161,14 +168,20 @@ def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, li
         raise Refused(client.id, "", short(str(error))) from error
     except Misfit as error:
         raise Refused(client.id, error.path, f"expected {error.expected}, found {error.found}") from error
-    norm = 0.0
-    for path, number in _floats(upload):
-        norm = math.hypot(norm, _norm(number))
-        if not math.isfinite(norm):
+    total = 0.0
+    for path, number in floats(upload):
+        total = math.hypot(total, norm(number))
+        if not math.isfinite(total):
             raise Refused(client.id, path, "it holds a NaN or an infinity")
-    if limits.max_norm is not None and norm > limits.max_norm:
-        raise Refused(client.id, "", f"its norm is {norm:.4g}, above limits.max_norm = {limits.max_norm:.4g}")
+    if limits.max_norm is not None and total > limits.max_norm:
+        reason = f"its norm is {total:.4g}, above limits.max_norm = {limits.max_norm:.4g}"
+        raise Refused(client.id, "", reason, counts=False)
     return upload
+
+
+def most_bytes(template: Template, limits: Limits) -> int:
+    """Bytes that an upload may have."""
+    return 2 * template.bytes + SLACK if limits.max_bytes is None else limits.max_bytes
 
 
 def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> None:
@@ -176,44 +189,13 @@ def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo
     if limits.max_examples is not None and client.examples > limits.max_examples:
         claim = f"it claims {client.examples} training examples, above limits.max_examples = {limits.max_examples}"
         raise Refused(client.id, "", claim)
-    size, most = memoryview(data).nbytes, limits.max_bytes
-    if most is None:
-        most = 2 * template.bytes + SLACK
+    size, most = memoryview(data).nbytes, most_bytes(template, limits)
     if size > most:
         raise Refused(client.id, "", f"it has {size} bytes; at most {most} are taken (limits.max_bytes)")
     # a header of many small parts takes many times its size in memory once it is read
     header, most = int.from_bytes(data[:8], "little"), 2 * template.header + SLACK
     if header > most:
         raise Refused(client.id, "", f"its header has {header} bytes, where about {template.header} are expected")
-
-
-def _floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
-    """The floating-point tensors and numbers of a tree with their paths."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield path, value
-        return
-    if type(value) is float:
-        yield path, value
-    for key, child in tree._items(value, path) or ():
-        yield from _floats(child, tree.join(path, key))
-
-
-def _norm(number: Tensor | float) -> float:
-    """Euclidean norm in float64; not finite if a number is not (or the norm of finite ones exceeds float64)."""
-    if not isinstance(number, Tensor):
-        return abs(number)
-    norm = 0.0
-    # not in one go: a tensor in float64 would take twice as much as the tensor itself
-    for part in torch.split(number.detach().reshape(-1), _CHUNK):
-        wide = part.double()
-        here = float(torch.linalg.vector_norm(wide))
-        if not math.isfinite(here):
-            # squares of large numbers in float64 overflow where the numbers do not
-            top = float(wide.abs().amax())
-            here = top * float(torch.linalg.vector_norm(wide / top)) if math.isfinite(top) else math.nan
-        norm = math.hypot(norm, here)
-    return norm
 
 
 def update_or_name(
@@ -257,8 +239,8 @@ def _fault(method: AnyMethod, server: Any, reply: Reply[Any], view: ServerView) 
 
 def _updated(method: AnyMethod, server: Any, replies: Sequence[Reply[Any]], view: ServerView) -> Any:
     new = method.server_update(server, replies, view)
-    for path, number in _floats(new):
-        if not math.isfinite(_norm(number)):
+    for path, number in floats(new):
+        if not math.isfinite(norm(number)):
             raise FedlowrankError(
                 f"{method.title}, round {view.round}: the server's new state would hold a NaN or an infinity at "
                 f"{path or 'its top'}. Lower the learning rate, clip the gradient (optimiser.clip), or set limits.max_norm."

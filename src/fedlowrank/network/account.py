@@ -1,0 +1,170 @@
+"""``network.json`` in a run's folder: what a server has to know of its clients when it goes on with a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..digest import KEY, check_seal, sealed
+from ..engine import checkpoint
+from ..errors import CheckpointError, ConfigError
+from ..record import as_checkpoint_error, write_json
+
+ACCOUNT = "network.json"
+"""Name of the file."""
+
+REFUSALS = 100
+"""Refused replies that are listed, the last ones."""
+
+
+@dataclass
+class Account:
+    """What a server has to know of its clients when it goes on with a run.
+
+    Attributes:
+        run: names the run to the clients.
+        clients: by identifier, as strings: examples in train, val and test.
+        refused: refused replies that count towards a ban, by client.
+        branch: how often the run went back to an earlier checkpoint; clients do not answer orders of a smaller number.
+        excluded: clients that a person excluded, with the round to which the run went back then.
+        silent: orders in a row that a client did not answer, by client.
+        updates: see :class:`.norms.NormBound`.
+        refusals: round, client and reason of the last refused replies.
+        settings: the section ``network`` of the experiment.
+    """
+
+    run: str
+    clients: dict[str, dict[str, int]] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    branch: int = 0
+    excluded: dict[str, int] = field(default_factory=dict)
+    silent: dict[str, int] = field(default_factory=dict)
+    updates: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
+    refusals: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Account:
+        """The account in a run's folder.
+
+        Raises:
+            CheckpointError: if there is none, or it is damaged.
+        """
+        path = folder / ACCOUNT
+        kinds = {f.name: type(getattr(cls(""), f.name)) for f in dataclasses.fields(cls)}
+        try:
+            with as_checkpoint_error(f"cannot read {path}"):
+                found: dict[str, Any] = json.loads(path.read_text())
+            if KEY in found or "branch" in found:
+                # one that has neither is of a version without digests
+                check_seal(found, path)
+            known = {name: value for name, value in found.items() if name in kinds}
+            sound = {"run", "clients", "refused"} <= known.keys()
+            sound = sound and all(type(value) is kinds[name] for name, value in known.items())
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}") from error
+        if not sound:
+            raise CheckpointError(f"{path} is damaged: it does not name a run and its clients")
+        return cls(**known)
+
+    def write(self, folder: Path) -> None:
+        """Write it, with its digest."""
+        self.refusals = self.refusals[-REFUSALS:]
+        write_json(folder / ACCOUNT, sealed(dataclasses.asdict(self)))
+
+
+def new_run_id() -> str:
+    """A name for a run that no other run has."""
+    return secrets.token_hex(8)
+
+
+def go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
+    """Put a run of clients elsewhere back to an earlier checkpoint, and exclude clients from then on.
+
+    Args:
+        folder: of the run.
+        round: rounds completed at the checkpoint; None for the last one.
+        without: clients that take no further part.
+
+    Raises:
+        ConfigError: if there is no such client.
+        CheckpointError: if no checkpoint of that round is kept, or something is damaged; nothing has changed then.
+    """
+    account = Account.read(folder)
+    kept = checkpoint.rounds_kept(folder / "checkpoint")
+    target = kept[-1] if round is None else round
+    with as_checkpoint_error(f"cannot read {folder / 'clients.json'}"):
+        clients = len(json.loads((folder / "clients.json").read_text()))
+    for client in without:
+        if not 0 <= client < clients:
+            raise ConfigError(f"--without {client}: clients go from 0 to {clients - 1}")
+        account.excluded[str(client)] = target
+    if len(account.excluded) >= clients:
+        raise ConfigError("--without leaves no client")
+    if target in kept[:-1]:
+        account.branch += 1
+        # the norms of rounds that are done again are measured again
+        account.updates = {t: norms for t, norms in account.updates.items() if int(t) < target}
+    # before the checkpoint: a run whose clients expect to go back may go on from where it was, too
+    if target in kept:
+        account.write(folder)
+    back(folder, target)
+
+
+def back(folder: Path, round: int) -> None:
+    """Put the checkpoint of a run back to an earlier one.
+
+    Args:
+        folder: of the run.
+        round: rounds completed at that checkpoint.
+
+    Raises:
+        CheckpointError: if no checkpoint of that round is kept, or a file of it is damaged; nothing has changed then.
+    """
+    checkpoint.go_back(folder / "checkpoint", round)
+    best = folder / "best"
+    if (best / "manifest.json").exists() and checkpoint.rounds_kept(best)[-1] > round:
+        # of a round that will be done again
+        with as_checkpoint_error(f"cannot remove {best}"):
+            shutil.rmtree(best)
+
+
+def went_back(folder: Path, round: int | None, without: Collection[int], say: Callable[[str], None]) -> bool:
+    """Do what ``fedlowrank resume RUN --round N --without CLIENT`` asks of a run's folder before the run goes on.
+
+    Args:
+        folder: of the run.
+        round: rounds completed at the checkpoint to go back to; None for the last one.
+        without: clients to exclude from then on.
+        say: takes log messages.
+
+    Returns:
+        Whether the run can go on in this process; not where its clients are reached by a server of their own.
+
+    Raises:
+        ConfigError: if the clients of the run cannot be excluded.
+        CheckpointError: if no checkpoint of that round is kept, or something is damaged; nothing has changed then.
+    """
+    if not (folder / ACCOUNT).exists():
+        if without:
+            raise ConfigError(
+                "--without excludes clients of a run over a network; the clients of this one are simulated"
+            )
+        if round is not None:
+            back(folder, round)
+        return True
+    go_back(folder, round, without)
+    say(f"the run stands after round {checkpoint.rounds_kept(folder / 'checkpoint')[-1]}")
+    for client in sorted(without):
+        say(f"client {client} is excluded from now on")
+    # a simulation keeps the folders of its clients beside the run
+    if folder.with_name(f"{folder.name}.clients").exists():
+        return True
+    say(f"start its server again to go on: fedlowrank serve FILE.toml --resume -o {folder}, with its keys")
+    return False

@@ -1,0 +1,465 @@
+"""What bounds a client that lies in numbers: norms of updates, numbers of examples, silence, and a run that goes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlowrank import tree
+from fedlowrank.cli import main
+from fedlowrank.data.federation import Federation
+from fedlowrank.engine import checkpoint
+from fedlowrank.engine.base import AnyMethod, Job, Outcome
+from fedlowrank.engine.run import Run, RunSettings
+from fedlowrank.engine.sequential import Sequential
+from fedlowrank.errors import CheckpointError, ConfigError
+from fedlowrank.method import Task
+from fedlowrank.methods import METHODS
+from fedlowrank.methods.scaffold import Controlled
+from fedlowrank.network.account import Account
+from fedlowrank.network.answers import steps_of
+from fedlowrank.network.messages import Hello, Order
+from fedlowrank.network.norms import Measured, NormBound, low_median, measure
+from fedlowrank.network.silence import Silence
+from fedlowrank.network.transport import Parcel
+from fedlowrank.network.trust import Limits
+from fedlowrank.optimiser import SGD
+from methods.setting import Net
+
+from .local import (
+    Killed,
+    LocalTransport,
+    agrees,
+    changed,
+    in_round,
+    intact,
+    local,
+    lost,
+    remembered,
+    same_record,
+    same_states,
+    served,
+    small,
+    truth,
+)
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_update_is_measured_against_the_part_of_the_download_that_has_its_form() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y, c, d = ({"w": torch.randn(300, 400, generator=generator), "b": torch.randn(7, generator=generator)}
+                  for _ in range(4))  # fmt: skip
+
+    def flat(params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([t.reshape(-1).double() for t in params.values()])
+
+    found = measure(Controlled(y, d), Controlled(x, c))
+    assert found.keys() == {"/model", "/control"}
+    for part, up, down in (("/model", y, x), ("/control", d, c)):
+        assert found[part].itself == pytest.approx(float(flat(up).norm()))
+        assert found[part].change == pytest.approx(float((flat(up) - flat(down)).norm()))
+        assert found[part].download == pytest.approx(float(flat(down).norm()))
+    # an upload that is a field of the download
+    assert measure(y, Controlled(x, c))[""].change == pytest.approx(float((flat(y) - flat(x)).norm()))
+    # nothing of its form was sent
+    small_one = {"w": torch.full((2, 2), 3.0)}
+    assert measure(small_one, x) == {"": Measured(6.0)}
+    # numbers whose squares exceed float64
+    assert measure({"w": torch.full((4,), 1e300, dtype=torch.float64)}, None)[""].itself == pytest.approx(2e300)
+
+
+def bound(*sizes: float, past: Sequence[float] = (), steps: Sequence[int] = (), download: float = 100.0) -> set[int]:
+    """Who is refused, of clients that send weights whose changes have these norms; the ratio is 10."""
+    judge = NormBound(10.0)
+    for t, size in enumerate(past):
+        judge.learn({0: {"": Measured(download, size, download)}}, t)
+    replies = {i: {"": Measured(max(download, size), size, download)} for i, size in enumerate(sizes)}
+    return set(judge.refused(replies, dict(enumerate(steps or [1] * len(sizes))), len(past)))
+
+
+def test_who_is_refused() -> None:
+    assert bound(1, 2, 3, past=[1]) == set()
+    assert bound(1, 2, 20.1, past=[1]) == {2}
+    assert bound(1, 2, 19.9, past=[1]) == set()
+    # the median of the past counts where it is larger
+    assert bound(1, 2, 20.1, past=[1, 5, 9]) == set()
+    # a client with more steps may go farther in proportion
+    assert bound(1, 2, 59, past=[1], steps=[1, 1, 3]) == set()
+    assert bound(1, 2, 61, past=[1], steps=[1, 1, 3]) == {2}
+    # of two, the larger one cannot vouch for itself, and a single one is compared with the past alone
+    assert bound(1, 1e30, past=[1]) == {1}
+    assert bound(1e30, past=[1]) == {0}
+    assert bound(9.9, past=[1]) == set()
+    # a small one does not make others look large
+    assert bound(0, 5, past=[4]) == set()
+    # in the first round an update may be as long as the download
+    assert bound(1, 2, 1e30) == {2}
+    assert bound(1e-9, 99, download=100) == set()
+    assert bound(1e30) == {0}
+    assert bound(1e-9, 1e30) == {1}
+    # also one that is nearer to zero than to the download, as a difference is
+    assert set(NormBound(10.0).refused({0: {"": Measured(0.9e30, 1e30, 100.0)}}, {0: 1}, 0)) == {0}
+    # where all usual updates are zero
+    assert bound(0, 0, 0, 50, past=[0]) == set()
+    assert bound(0, 0, 0, 1e30, past=[0]) == {3}
+    assert NormBound(0).refused({0: {"": Measured(1e30)}, 1: {"": Measured(1.0)}}, {0: 1, 1: 1}, 3) == {}
+
+
+def test_differences_are_told_from_weights_by_the_majority() -> None:
+    judge, steps = NormBound(10.0), dict.fromkeys(range(4), 1)
+    weights = {i: {"": Measured(100.0, 1.0, 100.0)} for i in range(3)}
+    # far from the download though no longer than the weights
+    assert set(judge.refused({**weights, 3: {"": Measured(90.0, 190.0, 100.0)}}, steps, 0)) == {3}
+    differences = {i: {"": Measured(1.0, 100.0, 100.0)} for i in range(3)}
+    # as SCAFFOLD's: next to zero; the download itself would be a huge difference
+    assert set(judge.refused({**differences, 3: {"": Measured(100.0, 0.0, 100.0)}}, steps, 0)) == {3}
+    assert judge.refused({**differences, 3: {"": Measured(2.0, 101.0, 100.0)}}, steps, 0) == {}
+
+
+def test_medians_are_remembered_for_ten_rounds_and_a_liar_moves_them_by_one_place() -> None:
+    judge = NormBound(10.0)
+    for t in range(30):
+        judge.learn({i: {"": Measured(1e30 if i == 3 else float(t + i))} for i in range(4)}, t)
+    assert sorted(judge.past) == list(range(20, 30))
+    assert judge.past[29] == {"": (None, 30.0)}
+    stored = json.loads(json.dumps(judge.to_json()))
+    assert NormBound.from_json(10.0, stored) == judge
+
+
+def test_the_lower_median() -> None:
+    assert low_median([3, 1, 2]) == 2
+    assert low_median([4, 1, 2, 3]) == 2
+    assert low_median([5, 1]) == 1
+
+
+@dataclass
+class Measuring(Sequential):
+    """The sequential engine, whose updates are compared as a server compares them."""
+
+    judge: NormBound = field(default_factory=lambda: NormBound(Limits().update_ratio))
+    refused: dict[int, str] = field(default_factory=dict)
+
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
+    ) -> Iterator[Outcome]:
+        norms = {}
+        for job, outcome in zip(jobs, super().run(method, federation, task, round, jobs), strict=True):
+            norms[job.client.id] = measure(outcome.upload, job.down)
+            yield outcome
+        steps = {c: sum(steps_of(method.passes(), federation.infos[c].examples).values()) for c in norms}
+        self.refused |= self.judge.refused(norms, steps, round)
+        self.judge.learn(norms, round)
+
+
+def skewed(unequal_ranks: bool) -> Federation:
+    """Eight clients of 10 to 400 examples of two of four classes each."""
+    generator = torch.Generator().manual_seed(0)
+    weight, data = torch.randn(12, 4, generator=generator), []
+    for i, n in enumerate([10, 15, 20, 40, 60, 90, 200, 400]):
+        x = torch.randn(4 * n + 40, 12, generator=generator)
+        y = (x @ weight).argmax(1)
+        mine = (y == i % 4) | (y == (i + 1) % 4)
+        data.append((x[mine][:n], y[mine][:n]))
+    ranks = (1, 2, 4, 8, 1, 2, 4, 8) if unequal_ranks else (3,) * 8
+    clusters = [i % 2 for i in range(8)]
+    return Federation.from_arrays(
+        data, lambda: Net(9, 10, dtype=torch.float32), classes=4, rank=ranks, cluster=clusters
+    )
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_honest_reply_of_any_method_is_refused(name: str) -> None:
+    unequal = name in ("fedhl", "hetlora", "flexlora", "flora")
+    method: AnyMethod = METHODS[name](optimiser=SGD(lr=0.1), batch_size=16, epochs=1)
+    engine = Measuring()
+    run = Run(method, skewed(unequal), RunSettings(rounds=6, evaluate_every=99, participation=0.4), engine)
+    # three clients a round, the hardest case: two that differ are half of what is usual
+    for _ in range(5):
+        run.step()
+    assert engine.judge.past or name == "standalone"
+    assert engine.refused == {}
+
+
+# -- a poisoned reply over the network ---------------------------------------------------------------------------------
+
+
+def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
+    """All numbers of that client's uploads in these rounds, counted from 1, have that value."""
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        found = carrier.answered(parcel)
+        if parcel.kind == "hello" or parcel.node != 100 + client:
+            return [found]
+        order = Order.from_json(parcel.words)
+        if not order.train or order.round + 1 not in rounds:
+            return [found]
+        body = tree.encode(
+            tree.map(lambda t: torch.full_like(t, value) if t.is_floating_point() else t, tree.decode(found.body))
+        )
+        return [changed(found, body=body)]
+
+    return fault
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedslr", "fedproto", "fedhl"])
+@pytest.mark.parametrize("t", [1, 3])
+def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_banned(
+    method: str, t: int, tmp_path: Path
+) -> None:
+    made = small(method, 4, rounds=4, network={"limits": {"ban_after": 1}})
+    carrier = local(made, tmp_path, poisoned(1e30, {t}))
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    assert lost(result) == [{1} if r == t else set() for r in range(1, 5)]
+    # as if that reply had been lost, and nothing that came with it is kept
+    assert agrees(result, carrier, made) == {(t - 1, 1)}
+    why = result.rounds[t].lost["1"]
+    assert "the reply of client 1 was refused: its update has the norm" in why
+    assert "is usual (network.limits.update_ratio = 30)" in why
+    assert any(why in line for line in said)
+    account = json.loads((tmp_path / "run" / "network.json").read_text())
+    assert account["refused"] == {}
+    assert account["refusals"] == [{"round": t, "client": 1, "reason": why}]
+
+
+def test_the_bound_can_be_switched_off(tmp_path: Path) -> None:
+    made = small("fedavg", 4, rounds=2, network={"limits": {"update_ratio": 0}})
+    result = served(local(made, tmp_path, poisoned(1e4, {1})), made, tmp_path / "run")
+    assert lost(result) == [set(), set()]
+    assert max(float(t.abs().max()) for _, t in tree.leaves(result.run.state.server)) > 100
+
+
+def test_past_norms_are_known_after_a_restart(tmp_path: Path) -> None:
+    """One client a round: nothing but past rounds can tell that a reply is far too long."""
+    made = small("fedavg", 3, rounds=4, run={"participation": 0.34}, network={"min_replies": 0})
+    honest, lie = local(made, tmp_path), 0
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order" and Order.from_json(parcel.words).round == 2 and not lie:
+            raise Killed
+        found = carrier.answered(parcel)
+        if parcel.kind == "hello" or not Order.from_json(parcel.words).train or not lie:
+            return [found]
+        return [changed(found, body=tree.encode(tree.map(lambda t: t * 6.0, tree.decode(found.body))))]
+
+    honest.fault = fault
+    with pytest.raises(Killed):
+        served(honest, made, tmp_path / "run")
+    lie = 1
+    result = served(honest, made, tmp_path / "run", resume=True)
+    # in a first round, such an update would pass: it is shorter than thirty times the download
+    assert [len(r.lost) for r in result.rounds[1:]] == [0, 0, 1, 1]
+
+
+# -- numbers of examples -----------------------------------------------------------------------------------------------
+
+
+def boasting(carrier: LocalTransport, parcel: Parcel, examples: int = 2**40) -> Any:
+    found = carrier.answered(parcel)
+    if parcel.kind == "order" or parcel.node != 101:
+        return [found]
+    return [changed(found, words=dataclasses.replace(Hello.from_json(found.words), examples=examples).to_json())]
+
+
+def test_a_client_that_claims_2_to_the_40_examples_weighs_ten_times_the_median(tmp_path: Path) -> None:
+    made = small("fedavg", rounds=1)
+    carrier = local(made, tmp_path, boasting)
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    sizes = [len(d.train) for d in made.shares().data]
+    weights = torch.tensor([float(sizes[0]), 10.0 * min(sizes), float(sizes[2])])
+    run, _ = truth(made, result.rounds)
+    replies = [tree.decode(remembered(result, carrier, i).answered(digest_of_last(result, carrier, i))[1])  # type: ignore[index]
+               for i in range(3)]  # fmt: skip
+    for name, found in result.run.state.server.items():
+        stacked = torch.stack([r[name].double() for r in replies])
+        wanted = (weights.double() / weights.sum()).reshape(-1, *[1] * found.ndim) * stacked
+        assert torch.allclose(found.double(), wanted.sum(0), atol=1e-6)
+        assert run.state.server[name].shape == found.shape
+    assert sum("client 1 registered 1099511627776 examples and is weighted by" in line for line in said) == 1
+
+
+def digest_of_last(result: Any, carrier: LocalTransport, client: int) -> str:
+    path = next(carrier.folders[100 + client].glob("*/000001.tree"))
+    order: str = json.loads(path.read_bytes().partition(b"\n")[0])["order"]
+    return order
+
+
+def test_more_examples_than_promised_are_turned_away(tmp_path: Path) -> None:
+    sizes = [len(d.train) for d in small("fedavg").shares().data]
+    made = small("fedavg", rounds=1, network={"examples": sizes, "min_clients": 2, "wait": 5.0})
+    carrier = local(made, tmp_path, lambda there, parcel: boasting(there, parcel, sizes[1] + 1))
+    said: list[str] = []
+    result = served(carrier, made, tmp_path / "run", said)
+    assert lost(result) == [{1}]
+    assert sum(f"says it has {sizes[1] + 1} examples, but it promised {sizes[1]}" in line for line in said) == 1
+    wrong = small("fedavg", network={"examples": [3, 4]})
+    with pytest.raises(ConfigError, match=r"network\.examples promises the examples of 2 clients, but there are 3"):
+        served(local(wrong, tmp_path / "wrong"), wrong, tmp_path / "wrong" / "run")
+
+
+def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
+    made = small("scaffold", partition={"kind": "dirichlet", "alpha": 0.5, "clients": 3})
+    carrier = local(made, tmp_path)
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == set()
+    sizes = [len(d.train) for d in made.shares().data]
+    assert len(set(sizes)) == 3
+    for parcel in carrier.log:
+        others = {str(n) for i, n in enumerate(sizes) if i != parcel.node - 100}
+        values = {str(v) for v in json.loads(parcel.words).values()}
+        assert not others & values
+    for node, folder in carrier.folders.items():
+        texts = [p.read_text() for p in folder.rglob("*.json")]
+        assert not any(f'"{n}"' in t or f" {n}," in t for i, n in enumerate(sizes) if i != node - 100 for t in texts)
+
+
+# -- silence -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_never_replies_costs_few_deadlines(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=12, network={"deadline": 100.0})
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        return [] if parcel.kind == "order" and parcel.node == 101 else intact(carrier, parcel)
+
+    carrier = local(made, tmp_path, fault)
+    result = served(carrier, made, tmp_path / "run")
+    assert lost(result) == [{1}] * 12
+    # asked in rounds 1 and 2, after a pause of one round in 4, of two in 7, of four in 12; and when the run was over
+    asked = [o.round + 1 for c, o in carrier.orders() if c == 1]
+    assert asked == [1, 2, 4, 7, 12, 13]
+    assert carrier.clock.now == pytest.approx(6 * 100, abs=10)
+    assert "did not reply within 100 s; it sits out 1 round (network.silent_after)" in result.rounds[2].lost["1"]
+    assert "sits out, and is asked again in round 7: it did not answer 3 orders in a row" in result.rounds[5].lost["1"]
+    assert json.loads((tmp_path / "run" / "network.json").read_text())["silent"] == {"1": 5}
+    assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {}
+
+
+def test_a_client_that_was_silent_takes_part_again_and_starts_from_zero(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=6, network={"deadline": 100.0})
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        silent = parcel.kind == "order" and parcel.node == 101 and Order.from_json(parcel.words).round in (0, 1, 4)
+        return [] if silent else intact(carrier, parcel)
+
+    carrier = local(made, tmp_path, fault)
+    result = served(carrier, made, tmp_path / "run")
+    assert lost(result) == [{1}, {1}, {1}, set(), {1}, set()]
+    assert agrees(result, carrier, made) == {(0, 1), (1, 1), (2, 1), (4, 1)}
+
+
+def test_nobody_sits_out_where_the_round_needs_them(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=1, network={"deadline": 100.0, "min_replies": 3, "attempts": 4})
+    tries: list[Parcel] = []
+
+    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+        if parcel.kind == "order" and parcel.node == 101:
+            tries.append(parcel)
+            return intact(carrier, parcel) if len(tries) >= 4 else []
+        return intact(carrier, parcel)
+
+    carrier = local(made, tmp_path, fault)
+    result = served(carrier, made, tmp_path / "run")
+    assert lost(result) == [set()]
+    assert agrees(result, carrier, made) == set()
+
+
+def test_pauses() -> None:
+    silence = Silence(2)
+    assert [silence.missed(3, t) for t in (0, 1)] == [0, 1]
+    assert [silence.sits_out(3, t) for t in (1, 2, 3)] == [True, True, False]
+    assert silence.missed(3, 3) == 2
+    silence.heard(3)
+    assert silence.counts == {}
+    assert not silence.sits_out(3, 4)
+    never = Silence(0)
+    assert [never.missed(1, t) for t in range(9)] == [0] * 9
+    assert Silence.from_json(2, {"3": 5}).to_json() == {"3": 5}
+
+
+# -- going back --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_back_to_before_the_poison_and_on_without_its_client(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = small("scaffold", 4, rounds=6)
+    out = tmp_path / "run"
+    # plausible and wrong, which no norm tells
+    carrier = local(made, tmp_path, poisoned(0.25, {4, 5, 6}))
+    served(carrier, made, out)
+    assert checkpoint.rounds_kept(out / "checkpoint") == [4, 5, 6]
+    main(["resume", str(out), "--round", "2", "--without", "1"])
+    assert "keeps the checkpoints after rounds 4, 5, 6, and none after round 2" in capsys.readouterr().err
+    assert main(["resume", str(out), "--round", "4", "--without", "9"]) == 1
+    assert "--without 9: clients go from 0 to 3" in capsys.readouterr().err
+    assert Account.read(out).excluded == {}
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedslr", "ditto"])
+def test_after_going_back_a_run_is_the_one_in_which_that_client_was_lost_from_then_on(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # a file that the command can load; the server and its clients live in this test
+    made = small(method, 3, rounds=6)
+    carrier, out = local(made, tmp_path), tmp_path / "run"
+    first = served(carrier, made, out, config={**made.describe(method), "vary": {}})
+    assert main(["resume", str(out), "--round", "4", "--without", "1"]) == 0
+    told = capsys.readouterr().out
+    assert "the run stands after round 4" in told
+    assert "client 1 is excluded from now on" in told
+    assert "fedlowrank serve FILE.toml --resume" in told.replace("\n", " ")
+    before = len(carrier.log)
+    result = served(carrier, made, out, resume=True, config={**made.describe(method), "vary": {}})
+    assert lost(result) == [set()] * 4 + [{1}] * 2
+    assert "client 1 is excluded: the run went on without it after round 4" in result.rounds[5].lost["1"]
+    assert [r.untimed() for r in result.rounds[:4]] == [r.untimed() for r in first.rounds[:4]]
+    # it is the in-process run in which that client's replies were lost from round 5 on
+    run, records = truth(made, result.rounds)
+    same_states(result, carrier, run)
+    assert [same_record(a, b) for a, b in zip(result.rounds, records, strict=True)] == [set()] * 4 + [{1}] * 3
+    assert not any(p.node == 101 for p in carrier.log[before:] if p.kind == "order")
+    # what an operator reads afterwards
+    account = Account.read(out)
+    assert (account.branch, account.excluded) == (1, {"1": 4})
+    assert served(carrier, made, out, resume=True, config={**made.describe(method), "vary": {}}).rounds == result.rounds
+
+
+def test_a_client_can_be_excluded_without_going_back(tmp_path: Path) -> None:
+    made = small("scaffold", 3, rounds=3)
+    carrier, out = local(made, tmp_path), tmp_path / "run"
+
+    def stop(there: LocalTransport, parcel: Parcel) -> Any:
+        raise Killed
+
+    carrier.fault = in_round(3, 0, stop)
+    with pytest.raises(Killed):
+        served(carrier, made, out, config={**made.describe("scaffold"), "vary": {}})
+    carrier.fault = intact
+    assert main(["resume", str(out), "--without", "2"]) == 0
+    result = served(carrier, made, out, resume=True, config={**made.describe("scaffold"), "vary": {}})
+    assert lost(result) == [set(), set(), {2}]
+    assert Account.read(out).branch == 0
+
+
+def test_a_damaged_account_is_noticed(tmp_path: Path) -> None:
+    made = small("scaffold", rounds=1)
+    carrier = local(made, tmp_path)
+    served(carrier, made, tmp_path / "run")
+    path = tmp_path / "run" / "network.json"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 5):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"network\.json is damaged"):
+            Account.read(tmp_path / "run")
+    path.write_bytes(whole)
+    assert Account.read(tmp_path / "run").run

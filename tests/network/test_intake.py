@@ -1,0 +1,152 @@
+"""A reply that is too large is not read into memory: neither by the SuperLink's guard nor by the server's half."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import Array, Metadata
+from flwr.app.message import make_message, remove_content_from_message
+from flwr.common.serde import message_to_proto
+from flwr.proto.message_pb2 import PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.superlink.grid.http_grid import HttpGrid
+
+from fedlowrank.network import guard
+from fedlowrank.network.flower import GridTransport, to_records
+from fedlowrank.network.transport import Delivery, Parcel
+
+
+@dataclass
+class SuperLink:
+    """Holds a reply to the message ``asked``, and counts the bytes that are fetched of it."""
+
+    words: str
+    body: bytes
+    fetched: int = 0
+    replies: list[Any] = field(default_factory=list)
+    objects: dict[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        about = Metadata(
+            run_id=1, message_id="", src_node_id=7, dst_node_id=1, message_type="train.order", group_id="", ttl=60.0,
+            reply_to_message_id="asked", created_at=0.0,
+        )  # fmt: skip
+        reply = make_message(metadata=about, content=to_records(self.words, self.body))
+        with no_object_id_recompute():
+            reply.metadata.__dict__["_message_id"] = reply.object_id
+            self.objects = {i: o.deflate() for i, o in get_all_nested_objects(reply).items()}
+            self.tree = get_object_tree(reply)
+            self.reply = message_to_proto(remove_content_from_message(reply))
+
+    def PullMessages(self, request: Any) -> PullAppMessagesResponse:  # noqa: N802
+        del request
+        return PullAppMessagesResponse(messages_list=[self.reply], message_object_trees=[self.tree])
+
+    def PullObject(self, request: Any) -> PullObjectResponse:  # noqa: N802
+        content = self.objects[request.object_id]
+        self.fetched += len(content)
+        return PullObjectResponse(object_found=True, object_available=True, object_content=content)
+
+    def ConfirmMessageReceived(self, request: Any) -> None:  # noqa: N802
+        del request
+
+
+def received(link: SuperLink, most: int) -> Delivery:
+    grid = HttpGrid(token="none")
+    grid._client, grid._run = link, SimpleNamespace(run_id=1)  # type: ignore[assignment]
+    transport = GridTransport(grid)
+    transport._open = {"asked": Parcel(7, "order", "{}", b"", most)}
+    (found,) = transport.receive()
+    assert transport.receive() == [] or not transport._open
+    return found
+
+
+def test_a_reply_within_its_limit_is_read() -> None:
+    # of which Flower sends each different piece once
+    for body in (random.Random(0).randbytes(12 << 20), bytes(12 << 20), b""):
+        link = SuperLink("words", body)
+        found = received(link, len(body) + 10)
+        assert (found.words, found.body, found.too_large, found.problem) == ("words", body, "", "")
+
+
+def test_a_reply_of_too_many_bytes_is_not_read_to_its_end() -> None:
+    link = SuperLink("words", random.Random(0).randbytes(70 << 20))
+    found = received(link, 30 << 20)
+    assert (found.words, found.body, found.problem) == ("", b"", "")
+    assert "it has more bytes, too many: 31522816 bytes are taken" in found.too_large
+    # a piece has 5 MiB, and a few are fetched at once
+    assert link.fetched < 60 << 20
+
+
+def test_a_piece_that_is_repeated_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = SuperLink("words", bytes(100 << 20))
+    # it crosses as one piece of 5 MiB
+    assert sum(map(len, link.objects.values())) < 6 << 20
+    monkeypatch.setattr(Array, "inflate", lambda *_, **__: pytest.fail("the array was put together"))
+    found = received(link, 50 << 20)
+    assert "it has more bytes, too many: 52494336 bytes are taken" in found.too_large
+
+
+def test_nothing_is_read_of_a_reply_of_too_many_pieces() -> None:
+    link = SuperLink("words", bytes(1 << 10))
+    piece = link.tree.children[0]
+    for _ in range(500):
+        link.tree.children.append(piece)
+    found = received(link, 1 << 20)
+    assert "pieces, too many: 1114112 bytes are taken" in found.too_large
+    assert link.fetched == 0
+
+
+def test_an_array_that_cannot_be_read_is_refused() -> None:
+    link = SuperLink("words", b"body")
+    broken = next(i for i, content in link.objects.items() if b"arraychunk_ids" in content)
+    link.objects[broken] = link.objects[broken].replace(b"arraychunk_ids", b"arraychunk_ids{")[:-9] + b"{{{{{{{{{"
+    assert "a piece of it cannot be read: JSONDecodeError" in received(link, 1 << 20).too_large
+
+
+# -- the SuperLink -----------------------------------------------------------------------------------------------------
+
+
+def called(parts: list[bytes], headers: list[tuple[bytes, bytes]]) -> tuple[int, int]:
+    """Status and bytes read of a client's call whose body comes in these parts."""
+    read, sent, left = 0, [], list(parts)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal read
+        while (message := await receive())["type"] == "http.request":
+            read += len(message["body"])
+            if not message["more_body"]:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                return
+
+    async def receive() -> Any:
+        part = left.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": f"{guard.CLIENTS}push-object", "headers": headers}
+    asyncio.run(guard.limited(app, scope, receive, send))
+    return next((m["status"] for m in sent if m["type"] == "http.response.start"), 0), read
+
+
+def test_a_call_is_read_up_to_its_limit() -> None:
+    part = bytes(1 << 20)
+    assert called([part] * 16, [(b"content-length", b"%d" % (16 << 20))]) == (200, 16 << 20)
+    # refused at once where it says how long it is, else once it is longer
+    assert called([part] * 17, [(b"Content-Length", b"%d" % (17 << 20))]) == (413, 0)
+    assert called([part] * 2000, []) == (0, 16 << 20)
