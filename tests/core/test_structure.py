@@ -4,10 +4,13 @@ import ast
 import importlib.util
 import io
 import re
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedlowrank.methods import METHODS
 
@@ -83,3 +86,10 @@ def test_the_page_of_methods_is_up_to_date() -> None:
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     assert (ROOT / "docs" / "methods.md").read_text() == module.page(), "run python docs/build.py"
+
+
+def test_a_bare_pytest_computes_on_one_thread_as_make_test_does() -> None:
+    code = "import torch; print(torch.get_num_threads())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["1"]
+    assert torch.get_num_threads() == 1
