@@ -21,7 +21,7 @@ from ..errors import CheckpointError, ConfigError, FedlowrankError
 from ..experiment import Experiment
 from ..record import as_checkpoint_error, write_json
 from .drive import clients_of, network_settings
-from .flowerapp import write_app
+from .flowerapp import CLIENT, SERVER, write_app, write_own_app
 from .keys import ClientKeys, ServerKeys, add_client, make_keys
 from .party import own_share, prepare
 from .processes import SuperLink, SuperNode
@@ -29,7 +29,6 @@ from .program import ProcessError
 from .server import Say
 from .supervise import supervise
 
-SERVER, CLIENT = "fedlowrank.network.flower:server", "fedlowrank.network.flower:client"
 RESTARTS = 3
 """How often a SuperLink that died is started again."""
 GRACE = 20
@@ -124,7 +123,7 @@ def serve(
     with as_checkpoint_error(f"cannot make {home}"):
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_json(home / "experiment.json", made.tables)
-    write_app(home / "app", "fedlowrank", SERVER, CLIENT, {})
+    write_own_app(home / "app")
     flower = _flower()
     log = home / "server.log"
     log.unlink(missing_ok=True)
@@ -260,9 +259,7 @@ def join(
     prepare(folder, made.tables, client, shares)
     sizes = (len(getattr(shares.data[client], s)) for s in ("train", "val", "test"))
     say("client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes))
-    node = SuperNode(
-        folder / "flower", address, {"folder": str(folder.absolute())}, own, insecure=insecure, say=say
-    )  # fmt: skip
+    node = SuperNode(folder / "flower", address, folder, own, insecure=insecure, say=say)
     stop = threading.Event()
     if not stay:
         threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()
@@ -307,11 +304,12 @@ def _until_done(folder: Path, node: SuperNode, stop: threading.Event) -> None:
     before = _models(folder)
     while not stop.wait(0.5):
         if _models(folder) - before:
-            # the SuperNode sends what its children left with it; one that is stuck is not waited for
-            for _ in range(GRACE):
-                if not node.working():
+            # the reply about it is still to be sent; a server that does not take it is not waited for
+            for _ in range(4 * GRACE):
+                if not node.is_working():
                     break
-                stop.wait(1)
+                stop.wait(0.25)
+            # Flower drops the replies of a node that left before the server fetched them
             stop.wait(5)
             stop.set()
 

@@ -1,4 +1,5 @@
-"""Any method over Flower: the server's half in a ServerApp, a client's half in a ClientApp. The only file that imports flwr.
+"""Any method over Flower: the server's half in a ServerApp, a client's half in a ClientApp. With :mod:`.node` and :mod:`.guard`, which run
+as programs of their own, the only file that imports flwr.
 
 ``server`` and ``client`` are what a Flower app names as its components. Where they find their things:
 

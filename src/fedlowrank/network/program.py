@@ -39,6 +39,9 @@ def environment(home: Path) -> dict[str, str]:
         # or the server installs the app's dependencies from the internet for every run
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # or the server would listen on two more ports, which have no guard
+        "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
+        "FLWR_INTERNAL_GRPC_FLEET_API": "0",
         # programs start one another by name
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), own.get("PATH", os.defpath)]),
         # what a program printed before it was killed should be in the log
@@ -154,8 +157,8 @@ class Program:
         self._end(signal.SIGTERM, seconds)
 
     def _own_address(self) -> str | None:
-        """Where its children reach it."""
-        raise NotImplementedError
+        """Where its children reach it, if it has any."""
+        return None
 
     def _prepare(self) -> None:
         """Make its home; and if it was started before, end what is left of that."""
