@@ -6,6 +6,7 @@ RUN/clients.json      one row a client: architecture, examples in train/val/test
 RUN/metrics.jsonl     one :class:`RoundRecord` a line; round 0 is the state before any training
 RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
 RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
+RUN/lock              which process writes the folder, or wrote it last; see :mod:`fedlowrank.lock`
 RUN/checkpoint/       see :mod:`fedlowrank.engine.checkpoint`
 """
 
@@ -24,6 +25,7 @@ import safetensors.torch
 from torch import Tensor
 
 from .errors import CheckpointError
+from .lock import is_alive, read_holder
 
 FORMAT = 1
 Accuracy = dict[str, dict[str, list[float | None]]]
@@ -118,10 +120,10 @@ class RunRecord:
         try:
             config = json.loads((folder / "run.json").read_text())
             clients = json.loads((folder / "clients.json").read_text())
-            status = json.loads((folder / "status.json").read_text())
+            status = believed(folder, json.loads((folder / "status.json").read_text()))
             lines = (folder / "metrics.jsonl").read_text().splitlines()
             rounds = [RoundRecord(**json.loads(line)) for line in lines]
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"the run folder {folder} cannot be read: {error}") from error
         if config.get("format") != FORMAT:
             raise CheckpointError(f"{folder} has format {config.get('format')}; this version reads format {FORMAT}")
@@ -131,6 +133,14 @@ class RunRecord:
         """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None if the run saved none."""
         path = self.folder / "representations.safetensors"
         return safetensors.torch.load_file(path) if path.is_file() else None
+
+
+def believed(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
+    """The status of a run folder, corrected where it says running although the process that wrote it is gone."""
+    if status.get("state") != "running" or is_alive(read_holder(folder)):
+        return status
+    why = "its process ended without a word: it was killed, or the disk was full"
+    return {**status, "state": "stopped", "message": why}
 
 
 def write_atomically(path: Path, *data: bytes) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..lock import exclusive
 from ..record import FORMAT, RoundRecord, as_checkpoint_error, write_atomically, write_json
 from . import checkpoint
 from .run import Run
@@ -29,7 +31,7 @@ FREE_TO_CHANGE = (
 
 
 class RunFolder:
-    """Writes one run.
+    """Writes one run. From :meth:`create` or :meth:`restore` to the end of its context, no other process can.
 
     Args:
         path: of the folder.
@@ -42,6 +44,13 @@ class RunFolder:
         # as it will be read back: tuples become lists, keys become strings
         self.config = json.loads(json.dumps({"format": FORMAT, **config, "versions": versions()}))
         self.clients = clients
+        self._lock = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
 
     def create(self, force: bool) -> None:
         """Make the folder.
@@ -61,6 +70,7 @@ class RunFolder:
             self.move_aside(self.path)
         with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
+        self._lock.enter_context(exclusive(self.path))
         write_json(self.path / "clients.json", self.clients)
         write_atomically(self.path / "metrics.jsonl", b"")
         self.status("running", 0)
@@ -69,9 +79,13 @@ class RunFolder:
 
     @staticmethod
     def move_aside(path: Path) -> None:
-        """Rename a folder to a name that ends in ``.old-1``, ``.old-2``, ...; the first that is free."""
+        """Rename a folder to a name that ends in ``.old-1``, ``.old-2``, ...; the first that is free.
+
+        Raises:
+            FolderInUseError: if another process writes it.
+        """
         number = next(i for i in range(1, 10**6) if not path.with_name(f"{path.name}.old-{i}").exists())
-        with as_checkpoint_error(f"cannot move {path} aside"):
+        with exclusive(path), as_checkpoint_error(f"cannot move {path} aside"):
             path.rename(path.with_name(f"{path.name}.old-{number}"))
 
     def status(self, state: str, rounds: int, message: str = "") -> None:
@@ -152,7 +166,10 @@ class RunFolder:
 
         Raises:
             CheckpointError: as :meth:`read`, or if the records are damaged.
+            FolderInUseError: if another process writes it.
         """
+        if (self.path / "run.json").exists():
+            self._lock.enter_context(exclusive(self.path))
         stored = self.read(run)
         try:
             lines = (self.path / "metrics.jsonl").read_text().splitlines()[: run.round + 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -82,9 +83,10 @@ def drive(
         transport=transport, roster=roster, settings=settings, run_id=account["run"], bans=bans, say=say
     )  # fmt: skip
     _gather(engine, settings.enough(count))
-    with threads(made.run.threads):
+    with threads(made.run.threads), contextlib.ExitStack() as stack:
         run = NetworkRun(method, roster.federation(), protocol, engine)
-        folder = RunFolder(out, described(run, made.describe(name) if config is None else config), run.clients())
+        description = described(run, made.describe(name) if config is None else config)
+        folder = stack.enter_context(RunFolder(out, description, run.clients()))
         records: list[RoundRecord] = []
         if resume:
             records = folder.restore(run)
