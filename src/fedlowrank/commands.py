@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -32,6 +31,7 @@ from .data.sources import SOURCES
 from .data.split import SPLITS
 from .data.text.sources import TEXT_SOURCES
 from .effective import Weighing
+from .engine.folder import RunFolder
 from .engine.run import RunSettings
 from .errors import CheckpointError, ConfigError, NonFiniteError, TaskError
 from .experiment import Experiment
@@ -45,7 +45,7 @@ from .models.zoo import MODELS, ModelSettings
 from .network.settings import NetworkSettings
 from .network.trust import Limits
 from .optimiser import SGD, AdamW, Schedule
-from .record import RunRecord, as_checkpoint_error
+from .record import RunRecord, as_checkpoint_error, run_folders
 from .report import comparison, export_tensorboard, render_terminal, save_figures, write_report
 from .simulate import simulate
 from .stored import opened, stored_config
@@ -253,12 +253,7 @@ def report(
     folders: Sequence[Path], out: Path, target: float | None, tensorboard: Path | None, figures: Path | None
 ) -> int:
     """Write the report of run folders."""
-    found: list[Path] = []
-    for folder in folders:
-        inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
-        inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
-        found += [folder] if (folder / "run.json").exists() or not inner else inner
-    records = [RunRecord.load(f) for f in found]
+    records = [RunRecord.load(f) for f in run_folders(folders)]
     write_report(records, out, target=target, command=shlex.join(["fedlowrank", *sys.argv[1:]]))
     for record in records if tensorboard else ():
         with as_checkpoint_error(f"cannot write {tensorboard}"):
@@ -315,10 +310,7 @@ def _show_data(federation: Federation) -> None:
 
 def _refuse_existing(folder: Path, force: bool) -> None:
     if folder.exists() and not force:
-        raise CheckpointError(
-            f"{folder} exists already. Go on with it by `fedlowrank resume {folder}`, choose another folder with -o, "
-            "or pass --force to move it aside."
-        )
+        raise CheckpointError(RunFolder.taken(folder))
 
 
 def _one(

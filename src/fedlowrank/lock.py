@@ -101,7 +101,7 @@ def is_alive(identity: dict[str, Any]) -> bool:
         process = psutil.Process(identity["pid"])
         # the system may give the time with another rounding after its clock was set
         same = abs(process.create_time() - identity["started"]) < 2
-        return same and process.status() != psutil.STATUS_ZOMBIE
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

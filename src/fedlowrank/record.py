@@ -16,7 +16,8 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,16 @@ class RunRecord:
         """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None if the run saved none."""
         path = self.folder / "representations.safetensors"
         return safetensors.torch.load_file(path) if path.is_file() else None
+
+
+def run_folders(folders: Sequence[Path]) -> list[Path]:
+    """Run folders among folders and directly below them, without those that were moved aside."""
+    found: list[Path] = []
+    for folder in folders:
+        inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
+        inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
+        found += [folder] if (folder / "run.json").exists() or not inner else inner
+    return found
 
 
 def believed(folder: Path, status: dict[str, Any]) -> dict[str, Any]:

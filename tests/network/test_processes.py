@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fedlowrank.errors import ConfigError
+from fedlowrank.lock import FolderInUseError, identify
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
@@ -247,6 +248,40 @@ def test_a_child_in_another_session_is_ended_even_if_its_parent_died_before(tmp_
     # of whom it says that somebody else started it
     os.kill(other, signal.SIGKILL)
     until(lambda: other not in family.processes())
+
+
+def test_what_a_killed_parent_left_running_is_ended_by_the_next_start_and_by_no_other(tmp_path: Path) -> None:
+    starter = (
+        "import sys, time; from pathlib import Path; from tests.network.test_processes import Script;"
+        f"s = Script(Path({str(tmp_path)!r}), 'setsid sleep 88 & echo ready; sleep 89'); s.start();"
+        "s.wait_for('ready', 10); print(s.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        orphan = int(parent.stdout.readline())
+        script = Script(tmp_path, "echo second; sleep 90")
+        with pytest.raises(FolderInUseError, match=f"process {parent.pid}"):
+            script.start()
+        left = {orphan, *family.descendants(orphan)}
+        parent.kill()
+    assert left <= set(family.processes())
+    assert len(left) >= 3
+    script.start()
+    try:
+        assert not left & set(family.processes())
+        script.wait_for("second", 10)
+    finally:
+        script.close(0.1)
+    # a process that has the number by chance is let live
+    with subprocess.Popen(["sleep", "91"]) as innocent:
+        strange = {**identify(innocent.pid), "started": 1.0, "address": "127.0.0.1:1"}
+        (tmp_path / "script.process.json").write_text(json.dumps(strange))
+        script.script = "echo third"
+        script.start()
+        until(lambda: not script.alive(), 10)
+        script.close()
+        assert innocent.poll() is None
+        innocent.kill()
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:

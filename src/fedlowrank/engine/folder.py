@@ -30,6 +30,11 @@ FREE_TO_CHANGE = (
 """Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
 
 
+_BEFORE_THE_FIRST_CHECKPOINT = {
+    "run.json", "clients.json", "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
+}  # fmt: skip
+
+
 class RunFolder:
     """Writes one run. From :meth:`create` or :meth:`restore` to the end of its context, no other process can.
 
@@ -63,10 +68,7 @@ class RunFolder:
         """
         if self.path.exists():
             if not force:
-                raise CheckpointError(
-                    f"{self.path} exists already. Resume it (`fedlowrank resume {self.path}`), choose another folder, "
-                    "or pass --force to move it aside."
-                )
+                raise CheckpointError(self.taken(self.path))
             self.move_aside(self.path)
         with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
@@ -76,6 +78,16 @@ class RunFolder:
         self.status("running", 0)
         # last, for a folder counts as a run once it holds this file
         write_json(self.path / "run.json", self.config)
+
+    @staticmethod
+    def taken(path: Path) -> str:
+        """What to say of a folder that exists where a run is to begin."""
+        go_on = (
+            f" Go on with it by `fedlowrank resume {path}`,"
+            if RunFolder.has_begun(path)
+            else " It holds no run to go on with:"
+        )
+        return f"{path} exists already.{go_on} choose another folder with -o, or pass --force to move it aside."
 
     @staticmethod
     def move_aside(path: Path) -> None:
@@ -96,7 +108,23 @@ class RunFolder:
         """Whether the run came to its end and said so."""
         with as_checkpoint_error(f"cannot read {self.path / 'status.json'}"):
             found = (self.path / "status.json").read_text()
-        return found.lstrip().startswith("{") and json.loads(found).get("state") == "finished"
+        try:
+            status = json.loads(found)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path / 'status.json'} is damaged: {error}") from error
+        return isinstance(status, dict) and status.get("state") == "finished"
+
+    @staticmethod
+    def has_begun(path: Path) -> bool:
+        """Whether a folder holds a checkpoint to go on from."""
+        return (path / "checkpoint" / "manifest.json").exists()
+
+    @staticmethod
+    def is_failed_start(path: Path) -> bool:
+        """Whether a folder holds nothing but what a run writes before its first checkpoint."""
+        if not path.is_dir() or RunFolder.has_begun(path):
+            return False
+        return {p.name.removesuffix(".part") for p in path.iterdir()} <= _BEFORE_THE_FIRST_CHECKPOINT
 
     def append(self, record: RoundRecord) -> None:
         """Add the record of a round."""
@@ -145,7 +173,7 @@ class RunFolder:
         """
         try:
             stored = json.loads((self.path / "run.json").read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path} is not a run folder that can be resumed: {error}") from error
         changes = differences(stored, self.config)
         if changes:
@@ -174,7 +202,7 @@ class RunFolder:
         try:
             lines = (self.path / "metrics.jsonl").read_text().splitlines()[: run.round + 1]
             records = [RoundRecord(**json.loads(line)) for line in lines]
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{self.path / 'metrics.jsonl'} is missing or damaged: {error}") from error
         if [r.round for r in records] != list(range(run.round + 1)):
             raise CheckpointError(f"{self.path / 'metrics.jsonl'} lacks rounds that the checkpoint holds")

@@ -17,6 +17,7 @@ from ..errors import CheckpointError, ConfigError
 from ..experiment import Experiment
 from ..record import RoundRecord, as_checkpoint_error, write_json
 from ..simulate import Result, described, rounds, threads
+from .audit import Audit
 from .roster import Roster
 from .server import NetworkError, NetworkRun, Remote, Say, new_run_id
 from .settings import NetworkSettings
@@ -55,6 +56,7 @@ def drive(
     keys: Mapping[int, int] | None = None,
     progress: bool = False,
     config: Mapping[str, Any] | None = None,
+    audit: Path | None = None,
 ) -> Result:
     """Run an experiment's method.
 
@@ -67,6 +69,7 @@ def drive(
         keys: which client a node belongs to, where nodes are known by their keys.
         progress: show a progress bar.
         config: what ``run.json`` says besides; by default what the experiment says of its method.
+        audit: file of the audit log, or None for none.
 
     Raises:
         NetworkError: if too few clients come or reply.
@@ -80,7 +83,8 @@ def drive(
     roster.remember(account["clients"])
     bans = Bans.from_json(settings.limits.ban_after, account["refused"])
     engine = Remote(
-        transport=transport, roster=roster, settings=settings, run_id=account["run"], bans=bans, say=say
+        transport=transport, roster=roster, settings=settings, run_id=account["run"], bans=bans, say=say,
+        audit=Audit(audit),
     )  # fmt: skip
     _gather(engine, settings.enough(count))
     with threads(made.run.threads), contextlib.ExitStack() as stack:
@@ -133,7 +137,7 @@ def _account(out: Path) -> dict[str, Any]:
         with as_checkpoint_error(f"cannot read {path}"):
             found: dict[str, Any] = json.loads(path.read_text())
         sound = isinstance(found["run"], str) and isinstance(found["clients"], dict) and "refused" in found
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if not sound:
         raise CheckpointError(f"{path} is damaged: it does not name a run and its clients")

@@ -123,7 +123,7 @@ def main() -> None:
         _guard_server(token)
     else:
         _send_token(token)
-    subprocess.Popen = _Popen  # type: ignore[misc]
+    subprocess.Popen = _Popen  # type: ignore[misc, assignment]
     sys.argv[:2] = [program]
     (entry, *_) = importlib.metadata.entry_points(group="console_scripts", name=program)
     sys.exit(entry.load()())

@@ -12,7 +12,7 @@ import secrets
 import ssl
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -170,6 +170,27 @@ class SuperLink(Program):
             write_json(self._registered, known)
         return known[key]
 
+    def keep_only(self, public_keys: Iterable[Path]) -> list[int]:
+        """Forget every registered client but those with these keys; it cannot connect any more.
+
+        Args:
+            public_keys: files of the keys that stay.
+
+        Returns:
+            Flower's numbers of the clients that were forgotten.
+
+        Raises:
+            ProcessError: if Flower refuses.
+        """
+        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        stay = {path.read_text().strip() for path in public_keys}
+        gone = [key for key in known if key not in stay]
+        forgotten = [known[key] for key in gone]
+        for key in gone:
+            self._flwr("supernode", "unregister", str(known.pop(key)))
+            write_json(self._registered, known)
+        return forgotten
+
     def nodes(self) -> dict[int, str]:
         """Every client by Flower's number: registered (never seen yet), online or offline."""
         found = self._flwr("supernode", "list")["nodes"]
@@ -269,7 +290,7 @@ class SuperLink(Program):
         except ssl.SSLCertVerificationError as error:
             raise ProcessError(
                 f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one with this host "
-                "(`renew_server`)."
+                "(`fedlowrank keys FOLDER --renew --host NAME`)."
             ) from error
         except (OSError, http.client.HTTPException):
             return False
