@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import configparser
 import hashlib
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ pytest.importorskip("cryptography")
 from flwr.app import Error
 from flwr.app import Message as FlowerMessage
 
-from fedlowrank.cli import main
+from fedlowrank.cli import main, parser
 from fedlowrank.engine.folder import RunFolder
 from fedlowrank.network import commands
 from fedlowrank.network.flower import GridTransport
@@ -179,3 +182,24 @@ def test_nesting_without_end_is_an_error_and_no_traceback(
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert len(said) < 1000
+
+
+def test_the_examples_of_a_deployment_are_commands_that_exist() -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = Path(__file__).parents[2] / "examples" / "deploy"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    found = [services["server"]["entrypoint"][2].replace("$$", "$"), "fedlowrank " + services["client"]["command"]]
+    for unit in folder.glob("*.service"):
+        parsed = configparser.RawConfigParser(strict=False)
+        parsed.optionxform = str  # type: ignore[assignment, method-assign]
+        parsed.read(unit)
+        found.append(parsed["Service"]["ExecStart"].replace("%i", "0"))
+    assert len(found) == 4
+    for line in found:
+        words = shlex.split(line.partition("exec ")[2].partition(' "')[0] or re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", line))
+        arguments = parser().parse_args(words[1:])
+        assert Path(words[0]).name == "fedlowrank"
+        assert (arguments.command, arguments.file) in {
+            ("serve", Path("experiment.toml")),
+            ("join", Path("experiment.toml")),
+        }
