@@ -45,7 +45,7 @@ unit: install
 	$(BIN)/python -m pytest -n 2
 
 test-deployment: install
-	FEDLOWRANK_DEPLOYMENT=1 $(BIN)/python -m pytest tests/network/test_flower.py tests/network/test_processes.py
+	FEDLOWRANK_DEPLOYMENT=1 $(BIN)/python -m pytest tests/network/test_flower.py tests/network/test_foreign_apps.py
 
 bench: install
 	$(BIN)/fedlowrank bench

@@ -2,8 +2,8 @@
 
     python benchmarks/network_equal.py [--methods fedavg,fedhl] [--rounds 4] [--out docs/results/network_equal.md]
 
-The deployment is a SuperLink with TLS and registered keys, and four SuperNodes, each a process with a folder of its own; every
-message to a client starts a new process there, as Flower does. A method passes if the server's state after the last round equals
+The deployment is a SuperLink with TLS and registered keys, and four client nodes, each a process with a folder of its own that is
+started anew for every method. A method passes if the server's state after the last round equals
 the sequential engine's bit for bit, and so does every client's. Written as Markdown.
 """
 
@@ -16,7 +16,8 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from fedlowrank import experiment, tree
 from fedlowrank.engine import checkpoint
 from fedlowrank.engine.run import Run
 from fedlowrank.methods import METHODS
-from fedlowrank.network.commands import CLIENT, SERVER
-from fedlowrank.network.flower import simulation
-from fedlowrank.network.flowerapp import write_app
+from fedlowrank.network.flower import EXPERIMENT, NODES, OUT, simulation
+from fedlowrank.network.flowerapp import write_own_app
 from fedlowrank.network.keys import ClientKeys, ServerKeys, make_keys
 from fedlowrank.network.memory import Memory
+from fedlowrank.network.party import prepare
 from fedlowrank.network.processes import SuperLink, SuperNode
+from fedlowrank.record import write_json
 from fedlowrank.simulate import simulate
 
 CLIENTS = 4
@@ -73,18 +75,25 @@ def simulated(made: experiment.Experiment, base: Path) -> tuple[Path, list[Path]
 
 
 def deployed(
-    made: experiment.Experiment, base: Path, link: SuperLink, states: Sequence[Path]
+    made: experiment.Experiment, base: Path, link: SuperLink, places: Mapping[str, Path]
 ) -> tuple[Path, list[Path]]:
-    """Run it on the SuperNodes that are there."""
-    out = base / "net"
-    write_app(base / "app", "fedlowrank", SERVER, CLIENT, {"experiment": json.dumps(made.tables), "folder": str(out)})
-    run = link.submit(base / "app")
-    while not (status := link.status(run)).is_finished:
-        time.sleep(5)
+    """Run it on client nodes with keys."""
+    write_json(places["experiment"], made.tables)
+    app, folders, shares = base / "app", [base / f"client-{i}" for i in range(CLIENTS)], made.shares()
+    write_own_app(app)
+    with ExitStack() as stack:
+        for i, folder in enumerate(folders):
+            prepare(folder, made.tables, i, shares)
+            own = ClientKeys.read(places["keys"] / f"client-{i}")
+            node = SuperNode(folder / "flower", link.address, folder, own)
+            node.start()
+            stack.callback(node.close)
+        run = link.submit(app)
+        while not (status := link.status(run)).is_finished:
+            time.sleep(2)
     if not status.is_completed:
         raise RuntimeError(f"{status}: {link.run_log(run)[-2000:]}")
-    found = [next(s.glob(f"{made.name}-*/client-{i}")) for i, s in enumerate(states)]
-    return out, found
+    return places["out"].rename(base / "net"), folders
 
 
 def main() -> None:
@@ -102,31 +111,21 @@ def main() -> None:
         base = Path(name)
         make_keys(base / "keys", CLIENTS, [])
         keys = ServerKeys.read(base / "keys" / "server")
-        states = [base / "states" / str(i) for i in range(CLIENTS)]
-        nodes: list[SuperNode] = []
-        with SuperLink(base / "server", keys) as link:
-            try:
-                for i, public in keys.clients.items():
-                    link.register(public)
-                    own = ClientKeys.read(base / "keys" / f"client-{i}")
-                    config = {"partition-id": i, "state": str(states[i])}
-                    nodes.append(SuperNode(base / "nodes" / str(i), link.address, config, own))
-                    nodes[-1].start()
-                for node in nodes:
-                    node.wait_connected()
-                for method in args.methods.split(","):
-                    made = experiment.load(tables(method, args.rounds))
-                    run = simulate(made.method(method), made.federation(), **dataclasses.asdict(made.run)).run
-                    found = []
-                    for how in (simulated, lambda m, b: deployed(m, b, link, states)):
-                        wrong = differences(run, *how(made, base / method))
-                        bad += bool(wrong)
-                        found.append("equal" if not wrong else "differs: " + ", ".join(wrong))
-                    lines.append(f"| {METHODS[method].title} | {' | '.join(found)} |")
-                    print(lines[-1], flush=True)
-            finally:
-                for node in nodes:
-                    node.close()
+        places = {"experiment": base / "experiment.json", "out": base / "run", "keys": base / "keys"}
+        variables = {EXPERIMENT: str(places["experiment"]), OUT: str(places["out"]), NODES: str(base / "nodes.json")}
+        with SuperLink(base / "server", keys, variables=variables) as link:
+            nodes = {str(link.register(public)): i for i, public in keys.clients.items()}
+            write_json(base / "nodes.json", nodes)
+            for method in args.methods.split(","):
+                made = experiment.load(tables(method, args.rounds))
+                run = simulate(made.method(method), made.federation(), **dataclasses.asdict(made.run)).run
+                found = []
+                for how in (simulated, lambda m, b: deployed(m, b, link, places)):
+                    wrong = differences(run, *how(made, base / method))
+                    bad += bool(wrong)
+                    found.append("equal" if not wrong else "differs: " + ", ".join(wrong))
+                lines.append(f"| {METHODS[method].title} | {' | '.join(found)} |")
+                print(lines[-1], flush=True)
     table = "\n".join(lines)
     if args.out:
         head = f"# All methods over Flower\n\n    python benchmarks/network_equal.py --rounds {args.rounds}\n\n"

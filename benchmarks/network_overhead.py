@@ -31,11 +31,13 @@ from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp import Grid, ServerApp
 
 from fedlowrank import experiment
-from fedlowrank.network.commands import CLIENT, SERVER
-from fedlowrank.network.flower import GridTransport, from_records, server_app, simulation, to_records
-from fedlowrank.network.flowerapp import write_app
+from fedlowrank.network.flower import EXPERIMENT, OUT, GridTransport, from_records, server_app, simulation, to_records
+from fedlowrank.network.flowerapp import write_app, write_own_app
+from fedlowrank.network.party import prepare
 from fedlowrank.network.processes import SuperLink, SuperNode
+from fedlowrank.network.program import Program, find_program, free_port
 from fedlowrank.network.transport import Parcel, exchange
+from fedlowrank.record import write_json
 from fedlowrank.simulate import simulate
 
 SIZE = 100_000
@@ -131,20 +133,21 @@ def in_process(clients: int, rounds: int) -> list[float]:
     return [r.seconds["train"] for r in simulate(made.method("fedavg"), made.federation(), **settings).rounds[1:]]
 
 
+class FlowerNode(Program):
+    """Flower's own SuperNode, which runs the floor's app; :class:`SuperNode` runs no app but fedlowrank's."""
+
+    def start(self, address: str) -> None:
+        """Start it."""
+        self._prepare()
+        command = [find_program("flower-supernode"), "--insecure", "--superlink", address, "--host", "127.0.0.1"]
+        self._launch([*command, "--port", str(free_port())])
+
+
 @contextmanager
-def deployment(base: Path, clients: int) -> Iterator[tuple[SuperLink, list[Path]]]:
-    """A server and clients on loopback."""
-    with ExitStack() as stack:
-        # the floor's apps are objects of this file
-        variables = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
-        link = stack.enter_context(SuperLink(base / "server", insecure=True, variables=variables))
-        states = [base / "states" / str(i) for i in range(clients)]
-        for i, state in enumerate(states):
-            config = {"partition-id": i, "state": str(state)}
-            node = SuperNode(base / "nodes" / str(i), link.address, config, insecure=True, variables=variables)
-            node.start()
-            stack.callback(node.close)
-        yield link, states
+def server(base: Path, **variables: str) -> Iterator[SuperLink]:
+    """A server on loopback."""
+    with SuperLink(base / "server", insecure=True, variables=variables) as link:
+        yield link
 
 
 def finished(link: SuperLink, run: int) -> None:
@@ -156,16 +159,31 @@ def finished(link: SuperLink, run: int) -> None:
 
 
 def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[float], dict[str, int]]:
-    """As :func:`in_simulation`, with a process a message."""
-    with deployment(base, clients) as (link, _):
-        result = base / "floor.json"
+    """As :func:`in_simulation`, with clients on loopback."""
+    result = base / "floor.json"
+    # the floor's apps are objects of this file
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    with server(base / "a", **path) as link, ExitStack() as stack:
+        for i in range(clients):
+            flower_node = FlowerNode(base / "floor-nodes" / str(i), "supernode", path, None)
+            flower_node.start(link.address)
+            stack.callback(flower_node.close)
         config = {"nodes": clients, "rounds": rounds, "out": str(result)}
         write_app(base / "floor", "floor", "network_overhead:floor_server", "network_overhead:floor_client", config)
         finished(link, link.submit(base / "floor"))
-        made, out = experiment.load(tables(clients, rounds)), base / "net"
-        write_app(base / "app", "ours", SERVER, CLIENT, {"experiment": json.dumps(made.tables), "folder": str(out)})
+    made, out = experiment.load(tables(clients, rounds)), base / "net"
+    write_json(base / "experiment.json", made.tables)
+    shares = made.shares()
+    with server(base / "b", **{EXPERIMENT: str(base / "experiment.json"), OUT: str(out)}) as link, ExitStack() as stack:
+        for i in range(clients):
+            folder = base / "clients" / str(i)
+            prepare(folder, made.tables, i, shares)
+            node = SuperNode(folder / "flower", link.address, folder, insecure=True)
+            node.start()
+            stack.callback(node.close)
+        write_own_app(base / "app")
         finished(link, link.submit(base / "app"))
-        return json.loads(result.read_text()), *figures(out)
+    return json.loads(result.read_text()), *figures(out)
 
 
 def frame(body: int) -> int:

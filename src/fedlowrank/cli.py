@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from . import __version__, bench, benching, commands
+from . import __version__, bench, benching, commands, status
 from .errors import FedlowrankError, did_you_mean
 
 OVERRIDES = (
@@ -119,6 +119,10 @@ def parser() -> argparse.ArgumentParser:
                    help="exclude this client from now on, in a run over a network; may be repeated")  # fmt: skip
     p.set_defaults(run=lambda a: commands.resume(a.folder, a.overrides, a.round, a.without, a.allow_code))
 
+    p = sub.add_parser("status", help="how runs stand, and which process writes them", parents=[common])
+    p.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of run folders")
+    p.set_defaults(run=lambda a: status.show(a.folders, commands.OUT))
+
     p = sub.add_parser("report", help="tables and pictures of finished runs", parents=[common])
     p.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of run folders")
     p.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
@@ -190,6 +194,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--clients", type=int, default=2, help="how many (default: %(default)s)")
     p.add_argument("--host", action="append", default=[], help="name or address of the server; may be repeated")
     p.add_argument("--add", type=int, metavar="CLIENT", help="only keys for one more client, of that number")
+    p.add_argument("--revoke", type=int, metavar="CLIENT", help="take this client's key away from the server")
+    p.add_argument(
+        "--renew", action="store_true", help="a new certificate of the server, for the same hosts or for --host"
+    )
+    p.add_argument("--days", type=int, default=365, help="how long the certificate is good for (default: %(default)s)")
     p.set_defaults(run=_keys)
 
     p = sub.add_parser("app", help="a Flower app of an experiment, for `flwr run`", parents=[network])
@@ -241,7 +250,7 @@ def _join(a: argparse.Namespace) -> int:
 def _keys(a: argparse.Namespace) -> int:
     from .network.commands import keys_
 
-    keys_(a.folder, a.clients, a.host, a.add)(commands.say)
+    keys_(a.folder, a.clients, a.host, a.days, a.add, a.revoke, a.renew, commands.say)
     return 0
 
 

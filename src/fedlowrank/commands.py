@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from .data.sources import SOURCES
 from .data.split import SPLITS
 from .data.text.sources import TEXT_SOURCES
 from .effective import Weighing
+from .engine.folder import RunFolder
 from .engine.run import RunSettings
 from .errors import CheckpointError, ConfigError, NonFiniteError, TaskError
 from .experiment import Experiment
@@ -46,7 +46,7 @@ from .network.trust import Limits
 from .optimiser import SGD, AdamW, Schedule
 from .own_code import import_named
 from .plan import plan, refuse_conflicts
-from .record import RunRecord, as_checkpoint_error
+from .record import RunRecord, as_checkpoint_error, run_folders
 from .report import comparison, export_tensorboard, in_order, render_terminal, save_figures, write_report
 from .report.style import EMBEDDED_FONTS
 from .simulate import simulate
@@ -244,12 +244,7 @@ def report(
     folders: Sequence[Path], out: Path, target: float | None, tensorboard: Path | None, figures: Path | None
 ) -> int:
     """Write the report of run folders."""
-    found: list[Path] = []
-    for folder in folders:
-        inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
-        inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
-        found += [folder] if (folder / "run.json").exists() or not inner else inner
-    records = in_order([RunRecord.load(f) for f in found])
+    records = in_order([RunRecord.load(f) for f in run_folders(folders)])
     write_report(records, out, target=target, command=shlex.join(["fedlowrank", *sys.argv[1:]]))
     for record in records if tensorboard else ():
         with as_checkpoint_error(f"cannot write {tensorboard}"):
@@ -304,10 +299,7 @@ def _show_data(federation: Federation) -> None:
 
 def _refuse_existing(folder: Path, force: bool) -> None:
     if folder.exists() and not force:
-        raise CheckpointError(
-            f"{folder} exists already. Go on with it by `fedlowrank resume {folder}`, choose another folder with -o, "
-            "or pass --force to move it aside."
-        )
+        raise CheckpointError(RunFolder.taken(folder))
 
 
 def _one(

@@ -66,6 +66,8 @@ def _file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"there is no experiment file {path}") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file that can be read: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} nests arrays or tables too deeply to be read; write it flatter") from error
     base = found.pop("extends", None)
     if base is None:
         return found
@@ -109,6 +111,8 @@ def literal(text: str) -> Any:
         return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
+    except RecursionError as error:
+        raise ConfigError(f"the value {text[:40]}... nests arrays too deeply to be read; write it flatter") from error
 
 
 def merge(into: dict[str, Any], new: Mapping[str, Any]) -> None:

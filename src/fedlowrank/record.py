@@ -6,6 +6,7 @@ RUN/clients.json      one row a client: architecture, examples in train/val/test
 RUN/metrics.jsonl     one :class:`RoundRecord` a line; round 0 is the state before any training
 RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
 RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
+RUN/lock              which process writes the folder, or wrote it last; see :mod:`fedlowrank.lock`
 RUN/checkpoint/       see :mod:`fedlowrank.engine.checkpoint`
 """
 
@@ -15,7 +16,8 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ import safetensors.torch
 from torch import Tensor
 
 from .errors import CheckpointError
+from .lock import is_alive, read_holder
 
 FORMAT = 1
 Accuracy = dict[str, dict[str, list[float | None]]]
@@ -118,10 +121,10 @@ class RunRecord:
         try:
             config = json.loads((folder / "run.json").read_text())
             clients = json.loads((folder / "clients.json").read_text())
-            status = json.loads((folder / "status.json").read_text())
+            status = believed(folder, json.loads((folder / "status.json").read_text()))
             lines = (folder / "metrics.jsonl").read_text().splitlines()
             rounds = [RoundRecord(**json.loads(line)) for line in lines]
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"the run folder {folder} cannot be read: {error}") from error
         if config.get("format") != FORMAT:
             raise CheckpointError(f"{folder} has format {config.get('format')}; this version reads format {FORMAT}")
@@ -131,6 +134,24 @@ class RunRecord:
         """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None if the run saved none."""
         path = self.folder / "representations.safetensors"
         return safetensors.torch.load_file(path) if path.is_file() else None
+
+
+def run_folders(folders: Sequence[Path]) -> list[Path]:
+    """Run folders among folders and directly below them, without those that were moved aside."""
+    found: list[Path] = []
+    for folder in folders:
+        inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
+        inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
+        found += [folder] if (folder / "run.json").exists() or not inner else inner
+    return found
+
+
+def believed(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
+    """The status of a run folder, corrected where it says running although the process that wrote it is gone."""
+    if status.get("state") != "running" or is_alive(read_holder(folder)):
+        return status
+    why = "its process ended without a word: it was killed, or the disk was full"
+    return {**status, "state": "stopped", "message": why}
 
 
 def write_atomically(path: Path, *data: bytes) -> None:

@@ -126,15 +126,15 @@ def simulate(
             if resume:
                 raise CheckpointError("to resume a run, name its folder")
             return rounds(run, None, [], progress, on_round)
-        target = RunFolder(Path(folder), described(run, config or {}), run.clients())
-        if resume:
-            records = target.restore(run)
-            if target.is_finished():
-                return Result(run, records)
-        else:
-            target.create(force)
-            records = []
-        return rounds(run, target, records, progress, on_round)
+        with RunFolder(Path(folder), described(run, config or {}), run.clients()) as target:
+            if resume:
+                records = target.restore(run)
+                if target.is_finished():
+                    return Result(run, records)
+            else:
+                target.create(force)
+                records = []
+            return rounds(run, target, records, progress, on_round)
 
 
 def _check_types(method: Any, federation: Any) -> None:
@@ -295,11 +295,12 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
                 folder.save(run)
             folder.status("stopped", run.round, "interrupted")
         raise
-    except FedlowrankError as error:
+    except Exception as error:
         if folder is not None:
+            why = str(error) if isinstance(error, FedlowrankError) else f"{type(error).__name__}: {error}"
             # the disk may be what is at fault; the error itself matters more than the note of it
             with contextlib.suppress(CheckpointError):
-                folder.status("stopped", run.round, str(error))
+                folder.status("stopped", run.round, why)
         raise
     if folder is not None:
         folder.status("finished", run.round)

@@ -39,7 +39,7 @@ def stored_config(folder: Path, python: str) -> dict[str, Any]:
         stored = json.loads((folder / "run.json").read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} is not a run folder: it holds no run.json") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / 'run.json'} is damaged: {error}") from error
     if not isinstance(stored, dict) or "method" not in stored:
         raise CheckpointError(f"{folder / 'run.json'} is damaged: it is not the configuration of a run")

@@ -21,7 +21,7 @@ from fedlowrank.record import RunRecord
 from .small import SMALL, done, files, write
 
 Capsys = pytest.CaptureFixture[str]
-COMMANDS = ("list", "run", "compare", "resume", "report", "export", "check", "data")
+COMMANDS = ("list", "run", "compare", "resume", "status", "report", "export", "check", "data")
 
 
 def folders() -> list[str]:

@@ -20,6 +20,7 @@ pytest.importorskip("flwr")
 from fedlowrank import experiment, tree
 from fedlowrank.engine import Sequential, checkpoint
 from fedlowrank.engine.run import Run
+from fedlowrank.network import family
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.network.memory import Memory
 from fedlowrank.network.program import free_port
@@ -178,7 +179,8 @@ def rounds(out: Path) -> int:
 def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_run(
     tmp_path: Path, parties: list[Party]
 ) -> None:
-    planned = tables("scaffold", rounds=3)
+    # long enough that the orphans do not end by themselves before they are found
+    planned = tables("scaffold", rounds=12)
     file, out, port = written(tmp_path / "t.toml", planned), tmp_path / "run", free_port()
     subprocess.run([*COMMAND, "keys", str(tmp_path / "keys"), "--clients", "3"], check=True, stdout=subprocess.DEVNULL)
 
@@ -204,17 +206,23 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     clients[1].kill()
     clients[1].start()
     until(lambda: rounds(out) >= 2, 300, server)
-    server.kill()
+    # the command alone: what it started goes on, and holds the port and the run folder
+    orphans = set(server.family()) - {server.process.pid}
+    server.process.kill()
+    server.process.wait()
+    assert orphans <= set(family.processes())
     before = rounds(out)
     server = serve("--resume")
+    until(lambda: "was left running; it is ended" in server.log.read_text(), 60, server)
+    until(lambda: not orphans & set(family.processes()), 10)
     until(lambda: server.process.poll() is not None, 400)
     assert server.process.returncode == 0, server.log.read_text()[-3000:]
     for client in clients:
         client.process.wait(60)
         assert client.process.returncode == 0, client.log.read_text()[-3000:]
     records = RunRecord.load(out).rounds
-    assert len(records) == 4
-    assert before == 2
+    assert len(records) == 13
+    assert 2 <= before < 12
     assert any("1" in r.lost for r in records)
     run = gone_over_again(experiment.load(planned), records)
     assert_equal(run, out, lambda i: tmp_path / f"client-{i}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fedlowrank.cli import main
 from fedlowrank.errors import ConfigError
 
 pytest.importorskip("cryptography")
@@ -190,3 +191,29 @@ def test_a_public_key_that_names_no_client_is_refused(folder: Path) -> None:
     (folder / "server" / "clients" / "1.pub").rename(folder / "server" / "clients" / "berlin.pub")
     with pytest.raises(ConfigError, match=r"berlin\.pub"):
         ServerKeys.read(folder / "server")
+
+
+def test_the_command_renews_the_certificate_for_the_same_hosts_or_for_others(folder: Path) -> None:
+    before = (folder / "server" / "server.pem").read_bytes()
+    assert main(["keys", str(folder), "--renew", "--days", "30"]) == 0
+    server = ServerKeys.read(folder / "server")
+    assert server.certificate.read_bytes() != before
+    authority = ClientKeys.read(folder / "client-0").authority
+    assert shakes_hands(server, authority, "fl.example.org")
+    end = x509.load_pem_x509_certificate(server.certificate.read_bytes()).not_valid_after_utc
+    assert 29 <= (end - datetime.datetime.now(datetime.UTC)).days <= 30
+    assert main(["keys", str(folder), "--renew", "--host", "other.example.org"]) == 0
+    assert shakes_hands(ServerKeys.read(folder / "server"), authority, "other.example.org")
+    assert not shakes_hands(ServerKeys.read(folder / "server"), authority, "fl.example.org")
+
+
+def test_the_command_takes_a_key_away(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    public = (folder / "server" / "clients" / "1.pub").read_bytes()
+    assert main(["keys", str(folder), "--revoke", "1"]) == 0
+    assert list(ServerKeys.read(folder / "server").clients) == [0]
+    assert (folder / "server" / "revoked" / "1-1.pub").read_bytes() == public
+    assert main(["keys", str(folder / "server"), "--revoke", "0"]) == 0
+    assert main(["keys", str(folder), "--revoke", "1"]) == 1
+    assert "no public key of client 1" in capsys.readouterr().err
+    assert main(["keys", str(folder), "--revoke", "1", "--renew"]) == 1
+    assert "exclude each other" in capsys.readouterr().err

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import http.client
 import json
 import os
 import signal
-import socket
-import ssl
 import subprocess
 import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +21,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fedlowrank.errors import ConfigError
+from fedlowrank.lock import FolderInUseError, identify
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
 from fedlowrank.network import family, guard
 from fedlowrank.network.flowerapp import LONGEST, as_toml, write_app
-from fedlowrank.network.keys import ClientKeys, ServerKeys, make_keys
+from fedlowrank.network.keys import ClientKeys, ServerKeys
 from fedlowrank.network.processes import SuperLink, SuperNode, environment
 from fedlowrank.network.program import ProcessError, Program, free_port, listen
 from fedlowrank.network.supervise import supervise
@@ -253,6 +250,40 @@ def test_a_child_in_another_session_is_ended_even_if_its_parent_died_before(tmp_
     until(lambda: other not in family.processes())
 
 
+def test_what_a_killed_parent_left_running_is_ended_by_the_next_start_and_by_no_other(tmp_path: Path) -> None:
+    starter = (
+        "import sys, time; from pathlib import Path; from tests.network.test_processes import Script;"
+        f"s = Script(Path({str(tmp_path)!r}), 'setsid sleep 88 & echo ready; sleep 89'); s.start();"
+        "s.wait_for('ready', 10); print(s.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        orphan = int(parent.stdout.readline())
+        script = Script(tmp_path, "echo second; sleep 90")
+        with pytest.raises(FolderInUseError, match=f"process {parent.pid}"):
+            script.start()
+        left = {orphan, *family.descendants(orphan)}
+        parent.kill()
+    assert left <= set(family.processes())
+    assert len(left) >= 3
+    script.start()
+    try:
+        assert not left & set(family.processes())
+        script.wait_for("second", 10)
+    finally:
+        script.close(0.1)
+    # a process that has the number by chance is let live
+    with subprocess.Popen(["sleep", "91"]) as innocent:
+        strange = {**identify(innocent.pid), "started": 1.0, "address": "127.0.0.1:1"}
+        (tmp_path / "script.process.json").write_text(json.dumps(strange))
+        script.script = "echo third"
+        script.start()
+        until(lambda: not script.alive(), 10)
+        script.close()
+        assert innocent.poll() is None
+        innocent.kill()
+
+
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     port = free_port()
     with listen("127.0.0.1", port):
@@ -269,8 +300,8 @@ def test_neither_keys_nor_insecure_is_refused_and_so_are_both(tmp_path: Path) ->
     for make in (
         lambda: SuperLink(tmp_path),
         lambda: SuperLink(tmp_path, ServerKeys(tmp_path, tmp_path, tmp_path, {}), insecure=True),
-        lambda: SuperNode(tmp_path, "127.0.0.1:1", {}),
-        lambda: SuperNode(tmp_path, "127.0.0.1:1", {}, keys, insecure=True),
+        lambda: SuperNode(tmp_path, "127.0.0.1:1", tmp_path),
+        lambda: SuperNode(tmp_path, "127.0.0.1:1", tmp_path, keys, insecure=True),
     ):
         with pytest.raises(ConfigError, match="insecure"):
             make()
@@ -279,7 +310,7 @@ def test_neither_keys_nor_insecure_is_refused_and_so_are_both(tmp_path: Path) ->
 # the guard
 
 
-def ask(path: str, client: tuple[str, int] | None, server: tuple[str, int | None] | None) -> int:
+def ask(path: str, *tokens: bytes, client: tuple[str, int] | None = ("127.0.0.1", 5)) -> int:
     """The status with which the guard answers; 200 comes from the application behind it."""
     sent: list[Any] = []
 
@@ -292,32 +323,22 @@ def ask(path: str, client: tuple[str, int] | None, server: tuple[str, int | None
     async def receive() -> Any:
         return {}
 
-    scope = {"type": "http", "path": path, "client": client, "server": server}
-    answer: Any = guard.guarded(app)(scope, receive, send)
+    headers = [(b"host", b"127.0.0.1"), *((guard.HEADER.encode(), token) for token in tokens)]
+    scope = {"type": "http", "path": path, "client": client, "server": ("127.0.0.1", 8000), "headers": headers}
+    answer: Any = guard.guarded(app, "secret")(scope, receive, send)
     asyncio.run(answer)
     return int(sent[0]["status"])
 
 
-@pytest.mark.parametrize(
-    ("client", "server", "is_local"),
-    [
-        (("127.0.0.1", 5), ("127.0.0.1", 8000), True),
-        (("127.0.0.9", 5), None, True),
-        (("::1", 5), ("::1", 8000), True),
-        (("::ffff:127.0.0.1", 5), None, True),
-        (("192.0.2.7", 5), ("192.0.2.7", 8000), True),
-        (("192.0.2.8", 5), ("192.0.2.7", 8000), False),
-        (("::ffff:192.0.2.8", 5), ("::ffff:192.0.2.7", 8000), False),
-        (("2001:db8::1", 5), ("::1", 8000), False),
-        (("localhost", 5), ("localhost", 8000), False),
-        (None, None, False),
-    ],
-)
-def test_only_clients_are_heard_from_elsewhere(client: Any, server: Any, is_local: bool) -> None:
-    inner = ["/v1/control/register-node", "/v1/runtime/acquire-task", "/health", "/", "/v1/fleet"]
-    assert {ask(path, client, server) for path in inner} == {200 if is_local else 403}
-    assert ask("/v1/fleet/pull-messages", client, server) == 200
-    assert ask(guard.PROBE, client, server) == (204 if is_local else 403)
+@pytest.mark.parametrize("client", [("127.0.0.1", 5), ("::1", 5), ("192.0.2.7", 5), None])
+def test_only_who_has_the_token_is_heard_on_what_is_not_for_clients(client: tuple[str, int] | None) -> None:
+    inner = ["/v1/control/register-node", "/v1/runtime/acquire-task", "/health", "/", "/v1/fleet", "/V1/fleet/"]
+    for path in inner:
+        assert ask(path, client=client) == 403, "loopback alone is no proof"
+        assert ask(path, b"secret", client=client) == 200
+        assert ask(path, b"", client=client) == ask(path, b"Secret", b"secre", client=client) == 403
+    assert ask("/v1/fleet/pull-messages", client=client) == 200
+    assert (ask(guard.PROBE, client=client), ask(guard.PROBE, b"secret", client=client)) == (403, 204)
 
 
 def test_the_start_and_end_of_the_application_pass_the_guard() -> None:
@@ -326,7 +347,7 @@ def test_the_start_and_end_of_the_application_pass_the_guard() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         seen.append(scope["type"])
 
-    passed: Any = guard.guarded(app)({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
+    passed: Any = guard.guarded(app, "")({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
     asyncio.run(passed)
     assert seen == ["lifespan"]
 
@@ -339,7 +360,7 @@ class Pretended(SuperNode):
 
     def __init__(self, home: Path, *scripts: str) -> None:
         self.said: list[str] = []
-        super().__init__(home, "127.0.0.1:1", {}, insecure=True, say=self.said.append)
+        super().__init__(home, "127.0.0.1:1", home, insecure=True, say=self.said.append)
         self.scripts = scripts
         self.starts = 0
 
@@ -434,184 +455,3 @@ def test_told_to_stop_in_a_pause_it_starts_nothing_more(tmp_path: Path) -> None:
     assert not thread.is_alive()
     assert node.starts == 1
     assert not errors
-
-
-# with Flower
-
-TRIAL = """
-import json, os, time
-from pathlib import Path
-from flwr.app import ConfigRecord, Context, Message, RecordDict
-from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid, ServerApp
-
-client = ClientApp()
-server = ServerApp()
-
-
-def own():
-    return {name: value for name, value in os.environ.items() if name.startswith(("FEDLOWRANK", "FLWR_HOME"))}
-
-
-@client.query()
-def answer(message, context):
-    time.sleep(context.run_config["sleep"])
-    words = {"node": context.node_config, "run": context.run_config, "variables": own()}
-    return Message(RecordDict({"words": ConfigRecord({"json": json.dumps(words)})}), reply_to=message)
-
-
-@server.main()
-def main(grid: Grid, context: Context):
-    print("the server begins")
-    if context.run_config["fail"]:
-        raise ValueError("the server fails as it was asked to")
-    while len(nodes := sorted(grid.get_node_ids())) < context.run_config["nodes"]:
-        time.sleep(0.1)
-    messages = [Message(RecordDict(), node, "query", ttl=120.0) for node in nodes]
-    waiting, answers = set(grid.push_messages(messages)), {}
-    while waiting:
-        time.sleep(0.1)
-        for reply in grid.pull_messages(list(waiting)):
-            waiting.discard(reply.metadata.reply_to_message_id)
-            answers[reply.metadata.src_node_id] = json.loads(reply.content["words"]["json"])
-    out = Path(context.run_config["out"])
-    out.with_suffix(".part").write_text(json.dumps({"variables": own(), "answers": answers}))
-    out.with_suffix(".part").rename(out)
-"""
-
-
-@pytest.fixture
-def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
-    """Writes the app of a trial; what its server found out is in ``out.json``."""
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "modules" / "fedlowrank_trial.py").write_text(TRIAL)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
-
-    def write(**config: str | int | float | bool) -> Path:
-        settings = {"out": str(tmp_path / "out.json"), "nodes": 1, "sleep": 0.0, "fail": False, **config}
-        write_app(tmp_path / "app", "trial", "fedlowrank_trial:server", "fedlowrank_trial:client", settings)
-        return tmp_path / "app"
-
-    return write
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes a minute; `make test-deployment` runs it")
-def test_a_federation_without_keys(trial: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # where nobody answers: what passes between programs of this machine must not go there
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    odd: dict[str, str | int] = {"path": "C:\\data \"own\" 'share'\\x.toml", "partition-id": 1, "e": "a=b c=d"}
-    long = json.dumps({"text": 'ä "quoted" \\ \n' * 2000})
-    with SuperLink(tmp_path / "link", insecure=True, variables={"FEDLOWRANK_TEST": "the server's"}) as link:
-        node = SuperNode(
-            tmp_path / "a node", link.address, odd, insecure=True, variables={"FEDLOWRANK_TEST": "a client's"}
-        )
-        try:
-            node.start()
-            number = node.wait_connected()
-            run = link.submit(trial(long=long))
-            found = json.loads(until(lambda: _text(tmp_path / "out.json")))
-            assert found["variables"] == {"FLWR_HOME": str(tmp_path / "link"), "FEDLOWRANK_TEST": "the server's"}
-            ((sender, answer),) = found["answers"].items()
-            assert int(sender) == number
-            assert answer["node"] == odd
-            assert answer["run"]["long"] == long
-            assert answer["variables"] == {"FLWR_HOME": str(tmp_path / "a node"), "FEDLOWRANK_TEST": "a client's"}
-            status = until(lambda: (s := link.status(run)).is_finished and s)
-            assert (status.status, status.details, status.is_completed) == ("finished:completed", "", True)
-
-            failing = link.submit(trial(fail=True))
-            status = until(lambda: (s := link.status(failing)).is_finished and s)
-            assert (status.status, status.is_completed) == ("finished:failed", False)
-            assert "the server fails as it was asked to" in status.details
-            assert "the server begins" in link.run_log(failing)
-            with pytest.raises(ProcessError, match="already finished"):
-                link.stop(failing)
-
-            link.submit(trial(sleep=86.0))
-            until(node.working)
-            assert node.kill_working() == 1
-            assert node.alive()
-            until(lambda: not node.working())
-            assert any("flower-superexec" in process.command for process in family.descendants(node.pid or 0).values())
-            before = {link.pid, *family.descendants(link.pid or 0)}
-            assert any("flwr-serverapp" in process.command for n, process in family.processes().items() if n in before)
-            link.kill()
-            assert not before & set(family.processes())
-        finally:
-            before = {node.pid, *family.descendants(node.pid or 0)}
-            node.close()
-            assert not before & set(family.processes())
-
-
-class Keyless(SuperNode):
-    """A client that believes the server and does not say who it is, which Flower by itself would let in."""
-
-    def _launch(self, command: Sequence[str]) -> None:
-        super()._launch(command[: command.index("--auth-supernode-private-key")])
-
-
-@pytest.mark.slow
-def test_a_federation_with_keys(trial: Callable[..., Path], tmp_path: Path) -> None:
-    make_keys(tmp_path / "keys", 2, [])
-    make_keys(tmp_path / "stranger", 1, [])
-    keys = ServerKeys.read(tmp_path / "keys" / "server")
-    own = ClientKeys.read(tmp_path / "keys" / "client-1")
-    stranger = ClientKeys(own.authority, ClientKeys.read(tmp_path / "stranger" / "client-0").key)
-    with contextlib.ExitStack() as stack:
-        link = stack.enter_context(SuperLink(tmp_path / "link", keys, host="0.0.0.0"))
-        node = SuperNode(tmp_path / "node", link.address, {"partition-id": 1}, own)
-        other = SuperNode(tmp_path / "other", link.address, {"partition-id": 7}, stranger)
-        nobody = Keyless(tmp_path / "nobody", link.address, {"partition-id": 1}, own)
-        for program in (node, other, nobody):
-            stack.callback(program.close)
-        number = link.register(keys.clients[1])
-        node.start()
-        other.start()
-        assert node.wait_connected() == number
-        with pytest.raises(ProcessError, match="Failed to activate"):
-            other.wait_connected()
-        assert other.code == 1
-        nobody.start()
-        with pytest.raises(ProcessError, match="must be registered"):
-            nobody.wait_connected()
-        assert link.nodes() == {number: "online"}
-        for path, local, foreign in (("control/list-nodes", 200, 403), ("fleet/pull-messages", 401, 401)):
-            assert _status(link, keys, f"/v1/{path}", "127.0.0.1") == local
-            assert _status(link, keys, f"/v1/{path}", _foreign_address()) == foreign
-
-        link.kill()
-        link.start()
-        # what it knew it knows, and asks nothing of the client, which has noticed nothing
-        assert link.register(keys.clients[1]) == number
-        link.submit(trial())
-        found = json.loads(until(lambda: _text(tmp_path / "out.json")))
-        assert {int(n): answer["node"] for n, answer in found["answers"].items()} == {number: {"partition-id": 1}}
-        assert node.tail(1000).count("SuperNode ID") == 1
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
-
-
-def _foreign_address() -> str:
-    """An address of this machine that is not the one called, as a caller elsewhere has; or loopback's if it has none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            # sends nothing
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            pytest.skip("this machine has no address but loopback's")
-        address: str = probe.getsockname()[0]
-        return address
-
-
-def _status(link: SuperLink, keys: ServerKeys, path: str, source: str) -> int:
-    trusted = ssl.create_default_context(cafile=keys.authority)
-    connection = http.client.HTTPSConnection("127.0.0.1", link.port, source_address=(source, 0), context=trusted)
-    headers = {"content-type": "application/protobuf", "accept": "application/protobuf", "x-forwarded-for": "127.0.0.1"}
-    try:
-        connection.request("POST", path, body=b"", headers=headers)
-        return connection.getresponse().status
-    finally:
-        connection.close()

@@ -125,7 +125,7 @@ class Auto(Engine):
     def _read(self) -> dict[str, str]:
         try:
             found = {} if self.cache is None else json.loads(self.cache.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return {k: v for k, v in found.items() if isinstance(v, str)} if isinstance(found, dict) else {}
 

@@ -169,7 +169,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         sound = sound and all(c.isdigit() for c in found["clients"])
     except FileNotFoundError as error:
         raise CheckpointError(f"{folder} holds no checkpoint: the run was stopped before its first one") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if not sound:
         raise CheckpointError(f"{path} is damaged: it does not name a round and the files of server and clients")

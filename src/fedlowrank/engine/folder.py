@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..lock import exclusive
 from ..method import Method
 from ..record import FORMAT, RoundRecord, as_checkpoint_error, write_atomically, write_json
 from . import checkpoint
@@ -29,8 +31,13 @@ FREE_TO_CHANGE = (
 """Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
 
 
+_BEFORE_THE_FIRST_CHECKPOINT = {
+    "run.json", "clients.json", "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
+}  # fmt: skip
+
+
 class RunFolder:
-    """Writes one run.
+    """Writes one run. From :meth:`create` or :meth:`restore` to the end of its context, no other process can.
 
     Args:
         path: of the folder.
@@ -43,6 +50,13 @@ class RunFolder:
         # as it will be read back: tuples become lists, keys become strings
         self.config = json.loads(json.dumps({"format": FORMAT, **config, "versions": versions()}))
         self.clients = clients
+        self._lock = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
 
     def create(self, force: bool) -> None:
         """Make the folder.
@@ -55,13 +69,11 @@ class RunFolder:
         """
         if self.path.exists():
             if not force:
-                raise CheckpointError(
-                    f"{self.path} exists already. Resume it (`fedlowrank resume {self.path}`), choose another folder, "
-                    "or pass --force to move it aside."
-                )
+                raise CheckpointError(self.taken(self.path))
             self.move_aside(self.path)
         with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
+        self._lock.enter_context(exclusive(self.path))
         write_json(self.path / "clients.json", self.clients)
         write_atomically(self.path / "metrics.jsonl", b"")
         self.status("running", 0)
@@ -69,10 +81,24 @@ class RunFolder:
         write_json(self.path / "run.json", self.config)
 
     @staticmethod
+    def taken(path: Path) -> str:
+        """What to say of a folder that exists where a run is to begin."""
+        go_on = (
+            f" Go on with it by `fedlowrank resume {path}`,"
+            if RunFolder.has_begun(path)
+            else " It holds no run to go on with:"
+        )
+        return f"{path} exists already.{go_on} choose another folder with -o, or pass --force to move it aside."
+
+    @staticmethod
     def move_aside(path: Path) -> None:
-        """Rename a folder to a name that ends in ``.old-1``, ``.old-2``, ...; the first that is free."""
+        """Rename a folder to a name that ends in ``.old-1``, ``.old-2``, ...; the first that is free.
+
+        Raises:
+            FolderInUseError: if another process writes it.
+        """
         number = next(i for i in range(1, 10**6) if not path.with_name(f"{path.name}.old-{i}").exists())
-        with as_checkpoint_error(f"cannot move {path} aside"):
+        with exclusive(path), as_checkpoint_error(f"cannot move {path} aside"):
             path.rename(path.with_name(f"{path.name}.old-{number}"))
 
     def status(self, state: str, rounds: int, message: str = "") -> None:
@@ -83,7 +109,23 @@ class RunFolder:
         """Whether the run came to its end and said so."""
         with as_checkpoint_error(f"cannot read {self.path / 'status.json'}"):
             found = (self.path / "status.json").read_text()
-        return found.lstrip().startswith("{") and json.loads(found).get("state") == "finished"
+        try:
+            status = json.loads(found)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path / 'status.json'} is damaged: {error}") from error
+        return isinstance(status, dict) and status.get("state") == "finished"
+
+    @staticmethod
+    def has_begun(path: Path) -> bool:
+        """Whether a folder holds a checkpoint to go on from."""
+        return (path / "checkpoint" / "manifest.json").exists()
+
+    @staticmethod
+    def is_failed_start(path: Path) -> bool:
+        """Whether a folder holds nothing but what a run writes before its first checkpoint."""
+        if not path.is_dir() or RunFolder.has_begun(path):
+            return False
+        return {p.name.removesuffix(".part") for p in path.iterdir()} <= _BEFORE_THE_FIRST_CHECKPOINT
 
     def append(self, record: RoundRecord) -> None:
         """Add the record of a round."""
@@ -133,7 +175,7 @@ class RunFolder:
         """
         try:
             stored = json.loads((self.path / "run.json").read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{self.path} is not a run folder that can be resumed: {error}") from error
         changes = changes_of(stored, self.config, run.method)
         if changes:
@@ -154,12 +196,15 @@ class RunFolder:
 
         Raises:
             CheckpointError: as :meth:`read`, or if the records are damaged.
+            FolderInUseError: if another process writes it.
         """
+        if (self.path / "run.json").exists():
+            self._lock.enter_context(exclusive(self.path))
         stored = self.read(run)
         try:
             lines = (self.path / "metrics.jsonl").read_text().splitlines()[: run.round + 1]
             records = [RoundRecord(**json.loads(line)) for line in lines]
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{self.path / 'metrics.jsonl'} is missing or damaged: {error}") from error
         if [r.round for r in records] != list(range(run.round + 1)):
             raise CheckpointError(f"{self.path / 'metrics.jsonl'} lacks rounds that the checkpoint holds")

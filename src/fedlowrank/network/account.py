@@ -14,6 +14,7 @@ from typing import Any
 from ..digest import KEY, check_seal, sealed
 from ..engine import checkpoint
 from ..errors import CheckpointError, ConfigError
+from ..lock import exclusive
 from ..record import as_checkpoint_error, write_json
 
 ACCOUNT = "network.json"
@@ -67,7 +68,7 @@ class Account:
             known = {name: value for name, value in found.items() if name in kinds}
             sound = {"run", "clients", "refused"} <= known.keys()
             sound = sound and all(type(value) is kinds[name] for name, value in known.items())
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
         if not sound:
             raise CheckpointError(f"{path} is damaged: it does not name a run and its clients")
@@ -157,9 +158,11 @@ def went_back(folder: Path, round: int | None, without: Collection[int], say: Ca
                 "--without excludes clients of a run over a network; the clients of this one are simulated"
             )
         if round is not None:
-            back(folder, round)
+            with exclusive(folder):
+                back(folder, round)
         return True
-    go_back(folder, round, without)
+    with exclusive(folder):
+        go_back(folder, round, without)
     say(f"the run stands after round {checkpoint.rounds_kept(folder / 'checkpoint')[-1]}")
     for client in sorted(without):
         say(f"client {client} is excluded from now on")

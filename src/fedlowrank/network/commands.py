@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,15 +21,14 @@ from ..errors import CheckpointError, ConfigError, FedlowrankError
 from ..experiment import Experiment
 from ..record import as_checkpoint_error, write_json
 from .drive import clients_of, network_settings
-from .flowerapp import write_app
-from .keys import ClientKeys, ServerKeys, add_client, make_keys
+from .flowerapp import CLIENT, SERVER, write_app, write_own_app
+from .keys import ClientKeys, ServerKeys, add_client, make_keys, renew_server, revoke_client
 from .party import own_share, prepare
 from .processes import SuperLink, SuperNode
 from .program import ProcessError
 from .server import Say
 from .supervise import supervise
 
-SERVER, CLIENT = "fedlowrank.network.flower:server", "fedlowrank.network.flower:client"
 RESTARTS = 3
 """How often a SuperLink that died is started again."""
 GRACE = 20
@@ -116,18 +115,20 @@ def serve(
     clients_of(made)
     secured = server_keys(keys, insecure)
     out = out or Path("runs") / made.name / f"{made.header.method}-s{made.run.seed}"
-    if out.exists() and not resume:
+    begun, failed = RunFolder.has_begun(out), RunFolder.is_failed_start(out)
+    if begun and not resume:
         raise CheckpointError(f"{out} exists already. Go on with it by --resume, or choose another folder with -o.")
-    if resume and not (out / "run.json").exists():
+    if out.exists() and not begun and not failed:
+        raise CheckpointError(f"{out} exists already and holds other things than a run; choose another folder with -o.")
+    if resume and not out.exists():
         raise CheckpointError(f"there is no run in {out} to go on with; start it without --resume")
+    if failed:
+        say(f"the run in {out} ended before its first checkpoint; it is moved aside, and begins anew")
     home = out.with_name(f"{out.name}.flower")
     with as_checkpoint_error(f"cannot make {home}"):
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_json(home / "experiment.json", made.tables)
-    write_app(home / "app", "fedlowrank", SERVER, CLIENT, {})
     flower = _flower()
     log = home / "server.log"
-    log.unlink(missing_ok=True)
     variables = {
         flower.EXPERIMENT: str((home / "experiment.json").absolute()),
         flower.OUT: str(out.absolute()),
@@ -138,8 +139,14 @@ def serve(
         say("insecure: anyone who reaches this port can join, and read all that is sent")
     link = SuperLink(home, secured, insecure=insecure, host=host, port=port, variables=variables, say=say)
     with ended_once(), link:
+        # not before it has its home to itself
+        log.unlink(missing_ok=True)
+        write_json(home / "experiment.json", made.tables)
+        write_own_app(home / "app")
         if secured is not None:
             nodes = {str(link.register(key)): client for client, key in sorted(secured.clients.items())}
+            for number in link.keep_only(secured.clients.values()):
+                say(f"the key of the client that Flower calls {number} was revoked; it is refused")
             write_json(home / "nodes.json", nodes)
         say(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
         _see_through(link, home / "app", log, say)
@@ -260,9 +267,7 @@ def join(
     prepare(folder, made.tables, client, shares)
     sizes = (len(getattr(shares.data[client], s)) for s in ("train", "val", "test"))
     say("client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes))
-    node = SuperNode(
-        folder / "flower", address, {"folder": str(folder.absolute())}, own, insecure=insecure, say=say
-    )  # fmt: skip
+    node = SuperNode(folder / "flower", address, folder, own, insecure=insecure, say=say)
     stop = threading.Event()
     if not stay:
         threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()
@@ -307,27 +312,42 @@ def _until_done(folder: Path, node: SuperNode, stop: threading.Event) -> None:
     before = _models(folder)
     while not stop.wait(0.5):
         if _models(folder) - before:
-            # the SuperNode sends what its children left with it; one that is stuck is not waited for
-            for _ in range(GRACE):
-                if not node.working():
+            # the reply about it is still to be sent; a server that does not take it is not waited for
+            for _ in range(4 * GRACE):
+                if not node.is_working():
                     break
-                stop.wait(1)
+                stop.wait(0.25)
+            # Flower drops the replies of a node that left before the server fetched them
             stop.wait(5)
             stop.set()
 
 
-def keys_(folder: Path, clients: int, hosts: Sequence[str], add: int | None) -> Callable[[Say], None]:
-    """Make the keys of a trial, or of one more client."""
+def keys_(
+    folder: Path,
+    clients: int,
+    hosts: Sequence[str],
+    days: int,
+    add: int | None,
+    revoke: int | None,
+    renew: bool,
+    say: Say,
+) -> None:
+    """Make the keys of a federation or of one more client, take one away, or make the server a new certificate."""
+    if sum((add is not None, revoke is not None, renew)) > 1:
+        raise ConfigError("--add, --revoke and --renew exclude each other; give one at a time")
+    restart = "start `fedlowrank serve` anew, with --resume if its run goes on"
     if add is not None:
         add_client(folder, add)
-        return lambda say: say(f"{folder / f'client-{add}'}: give it to client {add}, and to nobody else")
-    make_keys(folder, clients, hosts)
-
-    def told(say: Say) -> None:
+        say(f"{folder / f'client-{add}'}: give it to client {add}, and to nobody else; {restart}")
+    elif revoke is not None:
+        say(f"{revoke_client(folder, revoke)}: the key of client {revoke} is revoked from the next start on; {restart}")
+    elif renew:
+        renew_server(folder, hosts, days)
+        say(f"{folder / 'server'}: has a new certificate for {days} days; clients notice nothing; {restart}")
+    else:
+        make_keys(folder, clients, hosts, days)
         say(f"{folder / 'server'}: stays with the server (fedlowrank serve --keys {folder / 'server'})")
         say(f"{folder / 'client-0'} ... client-{clients - 1}: give each to its client, and to nobody else")
-
-    return told
 
 
 def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> None:

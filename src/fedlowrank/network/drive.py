@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..experiment import Experiment
 from ..record import RoundRecord, as_checkpoint_error
 from ..simulate import Result, described, rounds, threads
 from .account import Account, new_run_id
+from .audit import Audit
 from .norms import NormBound
 from .roster import Roster
 from .server import NetworkError, NetworkRun, Remote, Say
@@ -54,6 +56,7 @@ def drive(
     progress: bool = False,
     config: Mapping[str, Any] | None = None,
     promised: Sequence[int] = (),
+    audit: Path | None = None,
 ) -> Result:
     """Run an experiment's method.
 
@@ -67,6 +70,7 @@ def drive(
         progress: show a progress bar.
         config: what ``run.json`` says besides; by default what the experiment says of its method.
         promised: training examples that each client has, where that is known; else ``network.examples``.
+        audit: file of the audit log, or None for none.
 
     Raises:
         NetworkError: if too few clients come or reply.
@@ -88,12 +92,13 @@ def drive(
         bound=NormBound.from_json(limits.update_ratio, account.updates),
         silence=Silence.from_json(settings.silent_after, account.silent),
         excluded={int(i): f"the run went on without it after round {t}" for i, t in account.excluded.items()},
-        branch=account.branch, refusals=account.refusals,
+        branch=account.branch, refusals=account.refusals, audit=Audit(audit),
     )  # fmt: skip
     _gather(engine, settings.enough(count - len(engine.excluded)))
-    with threads(made.run.threads):
+    with threads(made.run.threads), contextlib.ExitStack() as stack:
         run = NetworkRun(method, roster.federation(), protocol, engine)
-        folder = RunFolder(out, described(run, made.describe(name) if config is None else config), run.clients())
+        description = described(run, made.describe(name) if config is None else config)
+        folder = stack.enter_context(RunFolder(out, description, run.clients()))
         records: list[RoundRecord] = []
         if resume:
             records = folder.restore(run)

@@ -1,4 +1,6 @@
-"""Any method over Flower: the server's half in a ServerApp, a client's half in a ClientApp. The only file that imports flwr.
+"""Any method over Flower: the server's half in a ServerApp, a client's half in a ClientApp.
+
+No other file imports flwr but :mod:`.node` and :mod:`.guard`, which run as programs of their own.
 
 ``server`` and ``client`` are what a Flower app names as its components. Where they find their things:
 
@@ -27,7 +29,9 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 
 from .. import experiment
+from ..engine.folder import RunFolder
 from ..errors import ConfigError, FedlowrankError
+from ..record import as_checkpoint_error
 from ..simulate import threads
 from .drive import clients_of, drive
 from .intake import Intake
@@ -41,6 +45,17 @@ EXPERIMENT, OUT, NODES, LOG = "FEDLOWRANK_EXPERIMENT", "FEDLOWRANK_OUT", "FEDLOW
 
 GONE = frozenset({3, 5})
 """Codes of Flower's errors after which the node itself is to be asked again: message unavailable, node unavailable."""
+
+MEANINGS = {
+    1: "its client could not load the app",
+    2: "its client met an error",
+    3: "the message expired, or its node left, before it was fetched",
+    4: "the reply expired before it was fetched",
+    5: "its node is not connected any more",
+    7: "its client answers no messages of this app",
+    8: "its client crashed",
+}
+"""What Flower's codes of errors say, for Flower's own reason may be blank."""
 
 _TYPES = {"hello": "query.hello", "order": "train.order"}
 _KINDS = {t: k for k, t in _TYPES.items()}
@@ -126,7 +141,9 @@ class GridTransport:
                 continue
             if reply.has_error():
                 code, reason = reply.error.code, reply.error.reason
-                problem = f"Flower's error {code}: {reason or 'no reason given'}"
+                meaning = MEANINGS.get(code, "an error that this release does not know")
+                said = f": {reason.strip()}" if reason and reason.strip() else ""
+                problem = f"{meaning} (Flower's error {code}{said})"
                 found.append(Delivery(parcel.node, parcel.kind, problem=problem[:500], gone=code in GONE))
                 continue
             try:
@@ -216,7 +233,12 @@ def _serve(grid: Grid, context: Context) -> None:
         keys = {int(n): int(c) for n, c in json.loads(Path(env[NODES]).read_text()).items()}
     say = _speaker(Path(env[LOG]) if LOG in env else None)
     try:
-        drive(GridTransport(grid), made, out, say=say, resume=(out / "run.json").exists(), keys=keys)
+        if RunFolder.is_failed_start(out):
+            RunFolder.move_aside(out)
+        log = out.with_name(f"{out.name}.audit.jsonl")
+        with as_checkpoint_error(f"cannot make {out.parent}"):
+            out.parent.mkdir(parents=True, exist_ok=True)
+        drive(GridTransport(grid), made, out, say=say, resume=RunFolder.has_begun(out), keys=keys, audit=log)
     except FedlowrankError as error:
         say(f"error: {error}")
         raise

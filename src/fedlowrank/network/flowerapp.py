@@ -11,6 +11,8 @@ from ..errors import ConfigError
 from ..record import as_checkpoint_error, write_atomically
 
 Value = str | int | float | bool
+SERVER, CLIENT = "fedlowrank.network.flower:server", "fedlowrank.network.flower:client"
+"""The components of the app that ``fedlowrank serve`` submits."""
 LONGEST = 10 << 20
 """Bytes of an app, which Flower packs without compressing it."""
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
@@ -58,6 +60,19 @@ def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config:
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "pyproject.toml", content)
+
+
+def write_own_app(folder: Path) -> str:
+    """Write the app that ``fedlowrank serve`` submits, the same bytes on every machine.
+
+    Args:
+        folder: as in :func:`write_app`.
+
+    Returns:
+        Its publisher and name, as Flower writes them.
+    """
+    write_app(folder, "fedlowrank", SERVER, CLIENT, {})
+    return "fedlowrank/fedlowrank"
 
 
 def as_toml(settings: Mapping[str, Value]) -> str:

@@ -1,24 +1,38 @@
-"""Started as a script of its own: the SuperLink, with everything but the clients' door open to this machine only.
+"""Started as a script: runs one of Flower's programs on the server's machine behind a secret token.
 
-Flower serves three kinds of callers on one port: clients, who must prove with a registered key who they are; commands, which
-register keys and start runs; and the server's own children. Of the last two nothing is asked, so whoever reaches the port
-could register a key and be sent the model, or have code of theirs run by every client. Here they are answered only if they
-call from this machine.
+Flower serves three kinds of callers on one port. Clients prove with a registered key who they are. Commands register keys
+and start runs. The server's own subprocesses run the server's half of a method. Flower asks nothing of the last two, so
+whoever reaches the port could register a key, start an app of his own, or read every upload. Loopback is no protection: other
+users of the machine, tunnels and TCP proxies all call from it.
 
-It imports nothing of this package, whose libraries would stay in memory beside Flower's.
+Therefore every call that is not a client's must carry a token in a header. The server draws it anew for every SuperLink and
+passes it on by an environment variable, which other users of a machine cannot read. (Flower's own task tokens stand on
+command lines, which they can.) The programs that may call are started by this same script, which adds the header to what
+they send.
+
+This script imports nothing of fedlowrank, whose libraries would stay in memory beside Flower's.
 """
 
 from __future__ import annotations
 
-import ipaddress
+import hmac
+import importlib.metadata
+import os
+import subprocess
 import sys
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 CLIENTS = "/v1/fleet/"
-"""What clients call."""
+"""Paths of calls by clients, whose keys Flower checks."""
 PROBE = "/fedlowrank-guard"
-"""Answered with 204, by which one knows that the guard stands."""
+"""A path that answers 204 to a caller with the token, which shows that the guard is installed."""
+TOKEN = "FEDLOWRANK_TOKEN"
+"""Name of the environment variable that holds the token."""
+HEADER = "x-fedlowrank-token"
+"""Name of the header that holds the token."""
+CALLERS = ("flower-superexec", "flwr-serverapp")
+"""Programs that the SuperLink starts, directly or not, and that call it back."""
 
 BODY = 16 << 20
 """Bytes of a call by a client; Flower sends what is larger in pieces of 5 MiB."""
@@ -29,21 +43,23 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
-def guarded(app: App) -> App:
-    """The same web application, refusing with 403 what is neither a client's call nor from this machine.
+def guarded(app: App, token: str) -> App:
+    """Wraps a web application so that it refuses with 403 what is neither a client's call nor carries the token.
 
     Args:
         app: in the form of ASGI.
+        token: the secret.
     """
 
     async def guard(scope: Message, receive: Receive, send: Send) -> None:
-        # what begins and ends the application itself is no call
+        # the start and the end of the application itself are no calls
         if scope["type"] == "lifespan":
             await app(scope, receive, send)
         elif str(scope["path"]).startswith(CLIENTS):
             await limited(app, scope, receive, send)
-        elif not is_local(scope.get("client"), scope.get("server")):
-            await _answer(send, 403, b"This is answered on the server's own machine only.\n")
+        elif not has_token(scope, token):
+            print(f"refused without the server's token: {scope['path']!r} from {scope.get('client')}", flush=True)
+            await _answer(send, 403, b"This is answered to the server's own processes only.\n")
         elif scope["path"] == PROBE:
             await _answer(send, 204, b"")
         else:
@@ -52,23 +68,10 @@ def guarded(app: App) -> App:
     return guard
 
 
-def is_local(client: tuple[str, int] | None, server: tuple[str, int | None] | None) -> bool:
-    """Whether a call comes from the machine that it came to.
-
-    Args:
-        client: address and port of the caller, if known.
-        server: address and port that were called, if known.
-    """
-    if client is None:
-        return False
-    try:
-        caller = ipaddress.ip_address(client[0])
-    except ValueError:
-        return False
-    if isinstance(caller, ipaddress.IPv6Address) and caller.ipv4_mapped is not None:
-        caller = caller.ipv4_mapped
-    # a machine that calls an address of its own does so from that address
-    return caller.is_loopback or (server is not None and client[0] == server[0])
+def has_token(scope: Message, token: str) -> bool:
+    """Whether a call carries the token, compared in constant time."""
+    found = [bytes(value) for name, value in scope.get("headers", ()) if bytes(name).lower() == HEADER.encode()]
+    return any(hmac.compare_digest(value, token.encode()) for value in found)
 
 
 async def limited(app: App, scope: Message, receive: Receive, send: Send) -> None:
@@ -101,20 +104,58 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def main() -> None:
-    """Run ``flower-superlink`` with this process's arguments, guarded."""
+def command(program: str) -> list[str]:
+    """The command line that runs one of Flower's programs by this script."""
+    # -P: without the folder of this script on the path, whose modules have common names
+    return [sys.executable, "-P", __file__, program]
+
+
+def _guard_server(token: str) -> None:
+    """Makes the web server of this process serve the guarded application."""
     import uvicorn
-    from flwr.superlink.cli.flower_superlink import flower_superlink
 
     run = uvicorn.run
 
     def run_guarded(app: App, **settings: Any) -> None:
-        # of a proxy on this machine, which alone is believed, the caller is the one that it names in X-Forwarded-For
-        run(guarded(app), **{**settings, "forwarded_allow_ips": "127.0.0.1,::1"})
+        run(guarded(app, token), **settings)
 
     uvicorn.run = run_guarded  # type: ignore[assignment]
-    sys.argv[0] = "flower-superlink"
-    flower_superlink()
+
+
+def _send_token(token: str) -> None:
+    """Makes every client of Flower's API in this process send the token, and to no other address than the one it calls."""
+    from flwr.supercore.protobuf.client import ProtobufClient
+
+    make = ProtobufClient.__init__
+
+    def make_with_token(self: ProtobufClient, *arguments: Any, **settings: Any) -> None:
+        make(self, *arguments, **settings)
+        self._client.headers[HEADER] = token
+        self._client.follow_redirects = False
+
+    ProtobufClient.__init__ = make_with_token  # type: ignore[method-assign]
+
+
+class _Popen(subprocess.Popen[bytes]):
+    """Starts the programs that call the SuperLink by this script."""
+
+    def __init__(self, args: Any, **settings: Any) -> None:
+        if isinstance(args, list) and args[0] in CALLERS:
+            args = [*command(args[0]), *args[1:]]
+        super().__init__(args, **settings)
+
+
+def main() -> None:
+    """Runs the program of Flower that the first argument names, with the other arguments."""
+    program, token = sys.argv[1], os.environ[TOKEN]
+    if program == "flower-superlink":
+        _guard_server(token)
+    else:
+        _send_token(token)
+    subprocess.Popen = _Popen  # type: ignore[misc, assignment]
+    sys.argv[:2] = [program]
+    (entry, *_) = importlib.metadata.entry_points(group="console_scripts", name=program)
+    sys.exit(entry.load()())
 
 
 if __name__ == "__main__":

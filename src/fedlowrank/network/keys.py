@@ -168,18 +168,44 @@ def add_client(folder: Path, client: int) -> None:
     _write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
 
 
+def revoke_client(folder: Path, client: int) -> Path:
+    """Take a client's public key away from the server, which forgets the client at its next start.
+
+    Args:
+        folder: made by :func:`make_keys`, or the part ``server`` of it.
+        client: number of the client.
+
+    Returns:
+        Where the public key lies now, for the record. A new key can be made by :func:`add_client` once the client's old
+        folder is gone.
+
+    Raises:
+        ConfigError: if the server has no key of the client.
+        CheckpointError: if it cannot be moved.
+    """
+    server = folder / "server" if (folder / "server").is_dir() else folder
+    public = server / "clients" / f"{client}.pub"
+    if not public.is_file():
+        known = sorted(int(p.stem) for p in public.parent.glob("*.pub") if p.stem.isdigit())
+        raise ConfigError(f"{server} has no public key of client {client}. It has keys of clients {known}.")
+    revoked = server / "revoked"
+    number = next(i for i in range(1, 10**6) if not (revoked / f"{client}-{i}.pub").exists())
+    with as_checkpoint_error(f"cannot move {public}"):
+        revoked.mkdir(exist_ok=True)
+        return public.rename(revoked / f"{client}-{number}.pub")
+
+
 def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
     """Replace the server's certificate and key by new ones of the same authority. Clients notice nothing.
 
     Args:
         folder: made by :func:`make_keys`, its ``ca.key`` included.
-        hosts: as there; they replace the old ones.
+        hosts: as there; they replace the old ones, which stay if none are given.
         days: as there.
 
     Raises:
         ConfigError: if a file is missing or an argument is not as described; or if the authority is at its end.
     """
-    names = _names(hosts)
     _check_days(days)
     (key_path,) = _files(folder, "ca.key")
     (authority_path,) = _files(folder / "server", "ca.crt")
@@ -192,7 +218,17 @@ def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
             f"the authority of {folder} ended on {authority.not_valid_after_utc:%Y-%m-%d}. Make new keys, and give every "
             "client its new folder."
         )
+    names = _names(hosts) if hosts else _names_of(folder / "server" / "server.pem")
     _certify(folder, key, authority, names, days)
+
+
+def _names_of(path: Path) -> list[x509.GeneralName]:
+    """Names and IP addresses of a certificate."""
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
+    except (OSError, ValueError, x509.ExtensionNotFound) as error:
+        raise ConfigError(f"{path} does not say for which hosts it is ({error}); name them by --host") from error
 
 
 def _certify(

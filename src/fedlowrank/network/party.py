@@ -257,7 +257,7 @@ def _party(path: Path) -> dict[str, Any]:
         sound = sound and isinstance(found["data"], str)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is not a client's folder: it holds no party.json") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if not sound:
         raise CheckpointError(f"{path} is damaged: it does not name a client and an experiment")

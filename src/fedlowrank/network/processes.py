@@ -5,29 +5,29 @@ Flower's command line is spoken to in its JSON form; nothing here imports Flower
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import os
 import re
-import signal
+import secrets
 import ssl
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from ..errors import ConfigError
 from ..record import write_atomically, write_json
-from . import family, guard
+from . import guard
 from .flowerapp import Value, as_toml
 from .keys import ClientKeys, ServerKeys
 from .program import ProcessError, Program, Say, environment, find_program, free_port, listen
 
 __all__ = ["ProcessError", "RunStatus", "SuperLink", "SuperNode", "environment"]
 
+WORKING = "working"
+"""A file in a node's home while it answers a message."""
 _CONNECTION = "federation"
 _ANSWER_SECONDS = 120
 
@@ -58,8 +58,8 @@ class RunStatus:
 class SuperLink(Program):
     """The server's program, which clients connect to. As a context manager it is started and closed.
 
-    What it knows (clients, runs, messages on their way) is kept in its home, so that it can be started again. Only clients'
-    calls are answered from other machines; see :mod:`.guard`.
+    What it knows (clients, runs, messages on their way) is kept in its home, so that it can be started again. Calls other than
+    clients' are answered only if they carry a token that nobody but this object and what it starts has; see :mod:`.guard`.
 
     Args:
         home: its folder.
@@ -90,6 +90,8 @@ class SuperLink(Program):
         self.keys = keys
         self.host = host
         self.port = free_port(host) if port is None else port
+        # for what it starts and for nobody else
+        self.variables[guard.TOKEN] = secrets.token_hex(32)
         self._database = self.home / "superlink.db"
         self._registered = self.home / "registered.json"
 
@@ -132,8 +134,7 @@ class SuperLink(Program):
         if not self._database.exists():
             self._registered.unlink(missing_ok=True)
         security: dict[str, Value] = {"insecure": True}
-        # without the folder of the script on the path, whose modules have common names
-        command = [sys.executable, "-P", guard.__file__, "--database", str(self._database)]
+        command = [*guard.command("flower-superlink"), "--database", str(self._database)]
         command += ["--host", self.host, "--port", str(self.port)]
         if self.keys is None:
             command += ["--insecure"]
@@ -168,6 +169,27 @@ class SuperLink(Program):
             known[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
             write_json(self._registered, known)
         return known[key]
+
+    def keep_only(self, public_keys: Iterable[Path]) -> list[int]:
+        """Forget every registered client but those with these keys; it cannot connect any more.
+
+        Args:
+            public_keys: files of the keys that stay.
+
+        Returns:
+            Flower's numbers of the clients that were forgotten.
+
+        Raises:
+            ProcessError: if Flower refuses.
+        """
+        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        stay = {path.read_text().strip() for path in public_keys}
+        gone = [key for key in known if key not in stay]
+        forgotten = [known[key] for key in gone]
+        for key in gone:
+            self._flwr("supernode", "unregister", str(known.pop(key)))
+            write_json(self._registered, known)
+        return forgotten
 
     def nodes(self) -> dict[int, str]:
         """Every client by Flower's number: registered (never seen yet), online or offline."""
@@ -244,7 +266,7 @@ class SuperLink(Program):
             raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._last_words()}")
         try:
             return subprocess.run(
-                [find_program("flwr"), *arguments],
+                [*guard.command("flwr"), *arguments],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -263,12 +285,12 @@ class SuperLink(Program):
             trusted = ssl.create_default_context(cafile=self.keys.authority)
             connection = http.client.HTTPSConnection(*place, timeout=5, context=trusted)
         try:
-            connection.request("GET", guard.PROBE)
+            connection.request("GET", guard.PROBE, headers={guard.HEADER: self.variables[guard.TOKEN]})
             status = connection.getresponse().status
         except ssl.SSLCertVerificationError as error:
             raise ProcessError(
                 f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one with this host "
-                "(`renew_server`)."
+                "(`fedlowrank keys FOLDER --renew --host NAME`)."
             ) from error
         except (OSError, http.client.HTTPException):
             return False
@@ -276,51 +298,44 @@ class SuperLink(Program):
             connection.close()
         if status != 204:
             raise ProcessError(
-                f"the SuperLink at {self.address} would let everyone register clients and start runs: its guard does not stand, "
-                "perhaps because this package does not know this release of Flower."
+                f"the SuperLink at {self.address} would let everyone register clients and start runs: its guard is not "
+                "installed, perhaps because this package does not know this release of Flower."
             )
         return True
 
 
 class SuperNode(Program):
-    """A client's program: it connects to the server, waits for work, and starts a process for each message.
+    """A client's program: it connects to the server, waits for messages and answers them; see :mod:`.node`.
 
     Args:
         home: its folder.
         address: of the server, as in ``fl.example.org:8000``.
-        node_config: what the ClientApp finds in ``context.node_config``.
+        folder: of the client, as :func:`.party.prepare` makes it.
         keys: with them it speaks TLS, and proves to the server who it is.
         insecure: True to do without, which is for trials on one machine.
-        port: for its own children, on loopback; None for a free one at every start.
-        variables: for its environment and the ClientApp's.
+        variables: for its environment.
         say: is told in a line when something of note happens.
 
     Raises:
-        ConfigError: if neither or both of keys and insecure are given, or a setting cannot be passed on.
+        ConfigError: if neither or both of keys and insecure are given.
     """
 
     def __init__(
         self,
         home: Path,
         address: str,
-        node_config: Mapping[str, str | int],
+        folder: Path,
         keys: ClientKeys | None = None,
         *,
         insecure: bool = False,
-        port: int | None = None,
         variables: Mapping[str, str] | None = None,
         say: Say | None = None,
     ) -> None:
         super().__init__(home, "supernode", variables, say)
         _check_security(keys, insecure)
         self.address = address
+        self.folder = folder.absolute()
         self.keys = keys
-        self.port = port
-        self._settings = as_toml(node_config)
-        self._runtime = ""
-
-    def _own_address(self) -> str:
-        return self._runtime
 
     def start(self) -> None:
         """Start it. It may be there before the server is, and connects when it can.
@@ -330,19 +345,12 @@ class SuperNode(Program):
             ProcessError: if it runs already.
             CheckpointError: if its home cannot be written.
         """
+        find_program("flwr")
         self._prepare()
-        # as a file, for the other form that Flower takes has no escape for a quotation mark
-        settings = self.home / "node.toml"
-        write_atomically(settings, self._settings.encode())
-        port = self.port or free_port()
-        self._runtime = f"127.0.0.1:{port}"
-        command = [find_program("flower-supernode"), "--superlink", self.address, "--node-config", str(settings)]
-        command += ["--host", "127.0.0.1", "--port", str(port)]
-        if self.keys is None:
-            command += ["--insecure"]
-        else:
-            command += ["--root-certificates", str(self.keys.authority)]
-            command += ["--auth-supernode-private-key", str(self.keys.key)]
+        command = [sys.executable, "-P", "-m", "fedlowrank.network.node", "--server", self.address]
+        command += ["--folder", str(self.folder), "--home", str(self.home)]
+        if self.keys is not None:
+            command += ["--authority", str(self.keys.authority), "--key", str(self.keys.key)]
         self._launch(command)
 
     def node_id(self) -> int | None:
@@ -371,24 +379,9 @@ class SuperNode(Program):
         assert number is not None
         return number
 
-    def working(self) -> list[int]:
-        """Numbers of the processes that work on a message at present."""
-        if not self.alive() or self.pid is None:
-            return []
-        found = family.descendants(self.pid)
-        return [number for number, process in found.items() if "flwr-clientapp" in process.command]
-
-    def kill_working(self) -> int:
-        """End the processes that work on a message, as a crash would, and nothing else.
-
-        Returns:
-            How many there were.
-        """
-        found = self.working()
-        for number in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
-        return len(found)
+    def is_working(self) -> bool:
+        """Whether it is answering a message at present."""
+        return self.alive() and (self.home / WORKING).exists()
 
 
 def _check_security(keys: object, insecure: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
@@ -13,8 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..errors import ConfigError, FedlowrankError
-from ..record import as_checkpoint_error
+from ..errors import CheckpointError, ConfigError, FedlowrankError
+from ..lock import exclusive, identify, is_alive
+from ..record import as_checkpoint_error, write_json
 from . import family
 
 Say = Callable[[str], None]
@@ -39,6 +42,9 @@ def environment(home: Path) -> dict[str, str]:
         # or the server installs the app's dependencies from the internet for every run
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # or the server would listen on two more ports, which have no guard
+        "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
+        "FLWR_INTERNAL_GRPC_FLEET_API": "0",
         # programs start one another by name
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), own.get("PATH", os.defpath)]),
         # what a program printed before it was killed should be in the log
@@ -105,6 +111,8 @@ class Program:
         self.say: Say = say or (lambda _: None)
         self._process: subprocess.Popen[bytes] | None = None
         self._begin = 0
+        self._record = self.home / f"{name}.process.json"
+        self._lock: contextlib.ExitStack | None = None
 
     @property
     def pid(self) -> int | None:
@@ -141,6 +149,7 @@ class Program:
             ProcessError: if a process withstands that.
         """
         self._end(signal.SIGKILL, 0)
+        self._release()
 
     def close(self, seconds: float = 10.0) -> None:
         """Ask it to end, and see to it that it does.
@@ -152,18 +161,46 @@ class Program:
             ProcessError: if a process withstands that.
         """
         self._end(signal.SIGTERM, seconds)
+        self._release()
 
     def _own_address(self) -> str | None:
-        """Where its children reach it."""
-        raise NotImplementedError
+        """Where its children reach it, if it has any."""
+        return None
 
     def _prepare(self) -> None:
-        """Make its home; and if it was started before, end what is left of that."""
+        """Make and lock its home; and if it was started before, by whomever, end what is left of that."""
         if self.alive():
             raise ProcessError(f"{self.name} runs already, as process {self.pid}")
-        self.kill()
+        self._end(signal.SIGKILL, 0)
         with as_checkpoint_error(f"cannot make {self.home}"):
             self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._lock is None:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(exclusive(self.home))
+                self._lock = stack.pop_all()
+            self._end_orphans()
+
+    def _release(self) -> None:
+        """Let others start it in the same home."""
+        self._record.unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _end_orphans(self) -> None:
+        """End what was started in this home by a process that was killed; the lock shows that it is gone."""
+        try:
+            found = json.loads(self._record.read_text())
+            pid, address = int(found["pid"]), str(found["address"])
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return
+        lives = is_alive(found)
+        groups = self._groups_of(pid, address, lives)
+        if groups:
+            self.say(f"{self.name} of an earlier start, process {pid}, was left running; it is ended")
+            left = family.kill(groups)
+            if left:
+                raise ProcessError(f"processes of an earlier start cannot be ended: {sorted(left)}")
 
     def _launch(self, command: Sequence[str]) -> None:
         with as_checkpoint_error(f"cannot start {self.name} in {self.home}"), self.log.open("ab") as log:
@@ -176,6 +213,11 @@ class Program:
                 env=self.variables,
                 start_new_session=True,
             )
+            try:
+                write_json(self._record, {**identify(self._process.pid), "address": str(self._own_address())})
+            except CheckpointError:
+                self.kill()
+                raise
         self.say(f"{self.name} started as process {self.pid}; it writes to {self.log}")
 
     def _await(self, is_ready: Callable[[], bool], what: str, seconds: float) -> None:
@@ -212,10 +254,15 @@ class Program:
 
     def _groups(self) -> set[int]:
         """Process groups of all that it started, and its own while it runs; the number of one that ended may be another's."""
+        if self._process is None:
+            return set()
+        return self._groups_of(self._process.pid, str(self._own_address()), self.alive())
+
+    def _groups_of(self, pid: int, address: str, lives: bool) -> set[int]:
         # a child that outlives it, and all that this child started, are one group
-        child = f" --runtime-api-address {self._own_address()} --parent-pid {self.pid} "
+        child = f" --runtime-api-address {address} --parent-pid {pid} "
         found = [process for process in family.processes().values() if child in f"{process.command} "]
-        if self._process is not None and self.alive():
-            found += family.descendants(self._process.pid).values()
-            return {self._process.pid} | {process.group for process in found}
+        if lives:
+            found += family.descendants(pid).values()
+            return {pid} | {process.group for process in found}
         return {process.group for process in found}

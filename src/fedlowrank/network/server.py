@@ -22,6 +22,7 @@ from ..method import ClientInfo, Reply, ServerView, Task
 from ..record import RoundRecord
 from ..train import Meter
 from .answers import HEADER, check_counts, check_evaluation, read_answer, steps_of
+from .audit import Audit
 from .messages import Answer, Order, plain
 from .norms import Measured, NormBound, measure
 from .roster import Roster, StrangerError
@@ -48,6 +49,7 @@ class Remote(Engine):
         run_id: names the run to the clients.
         bans: who takes no further part.
         say: tells a person what is worth knowing.
+        audit: log of who registered, and of every reply.
         evaluate: whether the next wave asks what the models are worth.
         found: what clients found out of that, in the last wave.
         fresh: clients whose state is to be begun anew.
@@ -68,6 +70,7 @@ class Remote(Engine):
     run_id: str = dataclasses.field(kw_only=True)
     bans: Bans = dataclasses.field(kw_only=True)
     say: Say = dataclasses.field(kw_only=True, repr=False)
+    audit: Audit = Audit()
     evaluate: bool = False
     found: dict[int, ClientEvaluation] = dataclasses.field(default_factory=dict)
     fresh: set[int] = dataclasses.field(default_factory=set)
@@ -136,6 +139,7 @@ class Remote(Engine):
         """Log a refused reply, keep nothing of it, and count it where it counts; returns the reason for the record."""
         client, why = error.client, plain(str(error), 1000)
         self.found.pop(client, None)
+        self.audit.refused(client, round, why)
         self.refusals.append({"round": round + 1, "client": client, "reason": why})
         if error.counts and self.bans.refuse(client):
             self.say(f"client {client} is banned: {self.bans.counts[client]} of its replies were refused")
@@ -169,8 +173,10 @@ class Remote(Engine):
             client = self.roster.admit(delivery, self.transport.nodes())
         except StrangerError as error:
             if self.roster.strangers[delivery.node] != known:
+                self.audit.rejected(delivery.node, str(error))
                 self.say(str(error))
             return False
+        self.audit.registered(client, delivery.node, self.roster.members[client].examples)
         self.say(f"client {client} is here, with {self.roster.members[client].examples} examples")
         capped = self.roster.capped()
         for other, why in capped.items():
@@ -232,6 +238,7 @@ class Remote(Engine):
                 continue
             job = asked.pop(delivery.node)
             outcome = self._outcome(delivery, job, round, job.client.id in training)
+            self.audit.reply(delivery, job.client.id, round, outcome.lost)
             if job.client.id in training:
                 yield job.client.id, outcome
             elif outcome.lost:

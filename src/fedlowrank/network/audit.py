@@ -1,0 +1,77 @@
+"""The server's audit log: one line of JSON for every client that registered or was rejected, and for every reply.
+
+RUN.audit.jsonl, beside the run folder, is opened for appending only, also by ``serve --resume``; nothing here shortens it.
+Every line has ``time`` (UTC) and ``event``:
+
+- ``registered``: client, node, examples
+- ``rejected``: node, why
+- ``reply``: client, round (from 1), bytes, digest (BLAKE2b of the upload, 16 bytes), accepted, why
+- ``refused``: client, round, why; also of a reply that was accepted when it arrived, but is out of proportion to the others
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..record import as_checkpoint_error
+from .messages import plain
+from .transport import Delivery
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Appends events to a file.
+
+    Attributes:
+        path: of the file, or None to keep no log.
+    """
+
+    path: Path | None = None
+
+    def registered(self, client: int, node: int, examples: int) -> None:
+        """A client was admitted."""
+        self._append("registered", client=client, node=node, examples=examples)
+
+    def rejected(self, node: int, why: str) -> None:
+        """A node was turned away."""
+        self._append("rejected", node=node, why=plain(why, 1000))
+
+    def reply(self, delivery: Delivery, client: int, round: int, why: str | None) -> None:
+        """A reply arrived, or the news that there is none.
+
+        Args:
+            delivery: as it came.
+            client: who was asked.
+            round: rounds completed before.
+            why: it was not used, or None if it was.
+        """
+        size = len(delivery.words) + len(delivery.body)
+        digest = hashlib.blake2b(delivery.body, digest_size=16).hexdigest() if delivery.body else ""
+        found: dict[str, Any] = {"client": client, "round": round + 1, "bytes": size, "digest": digest}
+        self._append("reply", **found, accepted=why is None, why=plain(why or "", 1000))
+
+    def refused(self, client: int, round: int, why: str) -> None:
+        """A reply is not used.
+
+        Args:
+            client: whose it is.
+            round: rounds completed before.
+            why: the reason.
+        """
+        self._append("refused", client=client, round=round + 1, why=plain(why, 1000))
+
+    def _append(self, event: str, **fields: Any) -> None:
+        if self.path is None:
+            return
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": now, "event": event, **fields})
+        with as_checkpoint_error(f"cannot write {self.path}"), self.path.open("a") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())

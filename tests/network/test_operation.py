@@ -1,0 +1,205 @@
+"""Starting, resuming and looking at served runs, without Flower's programs."""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+pytest.importorskip("cryptography")
+from flwr.app import Error
+from flwr.app import Message as FlowerMessage
+
+from fedlowrank.cli import main, parser
+from fedlowrank.engine.folder import RunFolder
+from fedlowrank.network import commands
+from fedlowrank.network.flower import GridTransport
+from fedlowrank.network.transport import Delivery, Parcel
+
+from .local import LocalTransport, changed, in_round, intact, local, served, small
+from .test_flower import tables, written
+
+
+class ReachedError(Exception):
+    """The server's programs would be started now."""
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    class Stub(commands.SuperLink):
+        def start(self, seconds: float = 60.0) -> None:
+            raise ReachedError
+
+    monkeypatch.setattr(commands, "SuperLink", Stub)
+    file = written(tmp_path / "t.toml", tables("fedavg"))
+
+    def call(*options: str) -> int:
+        return main(["serve", str(file), "--insecure", "-o", str(tmp_path / "run"), *options])
+
+    return call
+
+
+def test_a_failed_start_and_resume_do_not_advise_each_other(
+    serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(ReachedError):
+        serve()
+    assert serve("--resume") == 1
+    assert "start it without --resume" in capsys.readouterr().err
+    # what a server leaves that was killed at different moments of its start
+    files: list[str] = []
+    for name in ("clients.json", "metrics.jsonl", "status.json", "run.json", "network.json"):
+        files.append(name)
+        out.mkdir()
+        for one in files:
+            (out / one).write_text("{}")
+        for options in ((), ("--resume",)):
+            with pytest.raises(ReachedError):
+                serve(*options)
+        assert "begins anew" in capsys.readouterr().out
+        shutil.rmtree(out)
+    (out / "checkpoint").mkdir(parents=True)
+    (out / "checkpoint" / "manifest.json").write_text("{}")
+    assert serve() == 1
+    assert "--resume" in capsys.readouterr().err
+    with pytest.raises(ReachedError):
+        serve("--resume")
+    shutil.rmtree(out)
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    for options in ((), ("--resume",)):
+        assert serve(*options) == 1
+        assert "choose another folder" in capsys.readouterr().err
+    assert [p.name for p in out.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("reason", [None, "", " \n", "Error: Node Unavailable"])
+def test_an_error_of_flower_is_told_in_words_even_if_its_reason_is_blank(reason: str | None) -> None:
+    class Grid:
+        def push_messages(self, messages: Any) -> list[str]:
+            return ["m"]
+
+        def pull_messages(self, names: Any) -> list[Any]:
+            class Reply:
+                class metadata:  # noqa: N801
+                    reply_to_message_id = "m"
+
+                error = Error(5, reason)
+
+                def has_error(self) -> bool:
+                    return True
+
+            return [Reply()]
+
+    carrier = GridTransport(Grid())  # type: ignore[arg-type]
+    carrier._open, carrier._unsent = {"m": Parcel(1, "hello", "{}")}, []
+    (found,) = carrier.receive()
+    assert found.gone
+    assert found.problem.startswith("its node is not connected any more (Flower's error 5")
+    assert not found.problem.endswith(": )")
+    assert FlowerMessage is not None
+
+
+def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_path: Path) -> None:
+    made, log = small("fedavg", rounds=2), tmp_path / "run.audit.jsonl"
+    sent: dict[tuple[int, int], bytes] = {}
+
+    def spoil(carrier: LocalTransport, parcel: Parcel) -> Any:
+        found: Delivery = carrier.answered(parcel)
+        return [changed(found, body=b"nonsense")]
+
+    fault = in_round(2, 1, spoil)
+
+    def watched(carrier: LocalTransport, parcel: Parcel) -> Any:
+        found = fault(carrier, parcel)
+        if parcel.kind == "order":
+            sent[json.loads(parcel.words)["round"] + 1, {999: 0}.get(parcel.node, parcel.node - 100)] = found[0].body
+        return found
+
+    carrier = local(made, tmp_path, watched)
+    stranger = tmp_path / "stranger"
+    shutil.copytree(carrier.folders[100], stranger)
+    carrier.folders[999] = stranger
+    served(carrier, made, tmp_path / "run", audit=log)
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert sorted(e["client"] for e in events if e["event"] == "registered") == [0, 1, 2]
+    assert any(e["event"] == "rejected" and "is here already" in e["why"] for e in events)
+    replies = {(e["round"], e["client"]): e for e in events if e["event"] == "reply"}
+    for where, body in sent.items():
+        digest = hashlib.blake2b(body, digest_size=16).hexdigest() if body else ""
+        assert replies[where]["digest"] == digest
+        assert replies[where]["bytes"] > len(body)
+    assert [w for w, e in replies.items() if not e["accepted"] and w[0] <= 2] == [(2, 1)]
+    assert replies[2, 1]["why"]
+    before = log.read_bytes()
+    more = small("fedavg", rounds=2)
+    served(local(more, tmp_path / "more", intact), more, tmp_path / "second", audit=log)
+    assert log.read_bytes().startswith(before)
+    assert len(log.read_bytes()) > len(before)
+
+
+def test_status_tells_how_runs_stand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = small("fedavg", rounds=2)
+    served(local(made, tmp_path), made, tmp_path / "runs" / "one")
+    shutil.copytree(tmp_path / "runs" / "one", tmp_path / "runs" / "two")
+    (tmp_path / "runs" / "two" / "status.json").write_text('{"state": "running", "rounds": 1, "message": ""}')
+    assert main(["status", str(tmp_path / "runs")]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "finished" in said
+    assert "stopped" in said
+    assert "2 of 2" in said
+    assert "3 of 3" in said
+    assert "running" not in said
+    assert main(["status", str(tmp_path / "nowhere")]) == 1
+    assert "not a run folder" in capsys.readouterr().err
+    assert RunFolder.has_begun(tmp_path / "runs" / "one")
+
+
+@pytest.mark.parametrize("place", ["file", "override", "run.json", "status.json", "metrics.jsonl", "manifest.json"])
+def test_nesting_without_end_is_an_error_and_no_traceback(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep, file = "[" * 100_000, written(tmp_path / "t.toml", tables("fedavg"))
+    if place == "file":
+        file.write_text(f"name = {deep}")
+    if place in ("file", "override"):
+        arguments = ["data", str(file), *([f"data.path={deep}"] if place == "override" else [])]
+    else:
+        made = small("fedavg", rounds=1)
+        served(local(made, tmp_path), made, out := tmp_path / "run")
+        (next(out.rglob(place))).write_text(deep)
+        arguments = ["report" if place == "status.json" else "resume", str(out)]
+    assert main(arguments) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert len(said) < 1000
+
+
+def test_the_examples_of_a_deployment_are_commands_that_exist() -> None:
+    yaml = pytest.importorskip("yaml")
+    folder = Path(__file__).parents[2] / "examples" / "deploy"
+    services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
+    found = [services["server"]["entrypoint"][2].replace("$$", "$"), "fedlowrank " + services["client"]["command"]]
+    for unit in folder.glob("*.service"):
+        parsed = configparser.RawConfigParser(strict=False)
+        parsed.optionxform = str  # type: ignore[assignment, method-assign]
+        parsed.read(unit)
+        found.append(parsed["Service"]["ExecStart"].replace("%i", "0"))
+    assert len(found) == 4
+    for line in found:
+        words = shlex.split(line.partition("exec ")[2].partition(' "')[0] or re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", line))
+        arguments = parser().parse_args(words[1:])
+        assert Path(words[0]).name == "fedlowrank"
+        assert (arguments.command, arguments.file) in {
+            ("serve", Path("experiment.toml")),
+            ("join", Path("experiment.toml")),
+        }
