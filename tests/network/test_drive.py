@@ -15,8 +15,9 @@ from fedlowrank.engine.folder import RunFolder
 from fedlowrank.errors import CheckpointError, ConfigError
 from fedlowrank.network.drive import clients_of
 from fedlowrank.network.messages import Order
+from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.party import prepare
-from fedlowrank.network.server import NetworkError, NetworkRun
+from fedlowrank.network.server import NetworkError
 from fedlowrank.network.settings import NetworkSettings
 from fedlowrank.network.transport import Delivery, Parcel
 from fedlowrank.record import RunRecord

@@ -24,8 +24,9 @@ from fedlowrank.evaluate import ClientEvaluation
 from fedlowrank.experiment import Experiment
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.network.messages import Answer, Order
+from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.roster import Roster
-from fedlowrank.network.server import NetworkError, NetworkRun, Remote
+from fedlowrank.network.server import NetworkError, Remote
 from fedlowrank.network.settings import NetworkSettings
 from fedlowrank.network.transport import Delivery, Parcel
 from fedlowrank.network.trust import Bans

@@ -18,9 +18,10 @@ from ..record import RoundRecord, as_checkpoint_error
 from ..simulate import Result, described, rounds, threads
 from .account import Account, new_run_id
 from .audit import Audit
+from .network_run import NetworkRun
 from .norms import NormBound
 from .roster import Roster
-from .server import NetworkError, NetworkRun, Remote, Say
+from .server import NetworkError, Remote, Say
 from .settings import NetworkSettings
 from .silence import Silence
 from .transport import Transport

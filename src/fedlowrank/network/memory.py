@@ -170,7 +170,7 @@ def _opened(path: Path) -> Iterator[tuple[_Head, IO[bytes]]]:
             found = json.loads(file.readline())
             check_seal(found, path)
             head = _Head(**{name: value for name, value in found.items() if name != KEY})
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
         kinds = {"order": str, "answer": str, "state": int, "upload": int, "branch": int, "digests": list}
         if any(type(getattr(head, name)) is not kind for name, kind in kinds.items()) or head.state < 0:
