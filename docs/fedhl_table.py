@@ -2,8 +2,9 @@
 
 RUNS holds a folder for each experiment of ``experiments/fedhl/cpu`` (``agnews-high``, ...) as ``fedlowrank compare`` leaves them;
 the figures of its finished runs are entered into ``docs/results/fedhl_small.csv``, one row a run, from which the tables are
-made. All are of the last round: the mean over clients, then mean ± standard deviation over seeds. "Per client" is each client's
-own model, of its own rank; "server" is the server's model on the same examples.
+made. All are of the last round: the mean over clients, then the mean over seeds ± the half-width of its 95 % confidence interval
+(Student's t with n - 1 degrees of freedom for n seeds). "Per client" is each client's own model, of its own rank; "server" is the
+server's model on the same examples.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from fedlowrank import config, experiment
 from fedlowrank.record import RunRecord
+from fedlowrank.report.groups import half_width
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "experiments" / "fedhl" / "cpu"
@@ -38,13 +40,16 @@ def figures(folder: Path, stem: str) -> dict[str, str] | None:
     return dict(zip(FIELDS, [stem, name, seed, *(f"{v:.5f}" for v in values), *map(str, totals)], strict=True))
 
 
-def entered(runs: Path | None) -> list[dict[str, str]]:
+def known_rows() -> list[dict[str, str]]:
+    """The rows of the CSV file."""
+    with FIGURES.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def entered(runs: Path) -> list[dict[str, str]]:
     """All rows that are known, those of these runs in the place of older ones."""
-    known: dict[tuple[str, str, int], dict[str, str]] = {}
-    if FIGURES.exists():
-        with FIGURES.open(newline="") as file:
-            known = {(r["experiment"], r["method"], int(r["seed"])): r for r in csv.DictReader(file)}
-    for folder in sorted(runs.glob("*/*-s[0-9]*")) if runs else ():
+    known = {(r["experiment"], r["method"], int(r["seed"])): r for r in (known_rows() if FIGURES.exists() else ())}
+    for folder in sorted(runs.glob("*/*-s[0-9]*")):
         if (FILES / f"{folder.parent.name}.toml").exists() and (row := figures(folder, folder.parent.name)):
             known[row["experiment"], row["method"], int(row["seed"])] = row
     rows = [known[key] for key in sorted(known)]
@@ -56,29 +61,53 @@ def entered(runs: Path | None) -> list[dict[str, str]]:
 
 
 def over_seeds(rows: list[dict[str, str]], field: str, scale: float, digits: int) -> str:
-    """Mean and standard deviation."""
-    values = [float(r[field]) * scale for r in rows]
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{spread}"
+    """Mean and half-width of its 95 % interval."""
+    return interval([float(r[field]) * scale for r in rows], digits)
+
+
+def interval(values: list[float], digits: int) -> str:
+    """Mean of the seeds and half-width of its 95 % interval; the mean alone of one seed."""
+    mean = f"{statistics.mean(values):.{digits}f}".replace("-", "−")
+    return f"{mean} ± {half_width(statistics.stdev(values), len(values)):.{digits}f}" if len(values) > 1 else mean
+
+
+def table(rows: list[dict[str, str]], stem: str) -> str:
+    """The table of an experiment, as Markdown with its heading."""
+    made, tokens = experiment.load(config.read(FILES / f"{stem}.toml")), stem.endswith("stories")
+    scale, digits = (1.0, 3) if tokens else (100.0, 1)
+    what = "held-out loss" if tokens else "test accuracy, %"
+    lines = [
+        f"### {made.header.title.partition(': ')[2]}\n\nRanks {list(made.ranks)}; {what}.\n",
+        "| method | per client | server | worst client | MB up | MB down | seeds |",
+        "| :--- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name in made.compared:
+        found = [r for r in rows if (r["experiment"], r["method"]) == (stem, name)]
+        if found:
+            cells = [over_seeds(found, f, scale, digits) for f in ("per_client", "server", "worst")]
+            cells += [f"{float(found[0][way]) / 1e6:.1f}" for way in ("bytes_up", "bytes_down")]
+            lines.append(f"| {made.title(name)} | {' | '.join(cells)} | {len(found)} |")
+    return "\n".join(lines)
+
+
+def differences(rows: list[dict[str, str]]) -> str:
+    """Accuracy of FedHL's server minus that of its clients' own models, seed by seed, as a Markdown table."""
+    lines = ["| FedHL | seed by seed | mean |", "| :--- | ---: | ---: |"]
+    for stem in sorted({r["experiment"] for r in rows if not r["experiment"].endswith("stories")}):
+        mine = [r for r in rows if (r["experiment"], r["method"]) == (stem, "fedhl")]
+        gaps = [100 * (float(r["server"]) - float(r["per_client"])) for r in mine]
+        each = ", ".join(f"{gap:+.1f}".replace("-", "−").replace("+0.0", "0.0") for gap in gaps)
+        title = experiment.load(config.read(FILES / f"{stem}.toml")).header.title.partition(": ")[2]
+        lines.append(f"| {title} | {each} | {interval(gaps, 1)} |")
+    return "\n".join(lines)
 
 
 def main(runs: Path | None) -> None:
-    """Print a table an experiment."""
-    rows = entered(runs)
+    """Print a table an experiment, then the differences."""
+    rows = entered(runs) if runs else known_rows()
     for stem in sorted({r["experiment"] for r in rows}):
-        made, tokens = experiment.load(config.read(FILES / f"{stem}.toml")), stem.endswith("stories")
-        scale, digits = (1.0, 3) if tokens else (100.0, 1)
-        what = "held-out loss" if tokens else "test accuracy, %"
-        print(f"### {made.header.title.partition(': ')[2]}\n\nRanks {list(made.ranks)}; {what}.\n")
-        print("| method | per client | server | worst client | MB up | MB down | seeds |")
-        print("| :--- | ---: | ---: | ---: | ---: | ---: | ---: |")
-        for name in made.compared:
-            found = [r for r in rows if (r["experiment"], r["method"]) == (stem, name)]
-            if found:
-                cells = [over_seeds(found, f, scale, digits) for f in ("per_client", "server", "worst")]
-                cells += [f"{float(found[0][way]) / 1e6:.1f}" for way in ("bytes_up", "bytes_down")]
-                print(f"| {made.title(name)} | {' | '.join(cells)} | {len(found)} |")
-        print()
+        print(table(rows, stem), end="\n\n")
+    print(differences(rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""FLoRAL's Table 1 with our numbers beside the paper's, as Markdown: ``python docs/floral_table.py RUNS``.
+"""FLoRAL's Table 1, fedlowrank's numbers beside the paper's, as Markdown: ``python docs/floral_table.py RUNS``.
 
 RUNS holds a folder for each experiment of ``experiments/floral`` (``mnist-r``, ``mnist-r-reduced``, ...), as
-``fedlowrank compare`` leaves them. Ours is the mean over clients at the last round, its mean and standard deviation over seeds.
+``fedlowrank compare`` leaves them. A cell is the accuracy at the last round, mean over clients, as mean ± standard deviation over
+seeds; then in brackets what the paper prints.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SPREAD = {
     "mnist-r": (0.6, 0.3, 0.1, 0.3, 0.6, 0.8, 1.0, 0.6),
     "mnist-r-reduced": (0.6, 5.4, 5.3, 1.4, 3.7, 2.1, 2.3, 0.7),
     "mnist-ls": (2.4, 1.8, 0.5, 0.3, 3.2, 0.2, 0.9, 0.2),
-    "mnist-ls-reduced": (0.9, 0.8, 0.4, 1.3, 9.9, 0.5, 7.1, 0.5),
+    "mnist-ls-reduced": (0.9, 2.3, 0.4, 1.3, 9.9, 0.5, 7.1, 0.5),
 }
 
 
@@ -33,7 +34,7 @@ def final(folder: Path) -> float | None:
 
 
 def cell(runs: Path, name: str, paper: float, spread: float) -> str:
-    """Ours, the paper's and the number of seeds."""
+    """Mean and standard deviation over seeds, the paper's, and the number of seeds."""
     found = [v for folder in sorted(runs.glob(f"{name}-s[0-9]*")) if (v := final(folder)) is not None]
     if not found:
         return f"– ({paper} ± {spread})"
@@ -44,7 +45,7 @@ def cell(runs: Path, name: str, paper: float, spread: float) -> str:
 def main(runs: Path) -> None:
     """Print the table."""
     made = {stem: experiment.load(config.read(FILES / f"{stem}.toml")) for stem in SPREAD}
-    print("| method |", " | ".join(f"{stem}: ours (paper)" for stem in SPREAD), "|")
+    print("| method |", " | ".join(f"{stem} (paper)" for stem in SPREAD), "|")
     print("| :--- |", " | ".join("---:" for _ in SPREAD), "|")
     first = made["mnist-r"]
     for place, name in enumerate(first.compared):

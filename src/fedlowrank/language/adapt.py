@@ -24,6 +24,7 @@ from ..low_rank.pair import Factors, Pair
 from ..models.architecture import build
 from ..tree import Params
 from .base import head_modules, peft
+from .refused_settings import REFUSED_SETTINGS
 
 ADAPTER = "default"
 """Name of the slot. PEFT loses layers where an adapter's name is also a part of a module's name."""
@@ -31,26 +32,6 @@ PREFIX = "base_model.model."
 """What PEFT puts before the names of the base model."""
 
 Head = Literal["shared", "personal", "frozen"]
-
-_REFUSED = {
-    "use_dora": "its magnitudes change the base weight's columns, so an update is no longer s·B A",
-    "lora_bias": "a bias beside B is not part of the low-rank update",
-    "rank_pattern": "ranks are set per client and not per layer",
-    "alpha_pattern": "the scale is set per client and not per layer",
-    "layer_replication": "it copies layers of the base",
-    "trainable_token_indices": "it trains rows of the base's embedding",
-    "target_parameters": "it adapts parameters that are no layer's weight; name layers in target_modules",
-    "megatron_config": "layers of Megatron are split over processes",
-    "modules_to_save": "a classification head is trained without it: it is part of what a client trains, and the "
-    "setting for heads says whether it is shared, personal or frozen",
-    "loftq_config": "LoftQ changes the base",
-    "eva_config": "EVA draws A from data, which differ between clients",
-    "corda_config": "CorDA changes the base",
-    "lora_ga_config": "LoRA-GA changes the base",
-    "use_qalora": "its A has a row of pooled inputs",
-    "ensure_weight_tying": "a pair of factors belongs to one layer",
-}
-"""Settings that must keep their default, with the reason."""
 
 
 def lora_config(fields: Mapping[str, Any] | Any) -> Any:
@@ -75,7 +56,7 @@ def lora_config(fields: Mapping[str, Any] | Any) -> Any:
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"lora: peft's LoraConfig has no setting {name!r}. {did_you_mean(name, known)}")
-        reason = _REFUSED.get(name)
+        reason = REFUSED_SETTINGS.get(name)
         if reason is None and known[name].metadata.get("is_lora_variant"):
             reason = "it is another update than s·B A"
         if value and reason is not None:

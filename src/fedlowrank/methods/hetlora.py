@@ -113,8 +113,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
             # the scale of a smaller rank may differ, the update must not
             factors = scaled(cut(factors, kept), self._scaling(view).at(rank) / self._scaling(view).at(kept))
-        own = self.tuning.kept(end)
-        return own, self.tuning.message(factors, end["rest"])
+        return self.tuning.kept(end), self.tuning.message(factors, end["rest"])
 
     def upload_form(self, expected: Message, task: Task) -> OneOf:
         """Of the rank received, or of what pruning leaves of it."""
