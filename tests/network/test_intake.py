@@ -35,6 +35,7 @@ class SuperLink:
 
     words: str
     body: bytes
+    asked: str = "asked"
     fetched: int = 0
     replies: list[Any] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -42,7 +43,7 @@ class SuperLink:
     def __post_init__(self) -> None:
         about = Metadata(
             run_id=1, message_id="", src_node_id=7, dst_node_id=1, message_type="train.order", group_id="", ttl=60.0,
-            reply_to_message_id="asked", created_at=0.0,
+            reply_to_message_id=self.asked, created_at=0.0,
         )  # fmt: skip
         reply = make_message(metadata=about, content=to_records(self.words, self.body))
         with no_object_id_recompute():
@@ -80,6 +81,23 @@ def test_a_reply_within_its_limit_is_read() -> None:
         link = SuperLink("words", body)
         found = received(link, len(body) + 10)
         assert (found.words, found.body, found.too_large, found.problem) == ("words", body, "", "")
+
+
+def test_replies_that_share_pieces_are_read() -> None:
+    """Clients that register send the same empty body: Flower stores it once, and fetches it for every reply."""
+    links = [SuperLink("words", b"", f"asked-{i}") for i in range(5)]
+    whole = links[0]
+    whole.objects = {i: content for link in links for i, content in link.objects.items()}
+    assert len(whole.objects) < sum(len(link.objects) for link in links)
+    found = PullAppMessagesResponse(
+        messages_list=[link.reply for link in links], message_object_trees=[link.tree for link in links]
+    )
+    whole.PullMessages = lambda request: found  # type: ignore[method-assign, assignment]
+    grid = HttpGrid(token="none")
+    grid._client, grid._run = whole, SimpleNamespace(run_id=1)  # type: ignore[assignment]
+    transport = GridTransport(grid)
+    transport._open = {link.asked: Parcel(7, "hello", "{}", b"", 2 << 20) for link in links}
+    assert [(d.words, d.too_large) for d in transport.receive()] == [("words", "")] * 5
 
 
 def test_a_reply_of_too_many_bytes_is_not_read_to_its_end() -> None:

@@ -46,6 +46,7 @@ class Intake:
         self._owners: dict[str, set[str]] = {}
         self._read: dict[str, int] = {}
         self._repeated: dict[str, int] = {}
+        self._counted: set[str] = set()
         self.refused: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -55,7 +56,7 @@ class Intake:
     def PullMessages(self, request: Any) -> Any:  # noqa: N802 - Flower's name
         """Fetch what there is but its content, and refuse replies of too many pieces."""
         found = self._client.PullMessages(request)
-        self._owners, self._read, self._repeated = {}, {}, {}
+        self._owners, self._read, self._repeated, self._counted = {}, {}, {}, set()
         for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
             asked = message.metadata.reply_to_message_id
             pieces = [piece.object_id for piece in iterate_object_tree(tree)]
@@ -68,11 +69,16 @@ class Intake:
     def PullObject(self, request: Any) -> Any:  # noqa: N802 - Flower's name
         """Fetch a piece, unless all replies that it belongs to are too large."""
         owners = self._owners.get(request.object_id, set())
-        if owners and owners <= self.refused.keys():
+        if self._is_refused(owners):
             return PullObjectResponse(object_found=False)
         found = self._client.PullObject(request)
         size = len(found.object_content)
         with self._lock:
+            # a piece that several replies have in common is fetched once for each of them
+            first = size > 0 and request.object_id not in self._counted
+            if not first:
+                return PullObjectResponse(object_found=False) if self._is_refused(owners) else found
+            self._counted.add(request.object_id)
             try:
                 repeats = repeated(found.object_content)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -82,7 +88,10 @@ class Intake:
                 self._read[asked] = self._read.get(asked, 0) + size
                 self._repeated[asked] = self._repeated.get(asked, 0) + repeats
                 self._compare(asked, size=max(self._read[asked], CHUNK * (self._repeated[asked] - 1)))
-        return PullObjectResponse(object_found=False) if owners and owners <= self.refused.keys() else found
+        return PullObjectResponse(object_found=False) if self._is_refused(owners) else found
+
+    def _is_refused(self, owners: set[str]) -> bool:
+        return bool(owners) and owners <= self.refused.keys()
 
     def _compare(self, asked: str, size: int = 0, pieces: int = 0) -> None:
         most = self._limit(asked) + FRAME
