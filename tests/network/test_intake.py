@@ -84,8 +84,8 @@ def test_a_reply_within_its_limit_is_read() -> None:
 
 
 def test_replies_that_share_pieces_are_read() -> None:
-    """Clients that register send the same empty body: Flower stores it once, and fetches it for every reply."""
-    links = [SuperLink("words", b"", f"asked-{i}") for i in range(5)]
+    """Clients that register send the same form of data: Flower stores it once, and fetches it for every reply."""
+    links = [SuperLink("words", b"the form of the data", f"asked-{i}") for i in range(5)]
     whole = links[0]
     whole.objects = {i: content for link in links for i, content in link.objects.items()}
     assert len(whole.objects) < sum(len(link.objects) for link in links)

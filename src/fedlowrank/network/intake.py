@@ -61,7 +61,7 @@ class Intake:
             asked = message.metadata.reply_to_message_id
             pieces = [piece.object_id for piece in iterate_object_tree(tree)]
             for piece in pieces:
-                # replies may have pieces in common, such as an empty body
+                # replies may have pieces in common, such as the form of the data at registration
                 self._owners.setdefault(piece, set()).add(asked)
             self._compare(asked, pieces=len(pieces))
         return found
