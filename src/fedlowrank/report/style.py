@@ -44,7 +44,7 @@ WIDTH = 5.3
 
 _SVG = "{http://www.w3.org/2000/svg}"
 _HREF = "{http://www.w3.org/1999/xlink}href"
-EMBEDDED_FONTS = {"pdf.fonttype": 42, "ps.fonttype": 42}
+EMBEDDED_FONTS: Any = {"pdf.fonttype": 42, "ps.fonttype": 42}
 """Matplotlib settings that embed TrueType fonts: publishers reject Type 3, matplotlib's own choice."""
 
 _SETTINGS = {
