@@ -149,7 +149,7 @@ class Work:
 
         try:
             new = self.mapped(lambda _, p, *given: prox(p, lr, *given), self.params)
-        except torch.linalg.LinAlgError:
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             new = self.mapped(of_finite, self.params)
         for p, q in zip(self.params, new, strict=True):
             p.copy_(q)
