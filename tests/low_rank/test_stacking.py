@@ -31,7 +31,7 @@ def conditioned(rng: np.random.Generator, condition: float, shape: tuple[int, ..
     return out
 
 
-def check(old: Tensor, new: np.ndarray, found: Extended, error: float = 2e-14) -> None:
+def check(old: Tensor, new: np.ndarray, found: Extended, error: float = 1e-13) -> None:
     """[old Q] is orthonormal and gives the columns back, each to rounding of its own length."""
     width = old.shape[-1] + new.shape[-1]
     for i in range(len(new)):
@@ -195,10 +195,10 @@ def test_widths_up_to_the_matrix_and_above(shape: tuple[int, int], width: int) -
     for (u1, s1, v1, _), w in zip(found, wanted, strict=True):
         values = np.linalg.svd(w)[1]
         assert len(s1) == (R + width if R + width < min(shape) else int((values > 1e-14).sum()))
-        np.testing.assert_allclose(s1.numpy(), values[: len(s1)], rtol=0, atol=1e-14)
-        np.testing.assert_allclose(((u1 * s1) @ v1.mT).numpy(), w, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(s1.numpy(), values[: len(s1)], rtol=0, atol=1e-13)
+        np.testing.assert_allclose(((u1 * s1) @ v1.mT).numpy(), w, rtol=0, atol=1e-13)
         for f in (u1, v1):
-            torch.testing.assert_close(f.mT @ f, torch.eye(len(s1), dtype=f.dtype), rtol=0, atol=2e-14)
+            torch.testing.assert_close(f.mT @ f, torch.eye(len(s1), dtype=f.dtype), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("noise", [1.0, 1e-1, 1e-2, 1e-4, 1e-8, 0.0])
@@ -227,12 +227,12 @@ def test_steps_of_fedhl_from_float32_uploads(shape: tuple[int, int], noise: floa
         delta = state["w"]
         scale = max(np.linalg.norm(before, 2), np.linalg.norm(after, 2))
         for one, other in ((delta, after), (delta, slow.dense().numpy())):
-            assert np.linalg.norm(one.dense().numpy() - other, 2) < 2e-14 * scale
+            assert np.linalg.norm(one.dense().numpy() - other, 2) < 1e-13 * scale
         values = np.linalg.svd(after)[1]
         assert delta.rank == slow.rank == int((values > max(shape) * 2.0**-52 * scale).sum())
-        np.testing.assert_allclose(delta.s.numpy(), values[: delta.rank], rtol=0, atol=2e-14 * scale)
+        np.testing.assert_allclose(delta.s.numpy(), values[: delta.rank], rtol=0, atol=1e-13 * scale)
         for f in (delta.u, delta.v):
-            torch.testing.assert_close(f.mT @ f, torch.eye(delta.rank, dtype=f.dtype), rtol=0, atol=2e-14)
+            torch.testing.assert_close(f.mT @ f, torch.eye(delta.rank, dtype=f.dtype), rtol=0, atol=1e-13)
 
 
 def test_of_entries_of_one_magnitude_the_first_sets_the_sign() -> None:
