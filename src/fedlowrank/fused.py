@@ -95,6 +95,8 @@ def linear_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         return None
     x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else kwargs.get("bias")
     plain = x.dtype == weight.dtype and x.ndim >= 2 and not torch.is_autocast_enabled(weight.device.type)
+    # within vmap a call stands for many
+    plain = plain and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     return (x, weight, bias) if plain else None
 
 

@@ -87,7 +87,7 @@ def test_vgg8_has_eight_layers_with_weights() -> None:
     assert f"{count(made):,}" in MODELS["vgg8"]
     a = Architecture("vgg8", made, torch.zeros(1, *CIFAR))
     assert a.width == 512
-    assert a.random
+    assert not a.is_standard
     assert made(torch.zeros(2, *CIFAR)).shape == (2, 100)
     with pytest.raises(ConfigError, match="32×32"):
         model("vgg8", (1, 28, 28))

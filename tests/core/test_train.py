@@ -353,7 +353,7 @@ def test_dropout_differs_from_round_to_round_and_from_client_to_client() -> None
 def test_a_loss_that_is_not_finite_names_client_round_pass_and_step(engine: Any) -> None:
     clients = arrays()
     x = clients[2]["train"][0].copy()
-    x[5] = np.inf
+    x[5] = 1e38
     clients[2]["train"] = (x, clients[2]["train"][1])
     fed = federation(clients=clients)
     run = Run(FedAvg(batch_size=4, epochs=1), fed, RunSettings(rounds=3), engine())
@@ -376,7 +376,7 @@ def test_parameters_that_are_not_finite_are_caught_after_the_last_step() -> None
 @pytest.mark.parametrize("engine", [Sequential, Vectorised])
 def test_a_client_that_fails_can_be_dropped(engine: Any) -> None:
     clients = arrays()
-    clients[2]["train"] = (np.full_like(clients[2]["train"][0], np.nan), clients[2]["train"][1])
+    clients[2]["train"] = (np.full_like(clients[2]["train"][0], 1e38), clients[2]["train"][1])
     fed = federation(clients=clients)
     run = Run(FedAvg(batch_size=8), fed, RunSettings(rounds=1, on_nan="drop", evaluate_every=1), engine())
     start = run.state.server
