@@ -351,11 +351,9 @@ def test_dropout_differs_from_round_to_round_and_from_client_to_client() -> None
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorised])
 def test_a_loss_that_is_not_finite_names_client_round_pass_and_step(engine: Any) -> None:
-    clients = arrays()
-    x = clients[2]["train"][0].copy()
-    x[5] = 1e38
-    clients[2]["train"] = (x, clients[2]["train"][1])
-    fed = federation(clients=clients)
+    fed = federation()
+    # after the check of what is given
+    fed.clients[2].train.x[5] = torch.inf  # type: ignore[index]
     run = Run(FedAvg(batch_size=4, epochs=1), fed, RunSettings(rounds=3), engine())
     with pytest.raises(NonFiniteError, match=r"client 2, round 0, pass 'local': the loss of step \d+") as caught:
         run.step()
@@ -375,9 +373,8 @@ def test_parameters_that_are_not_finite_are_caught_after_the_last_step() -> None
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorised])
 def test_a_client_that_fails_can_be_dropped(engine: Any) -> None:
-    clients = arrays()
-    clients[2]["train"] = (np.full_like(clients[2]["train"][0], 1e38), clients[2]["train"][1])
-    fed = federation(clients=clients)
+    fed = federation()
+    fed.clients[2].train.x[:] = torch.nan  # type: ignore[index]
     run = Run(FedAvg(batch_size=8), fed, RunSettings(rounds=1, on_nan="drop", evaluate_every=1), engine())
     start = run.state.server
     record = run.step()
