@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from .buffers import install_buffers
 from .data.dataset import ClientData, Examples
 from .data.federation import Federation
 from .engine.base import Engine, client_view
+from .key import Key
 from .local_data import chunk_size, gather
 from .loss import pointwise_loss
 from .low_rank.matricise import Weights, numbers
@@ -92,7 +94,10 @@ def evaluate_client(client: AtClient, data: ClientData) -> ClientEvaluation:
     """What one client's models are worth on its own examples."""
     accuracy: dict[str, dict[str, float | None]] = {}
     risk: dict[str, dict[str, float | None]] = {}
-    with torch.inference_mode():
+    device = data.train.y.device
+    # a layer that is not standard may draw random numbers in evaluation, too
+    draws = contextlib.nullcontext() if client.model.is_standard else client.key.global_generators(device)
+    with torch.inference_mode(), draws:
         for name, predict in client.predictors.items():
             scores = {split: measure(predict, getattr(data, split)) for split in SPLITS}
             accuracy[name] = {split: s.accuracy for split, s in scores.items()}
@@ -134,6 +139,7 @@ class AtClient:
         predictors: by name of the series, the headline first.
         parts: see :meth:`fedlowrank.method.Method.parts`.
         model: its architecture.
+        key: randomness of its inference.
         routes: see :meth:`fedlowrank.method.Method.routes`.
         personal: parameters of the whole model, see :meth:`fedlowrank.method.Method.personal`, with the client's own
             statistics of batch normalisations.
@@ -143,6 +149,7 @@ class AtClient:
     predictors: Mapping[str, Predictor]
     parts: Mapping[str, tuple[Weights, ...]]
     model: Architecture
+    key: Key
     routes: Tensor | None
     personal: Callable[[], Params]
     server: Params | None = None
@@ -217,7 +224,13 @@ def inference(
         named["server"] = lambda x: view.model.apply(whole, x)
     # the personal model only when it is asked for: it may be dear
     return AtClient(
-        named, parts, view.model, routes, lambda: view.model.whole(method.personal(state, down, view)), whole
+        named,
+        parts,
+        view.model,
+        view.key / "evaluation",
+        routes,
+        lambda: view.model.whole(method.personal(state, down, view)),
+        whole,
     )
 
 

@@ -154,7 +154,13 @@ class LocalTrainer:
         sizes: Counter[Size] = Counter()
         params = layout(params)
         kind = self._kind(statistic, params, given)
-        with torch.no_grad():
+        standard = all(m.is_standard for m in self.models)
+        draws = (
+            contextlib.nullcontext()
+            if standard
+            else (self.data.key / "total").global_generators(self.data.examples.y.device)
+        )
+        with torch.no_grad(), draws:
             for batch in self.data.chunks():
                 size = size_of(batch)
                 with self.ledger.counting(kind, size):

@@ -483,3 +483,19 @@ def test_shortcuts_run_where_all_is_standard(monkeypatch: pytest.MonkeyPatch) ->
     for method in (FEDAVG, OwnLoss()):
         simulate(method, Federation.from_arrays(clients(), nn.Linear(6, 3)), rounds=1)
     assert found == [True, True, False, False]
+
+
+def test_randomness_in_evaluation_is_seeded_and_put_back() -> None:
+    class AlwaysNoisy(Base):
+        def middle(self, h: Tensor) -> Tensor:
+            return h + torch.randn_like(h) + float(np.random.randn())  # noqa: NPY002 - as users write it
+
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        np.random.seed(seed)  # noqa: NPY002
+        before = torch.get_rng_state()
+        result = simulate(FEDAVG, Federation.from_arrays(clients(), module_of(AlwaysNoisy)), rounds=2)
+        assert torch.equal(torch.get_rng_state(), before)
+        found.append([r.risk for r in result.rounds])
+    assert found[0] == found[1]
