@@ -147,9 +147,13 @@ class Architecture:
         )
         with torch.inference_mode():
             params = self.initial | self._code.neutral()
-            whole = self.probe(example)
+            # the same draws both times, where the module draws in evaluation mode, too
+            same = Key(("split",))
+            with same.global_generators():
+                whole = self.probe(example)
             try:
-                r = self.represent(params, example)
+                with same.global_generators():
+                    r = self.represent(params, example)
                 parts = self.head(params, r)
             except RuntimeError as error:
                 raise wrong from error
