@@ -17,6 +17,8 @@ from .normalisation import Chunks, Code, frozen_normalizations, refuse_instance_
 from .standard import is_standard
 from .stateless import Saved, restore
 
+_PROBE = Key(("probe",))
+
 
 class Architecture:
     """The code of a model; parameters are given at every call, as a dict by name.
@@ -147,12 +149,10 @@ class Architecture:
         )
         with torch.inference_mode():
             params = self.initial | self._code.neutral()
-            # the same draws both times, where the module draws in evaluation mode, too
-            same = Key(("split",))
-            with same.global_generators():
-                whole = self.probe(example)
+            whole = self.probe(example)
             try:
-                with same.global_generators():
+                # the same draws as in the probe, where the module draws in evaluation mode, too
+                with _PROBE.global_generators():
                     r = self.represent(params, example)
                 parts = self.head(params, r)
             except RuntimeError as error:
@@ -163,7 +163,8 @@ class Architecture:
 
     def probe(self, x: Any) -> Tensor:
         """Scores of a few inputs by the initial parameters; a batch normalisation lets them pass, for they are no batch."""
-        return self.apply(self.initial | self._code.neutral(), x)
+        with _PROBE.global_generators():
+            return self.apply(self.initial | self._code.neutral(), x)
 
     def redrawn(self, key: Key) -> Params:
         """Other initial parameters, drawn by the layers' own rules; those of layers without such a rule stay as they are."""
