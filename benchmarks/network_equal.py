@@ -89,11 +89,22 @@ def deployed(
             node.start()
             stack.callback(node.close)
         run = link.submit(app)
+        _wait_for_end(places["out"])
         while not (status := link.status(run)).is_finished:
             time.sleep(2)
     if not status.is_completed:
         raise RuntimeError(f"{status}: {link.run_log(run)[-2000:]}")
     return places["out"].rename(base / "net"), folders
+
+
+def _wait_for_end(out: Path, seconds: float = 300) -> None:
+    """Wait until a run folder says that its run has ended: to ask Flower starts a process, which takes seconds of CPU time."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(1)
+        status = out / "status.json"
+        if status.exists() and json.loads(status.read_text())["state"] != "running":
+            return
 
 
 def main() -> None:
