@@ -20,6 +20,7 @@ from fedlowrank.errors import TaskError
 from fedlowrank.key import Key
 from fedlowrank.low_rank.lora_layers import lora
 from fedlowrank.methods import METHODS
+from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.optimiser import SGD
 
@@ -43,6 +44,9 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head((self.middle(self.base(x)) + self.shift).relu())
+
+
+standard.LAYERS |= {Net}  # its forward pass is deterministic, so clients may be batched
 
 
 def federation(module: Any = Net) -> Federation:

@@ -26,6 +26,7 @@ from fedlowrank.loss import pointwise_loss, task_loss
 from fedlowrank.method import Batch, ClientInfo, Pass
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedhl import FedHL
+from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.optimiser import SGD
 
@@ -53,6 +54,9 @@ class Model(nn.Module):
         seen = attention_mask[..., None].to(self.words.weight.dtype)
         sums = (self.words(input_ids) * seen).cumsum(1) / seen.cumsum(1).clamp(min=1)
         return self.head(self.layer(sums).tanh())
+
+
+standard.LAYERS |= {Model}  # its forward pass is deterministic, so clients may be batched
 
 
 def texts(lengths: Sequence[int], width: int, seed: int = 0, silent: float = 0.3) -> Examples:

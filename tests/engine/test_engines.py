@@ -29,6 +29,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
+from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.optimiser import SGD, AdamW, Group
 from fedlowrank.train import LocalTrainer
@@ -533,6 +534,9 @@ class TwoInputs(nn.Module):
         return out
 
 
+standard.LAYERS |= {TwoInputs}  # its forward pass is deterministic, so clients may be batched
+
+
 def two_inputs(i: int) -> tuple[dict[str, Tensor], Tensor]:
     generator = torch.Generator().manual_seed(i)
     n = 12 + 5 * i
@@ -791,6 +795,9 @@ class Perceptron(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.head(self.body(x))
         return out
+
+
+standard.LAYERS |= {Perceptron}  # its forward pass is deterministic, so clients may be batched
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -28,6 +28,7 @@ from fedlowrank.local_data import LocalData, gather
 from fedlowrank.loss import task_loss
 from fedlowrank.method import Batch, Pull, Request
 from fedlowrank.methods import METHODS
+from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.models.cnn import CNN
 from fedlowrank.models.mlp import MLP
@@ -116,6 +117,9 @@ class Speaker(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         out: Tensor = self.head(self.embed(input_ids))
         return out
+
+
+standard.LAYERS |= {Speaker}  # its forward pass is deterministic, so clients may be batched
 
 
 def texts(by_length: bool = False) -> Federation:
