@@ -10,9 +10,10 @@ from typing import ClassVar
 
 import torch
 
-from fedlowrank import commands, config, experiment
+from fedlowrank import config, experiment
 from fedlowrank.data.dataset import Dataset, Examples
 from fedlowrank.experiment import Experiment
+from fedlowrank.plan import combinations
 
 ROOT = Path(__file__).resolve().parents[2] / "experiments"
 PFEDLORA = ROOT / "pfedlora"
@@ -36,9 +37,8 @@ def loaded(path: Path, *overrides: str) -> Experiment:
 
 def variants(path: Path) -> Iterator[Experiment]:
     """The experiment for each value that it varies."""
-    tables = config.read(path)
-    for varied in commands._varied(tables.get("vary")):
-        yield loaded(path, *varied.values())
+    for varied in combinations(loaded(path).header.vary):
+        yield loaded(path, *(f"{field}={value}" for field, value in varied.items()))
 
 
 @dataclass(frozen=True)
