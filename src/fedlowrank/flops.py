@@ -70,22 +70,19 @@ def _is_made_of_others(func: Any) -> bool:
 
 
 class FlopLedger:
-    """Floating-point operations of a step, counted once for each kind of step and shape of batch."""
+    """Floating-point operations of a step, by the kind of step and the shape of its batch."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
 
     @contextlib.contextmanager
     def counting(self, kind: Any, size: Size) -> Iterator[None]:
-        """Count the step that is taken inside, unless one of its kind and size is known.
+        """Count the step that is taken inside.
 
         Args:
             kind: everything but the batch that the cost depends on.
             size: of the batch, examples and tokens.
         """
-        if (kind, size) in self._known:
-            yield
-            return
         with FlopCounter() as counter:
             yield
         self._known[kind, size] = counter.total

@@ -82,6 +82,8 @@ class LocalTrainer:
         name, kind = request.name, self.kind(request)
         standard = self.is_standard(request)
         places = self._places(request, kind) if standard else frozenset()
+        if standard:
+            self.count(request, kind)
         with contextlib.nullcontext() if standard else self._in_training(self.data.key / name):
             end, losses = descend(
                 request,
@@ -89,7 +91,7 @@ class LocalTrainer:
                 self.round,
                 self.micro_batch,
                 places,
-                lambda batch: self.ledger.counting(kind, size_of(batch)),
+                self._counting(kind, standard),
             )
         self.account(request, kind, float(losses.mean()))
         check_finite(self.data.info, self.round, name, losses, end)
@@ -100,9 +102,28 @@ class LocalTrainer:
 
         Only then may an engine evaluate the loss once more than the user's own loop would, or for many clients at once.
         """
-        functions = [f for f in (request.loss, request.precondition, request.prox) if f is not None]
-        own = all((getattr(f, "__module__", None) or "").startswith("fedlowrank.") for f in functions)
+        return self._is_standard(request.loss, request.precondition, request.prox)
+
+    def _is_standard(self, *functions: Callable[..., Any] | None) -> bool:
+        own = all((getattr(f, "__module__", None) or "").startswith("fedlowrank.") for f in functions if f is not None)
         return own and all(m.is_standard for m in self.models)
+
+    def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
+        """What is entered around each step, to count its operations.
+
+        Steps of standard layers have been counted without being taken. All others are counted as they are taken, the first of
+        each size in every pass: counting may change the order of sums, and a result must not depend on what a process did before.
+        """
+        seen: set[Size] = set()
+
+        def around(batch: Batch) -> AbstractContextManager[None]:
+            size = size_of(batch)
+            if standard or size in seen:
+                return contextlib.nullcontext()
+            seen.add(size)
+            return self.ledger.counting(kind, size)
+
+        return around
 
     def account(self, request: Request, kind: Any, loss: float) -> None:
         """Enter a pass of that :meth:`kind`, whose steps have been counted, into the meter, with its mean loss."""
@@ -154,7 +175,8 @@ class LocalTrainer:
         sizes: Counter[Size] = Counter()
         params = layout(params)
         kind = self._kind(statistic, params, given)
-        standard = all(m.is_standard for m in self.models)
+        standard = self._is_standard(statistic)
+        counting = self._counting(kind, standard)
         draws = (
             contextlib.nullcontext()
             if standard
@@ -163,7 +185,10 @@ class LocalTrainer:
         with torch.no_grad(), draws:
             for batch in self.data.chunks():
                 size = size_of(batch)
-                with self.ledger.counting(kind, size):
+                if standard and not self.ledger.knows(kind, size):
+                    with self.ledger.counting(kind, size):
+                        statistic(params, batch, *given)
+                with counting(batch):
                     part = statistic(params, batch, *given)
                 sizes[size] += 1
                 sums = [part if not sums else tree.add(sums[0], part)]
