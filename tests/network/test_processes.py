@@ -455,3 +455,12 @@ def test_told_to_stop_in_a_pause_it_starts_nothing_more(tmp_path: Path) -> None:
     assert not thread.is_alive()
     assert node.starts == 1
     assert not errors
+
+
+def test_a_port_that_is_freed_a_moment_later_is_waited_for() -> None:
+    held = listen("127.0.0.1", 0)
+    port = held.getsockname()[1]
+    with pytest.raises(OSError, match="in use"):
+        listen("127.0.0.1", port)
+    threading.Timer(0.5, held.close).start()
+    listen("127.0.0.1", port, 20.0).close()

@@ -125,7 +125,8 @@ class SuperLink(Program):
         find_program("flower-superlink")
         self._prepare()
         try:
-            listen(self.host, self.port).close()
+            # the system frees the port of a killed process a moment later
+            listen(self.host, self.port, 20.0 if self.ended_orphans else 0.0).close()
         except OSError as error:
             raise ProcessError(
                 f"cannot listen on {self.host}, port {self.port}: {error.strerror}. Choose another, or end the program that "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -72,14 +73,22 @@ def find_program(name: str) -> str:
     return found
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
     """A socket that listens, which shows that nobody else does.
 
     Args:
         host: address of this machine.
         port: or 0 for a free one.
+        seconds: to wait at most for a port that is in use.
     """
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > end:
+                raise
+            time.sleep(0.2)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -113,6 +122,7 @@ class Program:
         self._begin = 0
         self._record = self.home / f"{name}.process.json"
         self._lock: contextlib.ExitStack | None = None
+        self.ended_orphans = False
 
     @property
     def pid(self) -> int | None:
@@ -197,6 +207,7 @@ class Program:
         lives = is_alive(found)
         groups = self._groups_of(pid, address, lives)
         if groups:
+            self.ended_orphans = True
             self.say(f"{self.name} of an earlier start, process {pid}, was left running; it is ended")
             left = family.kill(groups)
             if left:
