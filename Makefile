@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo demo-language test test-deployment lint types unit bench clean
+.PHONY: install demo demo-language test test-deployment test-all lint types unit bench clean
 
 install: $(VENV)/.installed
 
@@ -42,10 +42,14 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
 
 test-deployment: install
 	FEDLOWRANK_DEPLOYMENT=1 $(BIN)/python -m pytest tests/network/test_flower.py tests/network/test_foreign_apps.py
+
+# everything, with slow tests and real processes
+test-all: lint types install
+	FEDLOWRANK_DEPLOYMENT=1 $(BIN)/python -m pytest -n 2
 
 bench: install
 	$(BIN)/fedlowrank bench

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlowrank.key import Key
-from fedlowrank.low_rank.deploy import Layout, compare_latency, deploy, size_of
-from fedlowrank.low_rank.matricise import LowRank, Weights, matricise, pack, unpack
+from fedlowrank.adapters.deployment import Layout, compare_latency, deploy, size_of
+from fedlowrank.core.key import Key
+from fedlowrank.core.tree import Params, add
+from fedlowrank.linalg.matricize import LowRank, Weights, matricize, pack, unpack
 from fedlowrank.models.architecture import build
 from fedlowrank.models.zoo import ModelSettings
-from fedlowrank.tree import Params, add
 
 MILLIONS, WHOLE = (7.33, 6.56, 5.54, 3.09, 1.27), 11.17
 LAYOUTS: tuple[Layout, ...] = ("small", "fast")
@@ -36,7 +36,7 @@ def spectra(params: Params, generator: torch.Generator) -> dict[str, LowRank]:
     out = {}
     for name, p in params.items():
         if p.ndim >= 2:
-            m, n = matricise(p).shape
+            m, n = matricize(p).shape
             k = min(m, n)
             u, v = (torch.linalg.qr(torch.randn(d, k, generator=generator))[0] for d in (m, n))
             root = (5.0 * 0.01 ** (torch.arange(k) / k)).sqrt()
@@ -54,7 +54,7 @@ def keep(share: float, full: dict[str, LowRank], params: Params) -> Weights:
 
 def numbers(share: float, full: dict[str, LowRank], params: Params) -> int:
     def of(name: str, p: Tensor) -> int:
-        return min(p.numel(), round(share * full[name].rank) * sum(matricise(p).shape)) if name in full else p.numel()
+        return min(p.numel(), round(share * full[name].rank) * sum(matricize(p).shape)) if name in full else p.numel()
 
     return sum(of(n, p) for n, p in params.items())
 

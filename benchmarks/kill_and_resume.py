@@ -16,11 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from fedlowrank import tree
-from fedlowrank.engine import checkpoint
-from fedlowrank.record import RunRecord
+from fedlowrank.core import tree
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.records import RunRecord
 
-COMMAND = [sys.executable, "-m", "fedlowrank.cli"]
+COMMAND = [sys.executable, "-m", "fedlowrank.cli.main"]
 
 
 def rounds(folder: Path) -> int:

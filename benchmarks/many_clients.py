@@ -12,12 +12,12 @@ import time
 import torch
 from memory import peak, resident
 
-from fedlowrank import tree
+from fedlowrank.core import tree
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine import ENGINES
-from fedlowrank.engine.run import Run, RunSettings
+from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
 from fedlowrank.models.mlp import MLP
+from fedlowrank.simulation.run import Run, RunSettings
 
 
 def main() -> None:

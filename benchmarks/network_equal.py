@@ -21,18 +21,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fedlowrank import experiment, tree
-from fedlowrank.engine import checkpoint
-from fedlowrank.engine.run import Run
+from fedlowrank.config import experiment
+from fedlowrank.core import tree
+from fedlowrank.core.files import write_json
 from fedlowrank.methods import METHODS
+from fedlowrank.network.client import prepare
+from fedlowrank.network.client_memory import Memory
+from fedlowrank.network.deploy.flower_app import write_own_app
+from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys
+from fedlowrank.network.deploy.processes import SuperLink, SuperNode
 from fedlowrank.network.flower import EXPERIMENT, NODES, OUT, simulation
-from fedlowrank.network.flowerapp import write_own_app
-from fedlowrank.network.keys import ClientKeys, ServerKeys, make_keys
-from fedlowrank.network.memory import Memory
-from fedlowrank.network.party import prepare
-from fedlowrank.network.processes import SuperLink, SuperNode
-from fedlowrank.record import write_json
-from fedlowrank.simulate import simulate
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.simulate import simulate
 
 CLIENTS = 4
 

@@ -30,15 +30,15 @@ from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp import Grid, ServerApp
 
-from fedlowrank import experiment
+from fedlowrank.config import experiment
+from fedlowrank.core.files import write_json
+from fedlowrank.network.client import prepare
+from fedlowrank.network.deploy.flower_app import write_app, write_own_app
+from fedlowrank.network.deploy.processes import SuperLink, SuperNode
+from fedlowrank.network.deploy.program import Program, find_program, free_port
 from fedlowrank.network.flower import EXPERIMENT, OUT, GridTransport, from_records, server_app, simulation, to_records
-from fedlowrank.network.flowerapp import write_app, write_own_app
-from fedlowrank.network.party import prepare
-from fedlowrank.network.processes import SuperLink, SuperNode
-from fedlowrank.network.program import Program, find_program, free_port
 from fedlowrank.network.transport import Parcel, exchange
-from fedlowrank.record import write_json
-from fedlowrank.simulate import simulate
+from fedlowrank.simulation.simulate import simulate
 
 SIZE = 100_000
 """Bytes of the floor's messages, about those of ours."""

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fedlowrank.low_rank.matricise import matricise
-from fedlowrank.low_rank.threshold import shrink_all
+from fedlowrank.linalg.matricize import matricize
+from fedlowrank.linalg.svt import shrink_all
 
 THRESHOLD = 1e-3
 
@@ -39,7 +39,7 @@ def shapes() -> list[tuple[int, ...]]:
 def early(generator: torch.Generator) -> list[Tensor]:
     drawn = [torch.randn(s, generator=generator) for s in shapes()]
     # the standard deviation of He et al.: sqrt(2 / fan-in)
-    return [matricise(w * (2 * len(w) / w.numel()) ** 0.5) for w in drawn]
+    return [matricize(w * (2 * len(w) / w.numel()) ** 0.5) for w in drawn]
 
 
 def late(generator: torch.Generator, share: float = 0.1) -> list[Tensor]:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import Federation
-from fedlowrank.adapters import Tuning
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.key import Key
+from fedlowrank.core.key import Key
+from fedlowrank.core.optimizer import SGD
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
-from fedlowrank.optimiser import SGD
+from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.simulation.run import Run, RunSettings
 
 RANKS = [32, 32, 16, 16, 8, 8, 4, 4, 2, 2]
 SIZE = (48, 40)
@@ -57,7 +57,7 @@ def problem(seed: int, disagreement: float) -> tuple[Federation, Tensor]:
 def errors(name: str, seed: int, disagreement: float, rounds: int, lr: float) -> list[float]:
     """Relative error of the server's model after every round."""
     federation, truth = problem(seed, disagreement)
-    method = METHODS[name](epochs=5, batch_size=50, optimiser=SGD(lr=lr, clip=1.0), tuning=Tuning())
+    method = METHODS[name](epochs=5, batch_size=50, optimizer=SGD(lr=lr, clip=1.0), tuning=Tuning())
     run = Run(method, federation, RunSettings(rounds=rounds, evaluate_every=10**6), Sequential())
     found = []
     for _ in range(rounds):

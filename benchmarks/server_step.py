@@ -30,9 +30,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fedlowrank.key import Key
-from fedlowrank.low_rank.delta import Delta, Form, advance, split, start, truncation
-from fedlowrank.low_rank.pair import Pair
+from fedlowrank.core.key import Key
+from fedlowrank.linalg.delta import Delta, Form, advance, split, start, truncation
+from fedlowrank.linalg.pair import Pair
 
 RANKS = (32, 24, 20, 16, 16, 12, 12, 12, 8, 8)
 SHARE = 1 / len(RANKS)

@@ -43,11 +43,11 @@ def bare(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
             with torch.no_grad():
                 for p, q in zip(trained(module), server, strict=True):
                     p.copy_(q)
-            optimiser = torch.optim.SGD(trained(module), lr=LR)
+            optimizer = torch.optim.SGD(trained(module), lr=LR)
             for index in torch.from_numpy(order).split(BATCH):
-                optimiser.zero_grad()
+                optimizer.zero_grad()
                 functional.cross_entropy(module(x[client][index]), y[client][index]).backward()
-                optimiser.step()
+                optimizer.step()
             for a, p in zip(total, trained(module), strict=True):
                 a.add_(p.detach(), alpha=1 / len(plan["cohorts"][t]))
         server[:] = total
@@ -61,14 +61,14 @@ def ours(engine: str) -> Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]
     """This package: whole rounds, with all that it counts and checks."""
 
     def arm(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
-        from fedlowrank.engine import ENGINES
-        from fedlowrank.engine.run import Run, RunSettings
+        from fedlowrank.core.optimizer import SGD
+        from fedlowrank.engines import ENGINES
         from fedlowrank.methods import METHODS
-        from fedlowrank.optimiser import SGD
+        from fedlowrank.simulation.run import Run, RunSettings
 
         rounds, fed = len(plan["cohorts"]), federation_of(name, len(plan["x"]))
         settings = RunSettings(rounds=rounds + 1, participation=10 / len(plan["x"]), evaluate_every=10**6)
-        run = Run(METHODS["fedavg"](batch_size=BATCH, optimiser=SGD(lr=LR)), fed, settings, ENGINES[engine]())
+        run = Run(METHODS["fedavg"](batch_size=BATCH, optimizer=SGD(lr=LR)), fed, settings, ENGINES[engine]())
         # the first round is evaluated; not so here
         run.is_due = lambda: False  # type: ignore[method-assign]
         for _ in range(rounds):
@@ -181,11 +181,11 @@ def flower(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
             for p, w in zip(trained(module), given, strict=True):
                 p.copy_(torch.from_numpy(w))
         client = int(config["client"])
-        optimiser = torch.optim.SGD(trained(module), lr=LR)
+        optimizer = torch.optim.SGD(trained(module), lr=LR)
         for index in torch.tensor(config["order"]).split(BATCH):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             functional.cross_entropy(module(held["x"][client][index]), held["y"][client][index]).backward()
-            optimiser.step()
+            optimizer.step()
         found = ArrayRecord([p.detach().numpy() for p in trained(module)])
         return Message(RecordDict({"arrays": found}), reply_to=message)
 
@@ -274,7 +274,7 @@ def fedjax(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
 ARMS: dict[str, Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]]] = {
     "bare": bare,
     "sequential": ours("sequential"),
-    "vectorised": ours("vectorised"),
+    "vectorized": ours("vectorized"),
     "pfl": pfl,
     "flower": flower,
     "fedjax": fedjax,
@@ -283,7 +283,7 @@ ARMS: dict[str, Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]]] = {
 TITLES = {
     "bare": "bare PyTorch loop",
     "sequential": "**fedlowrank**, sequential",
-    "vectorised": "**fedlowrank**, vectorised",
+    "vectorized": "**fedlowrank**, vectorized",
     "pfl": "pfl",
     "flower": "Flower, simulation",
     "fedjax": "FedJAX",

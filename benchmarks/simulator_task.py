@@ -28,7 +28,7 @@ def transformer() -> Any:
     from torch import Tensor, nn
     from torch.nn import functional
 
-    from fedlowrank.low_rank.lora_layers import lora
+    from fedlowrank.adapters.lora_layers import lora
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -60,7 +60,7 @@ def transformer() -> Any:
 
 def subject(name: str) -> Any:
     """A model to time."""
-    from fedlowrank.bench import SUBJECTS, Subject
+    from fedlowrank.testing.bench import SUBJECTS, Subject
 
     more = {"lora": Subject("LoRA on a transformer, 2 × 128", (32,), transformer, transformer)}
     return {**SUBJECTS, **more}[name]
@@ -70,8 +70,8 @@ def federation_of(name: str, clients: int) -> Any:
     """Clients with random examples."""
     import torch
 
-    from fedlowrank import bench
     from fedlowrank.data.federation import Federation
+    from fedlowrank.testing import bench
 
     if name != "lora":
         return bench.federation(subject(name), clients, EXAMPLES)
@@ -86,14 +86,14 @@ def make_plan(name: str, clients: int, rounds: int) -> Plan:
     """Examples, initial weights, and who trains in which order."""
     import torch
 
-    from fedlowrank.engine import ENGINES
-    from fedlowrank.engine.run import Run, RunSettings
+    from fedlowrank.core.optimizer import SGD
+    from fedlowrank.engines import ENGINES
     from fedlowrank.methods import METHODS
-    from fedlowrank.optimiser import SGD
+    from fedlowrank.simulation.run import Run, RunSettings
 
     fed = federation_of(name, clients)
     settings = RunSettings(rounds=rounds, participation=10 / clients)
-    run = Run(METHODS["fedavg"](batch_size=BATCH, optimiser=SGD(lr=LR)), fed, settings, ENGINES["sequential"]())
+    run = Run(METHODS["fedavg"](batch_size=BATCH, optimizer=SGD(lr=LR)), fed, settings, ENGINES["sequential"]())
     cohorts, orders = [], []
     for t in range(rounds):
         infos = run.participants(t)

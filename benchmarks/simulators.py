@@ -1,7 +1,7 @@
 """A federated round here and in other simulators: the same model, examples, order, clients, seeds; final weights compared.
 
     pip install pfl fedjax                       # fedjax wants an environment of its own
-    python benchmarks/simulators.py [--models mlp25k,mlp99k,mlp200k,cnn] [--arms bare,sequential,vectorised,pfl,flower,fedjax]
+    python benchmarks/simulators.py [--models mlp25k,mlp99k,mlp200k,cnn] [--arms bare,sequential,vectorized,pfl,flower,fedjax]
         [--clients 100] [--rounds 30] [--jax-python PATH] [--out FILE.md]
 
 Every arm runs in a process of its own, on one thread. They take turns round by round, in an order that rotates, and a ratio is
@@ -138,7 +138,7 @@ def main() -> None:
     if args.run:
         run_arm(args.run, args.models, args.folder)
         return
-    from fedlowrank.bench import machine
+    from fedlowrank.testing.bench import machine
 
     print("\n".join(HEAD), flush=True)
     rows = [

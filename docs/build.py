@@ -6,7 +6,7 @@ import inspect
 import sys
 from pathlib import Path
 
-from fedlowrank.config import fields_of
+from fedlowrank.config.tables import fields_of
 from fedlowrank.methods import METHODS
 
 TARGET = Path(__file__).parent / "methods.md"

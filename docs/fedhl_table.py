@@ -14,9 +14,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from fedlowrank import config, experiment
-from fedlowrank.record import RunRecord
+from fedlowrank.config import experiment
+from fedlowrank.config import tables as config
 from fedlowrank.report.groups import half_width
+from fedlowrank.simulation.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "experiments" / "fedhl" / "cpu"

@@ -11,8 +11,9 @@ import statistics
 import sys
 from pathlib import Path
 
-from fedlowrank import config, experiment
-from fedlowrank.record import RunRecord
+from fedlowrank.config import experiment
+from fedlowrank.config import tables as config
+from fedlowrank.simulation.records import RunRecord
 
 FILES = Path(__file__).resolve().parents[1] / "experiments" / "floral"
 # the paper's ± of Table 1; its means are in the experiment files

@@ -1,6 +1,6 @@
 """A tiny language model and instructions for it, made on the spot: what `make demo-language` fine-tunes.
 
-The model is a Llama of two layers that first learns, on one core and in about a minute, to continue small talk about colours and
+The model is a Llama of two layers that first learns, on one core and in about a minute, to continue small talk about colors and
 numbers. The instructions are four kinds of tasks that it has not seen (their category is what clients differ in).
 
     python examples/tiny_language.py FOLDER
@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from fedlowrank.key import Key
+from fedlowrank.core.key import Key
 from fedlowrank.language.tiny import build_tiny
 
-COLOURS = ["red", "blue", "green", "black", "white"]
-QUALITIES = [*COLOURS, "small", "large", "old", "new", "cold", "warm"]
+COLORS = ["red", "blue", "green", "black", "white"]
+QUALITIES = [*COLORS, "small", "large", "old", "new", "cold", "warm"]
 THINGS = ["bird", "cat", "dog", "fish", "tree", "river", "stone", "cloud", "lamp"]
 WORDS = [*QUALITIES, *THINGS]
 NUMBERS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -44,7 +44,7 @@ def small_talk(rng: random.Random) -> str:
 
 def instruction(rng: random.Random) -> dict[str, str]:
     """One task with its response."""
-    kind = rng.choice(["repeat", "next", "swap", "colour"])
+    kind = rng.choice(["repeat", "next", "swap", "color"])
     if kind == "repeat":
         word = rng.choice(WORDS)
         return {"category": kind, "instruction": f"Repeat {word} twice.", "response": f"{word} {word}"}
@@ -54,7 +54,7 @@ def instruction(rng: random.Random) -> dict[str, str]:
     a, b = rng.sample(WORDS, 2)
     if kind == "swap":
         return {"category": kind, "instruction": f"Swap {a} and {b}.", "response": f"{b} and {a}"}
-    return {"category": kind, "instruction": f"Is {a} a colour?", "response": "yes" if a in COLOURS else "no"}
+    return {"category": kind, "instruction": f"Is {a} a color?", "response": "yes" if a in COLORS else "no"}
 
 
 def main(folder: Path) -> None:
@@ -77,7 +77,7 @@ def pretrain(base: Path, texts: list[str], steps: int = 600, batch: int = 32) ->
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
         some = [
@@ -87,9 +87,9 @@ def pretrain(base: Path, texts: list[str], steps: int = 600, batch: int = 32) ->
         scores = model(**rows, use_cache=False).logits[:, :-1]
         targets = rows["input_ids"][:, 1:].masked_fill(rows["attention_mask"][:, 1:] == 0, -100)
         loss = functional.cross_entropy(scores.transpose(1, 2), targets)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         if step % 100 == 0 or step == steps - 1:
             print(f"pretraining step {step}: loss {loss.item():.2f}")
     model.save_pretrained(base)

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
+from .adapters.floral_module import Floral
+from .core.errors import FedlowrankError
+from .core.key import Key
+from .core.loss import cross_entropy, task_loss
+from .core.method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
+from .core.optimizer import SGD, AdamW, Group, Schedule
 from .data.augment import Augment
 from .data.federation import Federation
-from .engine.run import RunSettings
-from .errors import FedlowrankError
-from .floral import Floral
-from .key import Key
-from .loss import cross_entropy, task_loss
-from .method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
 from .methods import METHODS
-from .optimiser import SGD, AdamW, Group, Schedule
-from .simulate import Result, simulate
+from .simulation.run import RunSettings
+from .simulation.simulate import Result, simulate
 
 __all__ = [
     "METHODS",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlowrank.cli import main
+from fedlowrank.cli.main import main
 
 SMALL = """
 name = "small"
@@ -24,7 +24,7 @@ hidden = [4]
 rounds = 2
 representations = 0
 [defaults]
-optimiser = { kind = "sgd", lr = 0.1 }
+optimizer = { kind = "sgd", lr = 0.1 }
 """
 
 

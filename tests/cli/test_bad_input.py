@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedlowrank.cli import main
+from fedlowrank.cli.main import main
+from fedlowrank.core.errors import FedlowrankError
 from fedlowrank.data.bundled import Iris
-from fedlowrank.errors import FedlowrankError
-from fedlowrank.record import RunRecord
+from fedlowrank.simulation.records import RunRecord
 
 from .small import SMALL, done, files, refused, write
 
@@ -56,7 +56,7 @@ def test_extending_what_is_not_there_or_oneself(capsys: Capsys) -> None:
         ("[partition]\nclient = 2", ("partition.client", "Did you mean 'clients'?")),
         ("[model]\nname = ['mlp']", ("model.name", "Did you mean 'names'?")),
         ("[defaults]\nbatchsize = 2", ("batchsize", "Did you mean 'batch_size'?")),
-        ("[defaults.optimiser]\nlearning_rate = 2", ("learning_rate",)),
+        ("[defaults.optimizer]\nlearning_rate = 2", ("learning_rate",)),
         ("[methods.pfedlora]\nmuu = 0.9", ("methods.pfedlora.muu", "Did you mean 'mu'?")),
         ("[methods.pfedlra]\nmu = 0.9", ("pfedlra", "Did you mean 'pfedlora'?")),
         ("[data]\nsource = 'digitz'", ("data", "digitz", "Did you mean 'digits'?")),
@@ -92,9 +92,9 @@ def test_an_unknown_name_gets_a_suggestion(text: str, says: tuple[str, ...], cap
         ("methods.fedavg=5", ("fedavg",)),
         ("defaults=5", ("defaults",)),
         ("partition.clients=three", ("partition.clients", "'three'")),
-        ("defaults.optimiser=sgd", ("optimiser",)),
-        ("defaults.optimiser.lr=fast", ("lr", "'fast'")),
-        ("defaults.optimiser.kind=adam", ("adam",)),
+        ("defaults.optimizer=sgd", ("optimizer",)),
+        ("defaults.optimizer.lr=fast", ("lr", "'fast'")),
+        ("defaults.optimizer.kind=adam", ("adam",)),
         ("compare=5", ("compare",)),
         ("compare=fedavg", ("compare",)),
         ("method=5", ("5",)),
@@ -135,8 +135,8 @@ def test_an_override_of_another_form(override: str, capsys: Capsys) -> None:
         ("run.representations=-5", "representations"),
         ("defaults.batch_size=0", "batch_size"),
         ("defaults.epochs=0", "epochs"),
-        ("defaults.optimiser.lr=-1", "lr"),
-        ("defaults.optimiser.lr=nan", "lr"),
+        ("defaults.optimizer.lr=-1", "lr"),
+        ("defaults.optimizer.lr=nan", "lr"),
         ("methods.pfedlora.mu=0.2", "mu"),
         ("methods.fedproto.lam=-1", "lam"),
         ("partition.clients=0", "clients"),
@@ -264,7 +264,7 @@ def breaks(shape, classes):
 def crooked(shape, classes):
     return nn.Linear(shape[0] + 1, classes)
 
-def normalised(shape, classes):
+def normalized(shape, classes):
     norm = nn.InstanceNorm1d(1, track_running_stats=True)
     return nn.Sequential(nn.Unflatten(1, (1, -1)), norm, nn.Flatten(), nn.Linear(shape[0], classes))
 """
@@ -294,7 +294,7 @@ def test_own_models_in_the_working_folder_are_found(capsys: Capsys) -> None:
         ("no_such_module:f", "no_such_module"),
         ("own_bad:breaks", "no model today"),
         ("own_bad:crooked", "own_bad:crooked"),
-        ("own_bad:normalised", "running statistics"),
+        ("own_bad:normalized", "running statistics"),
     ],
 )
 def test_own_models_that_do_not_work(name: str, says: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_compare_with_nothing_that_fits(capsys: Capsys, monkeypatch: pytest.Monk
 
 def test_a_diverging_run_names_client_round_and_pass(capsys: Capsys) -> None:
     file = write(Path())
-    found = refused(capsys, "run", file, "defaults.optimiser.lr=1e30", "run.rounds=4", "defaults.batch_size=4")
+    found = refused(capsys, "run", file, "defaults.optimizer.lr=1e30", "run.rounds=4", "defaults.batch_size=4")
     for part in ("client ", "round ", "'local'", "not finite", "on_nan"):
         assert part in found
     folder = Path("runs/small/fedavg-s0")
@@ -356,7 +356,7 @@ def test_a_diverging_run_names_client_round_and_pass(capsys: Capsys) -> None:
 
 
 def test_compare_tells_of_a_diverging_method_and_keeps_the_others(capsys: Capsys) -> None:
-    file = write(Path(), SMALL + "[methods.standalone.optimiser]\nlr = 1e30\n")
+    file = write(Path(), SMALL + "[methods.standalone.optimizer]\nlr = 1e30\n")
     code = main(["compare", file, "defaults.batch_size=4"])
     said = capsys.readouterr()
     assert "not finite" in said.out + said.err
@@ -367,7 +367,7 @@ def test_compare_tells_of_a_diverging_method_and_keeps_the_others(capsys: Capsys
 
 
 def test_a_diverging_client_can_be_dropped(capsys: Capsys) -> None:
-    out = done(capsys, "run", write(Path()), "defaults.optimiser.lr=1e30", "run.on_nan=drop", "defaults.batch_size=4")
+    out = done(capsys, "run", write(Path()), "defaults.optimizer.lr=1e30", "run.on_nan=drop", "defaults.batch_size=4")
     assert "runs/small/fedavg-s0" in out
     record = RunRecord.load(Path("runs/small/fedavg-s0"))
     assert [r.round for r in record.rounds] == [0, 1, 2]
@@ -446,7 +446,7 @@ def test_compare_refuses_runs_of_another_configuration(capsys: Capsys) -> None:
     file = write(Path())
     done(capsys, "compare", file)
     before = files(Path("runs/small/fedavg-s0"))
-    found = refused(capsys, "compare", file, "defaults.optimiser.lr=0.2")
+    found = refused(capsys, "compare", file, "defaults.optimizer.lr=0.2")
     assert "lr" in found
     assert files(Path("runs/small/fedavg-s0")) == before
 

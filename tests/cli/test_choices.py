@@ -14,15 +14,16 @@ import pytest
 import torch
 
 import fedlowrank
-from fedlowrank import SGD, AdamW, experiment
-from fedlowrank.cli import main
-from fedlowrank.engine.run import RunSettings
-from fedlowrank.errors import ConfigError
+from fedlowrank import SGD, AdamW
+from fedlowrank.cli.main import main
+from fedlowrank.config import experiment
+from fedlowrank.config.comparison import plan
+from fedlowrank.config.network_settings import NetworkSettings
+from fedlowrank.core.errors import ConfigError
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import ModelSettings
-from fedlowrank.network.settings import NetworkSettings
-from fedlowrank.plan import plan
-from fedlowrank.record import RunRecord
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run import RunSettings
 
 from .small import SMALL, done, files, refused, write
 
@@ -32,16 +33,16 @@ Capsys = pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("run.engine=vectorized", "run.engine: 'vectorized' is no choice. Did you mean 'vectorised'?"),
+        ("run.engine=vectorised", "run.engine: 'vectorised' is no choice. Did you mean 'vectorized'?"),
         ("run.on_nan=dorp", "run.on_nan: 'dorp' is no choice. Did you mean 'drop'?"),
         ("run.pixels=byte", "run.pixels: 'byte' is no choice. Did you mean 'bytes'?"),
-        ("defaults.optimiser.kind=adamm", "optimiser.kind: 'adamm' is no choice. Did you mean 'adamw'?"),
-        ("defaults.optimiser.kind=zzz", "optimiser.kind: 'zzz' is no choice. Known: 'adamw', 'sgd'."),
+        ("defaults.optimizer.kind=adamm", "optimizer.kind: 'adamm' is no choice. Did you mean 'adamw'?"),
+        ("defaults.optimizer.kind=zzz", "optimizer.kind: 'zzz' is no choice. Known: 'adamw', 'sgd'."),
         (
-            "defaults.optimiser.schedule.kind=cosin",
-            "optimiser.schedule.kind: 'cosin' is no choice. Did you mean 'cosine'?",
+            "defaults.optimizer.schedule.kind=cosin",
+            "optimizer.schedule.kind: 'cosin' is no choice. Did you mean 'cosine'?",
         ),
-        ("defaults.optimiser.momentun=0.9", "optimiser.momentun: there is no such field. Did you mean 'momentum'?"),
+        ("defaults.optimizer.momentun=0.9", "optimizer.momentun: there is no such field. Did you mean 'momentum'?"),
         ("methods.fedavg.weights=example", "methods.fedavg.weights: 'example' is no choice. Did you mean 'examples'?"),
         ("methods.floral.kinds=[linea]", "methods.floral.kinds: a list is needed"),
         ('methods.floral.kinds=["linea"]', "methods.floral.kinds.0: 'linea' is no choice. Did you mean 'linear'?"),
@@ -73,8 +74,8 @@ def test_an_option_that_cannot_be_meant(arguments: list[str], says: str, capsys:
 
 
 def test_python_settings_are_suggested_too() -> None:
-    with pytest.raises(ConfigError, match=r"'vectorized' is no choice\. Did you mean 'vectorised'"):
-        RunSettings(engine="vectorized")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"'vectorised' is no choice\. Did you mean 'vectorized'"):
+        RunSettings(engine="vectorised")  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -88,7 +89,7 @@ def texts(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("section", "owners"),
-    [("run", [RunSettings]), ("model", [ModelSettings]), ("network", [NetworkSettings]), ("optimiser", [SGD, AdamW])],
+    [("run", [RunSettings]), ("model", [ModelSettings]), ("network", [NetworkSettings]), ("optimizer", [SGD, AdamW])],
 )
 def test_messages_name_fields_that_there_are(section: str, owners: list[type[Any]]) -> None:
     known = {f.name for owner in owners for f in dataclasses.fields(owner)}
@@ -154,7 +155,7 @@ def test_one_field_varied_twice(capsys: Capsys) -> None:
 
 def test_compare_after_run_names_the_ways_out_before_it_trains(capsys: Capsys) -> None:
     file = write(Path())
-    done(capsys, "run", file, "run.rounds=1", "defaults.optimiser.lr=0.3")
+    done(capsys, "run", file, "run.rounds=1", "defaults.optimizer.lr=0.3")
     before = files(Path("runs"))
     found = refused(capsys, "compare", file, "run.rounds=1")
     for part in ("runs/small/fedavg-s0 holds", "lr was 0.3 and is 0.1", "-o", "--force"):
@@ -187,7 +188,7 @@ def test_names_of_users_are_no_markup(capsys: Capsys) -> None:
 def test_the_bar_shows_a_title_as_it_is(capsys: Capsys) -> None:
     text = SMALL + '[methods."own"]\nmethod = "fedavg"\n'
     done(capsys, "run", write(Path(), text), "run.rounds=1", "--method", "own")
-    from fedlowrank.progress import CONSOLE, bar
+    from fedlowrank.simulation.progress import CONSOLE, bar
 
     with CONSOLE.capture() as shown, bar("a [bold]title[/wrong]", 1):
         pass

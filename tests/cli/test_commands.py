@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from fedlowrank import __version__
-from fedlowrank.cli import main
+from fedlowrank.cli.main import main
 from fedlowrank.data.partition import PARTITIONS
 from fedlowrank.data.sources import SOURCES
 from fedlowrank.data.split import SPLITS
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
-from fedlowrank.record import RunRecord
+from fedlowrank.simulation.records import RunRecord
 
 from .small import SMALL, done, files, write
 
@@ -46,7 +46,7 @@ def test_list_shows_one_method(name: str, capsys: Capsys) -> None:
     out = done(capsys, "list", name)
     assert f"[methods.{name}]" in out
     assert "local_update" in out
-    for field in ("epochs", "batch_size", "optimiser", *(f.name for f in dataclasses.fields(METHODS[name]))):
+    for field in ("epochs", "batch_size", "optimizer", *(f.name for f in dataclasses.fields(METHODS[name]))):
         assert field in out
 
 
@@ -188,7 +188,7 @@ def test_compare_goes_on_when_more_is_asked_for(first: list[str], then: list[str
 
 
 def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlowrank.engine.run import Run
+    from fedlowrank.simulation.run import Run
 
     step, calls = Run.step, 0
 
@@ -272,8 +272,8 @@ def test_data_shows_and_draws(capsys: Capsys) -> None:
 OWN = """
 from dataclasses import dataclass
 from fedlowrank import Method, cross_entropy
-from fedlowrank.method import by_examples
-from fedlowrank.means import mean
+from fedlowrank.core.method import by_examples
+from fedlowrank.core.means import mean
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class Own(Method):
         def loss(theta, batch):
             return cross_entropy(view.model.apply(theta, batch.x), batch)
 
-        return None, view.train(loss, down, "local", self.optimiser)
+        return None, view.train(loss, down, "local", self.optimizer)
 
     def server_update(self, server, replies, view):
         return mean([r.upload for r in replies], by_examples(replies))
@@ -341,7 +341,7 @@ def test_the_installed_command() -> None:
 
 
 def test_a_closed_pipe_is_no_error() -> None:
-    text = f"{sys.executable} -m fedlowrank.cli list | head -n 1"
+    text = f"{sys.executable} -m fedlowrank.cli.main list | head -n 1"
     found = subprocess.run(["bash", "-c", f"set -o pipefail; {text}"], capture_output=True, text=True, check=False)
     assert found.returncode == 0
     assert "Traceback" not in found.stderr

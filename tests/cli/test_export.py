@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from fedlowrank import commands, config, experiment
-from fedlowrank.check import federation
-from fedlowrank.engine.run import Run
-from fedlowrank.errors import ConfigError
-from fedlowrank.low_rank import deploy, thin
-from fedlowrank.record import RunRecord
-from fedlowrank.simulate import reopen, simulate
+from fedlowrank.adapters import deployment as deploy
+from fedlowrank.adapters import thin_layers as thin
+from fedlowrank.cli import commands
+from fedlowrank.config import experiment
+from fedlowrank.config import tables as config
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.simulate import reopen, simulate
+from fedlowrank.testing.check import federation
 
 from .small import SMALL, done, files, refused, write
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedlowrank import simulate
-from fedlowrank.check import CHECKS, federation
-from fedlowrank.errors import CheckpointError
+from fedlowrank.core.errors import CheckpointError
 from fedlowrank.methods import METHODS
-from fedlowrank.record import RunRecord
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.testing.check import CHECKS, federation
 
 from .small import done, files, refused, write
 

@@ -27,7 +27,7 @@ def test_a_method_looks_alike_in_compare_and_report(capsys: Capsys) -> None:
     drawn = [looks_in(page) for page in (by_compare, by_report)]
     assert "Line chart of test accuracy against rounds for 3 methods" in drawn[0]
     assert drawn[0] == drawn[1]
-    # the files for a paper have the page's colours, there in the palette's own codes
+    # the files for a paper have the page's colors, there in the palette's own codes
     lines = drawn[0]["Line chart of test accuracy against rounds for 3 methods"]
     page = set(re.findall(r"stroke:var\(--s\d+,(#\w{6})\)", lines))
     alone = set(re.findall(r"stroke: (#\w{6})", Path("all/accuracy-over-rounds.svg").read_text()))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fedlowrank import commands
-from fedlowrank.cli import main
-from fedlowrank.record import RunRecord
+from fedlowrank.cli import commands
+from fedlowrank.cli.main import main
+from fedlowrank.simulation.records import RunRecord
 
 from .small import SMALL, done, files, refused, write
 
@@ -86,7 +86,7 @@ def test_report_imports_nothing_and_looks_nowhere_in_the_working_folder(
 
 
 def test_the_hint_after_an_interrupt_can_be_typed(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedlowrank.engine.run import Run
+    from fedlowrank.simulation.run import Run
 
     def interrupted(run: Run) -> object:
         raise KeyboardInterrupt

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedlowrank import experiment
-from fedlowrank.cli import main
+from fedlowrank.cli.main import main
+from fedlowrank.config import experiment
 from fedlowrank.models.zoo import ModelSettings
 
 README = (Path(__file__).parents[2] / "README.md").read_text()

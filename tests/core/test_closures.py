@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank.closures import code_of, identity
+from fedlowrank.training.captured_variables import code_of, identity
 
 
 @dataclasses.dataclass(frozen=True)

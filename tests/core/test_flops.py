@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlowrank.flops import FlopCounter, FlopLedger
+from fedlowrank.training.flops import FlopCounter, FlopLedger
 
 
 class Attention(nn.Module):
@@ -81,7 +81,7 @@ def test_every_kind_and_size_is_counted_once() -> None:
 def test_torch_s_compiler_is_not_loaded() -> None:
     """It takes seconds, in every process that trains."""
     code = (
-        "import sys, torch\nfrom fedlowrank.flops import FlopCounter\n"
+        "import sys, torch\nfrom fedlowrank.training.flops import FlopCounter\n"
         "with FlopCounter() as counter: torch.ones(2, 2) @ torch.ones(2, 2)\n"
         "assert counter.total == 16\nprint('torch._dynamo' in sys.modules)"
     )

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.key import Key
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.key import Key
 from fedlowrank.models.architecture import Architecture, architecture_of, build
 from fedlowrank.models.zoo import MODELS, ModelSettings
 

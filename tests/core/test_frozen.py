@@ -10,19 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import tree
+from fedlowrank.adapters.lora import lora_of
+from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.core import tree
+from fedlowrank.core.errors import TaskError
+from fedlowrank.core.key import Key
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import client_view
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.errors import TaskError
-from fedlowrank.key import Key
-from fedlowrank.low_rank.lora_layers import lora
+from fedlowrank.engines.base import client_view
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.optimiser import SGD
+from fedlowrank.simulation.run import Run, RunSettings
 
 torch.set_num_threads(1)
 
@@ -95,7 +96,7 @@ def test_one_tensor_serves_all_code(make: Any) -> None:
 def test_sites_of_adapters_are_the_base_itself() -> None:
     wrapped = lora(Net(), 2, target_modules=["base.0"])
     for module, name in ((Net(), "base.0.weight"), (wrapped, "base.0.base_layer.weight")):
-        held = Architecture("net", module, EXAMPLE, "head").lora.base[name]
+        held = lora_of(Architecture("net", module, EXAMPLE, "head")).base[name]
         assert held.data_ptr() == dict(module.named_parameters())[name].data_ptr()
 
 
@@ -106,7 +107,7 @@ def test_training_neither_changes_nor_sends_them(name: str) -> None:
     module = dict(model.module.named_parameters())
     before = {n: module[n].detach().clone() for n in FROZEN}
     size = sum(p.numel() for p in model.initial.values())
-    run = Run(METHODS[name](optimiser=SGD(lr=0.1), batch_size=8), on, RunSettings(rounds=2), Wire())
+    run = Run(METHODS[name](optimizer=SGD(lr=0.1), batch_size=8), on, RunSettings(rounds=2), Wire())
     for _ in range(2):
         run.step()
     info = on.infos[1]
@@ -131,8 +132,8 @@ def test_training_neither_changes_nor_sends_them(name: str) -> None:
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "ditto"])
 def test_clients_at_once_share_them(name: str) -> None:
     ends = []
-    for engine in (Sequential(), Vectorised()):
-        run = Run(METHODS[name](optimiser=SGD(lr=0.1), batch_size=8), federation(), RunSettings(rounds=2), engine)
+    for engine in (Sequential(), Vectorized()):
+        run = Run(METHODS[name](optimizer=SGD(lr=0.1), batch_size=8), federation(), RunSettings(rounds=2), engine)
         for _ in range(2):
             run.step()
         ends.append(run.state.server)
@@ -161,7 +162,7 @@ def test_fedavg_of_a_frozen_base_is_fedavg_of_what_is_after_it() -> None:
     after = Federation.from_arrays(data, After(), head="head", classes=CLASSES)
     ends = []
     for held in (on, after):
-        run = Run(METHODS["fedavg"](optimiser=SGD(lr=0.2), batch_size=8), held, RunSettings(rounds=3), Sequential())
+        run = Run(METHODS["fedavg"](optimizer=SGD(lr=0.2), batch_size=8), held, RunSettings(rounds=3), Sequential())
         for _ in range(3):
             run.step()
         ends.append(run.state.server)

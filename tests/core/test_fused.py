@@ -1,4 +1,4 @@
-"""Steps inside the backward pass against torch's own optimiser on the whole objective, in double precision."""
+"""Steps inside the backward pass against torch's own optimizer on the whole objective, in double precision."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fedlowrank import fused, train
-from fedlowrank.check import CHECKS, check_method
-from fedlowrank.descent import Work
-from fedlowrank.engine.stacked import Stack, joined
-from fedlowrank.fused import Places, find_places, step_in_backward, takes_plain_steps
-from fedlowrank.method import Batch, Pull, Request
+from fedlowrank.core.method import Batch, Pull, Request
+from fedlowrank.core.optimizer import SGD, AdamW, Group
 from fedlowrank.methods import METHODS
-from fedlowrank.optimiser import SGD, AdamW, Group
-from fedlowrank.train import descend
+from fedlowrank.testing.check import CHECKS, check_method
+from fedlowrank.training import optimizer_in_backward as fused
+from fedlowrank.training import trainer as train
+from fedlowrank.training.cohort import Stack, joined
+from fedlowrank.training.optimizer_in_backward import Places, find_places, step_in_backward, takes_plain_steps
+from fedlowrank.training.steps import Work
+from fedlowrank.training.trainer import descend
 
 Params = dict[str, Tensor]
 WIDE = {"a": (70, 60), "b": (70,), "c": (64, 70), "d": (5, 64)}
@@ -67,11 +68,11 @@ def request(f: Callable[..., Tensor] = loss, start: Params | None = None, **chan
 
 
 def by_torch(r: Request, steps: list[Batch]) -> Params:
-    """The same with torch's optimiser, the pull written into the loss."""
+    """The same with torch's optimizer, the pull written into the loss."""
     p = {n: t.clone().requires_grad_() for n, t in r.start.items()}
-    optimiser = torch.optim.SGD(p.values(), lr=r.optimiser.lr, weight_decay=r.optimiser.weight_decay)
+    optimizer = torch.optim.SGD(p.values(), lr=r.optimizer.lr, weight_decay=r.optimizer.weight_decay)
     for batch in steps:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         value = r.loss(p, batch, *r.given)
         if r.pull is not None:
             for n, t in p.items():
@@ -80,7 +81,7 @@ def by_torch(r: Request, steps: list[Batch]) -> Params:
                 if r.pull.along is not None:
                     value = value - (r.pull.along[n] * t).sum()
         value.backward()
-        optimiser.step()
+        optimizer.step()
     return {n: t.detach() for n, t in p.items()}
 
 
@@ -110,7 +111,7 @@ strengths = st.sampled_from([0.0, 0.4])
 def test_a_pass_is_torch_s(count: int, decay: float, strength: float, along: bool, seed: int) -> None:
     start, steps = numbers(seed, **WIDE), batches(count, seed)
     pull = Pull(strength, numbers(seed + 1, **WIDE), numbers(seed + 2, **WIDE) if along else None)
-    r = request(start=start, optimiser=SGD(lr=0.3, weight_decay=decay), pull=pull)
+    r = request(start=start, optimizer=SGD(lr=0.3, weight_decay=decay), pull=pull)
     before = {n: t.clone() for n, t in start.items()}
     assert places(r, steps[0]) == {"a", "c"}
     assert_close(fused_end(r, steps), by_torch(r, steps))
@@ -124,7 +125,7 @@ def test_many_clients_at_once_are_torch_s(count: int, decay: float, strength: fl
     each = [
         request(
             start=numbers(seed + 10 * c, **WIDE),
-            optimiser=SGD(lr=0.3, weight_decay=decay),
+            optimizer=SGD(lr=0.3, weight_decay=decay),
             pull=Pull(strength, numbers(seed + 10 * c + 1, **WIDE), numbers(seed + c, **WIDE) if along else None),
         )
         for c in clients
@@ -149,14 +150,14 @@ def test_many_clients_at_once_are_torch_s(count: int, decay: float, strength: fl
 def test_groups_have_rates_of_their_own() -> None:
     steps = batches(3)
     how = SGD(lr=0.3, groups={"a": Group(lr=0.05, weight_decay=0.1)})
-    found = fused_end(request(optimiser=how), steps)
+    found = fused_end(request(optimizer=how), steps)
     p = {n: t.clone().requires_grad_() for n, t in numbers(1, **WIDE).items()}
     rest = [t for n, t in p.items() if n != "a"]
-    optimiser = torch.optim.SGD([{"params": [p["a"]], "lr": 0.05, "weight_decay": 0.1}, {"params": rest}], lr=0.3)
+    optimizer = torch.optim.SGD([{"params": [p["a"]], "lr": 0.05, "weight_decay": 0.1}, {"params": rest}], lr=0.3)
     for batch in steps:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss(p, batch).backward()
-        optimiser.step()
+        optimizer.step()
     assert_close(found, p)
 
 
@@ -168,7 +169,7 @@ def twice(p: Params, batch: Batch) -> Tensor:
     return loss(p, batch) + functional.linear(batch.x, p["a"]).square().mean() + x.mean()
 
 
-def penalised(p: Params, batch: Batch) -> Tensor:
+def penalized(p: Params, batch: Batch) -> Tensor:
     return loss(p, batch) + p["a"].square().sum() / 100
 
 
@@ -205,7 +206,7 @@ def flat_in_its_input(p: Params, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize(
     ("f", "left"),
-    [(twice, {"c"}), (penalised, {"c"}), (as_view, {"c"}), (transposed, {"c"}), (recomputed, set()), (mapped, set()),
+    [(twice, {"c"}), (penalized, {"c"}), (as_view, {"c"}), (transposed, {"c"}), (recomputed, set()), (mapped, set()),
      (second_order, set()), (flat_in_its_input, set())],
 )  # fmt: skip
 def test_a_matrix_with_another_use_takes_steps_by_its_gradient(f: Any, left: set[str]) -> None:
@@ -215,7 +216,7 @@ def test_a_matrix_with_another_use_takes_steps_by_its_gradient(f: Any, left: set
     assert_close(fused_end(r, steps), by_torch(r, steps))
 
 
-@pytest.mark.parametrize("other", [penalised, twice, transposed, second_order, flat_in_its_input])
+@pytest.mark.parametrize("other", [penalized, twice, transposed, second_order, flat_in_its_input])
 def test_another_use_in_a_later_step_is_noticed_in_time(other: Any) -> None:
     def changing(p: Params, batch: Batch) -> Tensor:
         return other(p, batch) if batch.step == 1 else loss(p, batch)
@@ -233,7 +234,7 @@ def test_a_matrix_that_a_step_does_not_use_only_decays() -> None:
         return loss(p, batch)
 
     steps = batches(4)
-    r = request(changing, optimiser=SGD(lr=0.3, weight_decay=0.1), pull=Pull(0.2, numbers(3, **WIDE)))
+    r = request(changing, optimizer=SGD(lr=0.3, weight_decay=0.1), pull=Pull(0.2, numbers(3, **WIDE)))
     assert_close(fused_end(r, steps), by_torch(r, steps))
     # from the very first step on, when the tensor is still the start's own
     later = [dataclasses.replace(b, step=b.step + 1) for b in steps]
@@ -243,7 +244,7 @@ def test_a_matrix_that_a_step_does_not_use_only_decays() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"optimiser": SGD(lr=0.1, momentum=0.9)}, {"optimiser": SGD(lr=0.1, clip=1.0)}, {"optimiser": AdamW()},
+    [{"optimizer": SGD(lr=0.1, momentum=0.9)}, {"optimizer": SGD(lr=0.1, clip=1.0)}, {"optimizer": AdamW()},
      {"precondition": lambda g, _: g}],
 )  # fmt: skip
 def test_what_needs_the_gradient_gets_it(changes: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedlowrank.means import Mean, mean, mean_of
-from fedlowrank.method import ClientInfo, Reply
-from fedlowrank.tree import TreeError
+from fedlowrank.core.means import Mean, mean, mean_of
+from fedlowrank.core.method import ClientInfo, Reply
+from fedlowrank.core.tree import TreeError
 
 
 @given(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.key import Key
 from fedlowrank.data.federation import Federation
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.key import Key
 from fedlowrank.models.architecture import Architecture, build
 from fedlowrank.models.cnn import CNN, FAMILY
 from fedlowrank.models.mlp import MLP

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank import one_buffer
+from fedlowrank.core import safetensors_writer as one_buffer
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda n: n != "__metadata__")
@@ -39,7 +39,8 @@ def test_a_type_that_the_format_does_not_know() -> None:
 
 def test_a_large_tree_is_held_twice_and_not_thrice() -> None:
     code = (
-        "import resource, torch; from fedlowrank import tree; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "import resource, torch; from fedlowrank.core import tree;"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "value = {str(i): torch.ones(2**20) for i in range(40)}; before = peak(); data = tree.encode(value);"
         "print(before, peak(), len(data))"
     )

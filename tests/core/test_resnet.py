@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from fedlowrank.errors import ConfigError
-from fedlowrank.key import Key
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.key import Key
 from fedlowrank.models.architecture import Architecture, build
 from fedlowrank.models.resnet import RESNETS, ResNet18
 from fedlowrank.models.zoo import MODELS, ModelSettings
@@ -116,7 +116,7 @@ def test_the_stem_keeps_small_images_whole(large: bool, shape: Any, sides: list[
     assert seen == sides
 
 
-def test_only_groups_of_two_normalise_and_no_layer_but_they_has_a_bias() -> None:
+def test_only_groups_of_two_normalize_and_no_layer_but_they_has_a_bias() -> None:
     model = small()
     norms = [m for m in model.modules() if isinstance(m, nn.GroupNorm)]
     assert len(norms) == 20

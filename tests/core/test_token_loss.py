@@ -12,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedlowrank import tree
+from fedlowrank.core import tree
+from fedlowrank.core.key import Key
+from fedlowrank.core.loss import pointwise_loss, task_loss
+from fedlowrank.core.method import Batch, ClientInfo, Pass
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import client_key
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.evaluate import measure
-from fedlowrank.key import Key
-from fedlowrank.local_data import LocalData, chunk_size, gather
-from fedlowrank.loss import pointwise_loss, task_loss
-from fedlowrank.method import Batch, ClientInfo, Pass
+from fedlowrank.engines.base import client_key
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.optimiser import SGD
+from fedlowrank.simulation.evaluation import measure
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.training.local_data import LocalData, chunk_size, gather
 
 torch.set_num_threads(1)
 
@@ -100,7 +100,7 @@ def federation(clients: Sequence[Examples], by_length: bool = False, dtype: torc
 
 
 LENGTHS = ((3, 9, 2, 12, 7, 5, 4), (17, 2, 6, 20, 3))
-METHOD = FedAvg(optimiser=SGD(lr=0.5), batch_size=4, epochs=2)
+METHOD = FedAvg(optimizer=SGD(lr=0.5), batch_size=4, epochs=2)
 
 
 def ends(
@@ -194,7 +194,7 @@ def test_a_batch_without_its_padding_is_the_same_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [METHOD, FedHL(optimiser=SGD(lr=0.5), batch_size=4, epochs=2)], ids=lambda m: m.title
+    "method", [METHOD, FedHL(optimizer=SGD(lr=0.5), batch_size=4, epochs=2)], ids=lambda m: m.title
 )
 def test_padding_changes_no_run(method: Any) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
@@ -207,7 +207,7 @@ def test_padding_changes_no_run(method: Any) -> None:
 
 def test_clients_at_once_average_over_their_own_tokens() -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
-    a, b = ends(clients), ends(clients, engine=Vectorised)
+    a, b = ends(clients), ends(clients, engine=Vectorized)
     tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-9), a.state.server, b.state.server)
 
 
@@ -238,12 +238,12 @@ def test_a_run_is_descent_on_the_mean_over_tokens() -> None:
     run.step()
     data = LocalData(run.federation.infos[0], examples, METHOD.passes(), client_key(run.federation, 0, 0))
     model, steps = Model(), data.order("local")
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for i in steps:
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         scores, y = model(**{n: t[i] for n, t in examples.x.items()}), examples.y[i]
         nn.functional.cross_entropy(scores[:, :-1].reshape(-1, WORDS), y[:, 1:].reshape(-1), ignore_index=NO).backward()
-        optimiser.step()
+        optimizer.step()
     for n, p in model.named_parameters():
         torch.testing.assert_close(run.state.server[n], p.detach(), rtol=0, atol=1e-12)
 

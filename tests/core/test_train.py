@@ -12,26 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedlowrank import tree
+from fedlowrank.core import tree
+from fedlowrank.core.errors import NonFiniteError, TaskError
+from fedlowrank.core.key import Key
+from fedlowrank.core.loss import cross_entropy
+from fedlowrank.core.means import mean
+from fedlowrank.core.method import Batch, ClientInfo, ClientView, Pass
+from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.tree import TreeError
 from fedlowrank.data.dataset import Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import Job, client_view
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.errors import NonFiniteError, TaskError
-from fedlowrank.key import Key
-from fedlowrank.local_data import LocalData
-from fedlowrank.loss import cross_entropy
-from fedlowrank.means import mean
-from fedlowrank.method import Batch, ClientInfo, ClientView, Pass
+from fedlowrank.engines.base import Job, client_view
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.cnn import CNN
-from fedlowrank.optimiser import SGD, AdamW, Group, Schedule
-from fedlowrank.tree import TreeError
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.training.local_data import LocalData
 from methods.setting import CLASSES, INPUTS, SIZES, Net, arrays
 
 
@@ -58,17 +58,17 @@ def ce(v: ClientView) -> Callable[..., Tensor]:
 
 
 def bare(fed: Federation, v: ClientView, make: Any, hook: Any = None, after: Any = None) -> dict[str, Tensor]:
-    """The same pass written out with torch's optimiser."""
+    """The same pass written out with torch's optimizer."""
     module = linear()
     module.load_state_dict(fed.architectures["m"].initial)
-    optimiser = make(module.parameters())
+    optimizer = make(module.parameters())
     data = fed.clients[v.info.id].train
     for index in v.trainer.data.order("local"):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         functional.cross_entropy(module(data.x[index]), data.y[index]).backward()
         if hook:
             hook(module)
-        optimiser.step()
+        optimizer.step()
         if after:
             after(module)
     return {n: p.detach() for n, p in module.named_parameters()}
@@ -84,8 +84,8 @@ def assert_close(a: Any, b: Any, atol: float = 1e-12) -> None:
 def test_a_pass_with_clipping_momentum_and_decay_is_a_bare_loop() -> None:
     fed = federation()
     v = view(fed, epochs=3)
-    optimiser = SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, clip=0.3)
-    found = v.train(ce(v), v.model.initial, "local", optimiser)
+    optimizer = SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, clip=0.3)
+    found = v.train(ce(v), v.model.initial, "local", optimizer)
     wanted = bare(
         fed, v, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
         hook=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.3),
@@ -142,8 +142,8 @@ def test_the_proximal_step_follows_every_step_with_the_rate_of_the_round() -> No
         return tree.map(lambda a, b: a - 3 * lr * (a - b), p, anchor)
 
     anchor = tree.map(torch.ones_like, v.model.initial)
-    optimiser = SGD(lr=0.4, momentum=0.5, schedule=Schedule("exponential", factor=0.5))
-    found = v.train(ce(v), v.model.initial, "local", optimiser, given=(anchor,), prox=shrink)
+    optimizer = SGD(lr=0.4, momentum=0.5, schedule=Schedule("exponential", factor=0.5))
+    found = v.train(ce(v), v.model.initial, "local", optimizer, given=(anchor,), prox=shrink)
 
     def after(module: nn.Module) -> None:
         with torch.no_grad():
@@ -175,7 +175,7 @@ def turned(value: dict[str, Tensor]) -> dict[str, Tensor]:
     return dict(reversed(value.items()))
 
 
-@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+@pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_what_hooks_return_is_matched_by_name_and_not_by_order(engine: Any) -> None:
     class Turned(FedProx):
         def local_update(self, state: Any, down: Any, view: ClientView) -> Any:
@@ -190,7 +190,7 @@ def test_what_hooks_return_is_matched_by_name_and_not_by_order(engine: Any) -> N
             def prox(p: Any, lr: float, q: Any) -> Any:
                 return turned(p)
 
-            return None, view.train(loss, down, "local", self.optimiser, given=(down,), precondition=hook, prox=prox)
+            return None, view.train(loss, down, "local", self.optimizer, given=(down,), precondition=hook, prox=prox)
 
     def square() -> nn.Module:
         # weights of equal shape, so that nothing but the values would tell of an exchange
@@ -199,16 +199,16 @@ def test_what_hooks_return_is_matched_by_name_and_not_by_order(engine: Any) -> N
     ends = []
     for method in (Turned, FedProx):
         fed = federation(square)
-        run = Run(method(mu=0.1, batch_size=8, optimiser=SGD(lr=0.1)), fed, RunSettings(rounds=1), engine())
+        run = Run(method(mu=0.1, batch_size=8, optimizer=SGD(lr=0.1)), fed, RunSettings(rounds=1), engine())
         run.step()
         ends.append(run.state.server)
     assert_close(*ends, atol=1e-6)
 
 
 @pytest.mark.parametrize(
-    "optimiser", [SGD(lr=0.1, clip=0.01), SGD(lr=0.1, weight_decay=0.5), SGD(lr=0.1, momentum=0.9, nesterov=True)]
+    "optimizer", [SGD(lr=0.1, clip=0.01), SGD(lr=0.1, weight_decay=0.5), SGD(lr=0.1, momentum=0.9, nesterov=True)]
 )
-def test_parameters_whose_gradients_are_one_tensor_are_stepped_as_if_they_were_two(optimiser: SGD) -> None:
+def test_parameters_whose_gradients_are_one_tensor_are_stepped_as_if_they_were_two(optimizer: SGD) -> None:
     fed = federation()
     v = view(fed)
     start = {"a": torch.ones(CLASSES, dtype=torch.float64), "b": 2 * torch.ones(CLASSES, dtype=torch.float64)}
@@ -219,7 +219,7 @@ def test_parameters_whose_gradients_are_one_tensor_are_stepped_as_if_they_were_t
     def apart(p: Any, batch: Batch) -> Tensor:
         return cross_entropy((p["a"] * 1.0 + p["b"] * 1.0).expand(len(batch), -1), batch)
 
-    assert_close(v.train(added, start, "local", optimiser), v.train(apart, start, "local", optimiser))
+    assert_close(v.train(added, start, "local", optimizer), v.train(apart, start, "local", optimizer))
 
 
 def test_gradients_that_are_one_number_repeated_can_be_stepped() -> None:
@@ -234,8 +234,8 @@ def test_gradients_that_are_one_number_repeated_can_be_stepped() -> None:
 def test_parts_of_the_tree_can_have_rates_of_their_own() -> None:
     v = view(federation(), batch_size=100)
     start = {"slow": {"w": torch.ones(2)}, "fast": torch.ones(2)}
-    optimiser = SGD(lr=0.1, groups={"slow": Group(lr=0.01)})
-    found = v.train(lambda p, batch: p["slow"]["w"].sum() + p["fast"].sum(), start, "local", optimiser)
+    optimizer = SGD(lr=0.1, groups={"slow": Group(lr=0.01)})
+    found = v.train(lambda p, batch: p["slow"]["w"].sum() + p["fast"].sum(), start, "local", optimizer)
     assert torch.allclose(found["slow"]["w"], torch.full((2,), 0.99))
     assert torch.allclose(found["fast"], torch.full((2,), 0.9))
 
@@ -286,10 +286,10 @@ class Wet(Net):
 
 
 def wet() -> tuple[FedAvg, Federation]:
-    return FedAvg(optimiser=SGD(lr=0.1), batch_size=8), federation(Wet)
+    return FedAvg(optimizer=SGD(lr=0.1), batch_size=8), federation(Wet)
 
 
-@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+@pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_dropout_is_reproducible_and_independent_of_the_order_of_clients(engine: Any) -> None:
     method, fed = wet()
     start = method.server_init(fed.task(1))
@@ -349,7 +349,7 @@ def test_dropout_differs_from_round_to_round_and_from_client_to_client() -> None
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+@pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_a_loss_that_is_not_finite_names_client_round_pass_and_step(engine: Any) -> None:
     fed = federation()
     # after the check of what is given
@@ -371,7 +371,7 @@ def test_parameters_that_are_not_finite_are_caught_after_the_last_step() -> None
     assert caught.value.step is None
 
 
-@pytest.mark.parametrize("engine", [Sequential, Vectorised])
+@pytest.mark.parametrize("engine", [Sequential, Vectorized])
 def test_a_client_that_fails_can_be_dropped(engine: Any) -> None:
     fed = federation()
     fed.clients[2].train.x[:] = torch.nan  # type: ignore[index]
@@ -454,7 +454,7 @@ def test_operations_are_counted_for_each_architecture_of_a_ledger() -> None:
 
 def test_steps_and_losses_are_those_of_the_pass() -> None:
     fed = federation()
-    run = Run(FedAvg(batch_size=8, epochs=2, optimiser=SGD(lr=0.0)), fed, RunSettings(rounds=1), Sequential())
+    run = Run(FedAvg(batch_size=8, epochs=2, optimizer=SGD(lr=0.0)), fed, RunSettings(rounds=1), Sequential())
     record = run.step()
     assert record.steps == sum(2 * math.ceil(n / 8) for n in SIZES)
     means = []

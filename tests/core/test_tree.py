@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fedlowrank
-from fedlowrank import tree
-from fedlowrank.errors import FedlowrankError
-from fedlowrank.means import mean
-from fedlowrank.tree import TreeError
+from fedlowrank.core import tree
+from fedlowrank.core.errors import FedlowrankError
+from fedlowrank.core.means import mean
+from fedlowrank.core.tree import TreeError
 
 # the same examples in every run: what fails here fails for everyone
 QUICK = settings(max_examples=120, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
@@ -360,7 +360,7 @@ def test_a_class_that_is_not_registered_cannot_be_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [f"{__name__}:Stranger", "os:system", "builtins:eval", "fedlowrank.tree:tree", "", "Point"]
+    "name", [f"{__name__}:Stranger", "os:system", "builtins:eval", "fedlowrank.core.tree:tree", "", "Point"]
 )
 def test_a_message_cannot_name_code_that_is_not_registered(name: str) -> None:
     with pytest.raises(TreeError, match="registered tree"):

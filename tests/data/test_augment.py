@@ -13,22 +13,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import Federation, commands, experiment, simulate, tree
+from fedlowrank import Federation, simulate
+from fedlowrank.cli import commands
+from fedlowrank.config import experiment
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
+from fedlowrank.core.key import Key
+from fedlowrank.core.method import Batch, ClientInfo, ClientView, Pass
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.augment import Augment
 from fedlowrank.data.dataset import ClientData, Examples
-from fedlowrank.engine import ENGINES, checkpoint, stacked
-from fedlowrank.engine.base import client_key
-from fedlowrank.engine.run import Run, RunSettings, State
-from fedlowrank.errors import CheckpointError, ConfigError, DataError
-from fedlowrank.key import Key
-from fedlowrank.local_data import LocalData
-from fedlowrank.method import Batch, ClientInfo, ClientView, Pass
+from fedlowrank.engines import ENGINES
+from fedlowrank.engines.base import client_key
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.models.cnn import CNN
-from fedlowrank.optimiser import SGD
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.run import Run, RunSettings, State
+from fedlowrank.training import cohort as stacked
+from fedlowrank.training.local_data import LocalData
 
 BOTH = Augment(flip=True, crop=1, fill=-3.0)
 KINDS = pytest.mark.parametrize("augment", [BOTH, Augment(crop=1), Augment(flip=True)], ids=["both", "crop", "flip"])
@@ -215,7 +220,7 @@ class Watched(FedAvg):
             return nn.functional.cross_entropy(view.model.apply(theta, batch.x), batch.y)
 
         view.total(statistic, down)
-        return None, view.train(loss, down, "local", self.optimiser)
+        return None, view.train(loss, down, "local", self.optimizer)
 
     def predictor(self, state: None, down: Any, view: ClientView) -> Callable[[Any], Tensor]:
         def infer(x: Tensor) -> Tensor:
@@ -289,21 +294,21 @@ def gap(one: Run, other: Run) -> float:
 
 @pytest.mark.parametrize("name", ["fedavg", "pfedlora", "fedrep"])
 def test_all_engines_and_a_resumed_run_agree(name: str, tmp_path: Path) -> None:
-    on, method = federation(), METHODS[name](batch_size=8, epochs=2, optimiser=SGD(lr=0.05, momentum=0.5))
+    on, method = federation(), METHODS[name](batch_size=8, epochs=2, optimizer=SGD(lr=0.05, momentum=0.5))
     whole = run_of(method, "sequential", on)
     assert tree.equal(states(whole), states(run_of(method, "wire", on)))
     half = run_of(method, "sequential", on, 1)
     checkpoint.save(tmp_path, half.round, half.state.server, half.state.clients)
     again = run_of(method, "sequential", on, 2, checkpoint.load(tmp_path))
     assert tree.equal(states(whole), states(again))
-    assert gap(whole, run_of(method, "vectorised", on)) < 1e-4
+    assert gap(whole, run_of(method, "vectorized", on)) < 1e-4
     assert gap(whole, run_of(method, "sequential", federation(Augment()))) > 1e-3
 
 
 def test_clients_at_once_see_the_very_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], stacked.joined
     monkeypatch.setattr(stacked, "joined", lambda batches: seen.append(list(batches)) or pad(batches))
-    run_of(method, "vectorised", on, 1)
+    run_of(method, "vectorized", on, 1)
     # those with the most steps first
     for place, client in enumerate((2, 0, 1)):
         found = [step[place] for step in seen if len(step) > place]

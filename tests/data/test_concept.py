@@ -8,15 +8,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank import config, experiment
+from fedlowrank.config import experiment
+from fedlowrank.config import tables as config
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.key import Key
 from fedlowrank.data.augment import Augment
 from fedlowrank.data.concept import CONCEPTS, ByNature, Concept, LabelShift, Rotation, apply_concept, rotate
 from fedlowrank.data.dataset import ClientData, Dataset, Examples
 from fedlowrank.data.divide import divide
 from fedlowrank.data.partition import Dirichlet, Iid, LabelGroups, Natural
 from fedlowrank.data.split import WholeTest
-from fedlowrank.errors import ConfigError, DataError
-from fedlowrank.key import Key
 
 quick = settings(max_examples=25, deadline=None)
 
@@ -93,7 +94,7 @@ def test_bilinear_turns_agree_with_the_pixels_summed_by_hand(height: int, width:
     cos, sin = np.cos(angle), np.sin(angle)
     for i in range(height):
         for j in range(width):
-            # right and up from the centre; an image turned counter-clockwise shows what lay clockwise
+            # right and up from the center; an image turned counter-clockwise shows what lay clockwise
             right, up = j - (width - 1) / 2, (height - 1) / 2 - i
             column = cos * right + sin * up + (width - 1) / 2
             row = (height - 1) / 2 - (cos * up - sin * right)

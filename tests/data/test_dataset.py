@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.data.dataset import Dataset, Examples, normalise
-from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.data.dataset import Dataset, Examples, normalize
 
 
 def examples(x, y) -> Examples:
@@ -40,7 +40,7 @@ def test_named_inputs_are_taken_together():
     with pytest.raises(DataError, match="'ids' holds 3"):
         Examples({"ids": torch.zeros(3, 2)}, torch.tensor([0]))
     with pytest.raises(ConfigError, match="none"):
-        normalise(Dataset("text", whole, None, ("a", "b")), "standard")
+        normalize(Dataset("text", whole, None, ("a", "b")), "standard")
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_standard_uses_the_training_part_alone():
     generator = torch.Generator().manual_seed(0)
     train = torch.randn(50, 3, 4, 4, generator=generator) * torch.tensor([1.0, 5, 0.01])[:, None, None] + 100
     test = torch.full((2, 3, 4, 4), 100.0)
-    out = normalise(table(train, test), "standard")
+    out = normalize(table(train, test), "standard")
     mean, std = train.double().mean((0, 2, 3)), train.double().std((0, 2, 3), unbiased=False)
     assert torch.allclose(out.train.x.double().mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-3)
     assert torch.allclose(out.train.x.double().std((0, 2, 3), unbiased=False), torch.ones_like(std), atol=1e-3)
@@ -93,31 +93,31 @@ def test_standard_uses_the_training_part_alone():
 def test_standard_of_a_large_set_equals_that_of_one_piece():
     # More values than are looked at in one piece.
     x = torch.rand(300_000, 7, generator=torch.Generator().manual_seed(1)) * 3
-    out = normalise(table(x), "standard").train.x
+    out = normalize(table(x), "standard").train.x
     expected = (x - x.double().mean(0).float()) / x.double().std(0, unbiased=False).float()
     assert torch.allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", ["standard", "scale"])
 def test_constant_features_become_zero(how):
-    out = normalise(table([[0.1, 1.0], [0.1, 2.0], [0.1, 3.0]], [[0.1, 5.0]]), how)
+    out = normalize(table([[0.1, 1.0], [0.1, 2.0], [0.1, 3.0]], [[0.1, 5.0]]), how)
     assert out.train.x[:, 0].tolist() == [0, 0, 0]
     assert out.test.x[0, 0] == 0
     assert torch.isfinite(out.test.x).all()
 
 
 def test_scale_maps_tables_by_feature_and_images_as_a_whole():
-    out = normalise(table([[1.0, -4.0], [3.0, 4.0]], [[5.0, 0.0]]), "scale")
+    out = normalize(table([[1.0, -4.0], [3.0, 4.0]], [[5.0, 0.0]]), "scale")
     assert out.train.x.tolist() == [[0, 0], [1, 1]]
     assert out.test.x.tolist() == [[2, 0.5]]
     image = torch.tensor([0.0, 50, 100, 200]).reshape(1, 2, 1, 2)
-    assert normalise(table(image), "scale").train.x.flatten().tolist() == [0, 0.25, 0.5, 1]
+    assert normalize(table(image), "scale").train.x.flatten().tolist() == [0, 0.25, 0.5, 1]
 
 
-def test_normalise_leaves_the_old_set_alone_and_names_unknown_ways():
+def test_normalize_leaves_the_old_set_alone_and_names_unknown_ways():
     data = table([[1.0], [3.0]])
-    assert normalise(data, "none") is data
-    normalise(data, "standard")
+    assert normalize(data, "none") is data
+    normalize(data, "standard")
     assert data.train.x.tolist() == [[1], [3]]
     with pytest.raises(ConfigError, match="'standard'"):
-        normalise(data, "standart")
+        normalize(data, "standart")

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
+from fedlowrank.core.errors import DataError
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts, split_sizes
-from fedlowrank.errors import DataError
 
 
 def client(train, val=(), test=(), notes=()) -> ClientData:

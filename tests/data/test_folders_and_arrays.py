@@ -5,17 +5,17 @@ import pytest
 import torch
 from PIL import Image
 
+from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.data.images import Folder
-from fedlowrank.errors import ConfigError, DataError
 
 X = np.arange(24, dtype=np.float64).reshape(4, 6)
 Y = np.array([0, 1, 1, 2])
 
 
-def paint(file, colour, size=(4, 4), mode="RGB"):
+def paint(file, color, size=(4, 4), mode="RGB"):
     file.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, colour).save(file)
+    Image.new(mode, size, color).save(file)
 
 
 def test_folder_with_parts(tmp_path):
@@ -36,7 +36,7 @@ def test_folder_with_parts(tmp_path):
         Folder(str(tmp_path)).load()
 
 
-def test_folder_of_one_level_in_grey(tmp_path):
+def test_folder_of_one_level_in_gray(tmp_path):
     paint(tmp_path / "x" / "1.png", 51, (5, 3), "L")
     paint(tmp_path / "y" / "2.png", 255, (5, 3), "L")
     data = Folder(str(tmp_path), size=None, channels=1).load()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.cifar import Cifar10, Cifar100
 from fedlowrank.data.idx import Mnist
 from fedlowrank.data.sources import SOURCES
-from fedlowrank.errors import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
 X10 = RNG.integers(0, 256, (12, 3072), dtype=np.uint8)

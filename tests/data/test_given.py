@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from fedlowrank import SGD, Federation, simulate
+from fedlowrank.core.errors import ConfigError, DataError, NonFiniteError, TaskError
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.data.given import examples_of
-from fedlowrank.errors import ConfigError, DataError, NonFiniteError, TaskError
 from fedlowrank.methods import FedAvg, Floral, PFedLoRA
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -149,7 +149,7 @@ def test_a_loss_that_is_not_finite_at_once_does_not_blame_the_learning_rate() ->
     assert "Lower the learning rate" not in str(error.value)
     deep = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     with pytest.raises(NonFiniteError, match=r"not finite.*Lower the learning rate"):
-        simulate(FedAvg(optimiser=SGD(lr=1e30), batch_size=2), federation(LABELS, model=deep), rounds=2)
+        simulate(FedAvg(optimizer=SGD(lr=1e30), batch_size=2), federation(LABELS, model=deep), rounds=2)
 
 
 def test_initial_parameters_that_are_not_finite() -> None:
@@ -207,18 +207,18 @@ def test_more_outputs_than_classes_are_learnt() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimiser",
+    "optimizer",
     [torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), torch.optim.SGD, 0.1, {"lr": 0.1}, None, "sgd"],
     ids=["torch", "torch class", "number", "dict", "None", "word"],
 )
-def test_another_optimiser(optimiser: Any) -> None:
-    if optimiser is not None:
-        with pytest.raises(ConfigError, match=r"adapter_optimiser is .*it must be fedlowrank\.SGD"):
-            PFedLoRA(adapter_optimiser=optimiser)
-    with pytest.raises(ConfigError, match=r"FedAvg: optimiser is .*fedlowrank\.SGD\(lr=\.\.\.\)"):
-        FedAvg(optimiser=optimiser)
-    with pytest.raises(ConfigError, match=r"server_optimiser"):
-        Floral(server_optimiser=optimiser)
+def test_another_optimizer(optimizer: Any) -> None:
+    if optimizer is not None:
+        with pytest.raises(ConfigError, match=r"adapter_optimizer is .*it must be fedlowrank\.SGD"):
+            PFedLoRA(adapter_optimizer=optimizer)
+    with pytest.raises(ConfigError, match=r"FedAvg: optimizer is .*fedlowrank\.SGD\(lr=\.\.\.\)"):
+        FedAvg(optimizer=optimizer)
+    with pytest.raises(ConfigError, match=r"server_optimizer"):
+        Floral(server_optimizer=optimizer)
 
 
 def test_a_class_instead_of_a_method() -> None:

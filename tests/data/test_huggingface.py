@@ -6,8 +6,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.huggingface import HuggingFace
-from fedlowrank.errors import ConfigError, DataError
 
 datasets = pytest.importorskip("datasets")
 
@@ -155,7 +155,7 @@ def test_missing_values_and_labels_are_refused(tmp_path, load):
     with pytest.raises(DataError, match="missing values"):
         load(saved("none", {"a": [1.0, 2.0], "label": ["x", None]}, a=number, label=text))
     with pytest.raises(DataError, match="there is a -1"):
-        load(saved("unlabelled", {"a": [1.0, 2.0], "label": [-1, 1]}, a=number, label=CATS))
+        load(saved("unlabeled", {"a": [1.0, 2.0], "label": [-1, 1]}, a=number, label=CATS))
     ragged = {"a": [[1.0], [1.0, 2.0]], "label": [0, 1]}
     path = saved("ragged", ragged, a=datasets.Sequence(number), label=CATS)
     with pytest.raises(DataError, match="different lengths"):

@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.key import Key
 from fedlowrank.data.counting import largest_remainder
 from fedlowrank.data.partition import PARTITIONS, Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
 from fedlowrank.data.rank_skew import RankSkew
-from fedlowrank.errors import ConfigError, DataError
-from fedlowrank.key import Key
 
 KEY = Key((0, "test"))
 LABELS = np.random.default_rng(0).integers(0, 10, 2000)

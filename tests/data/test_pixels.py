@@ -14,22 +14,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import Federation, simulate, tree
+from fedlowrank import Federation, simulate
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError, DataError
+from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data import federation as federation_module
 from fedlowrank.data import pixels
 from fedlowrank.data.augment import UNCHANGED, Augment
-from fedlowrank.data.dataset import Dataset, Examples, normalise
+from fedlowrank.data.dataset import Dataset, Examples, normalize
 from fedlowrank.data.pixels import Pixels, pack
-from fedlowrank.engine import ENGINES
-from fedlowrank.engine.auto import fingerprint
-from fedlowrank.engine.run import Run, RunSettings, placed
-from fedlowrank.errors import CheckpointError, DataError
-from fedlowrank.export import write
-from fedlowrank.local_data import LocalData
+from fedlowrank.engines import ENGINES
+from fedlowrank.engines.auto import fingerprint
 from fedlowrank.methods import METHODS
 from fedlowrank.models.cnn import CNN
 from fedlowrank.models.mlp import MLP
-from fedlowrank.optimiser import SGD, AdamW
+from fedlowrank.simulation.export import write
+from fedlowrank.simulation.run import Run, RunSettings, placed
+from fedlowrank.training.local_data import LocalData
 
 torch.set_num_threads(1)
 
@@ -53,7 +54,7 @@ def raw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("how", ["none", "scale", "standard"])
 def test_images_come_out_bit_for_bit(shape: tuple[int, ...], how: Any) -> None:
     y = torch.arange(shape[0]) % 2
-    data = normalise(
+    data = normalize(
         Dataset("d", Examples(raw(*shape), y), Examples(raw(50, *shape[1:], seed=1), y[:50]), ("a", "b")), how
     )
     assert data.test is not None
@@ -150,7 +151,7 @@ def test_what_is_no_image_is_refused() -> None:
 def federation(
     sizes: Sequence[int] = (23, 9, 31), augment: Augment = UNCHANGED, flat: bool = False, **kwargs: Any
 ) -> Federation:
-    """Images normalised channel by channel, of which the classes differ in brightness."""
+    """Images normalized channel by channel, of which the classes differ in brightness."""
     random, clients = np.random.default_rng(5), []
     mean, width = random.random((2, 1, 2, 1, 1)).astype(np.float32) + 0.1
     for n in sizes:
@@ -315,14 +316,14 @@ def test_no_method_can_tell_bytes_from_numbers(name: str) -> None:
     assert ends(other)[1] != ends(floats)[1]
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
 @pytest.mark.parametrize("kind", ["flat", *AUGMENTS])
 @pytest.mark.parametrize("name", ["fedavg", "floral", "fedrep"])
 def test_no_engine_can_tell_bytes_from_numbers(engine: str, kind: str, name: str) -> None:
     on = federation(flat=True) if kind == "flat" else federation(augment=AUGMENTS[kind])
     # by gradients too
-    optimiser = AdamW(lr=0.01) if name == "fedrep" else SGD(lr=0.05)
-    method = METHODS[name](batch_size=8, optimiser=optimiser)
+    optimizer = AdamW(lr=0.01) if name == "fedrep" else SGD(lr=0.05)
+    method = METHODS[name](batch_size=8, optimizer=optimizer)
     floats, bytes_ = (simulate(method, on, rounds=2, engine=engine, pixels=p) for p in ("float32", "bytes"))
     assert bytes_.run.federation.is_packed
     assert ends(floats) == ends(bytes_)
@@ -334,7 +335,7 @@ def test_clients_with_tables_of_their_own_are_trained_at_once() -> None:
     apart = dataclasses.replace(on, clients=alone)
     assert len({id(c.train.x.table) for c in apart.clients}) == 2  # type: ignore[union-attr]
     method = METHODS["fedavg"](batch_size=8)
-    found = [simulate(method, each, rounds=2, engine="vectorised") for each in (on, apart)]
+    found = [simulate(method, each, rounds=2, engine="vectorized") for each in (on, apart)]
     assert ends(found[0]) == ends(found[1])
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank import config
+from fedlowrank.config import tables as config
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.key import Key
 from fedlowrank.data.partition import PARTITIONS
 from fedlowrank.data.rank_skew import RankSkew, client_ranks
-from fedlowrank.errors import ConfigError, DataError
-from fedlowrank.key import Key
 
 KEY = Key((0, "test"))
 

@@ -12,19 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedlowrank import Federation, config, experiment, simulate
+from fedlowrank import Federation, simulate
+from fedlowrank.config import experiment
+from fedlowrank.config import tables as config
+from fedlowrank.core.errors import ConfigError, DataError, TaskError
+from fedlowrank.core.key import Key
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.arrays import Arrays
-from fedlowrank.data.dataset import Dataset, Examples, normalise, subset
+from fedlowrank.data.dataset import Dataset, Examples, normalize, subset
 from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
 from fedlowrank.data.divide import divide, keep
 from fedlowrank.data.partition import Iid, Natural
 from fedlowrank.data.split import Local, Matched, OwnTest, TestShare, WholeTest
 from fedlowrank.data.synthetic import SyntheticLinear, SyntheticMLP
-from fedlowrank.errors import ConfigError, DataError, TaskError
-from fedlowrank.evaluate import measure
-from fedlowrank.key import Key
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.optimiser import SGD
+from fedlowrank.simulation.evaluation import measure
 
 KEY = Key((1,))
 
@@ -84,7 +86,7 @@ def test_what_goes_by_classes_refuses_a_regression() -> None:
 
 def test_preparation_keeps_targets() -> None:
     data = numbered()
-    assert torch.equal(normalise(data, "standard").train.y, data.train.y)
+    assert torch.equal(normalize(data, "standard").train.y, data.train.y)
     some = subset(data, 7)
     assert torch.equal(some.train.y, some.train.x * torch.tensor([1.0, 2.0]))
     assert data.outputs == 2
@@ -190,7 +192,7 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
     start = nn.Linear(4, 2, bias=False)
     weight = start.weight.detach().numpy().astype(np.float64)
     made = Federation.from_arrays(given, start)
-    result = simulate(FedAvg(batch_size=20, optimiser=SGD(lr=0.1)), made, rounds=1, representations=0)
+    result = simulate(FedAvg(batch_size=20, optimizer=SGD(lr=0.1)), made, rounds=1, representations=0)
     gradient = np.mean([((x @ weight.T - y).T @ x) / 20 for x, y in pairs()], 0)
     after = weight - 0.1 * gradient
     for k, (x, y) in enumerate(pairs()):
@@ -300,7 +302,7 @@ LINEAR = """
 method = "fedavg"
 [data]
 source = "synthetic_linear"
-normalise = "none"
+normalize = "none"
 clients = 4
 clusters = 2
 test = 20
@@ -317,7 +319,7 @@ names = ["linear"]
 bias = false
 [defaults]
 batch_size = 4
-optimiser = { kind = "sgd", lr = 0.1 }
+optimizer = { kind = "sgd", lr = 0.1 }
 """
 
 
@@ -352,10 +354,10 @@ def test_an_experiment_keeps_a_share_of_the_training_data(tmp_path: Any) -> None
         load(tmp_path, "data.keep_at_least=0")
 
 
-def test_synthetic_inputs_are_not_normalised(tmp_path: Any) -> None:
+def test_synthetic_inputs_are_not_normalized(tmp_path: Any) -> None:
     for how in ("scale", "standard"):
-        with pytest.raises(ConfigError, match=r"Set data\.normalise to 'none'"):
-            load(tmp_path, f"data.normalise={how}")
+        with pytest.raises(ConfigError, match=r"Set data\.normalize to 'none'"):
+            load(tmp_path, f"data.normalize={how}")
 
 
 def test_clusters_of_the_source_and_of_the_concept_must_agree(tmp_path: Any) -> None:

@@ -4,13 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.key import Key
 from fedlowrank.data.dataset import Dataset, Examples
 from fedlowrank.data.describe import class_counts
 from fedlowrank.data.divide import divide, keep
 from fedlowrank.data.partition import Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
 from fedlowrank.data.split import SPLITS, Local, Matched, OwnTest, TestShare, WholeTest
-from fedlowrank.errors import ConfigError, DataError
-from fedlowrank.key import Key
 
 KEY = Key((3,))
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.key import Key
 from fedlowrank.data.text.batches import length_buckets, trim
-from fedlowrank.errors import ConfigError, DataError
-from fedlowrank.key import Key
 
 
 @given(lengths=st.lists(st.integers(0, 30), max_size=300), batch_size=st.integers(1, 7), seed=st.integers(0, 2**20))
@@ -38,7 +38,7 @@ def test_batches_are_narrow_in_random_order_and_drawn_from_the_generator() -> No
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(batches, other, strict=True))
     spread = np.mean([float(lengths[b].max() - lengths[b].min()) for b in batches])
-    # 400 examples a window over 500 lengths: 8 neighbours span about 8·500/400; 8 at random about 500·7/9
+    # 400 examples a window over 500 lengths: 8 neighbors span about 8·500/400; 8 at random about 500·7/9
     assert spread < 20
     means = np.array([float(lengths[b].double().mean()) for b in batches])
     # sorted batches would have a correlation of nearly 1 between place and length

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.data.dataset import Dataset, Examples, normalise, subset
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.key import Key
+from fedlowrank.data.dataset import Dataset, Examples, normalize, subset
 from fedlowrank.data.divide import divide
 from fedlowrank.data.partition import Dirichlet, EqualDirichlet, Iid, Natural, Pathological
 from fedlowrank.data.rank_skew import RankSkew
 from fedlowrank.data.split import Local, Pool, WholeTest
-from fedlowrank.errors import ConfigError, DataError
-from fedlowrank.key import Key
 
 KEY = Key((0,))
 
@@ -47,9 +47,9 @@ def test_labels_of_tokens_are_a_form_of_their_own() -> None:
     taken = data.train.take(torch.tensor([3, 1]))
     assert taken.y.tolist() == [[-100, 4, 5], [-100, 2, 3]]
     assert taken.tokens
-    assert normalise(data, "none") is data
+    assert normalize(data, "none") is data
     with pytest.raises(ConfigError, match="needs one input tensor"):
-        normalise(data, "scale")
+        normalize(data, "scale")
     assert not Examples(torch.zeros(2, 1), torch.tensor([0, 1])).tokens
     assert not Examples(torch.zeros(2, 1), torch.zeros(2, 1)).tokens
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedlowrank.core.errors import ConfigError
 from fedlowrank.data.text.formats import Format, render
 from fedlowrank.data.text.records import Instruction
-from fedlowrank.errors import ConfigError
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.text.passages import Lines, Speakers, passages
-from fedlowrank.errors import ConfigError, DataError
 
 
 def write(file: Path, rows: list[Any]) -> str:

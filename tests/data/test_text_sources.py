@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank import config
+from fedlowrank.config import tables as config
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.key import Key
 from fedlowrank.data.text.passages import Speakers
-from fedlowrank.data.text.records import Instruction, Labelled, Texts, hold_out
+from fedlowrank.data.text.records import Instruction, Labeled, Texts, hold_out
 from fedlowrank.data.text.rows import expand, find_file, read_file, read_split
 from fedlowrank.data.text.sources import TEXT_SOURCES, CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
-from fedlowrank.errors import ConfigError, DataError
-from fedlowrank.key import Key
 
 
 def write(file: Path, rows: list[Any]) -> str:
@@ -270,8 +270,8 @@ def test_saved_data_sets_and_folders_of_files(tmp_path: Path) -> None:
     }
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     found = TextClasses(str(tmp_path / "saved"), test_split="test").load()
-    assert found.train == [Labelled("fine", 1), Labelled("bad", 0)]
-    assert found.test == [Labelled("good", 1), Labelled("awful", 0)]
+    assert found.train == [Labeled("fine", 1), Labeled("bad", 0)]
+    assert found.test == [Labeled("good", 1), Labeled("awful", 0)]
     assert (found.classes, found.name) == (("no", "yes"), "saved")
     assert TextClasses(str(tmp_path / "saved")).load().test is None
     with pytest.raises(DataError, match=r"no split 'tset'. Did you mean 'test'\?"):
@@ -298,7 +298,7 @@ def test_text_classes_joins_columns_and_knows_its_labels(tmp_path: Path) -> None
     (tmp_path / "news").mkdir()
     path = write(tmp_path / "news" / "train.jsonl", rows)
     found = TextClasses(path, path, text=("title", "body"), separator=" | ").load()
-    assert found.train == [Labelled("One | two", "b"), Labelled("three", "a"), Labelled("four", "b")]
+    assert found.train == [Labeled("One | two", "b"), Labeled("three", "a"), Labeled("four", "b")]
     assert found.test == found.train
     assert found.kind == "classes"
     assert found.name == "news"
@@ -316,8 +316,8 @@ def test_text_classes_joins_columns_and_knows_its_labels(tmp_path: Path) -> None
 
 
 def test_texts_of_two_kinds_and_empty_parts_are_refused() -> None:
-    with pytest.raises(DataError, match="mix Instruction and Labelled"):
-        Texts("t", [Instruction("a", "b")], [Labelled("a", 1)])
+    with pytest.raises(DataError, match="mix Instruction and Labeled"):
+        Texts("t", [Instruction("a", "b")], [Labeled("a", 1)])
     with pytest.raises(DataError, match=r"test part .* is empty"):
         Texts("t", [Instruction("a", "b")], [])
     with pytest.raises(DataError, match="name classes"):

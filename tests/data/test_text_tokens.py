@@ -10,18 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.loss import IGNORE_INDEX
 from fedlowrank.data.dataset import Dataset
-from fedlowrank.data.text.packing import NO_LOSS, Sample, pack_sequences
-from fedlowrank.data.text.records import Instruction, Labelled, Texts
-from fedlowrank.data.text.tokens import TextSettings, tokenise
-from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.data.text.packing import Sample, pack_sequences
+from fedlowrank.data.text.records import Instruction, Labeled, Texts
+from fedlowrank.data.text.tokens import TextSettings, tokenize
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 WORDS = ["[UNK]", "<pad>", "<bos>", "<eos>", "a", "b", "c", "d", "e", "f", "[CLS]", "[SEP]"]
 PAD, BOS, EOS, A, B, C, D, E, F, CLS, SEP = range(1, 12)
-_ = NO_LOSS
+_ = IGNORE_INDEX
 
 
 def words(bos: bool = True, names: tuple[str, ...] = ("pad", "bos", "eos"), **more: Any) -> Any:
@@ -71,7 +72,7 @@ PAIR = [Instruction("a b", "c"), Instruction("a", "d e f", "b")]
 
 
 def test_ids_mask_and_labels_by_hand() -> None:
-    data = tokenise(Texts("t", PAIR, [Instruction("a", "b")]), words(), PLAIN)
+    data = tokenize(Texts("t", PAIR, [Instruction("a", "b")]), words(), PLAIN)
     assert rows(data.train.x["input_ids"]) == [[BOS, A, B, C, EOS, PAD, PAD], [BOS, A, B, D, E, F, EOS]]
     assert rows(data.train.x["attention_mask"]) == [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]]
     assert rows(data.train.y) == [[_, _, _, C, EOS, _, _], [_, _, _, D, E, F, EOS]]
@@ -86,21 +87,21 @@ def test_ids_mask_and_labels_by_hand() -> None:
 
 
 def test_loss_on_everything_but_padding() -> None:
-    data = tokenise(Texts("t", PAIR), words(), TextSettings("plain", 16, "all"))
+    data = tokenize(Texts("t", PAIR), words(), TextSettings("plain", 16, "all"))
     ids, mask = data.train.x["input_ids"], data.train.x["attention_mask"]
-    assert torch.equal(data.train.y, torch.where(mask == 1, ids, NO_LOSS))
+    assert torch.equal(data.train.y, torch.where(mask == 1, ids, IGNORE_INDEX))
 
 
 def test_special_tokens_that_are_lacking() -> None:
     texts = Texts("t", PAIR)
-    without_bos = tokenise(texts, words(bos=False), PLAIN)
+    without_bos = tokenize(texts, words(bos=False), PLAIN)
     assert rows(without_bos.train.x["input_ids"])[1] == [A, B, D, E, F, EOS]
-    without_pad = tokenise(texts, words(names=("bos", "eos")), PLAIN)
+    without_pad = tokenize(texts, words(names=("bos", "eos")), PLAIN)
     assert rows(without_pad.train.x["input_ids"])[0] == [BOS, A, B, C, EOS, EOS, EOS]
     assert rows(without_pad.train.y)[0] == [_, _, _, C, EOS, _, _]
     assert rows(without_pad.train.x["attention_mask"])[0] == [1, 1, 1, 1, 1, 0, 0]
     assert without_pad.notes == ("the tokenizer has no padding token: EOS pads",)
-    neither = tokenise(texts, words(bos=False, names=()), PLAIN)
+    neither = tokenize(texts, words(bos=False, names=()), PLAIN)
     assert rows(neither.train.x["input_ids"])[0] == [A, B, C, 0, 0]
     assert neither.notes == (
         "the tokenizer has no padding token: token 0 pads",
@@ -118,7 +119,7 @@ def test_special_tokens_that_are_lacking() -> None:
 )
 def test_truncation_is_counted_and_drops_what_cannot_be_learnt(truncate: Any, kept: list[Any]) -> None:
     texts = Texts("t", [*PAIR, Instruction("a b c d", "e"), Instruction("a", "b")])
-    data = tokenise(texts, words(), TextSettings("plain", 4, truncate=truncate))
+    data = tokenize(texts, words(), TextSettings("plain", 4, truncate=truncate))
     wanted = [pair for pair in kept if pair is not None]
     assert rows(data.train.x["input_ids"]) == [*(ids for ids, _labels in wanted), [BOS, A, B, EOS]]
     for found, (_ids, labels) in zip(rows(data.train.y), wanted, strict=False):
@@ -131,18 +132,18 @@ def test_truncation_is_counted_and_drops_what_cannot_be_learnt(truncate: Any, ke
 
 def test_a_response_of_one_token_that_nothing_predicts_is_dropped() -> None:
     texts = Texts("t", [Instruction("", "a"), Instruction("", "a b")])
-    data = tokenise(texts, words(bos=False), TextSettings("none", 8))
+    data = tokenize(texts, words(bos=False), TextSettings("none", 8))
     assert rows(data.train.x["input_ids"]) == [[A, B, EOS]]
     assert "1 of 2 samples dropped" in data.notes[0]
-    assert len(tokenise(texts, words(), TextSettings("none", 8)).train) == 2
+    assert len(tokenize(texts, words(), TextSettings("none", 8)).train) == 2
     with pytest.raises(DataError, match="within 3 tokens no sample has a token of its response"):
-        tokenise(Texts("t", [Instruction("a b c", "d")]), words(), TextSettings("plain", 3))
+        tokenize(Texts("t", [Instruction("a b c", "d")]), words(), TextSettings("plain", 3))
 
 
 def test_the_boundary_stays_where_a_merge_would_cross_it(bpe: Any) -> None:
     bpe.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert len(bpe("ab")["input_ids"]) == 1
-    data = tokenise(Texts("t", [Instruction("a", "b")]), bpe, TextSettings("chat", 8))
+    data = tokenize(Texts("t", [Instruction("a", "b")]), bpe, TextSettings("chat", 8))
     (a,), (b,) = bpe("a")["input_ids"], bpe("b")["input_ids"]
     eos = bpe.eos_token_id
     assert rows(data.train.x["input_ids"]) == [[a, b, eos]]
@@ -151,7 +152,7 @@ def test_the_boundary_stays_where_a_merge_would_cross_it(bpe: Any) -> None:
     bpe.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{{ '<eos>\\n' if m['role'] == 'assistant' }}{% endfor %}"
     )
-    again = tokenise(Texts("t", [Instruction("a", "b")]), bpe, TextSettings("chat", 8))
+    again = tokenize(Texts("t", [Instruction("a", "b")]), bpe, TextSettings("chat", 8))
     assert rows(again.train.x["input_ids"]) == [[a, b, eos]]
 
 
@@ -170,14 +171,14 @@ def test_what_is_learnt_decodes_to_the_responses(bpe: Any, pairs: Any, format: A
     kept = [r for r in records if format != "none" or len(bpe(r.response)["input_ids"]) > 1]
     if not kept:
         return
-    data = tokenise(Texts("t", records), bpe, TextSettings(format, 400, packing=packing))
+    data = tokenize(Texts("t", records), bpe, TextSettings(format, 400, packing=packing))
     found, prompts = [], []
     for ids, mask, y in zip(*map(rows, (*data.train.x.values(), data.train.y)), strict=True):
         n = sum(mask)
         assert mask == [1] * n + [0] * (len(mask) - n)
-        assert all(label in (NO_LOSS, token) for label, token in zip(y, ids, strict=True))
-        found.append(bpe.decode([label for label in y if label != NO_LOSS]))
-        prompts.append(bpe.decode([t for t, label in zip(ids[:n], y, strict=False) if label == NO_LOSS]))
+        assert all(label in (IGNORE_INDEX, token) for label, token in zip(y, ids, strict=True))
+        found.append(bpe.decode([label for label in y if label != IGNORE_INDEX]))
+        prompts.append(bpe.decode([t for t, label in zip(ids[:n], y, strict=False) if label == IGNORE_INDEX]))
     assert sorted("".join(found).split("<eos>")) == sorted(["", *(r.response for r in kept)])
     if not packing:
         assert found == [r.response + "<eos>" for r in kept]
@@ -198,7 +199,7 @@ def test_a_chat_template_ends_the_turn_and_begins_the_text(end: str, wanted: lis
         + end
         + "{% endif %} {% endfor %}{% if add_generation_prompt %}f {% endif %}"
     ).replace("{{ m['content'] }}", "{% if m['role'] == 'assistant' %}f {% endif %}{{ m['content'] }}")
-    data = tokenise(Texts("t", [Instruction("a b", "c")]), tokenizer, TextSettings("chat", 16))
+    data = tokenize(Texts("t", [Instruction("a b", "c")]), tokenizer, TextSettings("chat", 16))
     # one BOS, from the template, and one EOS
     assert rows(data.train.x["input_ids"]) == [[BOS, A, B, F, *wanted]]
     assert rows(data.train.y) == [[_, _, _, _, *wanted]]
@@ -207,24 +208,24 @@ def test_a_chat_template_ends_the_turn_and_begins_the_text(end: str, wanted: lis
 def test_categories_become_strata_and_clients_natural_clients() -> None:
     train = [Instruction("a", "b", category="y", client="w"), Instruction("a", "b", category="x")]
     test = [Instruction("a", "b", category="z", client="v")]
-    data = tokenise(Texts("t", train, test, notes=("read",)), words(), PLAIN)
+    data = tokenize(Texts("t", train, test, notes=("read",)), words(), PLAIN)
     assert data.strata_names == ("x", "y", "z")
     assert (data.strata.tolist(), data.strata_test.tolist()) == ([1, 0], [2])
     assert (data.natural.tolist(), data.natural_test.tolist()) == ([1, -1], [0])
     assert data.notes == ("read",)
     with pytest.raises(DataError, match="1 records of 't' have no category"):
-        tokenise(Texts("t", [*train, Instruction("a", "b")]), words(), PLAIN)
+        tokenize(Texts("t", [*train, Instruction("a", "b")]), words(), PLAIN)
     # a sample that is dropped takes its stratum with it
-    cut = tokenise(Texts("t", [Instruction("a b c", "d", category="p"), *train]), words(), TextSettings("plain", 4))
+    cut = tokenize(Texts("t", [Instruction("a b c", "d", category="p"), *train]), words(), TextSettings("plain", 4))
     assert [cut.strata_names[k] for k in cut.strata] == ["y", "x"]
     assert cut.natural.tolist() == [0, -1]
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="made for at most 8 tokens"):
-        tokenise(Texts("t", PAIR), words(model_max_length=8), PLAIN)
+        tokenize(Texts("t", PAIR), words(model_max_length=8), PLAIN)
     with pytest.raises(ConfigError, match="packing is for instructions"):
-        tokenise(Texts("t", [Labelled("a", 0)]), bert(), TextSettings(packing=True))
+        tokenize(Texts("t", [Labeled("a", 0)]), bert(), TextSettings(packing=True))
     for wrong in ({"format": "alpca"}, {"loss_on": "prompt"}, {"truncate": "both"}, {"context": 1}):
         with pytest.raises(ConfigError):
             TextSettings(**wrong)
@@ -235,7 +236,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
 
 def test_packed_rows_by_hand() -> None:
     texts = Texts("t", [Instruction("a", "b"), Instruction("a", "c d e f"), Instruction("", "d")])
-    data = tokenise(texts, words(), TextSettings("plain", 7, packing=True))
+    data = tokenize(texts, words(), TextSettings("plain", 7, packing=True))
     assert rows(data.train.x["input_ids"]) == [[BOS, A, B, EOS, BOS, D, EOS], [BOS, A, C, D, E, F, EOS]]
     assert rows(data.train.y) == [[_, _, B, EOS, _, D, EOS], [_, _, C, D, E, F, EOS]]
     assert data.notes == ("training part: 3 samples packed into 2 rows",)
@@ -243,7 +244,7 @@ def test_packed_rows_by_hand() -> None:
 
 def test_packing_keeps_categories_and_clients_apart() -> None:
     records = [Instruction("a", "b", category=f"{i % 2}", client=f"{i % 3}") for i in range(12)]
-    data = tokenise(Texts("t", records), words(), TextSettings("plain", 100, packing=True))
+    data = tokenize(Texts("t", records), words(), TextSettings("plain", 100, packing=True))
     assert sorted(zip(data.strata.tolist(), data.natural.tolist(), strict=True)) == [
         (s, c) for s in range(2) for c in range(3)
     ]
@@ -262,7 +263,7 @@ def test_every_sample_is_packed_once_and_whole(sizes: list[int], ends: list[bool
     for i, (size, end) in enumerate(zip(sizes, ends, strict=False)):
         # tokens tell which sample they are of
         ids = [1 + i] * size
-        labels = [t if draws.random() < 0.5 else NO_LOSS for t in ids]
+        labels = [t if draws.random() < 0.5 else IGNORE_INDEX for t in ids]
         if end and eos is not None:
             ids[-1], labels[-1] = eos, eos
         samples.append(Sample(ids, labels))
@@ -279,8 +280,8 @@ def test_every_sample_is_packed_once_and_whole(sizes: list[int], ends: list[bool
         assert of[0].labels[at : at + len(sample.ids)] == sample.labels
         if at and eos is not None:
             assert of[0].ids[at - 1] == eos
-    learnt = sorted(label for row in packed for label in row.labels if label != NO_LOSS)
-    assert learnt == sorted(label for sample in samples for label in sample.labels if label != NO_LOSS)
+    learnt = sorted(label for row in packed for label in row.labels if label != IGNORE_INDEX)
+    assert learnt == sorted(label for sample in samples for label in sample.labels if label != IGNORE_INDEX)
     added = sum(len(row.ids) for row in packed) - sum(sizes)
     assert 0 <= added <= len(samples) - len(packed)
     # two rows that would fit into one are never left: no two are at most half full
@@ -303,8 +304,8 @@ def test_a_sample_that_fits_into_no_row_is_refused() -> None:
 
 
 def test_texts_with_labels_by_hand() -> None:
-    train = [Labelled("a b", "yes", "w"), Labelled("c", "no", "v")]
-    data = tokenise(Texts("t", train, [Labelled("d e f", "yes")]), bert(), TextSettings(context=8))
+    train = [Labeled("a b", "yes", "w"), Labeled("c", "no", "v")]
+    data = tokenize(Texts("t", train, [Labeled("d e f", "yes")]), bert(), TextSettings(context=8))
     assert rows(data.train.x["input_ids"]) == [[CLS, A, B, SEP, PAD], [CLS, C, SEP, PAD, PAD]]
     assert rows(data.train.x["attention_mask"]) == [[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]
     assert rows(data.test.x["input_ids"]) == [[CLS, D, E, F, SEP]]
@@ -314,11 +315,11 @@ def test_texts_with_labels_by_hand() -> None:
 
 
 def test_token_types_where_the_tokenizer_asks_for_them() -> None:
-    texts = Texts("t", [Labelled("a b", 0), Labelled("c", 1)])
-    plain = tokenise(texts, bert(model_input_names=["input_ids", "attention_mask"]), TextSettings(context=8))
+    texts = Texts("t", [Labeled("a b", 0), Labeled("c", 1)])
+    plain = tokenize(texts, bert(model_input_names=["input_ids", "attention_mask"]), TextSettings(context=8))
     assert set(plain.train.x) == {"input_ids", "attention_mask"}
     asked = bert(model_input_names=["input_ids", "token_type_ids", "attention_mask"], pad_token_type_id=3)
-    with_types = tokenise(texts, asked, TextSettings(context=8)).train.x["token_type_ids"]
+    with_types = tokenize(texts, asked, TextSettings(context=8)).train.x["token_type_ids"]
     assert rows(with_types) == [[0, 0, 0, 0], [0, 0, 0, asked.pad_token_type_id]]
 
 
@@ -326,8 +327,8 @@ def test_token_types_where_the_tokenizer_asks_for_them() -> None:
 def test_long_texts_keep_their_special_tokens(side: Any, kept: list[int]) -> None:
     tokenizer = bert()
     before = tokenizer.truncation_side
-    texts = Texts("t", [Labelled("a b c d e f", 0), Labelled("c", 1)])
-    data = tokenise(texts, tokenizer, TextSettings(context=4, truncate=side))
+    texts = Texts("t", [Labeled("a b c d e f", 0), Labeled("c", 1)])
+    data = tokenize(texts, tokenizer, TextSettings(context=4, truncate=side))
     assert rows(data.train.x["input_ids"]) == [[CLS, *kept, SEP], [CLS, C, SEP, PAD]]
     assert "1 of 2 texts are longer than 4 tokens" in data.notes[0]
     assert tokenizer.truncation_side == before
@@ -336,20 +337,20 @@ def test_long_texts_keep_their_special_tokens(side: Any, kept: list[int]) -> Non
 
 
 def test_classes_in_a_given_order() -> None:
-    records = [Labelled("a", "yes"), Labelled("b", "no")]
-    data = tokenise(Texts("t", records, classes=("yes", "maybe", "no")), bert())
+    records = [Labeled("a", "yes"), Labeled("b", "no")]
+    data = tokenize(Texts("t", records, classes=("yes", "maybe", "no")), bert())
     assert (data.classes, data.train.y.tolist()) == (("yes", "maybe", "no"), [0, 2])
-    numbers = tokenise(Texts("t", [Labelled("a", 2), Labelled("b", 0)], classes=("x", "y", "z")), bert())
+    numbers = tokenize(Texts("t", [Labeled("a", 2), Labeled("b", 0)], classes=("x", "y", "z")), bert())
     assert (numbers.classes, numbers.train.y.tolist()) == (("x", "y", "z"), [2, 0])
-    assert tokenise(Texts("t", [Labelled("a", 2), Labelled("b", 0)]), bert()).classes == ("0", "1", "2")
+    assert tokenize(Texts("t", [Labeled("a", 2), Labeled("b", 0)]), bert()).classes == ("0", "1", "2")
     with pytest.raises(DataError, match=r"label 'noo' that is no class. Did you mean 'no'\?"):
-        tokenise(Texts("t", [Labelled("a", "noo")], classes=("yes", "no")), bert())
+        tokenize(Texts("t", [Labeled("a", "noo")], classes=("yes", "no")), bert())
     with pytest.raises(DataError, match=r"labels outside 0\.\.1"):
-        tokenise(Texts("t", [Labelled("a", 2)], classes=("yes", "no")), bert())
+        tokenize(Texts("t", [Labeled("a", 2)], classes=("yes", "no")), bert())
     with pytest.raises(DataError, match="text in some records and numbers in others"):
-        tokenise(Texts("t", [Labelled("a", 2), Labelled("a", "b")]), bert())
+        tokenize(Texts("t", [Labeled("a", 2), Labeled("a", "b")]), bert())
     with pytest.raises(DataError, match="1 of 1 texts have no token"):
-        tokenise(Texts("t", [Labelled(" ", 0)]), words(bos=False))
+        tokenize(Texts("t", [Labeled(" ", 0)]), words(bos=False))
 
 
 @pytest.mark.data
@@ -358,7 +359,7 @@ def test_real_dolly_is_learnt_whole(real: str, bpe: Any) -> None:
 
     texts = Dolly(f"{real}/dolly15k/dolly.jsonl.gz").load()
     few = Texts("dolly", texts.train[:300])
-    data: Dataset = tokenise(few, bpe, TextSettings(context=60_000))
+    data: Dataset = tokenize(few, bpe, TextSettings(context=60_000))
     for record, y, s in zip(few.train, data.train.y, data.strata, strict=True):
-        assert bpe.decode(y[y != NO_LOSS]) == record.response + "<eos>"
+        assert bpe.decode(y[y != IGNORE_INDEX]) == record.response + "<eos>"
         assert data.strata_names[s] == record.category

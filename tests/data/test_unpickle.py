@@ -4,9 +4,9 @@ import pickle
 import numpy as np
 import pytest
 
+from fedlowrank.core.errors import DataError
 from fedlowrank.data.cifar import Cifar100
 from fedlowrank.data.unpickle import PickledArray, unpickle
-from fedlowrank.errors import DataError
 
 PIXELS = np.arange(40, dtype=np.uint8).reshape(1, 40)
 

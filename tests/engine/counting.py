@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedlowrank.engine.vectorised import Vectorised
+from fedlowrank.engines.vectorized import Vectorized
 
 
-class Counting(Vectorised):
+class Counting(Vectorized):
     """Counts how many clients were executed together.
 
     Attributes:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import bench
-from fedlowrank.bench import SUBJECTS, federation, markdown, rows, time_rounds
-from fedlowrank.cli import main
-from fedlowrank.engine import Sequential
-from fedlowrank.engine.run import Run, RunSettings
+from fedlowrank.cli.main import main
+from fedlowrank.core.optimizer import SGD
+from fedlowrank.engines import Sequential
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.models.architecture import build
-from fedlowrank.optimiser import SGD
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.testing import bench
+from fedlowrank.testing.bench import SUBJECTS, federation, markdown, rows, time_rounds
 
 torch.set_num_threads(1)
 
@@ -27,7 +27,7 @@ def test_the_bare_loop_takes_the_same_steps(name: str) -> None:
     subject = SUBJECTS[name]
     fed = federation(subject, clients=4)
     run = Run(
-        FedAvg(batch_size=32, optimiser=SGD(lr=0.01)), fed, RunSettings(rounds=1, participation=0.5), Sequential()
+        FedAvg(batch_size=32, optimizer=SGD(lr=0.01)), fed, RunSettings(rounds=1, participation=0.5), Sequential()
     )
     loop = bench._Bare(subject, fed)
     ends = []
@@ -67,17 +67,17 @@ def test_the_table_has_a_row_a_model_and_engine() -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "WARM", 1)
     out = tmp_path / "speed.md"
-    assert main(["bench", "--models", "mlp25k", "--engines", "vectorised", "--rounds", "1", "-o", str(out)]) == 0
+    assert main(["bench", "--models", "mlp25k", "--engines", "vectorized", "--rounds", "1", "-o", str(out)]) == 0
     assert "25,450" in capsys.readouterr().out
     written = out.read_text()
-    assert "fedlowrank bench --method fedavg --models mlp25k --engines vectorised --rounds 1" in written
+    assert "fedlowrank bench --method fedavg --models mlp25k --engines vectorized --rounds 1" in written
     assert "GFLOP/s" in written
-    assert "| vectorised |" in written
+    assert "| vectorized |" in written
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [(["--models", "mlp25"], "Did you mean 'mlp25k'?"), (["--engines", "vectorized"], "'vectorised'"),
+    [(["--models", "mlp25"], "Did you mean 'mlp25k'?"), (["--engines", "vectorised"], "'vectorized'"),
      (["--rounds", "0"], "--rounds must be >= 1")],
 )  # fmt: skip
 def test_bad_options_are_named(options: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,8 +90,8 @@ def test_bad_options_are_named(options: list[str], said: str, capsys: pytest.Cap
     ("name", "engine", "most"),
     [
         ("cnn", "sequential", 1.15),
-        ("mlp25k", "vectorised", 1.0),
-        ("mlp99k", "vectorised", 1.1),
+        ("mlp25k", "vectorized", 1.0),
+        ("mlp99k", "vectorized", 1.1),
         ("mlp99k", "sequential", 1.6),
     ],
 )

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import tree
-from fedlowrank.cli import main
-from fedlowrank.engine import checkpoint
-from fedlowrank.errors import CheckpointError
-from fedlowrank.record import RunRecord
+from fedlowrank.cli.main import main
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.records import RunRecord
 
 HISTORY: list[tuple[dict[str, Any], dict[int, Any]]] = [
     ({"w": torch.full((3,), float(t))}, {c: {"v": torch.tensor([10.0 * t + c])} for c in changed})

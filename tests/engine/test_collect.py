@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import tree
+from fedlowrank.core import tree
+from fedlowrank.core.errors import NonFiniteError, TaskError
+from fedlowrank.core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine import ENGINES
-from fedlowrank.engine.collect import Clock
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.errors import NonFiniteError, TaskError
-from fedlowrank.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
+from fedlowrank.simulation.round_results import Clock
+from fedlowrank.simulation.run import Run, RunSettings
 
 torch.set_num_threads(1)
 
@@ -161,7 +161,7 @@ def test_a_round_that_fails_in_training_while_the_server_adds_up_leaves_all_as_i
     assert run.state is before
 
 
-@pytest.mark.parametrize("engine", ["sequential", "vectorised", "processes"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorized", "processes"])
 def test_after_a_server_that_fails_half_way_the_next_round_is_a_round_like_any_other(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

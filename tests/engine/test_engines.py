@@ -15,31 +15,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import tree
-from fedlowrank.check import CHECKS, check_method, federation
+from fedlowrank.core import tree
+from fedlowrank.core.errors import NonFiniteError, TaskError
+from fedlowrank.core.loss import cross_entropy
+from fedlowrank.core.means import mean
+from fedlowrank.core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from fedlowrank.core.optimizer import SGD, AdamW, Group
+from fedlowrank.core.tree import Params
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine import ENGINES, Sequential, Vectorised
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.errors import NonFiniteError, TaskError
-from fedlowrank.loss import cross_entropy
-from fedlowrank.means import mean
-from fedlowrank.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from fedlowrank.engines import ENGINES, Sequential, Vectorized
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.optimiser import SGD, AdamW, Group
-from fedlowrank.train import LocalTrainer
-from fedlowrank.tree import Params
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.testing.check import CHECKS, check_method, federation
+from fedlowrank.training.trainer import LocalTrainer
 
 from .counting import Counting
 
 torch.set_num_threads(1)
 
-HERE = ["sequential", "vectorised", "wire"]
+HERE = ["sequential", "vectorized", "wire"]
 """Engines that execute a method in this process, where a test can listen."""
 
 NAMES = {test.__name__.strip("_"): name for name, test in CHECKS.items()}
@@ -51,7 +51,7 @@ class Plain(Method[Params, Any, Params, Any]):
     """FedAvg in few lines, sound; each test below breaks one thing of it."""
 
     batch_size: int = 8
-    optimiser: SGD | AdamW = SGD(lr=0.05)
+    optimizer: SGD | AdamW = SGD(lr=0.05)
 
     title: ClassVar[str] = "Plain"
     citation: ClassVar[str] = "none"
@@ -74,7 +74,7 @@ class Plain(Method[Params, Any, Params, Any]):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return cross_entropy(model.apply(theta, batch.x), batch)
 
-        return view.train(loss, down, "local", self.optimiser)
+        return view.train(loss, down, "local", self.optimizer)
 
     def server_update(self, server: Params, replies: Sequence[Reply[Any]], view: ServerView) -> Params:
         return mean([r.upload for r in replies], by_examples(replies))
@@ -209,7 +209,7 @@ class SendsASet(Plain):
 @dataclass(frozen=True)
 class OwnRate(Plain):
     def trained(self, down: Params, view: ClientView) -> Params:
-        return Plain(optimiser=SGD(lr=0.05)).trained(down, view)
+        return Plain(optimizer=SGD(lr=0.05)).trained(down, view)
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class ClimbsTheLoss(Plain):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return -cross_entropy(model.apply(theta, batch.x), batch)
 
-        return view.train(loss, down, "local", self.optimiser)
+        return view.train(loss, down, "local", self.optimizer)
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class TakesAnyModel(Plain):
 
 @dataclass(frozen=True)
 class PlainMean(Plain):
-    """Averages each step over the padding of the vectorised engine, too."""
+    """Averages each step over the padding of the vectorized engine, too."""
 
     def trained(self, down: Params, view: ClientView) -> Params:
         model = view.model
@@ -251,7 +251,7 @@ class PlainMean(Plain):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return nn.functional.cross_entropy(model.apply(theta, batch.x), batch.y)
 
-        return view.train(loss, down, "local", self.optimiser)
+        return view.train(loss, down, "local", self.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ class PlainMean(Plain):
         (ClimbsTheLoss(), "learns", ""),
         (NeedsAState(), "unseen", ""),
         (TakesAnyModel(), "refuses", ""),
-        (PlainMean(), "vectorised", "differs"),
+        (PlainMean(), "vectorized", "differs"),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, Method) else v if v in NAMES else "",
 )
@@ -293,7 +293,7 @@ def test_a_check_that_raises_is_reported_not_raised() -> None:
     assert ".py:" in found["wire"]
 
 
-# The vectorised engine
+# The vectorized engine
 
 
 def constant_prox(params: Params, lr: float, *given: Any) -> Params:
@@ -318,7 +318,7 @@ class Shaped(Plain):
             return cross_entropy(model.apply(theta, batch.x), batch)
 
         return view.train(
-            loss, down, "local", self.optimiser, given=(down,),
+            loss, down, "local", self.optimizer, given=(down,),
             precondition=pull if self.precondition else None, prox=constant_prox if self.prox else None,
         )  # fmt: skip
 
@@ -335,23 +335,23 @@ def changed_fields(method: Shaped) -> str:
         Shaped(),
         Shaped(batch_size=1000),
         Shaped(epochs=3, batch_size=7),
-        Shaped(optimiser=SGD(lr=0.05, momentum=0.9)),
-        Shaped(optimiser=SGD(lr=0.05, momentum=0.9, nesterov=True), epochs=2),
-        Shaped(optimiser=SGD(lr=0.05, weight_decay=0.1)),
-        Shaped(optimiser=SGD(lr=0.5, clip=0.1)),
-        Shaped(optimiser=SGD(lr=0.05, groups={"head.weight": Group(lr=0.5, weight_decay=0.1), "head.bias": Group(lr=0.0)})),
-        Shaped(optimiser=AdamW(lr=0.01)),
-        Shaped(optimiser=AdamW(lr=0.01, weight_decay=0.5, clip=0.5), epochs=2),
+        Shaped(optimizer=SGD(lr=0.05, momentum=0.9)),
+        Shaped(optimizer=SGD(lr=0.05, momentum=0.9, nesterov=True), epochs=2),
+        Shaped(optimizer=SGD(lr=0.05, weight_decay=0.1)),
+        Shaped(optimizer=SGD(lr=0.5, clip=0.1)),
+        Shaped(optimizer=SGD(lr=0.05, groups={"head.weight": Group(lr=0.5, weight_decay=0.1), "head.bias": Group(lr=0.0)})),
+        Shaped(optimizer=AdamW(lr=0.01)),
+        Shaped(optimizer=AdamW(lr=0.01, weight_decay=0.5, clip=0.5), epochs=2),
         Shaped(prox=True),
         Shaped(precondition=True),
-        Shaped(prox=True, precondition=True, optimiser=SGD(lr=0.05, momentum=0.5, weight_decay=0.01, clip=0.3), epochs=2),
+        Shaped(prox=True, precondition=True, optimizer=SGD(lr=0.05, momentum=0.5, weight_decay=0.01, clip=0.3), epochs=2),
     ],
     ids=lambda m: changed_fields(m) or "plain",
 )  # fmt: skip
 def test_clients_at_once_equal_one_by_one(method: Shaped) -> None:
     on = federation(False)
     assert len({len(c.train) for c in on.clients}) > 1
-    one, other = (run_of(method, e, on) for e in ("sequential", "vectorised"))
+    one, other = (run_of(method, e, on) for e in ("sequential", "vectorized"))
     assert gap(one, other) < 1e-4
     initial = next(iter(on.architectures.values())).initial
     moved = max(float((one.state.server[n] - p).abs().max()) for n, p in initial.items())
@@ -430,7 +430,7 @@ class Captures(Plain):
     make: Any = by_closure
 
     def trained(self, down: Params, view: ClientView) -> Params:
-        return view.train(self.make(float(view.info.id + 1), view.model), down, "local", self.optimiser)
+        return view.train(self.make(float(view.info.id + 1), view.model), down, "local", self.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ class Captures(Plain):
 @pytest.mark.usefixtures("batched")
 def test_what_a_loss_captures_is_not_mixed_up(make: Make) -> None:
     on = federation(False)
-    one, other = (run_of(Captures(make=make), e, on, rounds=1) for e in ("sequential", "vectorised"))
+    one, other = (run_of(Captures(make=make), e, on, rounds=1) for e in ("sequential", "vectorized"))
     assert gap(one, other) < 1e-5
     # a test that could not fail would show nothing: with the weight of client 0 for all, the result is another
     same = run_of(Plain(), "sequential", on, rounds=1)
@@ -458,7 +458,7 @@ def test_equal_captured_values_are_merged() -> None:
     @dataclass(frozen=True)
     class TwoKinds(Plain):
         def trained(self, down: Params, view: ClientView) -> Params:
-            return view.train(by_closure(float(view.info.id % 2), view.model), down, "local", self.optimiser)
+            return view.train(by_closure(float(view.info.id % 2), view.model), down, "local", self.optimizer)
 
     assert sorted(groups(TwoKinds(), federation(False))) == [2, 3]
 
@@ -474,10 +474,10 @@ def test_values_in_the_start_that_are_no_tensors_are_not_mixed_up() -> None:
                 return both["scale"] * cross_entropy(model.apply(both["model"], batch.x), batch)
 
             start = {"model": down, "scale": float(view.info.id + 1)}
-            return view.train(loss, start, "local", self.optimiser)["model"]  # type: ignore[return-value]
+            return view.train(loss, start, "local", self.optimizer)["model"]  # type: ignore[return-value]
 
     on = federation(False)
-    one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorised"))
+    one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorized"))
     assert gap(one, other) < 1e-5
 
 
@@ -491,10 +491,10 @@ def test_given_values_that_are_no_tensors_are_not_mixed_up() -> None:
             def loss(theta: Params, batch: Batch, scale: float) -> Tensor:
                 return scale * cross_entropy(model.apply(theta, batch.x), batch)
 
-            return view.train(loss, down, "local", self.optimiser, given=(float(view.info.id + 1),))
+            return view.train(loss, down, "local", self.optimizer, given=(float(view.info.id + 1),))
 
     on = federation(False)
-    one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorised"))
+    one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorized"))
     assert gap(one, other) < 1e-5
 
 
@@ -516,7 +516,7 @@ def test_models_with_dropout_equal_one_by_one_bit_for_bit() -> None:
     on = Federation.from_arrays(data, Dropping, classes=3)
     for method in (Plain(), PFedLoRA(width=2)):
         before = torch.get_rng_state()
-        one, other = (run_of(method, e, on) for e in ("sequential", "vectorised"))
+        one, other = (run_of(method, e, on) for e in ("sequential", "vectorized"))
         assert tree.equal(one.state.server, other.state.server)
         assert tree.equal(str_keys(one), str_keys(other))
         assert torch.equal(before, torch.get_rng_state())
@@ -553,7 +553,7 @@ def test_named_inputs() -> None:
     example = clients[0].train.take(torch.arange(1)).x
     infos = [ClientInfo(i, len(c.train), "two") for i, c in enumerate(clients)]
     on = Federation(clients, infos, {"two": Architecture("two", TwoInputs(), example)}, ("no", "yes"))
-    runs = [run_of(PFedLoRA(width=2, batch_size=5), e, on) for e in ("sequential", "wire", "vectorised")]
+    runs = [run_of(PFedLoRA(width=2, batch_size=5), e, on) for e in ("sequential", "wire", "vectorized")]
     assert gap(runs[0], runs[1]) == 0
     assert gap(runs[0], runs[2]) < 1e-4
     assert on.fingerprint() == on.fingerprint()
@@ -602,7 +602,7 @@ def test_an_error_at_one_client_surfaces(engine: str, after: bool) -> None:
 
 
 @pytest.mark.usefixtures("batched")
-def test_a_pass_that_cannot_be_vectorised_says_so_and_leaves_no_thread() -> None:
+def test_a_pass_that_cannot_be_vectorized_says_so_and_leaves_no_thread() -> None:
     @dataclass(frozen=True)
     class Branches(Plain):
         def trained(self, down: Params, view: ClientView) -> Params:
@@ -612,10 +612,10 @@ def test_a_pass_that_cannot_be_vectorised_says_so_and_leaves_no_thread() -> None
                 value = cross_entropy(model.apply(theta, batch.x), batch)
                 return value if float(value.detach()) > 0 else 2 * value
 
-            return view.train(loss, down, "local", self.optimiser)
+            return view.train(loss, down, "local", self.optimizer)
 
     count = threading.active_count()
-    run = Run(Branches(), federation(False), RunSettings(rounds=1), Vectorised())
+    run = Run(Branches(), federation(False), RunSettings(rounds=1), Vectorized())
     with pytest.raises(TaskError, match="sequential"):
         run.step()
     assert settles(count)
@@ -631,7 +631,7 @@ def test_a_method_may_train_under_some_condition_only() -> None:
             return down if view.info.id else {n: p.clone() for n, p in down.items()}
 
     on = federation(False)
-    assert gap(*(run_of(OddTwice(), e, on) for e in ("sequential", "vectorised"))) < 1e-4
+    assert gap(*(run_of(OddTwice(), e, on) for e in ("sequential", "vectorized"))) < 1e-4
 
 
 def poisoned() -> Federation:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from fedlowrank import simulate
-from fedlowrank.cli import main
-from fedlowrank.engine.folder import RunFolder
-from fedlowrank.errors import CheckpointError
-from fedlowrank.lock import FolderInUseError, exclusive, identify, is_alive, read_holder
-from fedlowrank.record import RunRecord
+from fedlowrank.cli.main import main
+from fedlowrank.core.errors import CheckpointError
+from fedlowrank.simulation.lock import FolderInUseError, exclusive, identify, is_alive, read_holder
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run_folder import RunFolder
 
 from .test_resume import end_of, lines, rounds_of, start, tiny, wait_for, write_experiment
 

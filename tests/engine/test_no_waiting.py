@@ -18,22 +18,22 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlowrank import Federation
-from fedlowrank.check import federation as check_federation
+from fedlowrank.core.loss import task_loss
+from fedlowrank.core.method import Batch, Pull, Request
+from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.augment import UNCHANGED, Augment
 from fedlowrank.data.dataset import ClientData, Examples
-from fedlowrank.engine import ENGINES
-from fedlowrank.engine.base import Engine, Job
-from fedlowrank.engine.stacked import Room, descend_together
-from fedlowrank.local_data import LocalData, gather
-from fedlowrank.loss import task_loss
-from fedlowrank.method import Batch, Pull, Request
+from fedlowrank.engines import ENGINES
+from fedlowrank.engines.base import Engine, Job
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.models.cnn import CNN
 from fedlowrank.models.mlp import MLP
-from fedlowrank.optimiser import SGD, AdamW
-from fedlowrank.train import LocalTrainer, descend
+from fedlowrank.testing.check import federation as check_federation
+from fedlowrank.training.cohort import Room, descend_together
+from fedlowrank.training.local_data import LocalData, gather
+from fedlowrank.training.trainer import LocalTrainer, descend
 
 torch.set_num_threads(1)
 
@@ -146,7 +146,7 @@ ON: dict[str, Callable[[], Federation]] = {
     "texts": texts,
     "texts by length": lambda: texts(True),
 }
-ENGINE = pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+ENGINE = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 DATA = pytest.mark.parametrize("kind", ON)
 
 
@@ -168,12 +168,12 @@ def looks(engine: Engine, name: str, on: Federation, epochs: int, **settings: An
 
 @ENGINE
 @DATA
-@pytest.mark.parametrize("optimiser", [SGD(lr=0.01), SGD(lr=0.01, momentum=0.9, clip=1.0), AdamW(lr=0.001)], ids=repr)
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.01), SGD(lr=0.01, momentum=0.9, clip=1.0), AdamW(lr=0.001)], ids=repr)
 def test_nobody_looks_at_a_number_in_a_step(
-    engine: str, kind: str, optimiser: Any, monkeypatch: pytest.MonkeyPatch
+    engine: str, kind: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on = ON[kind]()
-    few, many = (looks(ENGINES[engine](), "fedavg", on, epochs, optimiser=optimiser) for epochs in (1, 3))
+    few, many = (looks(ENGINES[engine](), "fedavg", on, epochs, optimizer=optimizer) for epochs in (1, 3))
     assert many[0] == 3 * few[0]
     assert many[1] == few[1]
 
@@ -189,7 +189,7 @@ def test_no_method_looks_at_a_number_in_a_step(name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("kind", ["tables", "texts"])
 def test_nobody_looks_at_a_number_in_a_part_of_a_step(kind: str) -> None:
     found = [
-        looks(ENGINES["sequential"](micro_batch=3), "fedavg", ON[kind](), epochs, optimiser=AdamW())
+        looks(ENGINES["sequential"](micro_batch=3), "fedavg", ON[kind](), epochs, optimizer=AdamW())
         for epochs in (1, 3)
     ]
     assert found[0][1] == found[1][1]
@@ -198,7 +198,7 @@ def test_nobody_looks_at_a_number_in_a_part_of_a_step(kind: str) -> None:
 # Copies, on a device without content
 
 
-def request(on: Federation, optimiser: Any) -> Request:
+def request(on: Federation, optimizer: Any) -> Request:
     (model,) = on.architectures.values()
 
     def loss(p: Any, batch: Batch, given: Any) -> Tensor:
@@ -206,8 +206,8 @@ def request(on: Federation, optimiser: Any) -> Request:
 
     start = model.initial
     half = {n: 0.5 * t for n, t in start.items()}
-    prox = None if optimiser == AdamW() else (lambda p, lr, given: {n: t - lr * given[n] for n, t in p.items()})
-    return Request(loss, start, "local", optimiser, (half,), None, prox, Pull(0.1, half, half))
+    prox = None if optimizer == AdamW() else (lambda p, lr, given: {n: t - lr * given[n] for n, t in p.items()})
+    return Request(loss, start, "local", optimizer, (half,), None, prox, Pull(0.1, half, half))
 
 
 def trainers(on: Federation, epochs: int, elsewhere: Federation) -> Iterator[LocalTrainer]:
@@ -220,13 +220,13 @@ def trainers(on: Federation, epochs: int, elsewhere: Federation) -> Iterator[Loc
         yield there
 
 
-def copies(engine: str, on: Federation, epochs: int, optimiser: Any, micro_batch: int | None) -> Counter[str]:
+def copies(engine: str, on: Federation, epochs: int, optimizer: Any, micro_batch: int | None) -> Counter[str]:
     """What was heard in a pass of all clients."""
     elsewhere = on.to("meta")
     found = list(trainers(on, epochs, elsewhere))
-    asked = request(elsewhere, optimiser)
+    asked = request(elsewhere, optimizer)
     with Ear() as ear:
-        if engine == "vectorised":
+        if engine == "vectorized":
             _, together = descend_together("FedAvg", found, [asked] * len(found), 0, Room())
             losses = [row[: t.steps("local")] for row, t in zip(together, found, strict=True)]
         else:
@@ -238,14 +238,14 @@ def copies(engine: str, on: Federation, epochs: int, optimiser: Any, micro_batch
 
 HOW = [(kind, SGD(lr=0.01)) for kind in ON]
 HOW += [("tables", SGD(lr=0.01, momentum=0.9, clip=1.0)), ("texts", AdamW()), ("images", AdamW())]
-"""Kinds of data, and steps; what an optimiser does has nothing to do with where batches come from."""
+"""Kinds of data, and steps; what an optimizer does has nothing to do with where batches come from."""
 
 
 @ENGINE
-@pytest.mark.parametrize(("kind", "optimiser"), HOW, ids=[f"{kind}-{how.kind}-{how.clip}" for kind, how in HOW])
-def test_nothing_is_copied_to_the_device_in_a_step(engine: str, kind: str, optimiser: Any) -> None:
+@pytest.mark.parametrize(("kind", "optimizer"), HOW, ids=[f"{kind}-{how.kind}-{how.clip}" for kind, how in HOW])
+def test_nothing_is_copied_to_the_device_in_a_step(engine: str, kind: str, optimizer: Any) -> None:
     on = ON[kind]()
-    few, many = (copies(engine, on, epochs, optimiser, None) for epochs in (1, 3))
+    few, many = (copies(engine, on, epochs, optimizer, None) for epochs in (1, 3))
     assert few == many
     # the order of the examples of each client, and what befalls their images
     assert set(few) == {"_to_copy to a device"}

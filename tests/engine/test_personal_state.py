@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import simulate
-from fedlowrank.adapters import Tuning
+from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.low_rank.lora_layers import lora
 from fedlowrank.methods import METHODS
-from fedlowrank.optimiser import SGD
+from fedlowrank.methods.families.lora import Tuning
 
 INPUTS, CLASSES = 6, 3
 LORA = ("fedhl", "flexlora", "flora", "hetlora", "fedit", "ffa_lora", "fedsa_lora", "fedex_lora")
@@ -22,7 +22,7 @@ UNEQUAL = ("fedhl", "flexlora", "flora", "hetlora")
 
 
 class Net(nn.Module):
-    """A convolution, two layers with one weight, a batch normalisation, a buffer and a head."""
+    """A convolution, two layers with one weight, a batch normalization, a buffer and a head."""
 
     head_name = "head"
 
@@ -85,7 +85,7 @@ def test_a_module_that_loads_it_infers_as_the_client(method: str, kind: str) -> 
     ranks = [1, 2, 3] if method in UNEQUAL else [3, 3, 3]
     data, module = federation(kind, ranks)
     given: dict[str, Any] = {"tuning": Tuning(rank=2)} if method in LORA else {}
-    result = simulate(METHODS[method](optimiser=SGD(lr=0.2), batch_size=5, **given), data, rounds=2)
+    result = simulate(METHODS[method](optimizer=SGD(lr=0.2), batch_size=5, **given), data, rounds=2)
     start = made(kind).eval()
     for info in data.infos:
         loaded, state = made(kind).eval(), result.personal(info.id)
@@ -121,7 +121,7 @@ def test_what_is_frozen_is_one_tensor_for_all_clients(kind: str) -> None:
 
 def test_ranks_of_the_slots_leave_factors_as_they_are() -> None:
     data, _ = federation("ours", [1, 2, 3])
-    result = simulate(METHODS["fedhl"](optimiser=SGD(lr=0.2), tuning=Tuning(rank=2)), data, rounds=2)
+    result = simulate(METHODS["fedhl"](optimizer=SGD(lr=0.2), tuning=Tuning(rank=2)), data, rounds=2)
     base = copy.deepcopy(data.architectures["model"].module.state_dict())
     moved = []
     for k, rank in enumerate((1, 2, 3)):

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import tree
-from fedlowrank.check import federation
+from fedlowrank.core import tree
+from fedlowrank.core.errors import NonFiniteError
+from fedlowrank.core.method import Method
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine import Processes, Sequential, processes
-from fedlowrank.engine.base import Engine, Job
-from fedlowrank.engine.processes import WorkerError
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.errors import NonFiniteError
-from fedlowrank.method import Method
+from fedlowrank.engines import Processes, Sequential, processes
+from fedlowrank.engines.base import Engine, Job
+from fedlowrank.engines.processes import WorkerError
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.optimiser import SGD
-from fedlowrank.simulate import simulate
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.simulate import simulate
+from fedlowrank.testing.check import federation
 
 torch.set_num_threads(1)
 
@@ -136,7 +136,7 @@ def test_a_failure_is_told_and_leaves_no_process_behind(how: str, said: str) -> 
 
 
 def test_training_that_diverges_is_the_client_s() -> None:
-    method = FedAvg(optimiser=SGD(lr=1e30))
+    method = FedAvg(optimizer=SGD(lr=1e30))
     for engine in (Processes(), Sequential()):
         run = Run(method, federation(False), RunSettings(rounds=2), engine)
         run.step()

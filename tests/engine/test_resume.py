@@ -20,15 +20,16 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import Federation, simulate, tree
-from fedlowrank.cli import main
+from fedlowrank import Federation, simulate
+from fedlowrank.cli.main import main
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError, FedlowrankError
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation as FederationType
-from fedlowrank.engine import checkpoint
-from fedlowrank.errors import CheckpointError, FedlowrankError
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.pfedlora import PFedLoRA
-from fedlowrank.optimiser import SGD
-from fedlowrank.record import RoundRecord, RunRecord
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.records import RoundRecord, RunRecord
 
 torch.set_num_threads(1)
 
@@ -52,7 +53,7 @@ representations = 30
 width = 6
 [defaults]
 batch_size = 32
-optimiser = { kind = "sgd", lr = 0.1, momentum = 0.5 }
+optimizer = { kind = "sgd", lr = 0.1, momentum = 0.5 }
 """
 ROUNDS = 10
 
@@ -188,7 +189,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 def test_a_killed_process_of_the_installed_command(tmp_path: Path, unbroken: Callable[[int], Path]) -> None:
     whole, folder = unbroken(1), tmp_path / "run"
-    command = [sys.executable, "-m", "fedlowrank.cli"]
+    command = [sys.executable, "-m", "fedlowrank.cli.main"]
     with subprocess.Popen(
         [*command, "run", str(write_experiment(tmp_path)), "run.checkpoint_every=1", "-o", str(folder)],
         stdout=subprocess.DEVNULL,
@@ -446,7 +447,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("methods.pfedlora.mu=0.7", "mu"),
         ("methods.pfedlora.width=8", "width"),
-        ("defaults.optimiser.lr=0.2", "lr"),
+        ("defaults.optimizer.lr=0.2", "lr"),
         ("defaults.batch_size=16", "batch_size"),
         ("run.participation=1.0", "run.participation"),
         ("run.seed=1", "run.seed"),
@@ -540,7 +541,7 @@ def test_damaged_metrics_are_named(tmp_path: Path, damage: str) -> None:
         rows = {
             "short": text[:2],
             "no JSON": [text[0], text[1][:20] + "\n", *text[2:]],
-            "another object": [text[0], '{"colour": 1}\n', *text[2:]],
+            "another object": [text[0], '{"color": 1}\n', *text[2:]],
         }[damage]
         path.write_text("".join(rows))
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
@@ -595,7 +596,7 @@ def test_python_resumes_to_the_same_end(half: Path, tmp_path: Path) -> None:
     ("change", "named"),
     [
         ({"method": PFedLoRA(width=3)}, "method.fields.width was 2 and is 3"),
-        ({"method": PFedLoRA(width=2, optimiser=SGD(lr=0.5))}, "method.fields.optimiser.lr was 0.01 and is 0.5"),
+        ({"method": PFedLoRA(width=2, optimizer=SGD(lr=0.5))}, "method.fields.optimizer.lr was 0.01 and is 0.5"),
         ({"method": METHODS["standalone"]()}, "method.name was 'pfedlora' and is 'standalone'"),
         ({"participation": 0.4}, "run.participation was 0.6 and is 0.4"),
         ({"rounds": 2}, "run.rounds was 3 and is 2"),

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank import tree
-from fedlowrank.check import federation
-from fedlowrank.engine.shelf import Lazily, Shelf
-from fedlowrank.errors import CheckpointError
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError
 from fedlowrank.methods import METHODS
-from fedlowrank.simulate import simulate
+from fedlowrank.simulation.client_store import Lazily, Shelf
+from fedlowrank.simulation.simulate import simulate
+from fedlowrank.testing.check import federation
 
 changes = st.lists(st.dictionaries(st.integers(0, 6), st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=4))
 

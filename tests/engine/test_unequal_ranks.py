@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from fedlowrank import tree
-from fedlowrank.adapters import Tuning
+from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.core import tree
+from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.engine.stacked import filled
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.low_rank.delta import Form
-from fedlowrank.low_rank.lora_layers import lora
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.linalg.delta import Form
 from fedlowrank.methods import METHODS
-from fedlowrank.optimiser import SGD, AdamW
+from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.training.cohort import filled
 
 from .counting import Counting
 
@@ -53,7 +53,7 @@ def federation(make: Any) -> Federation:
     return Federation.from_arrays(data, make, classes=3, rank=RANKS)
 
 
-OPTIMISERS = {
+OPTIMIZERS = {
     "plain": SGD(lr=0.1, weight_decay=0.01),
     "momentum": SGD(lr=0.05, momentum=0.9, clip=0.5),
     "adam": AdamW(lr=0.01),
@@ -62,14 +62,14 @@ OPTIMISERS = {
 
 @pytest.mark.parametrize("make", [small, wrapped], ids=["weights", "layers"])
 @pytest.mark.parametrize("scaling", ["equal", "alpha"])
-@pytest.mark.parametrize("optimiser", OPTIMISERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["fedhl", "hetlora", "flexlora", "flora"])
 def test_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
-    name: str, optimiser: str, scaling: Any, make: Any
+    name: str, optimizer: str, scaling: Any, make: Any
 ) -> None:
     on = federation(make)
     method = METHODS[name](
-        tuning=Tuning(rank=2, scaling=scaling), batch_size=8, epochs=2, optimiser=OPTIMISERS[optimiser]
+        tuning=Tuning(rank=2, scaling=scaling), batch_size=8, epochs=2, optimizer=OPTIMIZERS[optimizer]
     )
     engine = Counting()
     settings = RunSettings(rounds=2)
@@ -91,7 +91,7 @@ def test_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
 
 def test_residuals_of_unequal_ranks_are_filled_up_too() -> None:
     on = federation(small)
-    method = METHODS["fedhl"](residual=True, form=Form(kind="exact"), batch_size=8, optimiser=SGD(lr=0.1))
+    method = METHODS["fedhl"](residual=True, form=Form(kind="exact"), batch_size=8, optimizer=SGD(lr=0.1))
     engine = Counting()
     one, other = (Run(method, on, RunSettings(rounds=3), e) for e in (Sequential(), engine))
     for _ in range(3):
@@ -104,7 +104,7 @@ def test_residuals_of_unequal_ranks_are_filled_up_too() -> None:
 
 def test_uploads_are_of_each_clients_own_rank() -> None:
     on = federation(small)
-    run = Run(METHODS["fedhl"](batch_size=8), on, RunSettings(rounds=1), Vectorised())
+    run = Run(METHODS["fedhl"](batch_size=8), on, RunSettings(rounds=1), Vectorized())
     jobs = run.engine.run
     found = []
 
@@ -119,7 +119,7 @@ def test_uploads_are_of_each_clients_own_rank() -> None:
 
 
 def tree_pairs(upload: Any) -> list[Any]:
-    from fedlowrank.adapters import received
+    from fedlowrank.methods.families.lora import received
 
     return list(received(upload).values())
 

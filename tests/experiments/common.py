@@ -10,10 +10,11 @@ from typing import ClassVar
 
 import torch
 
-from fedlowrank import config, experiment
+from fedlowrank.config import experiment
+from fedlowrank.config import tables as config
+from fedlowrank.config.comparison import combinations
+from fedlowrank.config.experiment import Experiment
 from fedlowrank.data.dataset import Dataset, Examples
-from fedlowrank.experiment import Experiment
-from fedlowrank.plan import combinations
 
 ROOT = Path(__file__).resolve().parents[2] / "experiments"
 PFEDLORA = ROOT / "pfedlora"
@@ -43,7 +44,7 @@ def variants(path: Path) -> Iterator[Experiment]:
 
 @dataclass(frozen=True)
 class BlankCifar10:
-    """As many images of each class as CIFAR-10 has, of one grey pixel: data are shared out by labels."""
+    """As many images of each class as CIFAR-10 has, of one gray pixel: data are shared out by labels."""
 
     path: str
     classes: ClassVar[int] = 10

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fedlowrank import assemble, experiment
+from fedlowrank.config import assembly as assemble
+from fedlowrank.config import experiment
 from fedlowrank.data import sources
 from fedlowrank.data.federation import Federation
 
@@ -24,7 +25,7 @@ def blank_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(assemble, "architecture_of", lambda name, *rest, **more: name)
     # there is no model whose scores could be counted
     monkeypatch.setattr(Federation, "_check_scores", lambda self: None)
-    monkeypatch.setattr(experiment, "normalise", lambda dataset, how: dataset)
+    monkeypatch.setattr(experiment, "normalize", lambda dataset, how: dataset)
     experiment._dataset.cache_clear()
     yield
     experiment._dataset.cache_clear()

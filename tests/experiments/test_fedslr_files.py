@@ -12,11 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from fedlowrank import config, experiment
+from fedlowrank.config import experiment
+from fedlowrank.config import tables as config
+from fedlowrank.config.experiment import Experiment
+from fedlowrank.core.errors import ConfigError
 from fedlowrank.data.images import Folder
-from fedlowrank.errors import ConfigError
-from fedlowrank.experiment import Experiment
-from fedlowrank.simulate import simulate
+from fedlowrank.simulation.simulate import simulate
 
 from .common import FEDSLR, ROOT, loaded, runnable, variants
 
@@ -200,7 +201,7 @@ def test_the_whole_files_follow_the_protocol_of_the_paper(stem: str) -> None:
     assert tables["split"] == {"kind": "matched", "val": 0.0, "test_per_client": 100}
     data = data_of(stem)
     assert tables["data"]["source"] == {"cifar10": "cifar10", "cifar100": "cifar100", "tiny": "folder"}[data]
-    assert tables["data"]["normalise"] == "standard"
+    assert tables["data"]["normalize"] == "standard"
     assert "examples" not in tables["data"]
     assert "labels" not in tables["data"]
     assert made.model.names == ("resnet18_tiny" if data == "tiny" else "resnet18",)
@@ -217,9 +218,9 @@ def test_the_whole_files_follow_the_protocol_of_the_paper(stem: str) -> None:
         assert (method.epochs, method.batch_size) == (2, 20)
         rate = 0.001 if name == "per_fedavg" else 0.1
         for t in (0, 1, 999):
-            assert method.optimiser.learning_rate(t) == pytest.approx(rate * 0.998**t)
-        assert method.optimiser.weight_decay == 1e-3
-        assert method.optimiser.momentum == 0
+            assert method.optimizer.learning_rate(t) == pytest.approx(rate * 0.998**t)
+        assert method.optimizer.weight_decay == 1e-3
+        assert method.optimizer.momentum == 0
 
 
 @pytest.mark.parametrize("stem", STEMS)

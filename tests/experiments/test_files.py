@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import config, experiment
+from fedlowrank.config import experiment
+from fedlowrank.config import tables as config
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
-from fedlowrank.simulate import simulate
+from fedlowrank.simulation.simulate import simulate
 
 from .common import FEDSLR, FILES, PFEDLORA, ROOT, loaded, name_of, runnable, variants
 
@@ -110,7 +111,7 @@ def test_tables_follow_the_protocol_of_the_paper(stem: str, small: bool) -> None
     assert set(ORDER) <= set(made.compared)
     pfedlora: Any = made.method("pfedlora")
     fedproto: Any = made.method("fedproto")
-    assert pfedlora.optimiser.lr == 0.01
+    assert pfedlora.optimizer.lr == 0.01
     assert fedproto.lam == {"cifar10": 0.1, "cifar100": 1.0}[data]
     if table == "table1":
         assert made.model.names == ("cnn1",)

@@ -68,7 +68,7 @@ def test_table_1_in_the_protocol_of_the_paper(task: str, reduced: bool) -> None:
     for name in made.compared:
         method: Any = made.method(name)
         assert (method.epochs, method.batch_size) == (1, batch)
-        assert (method.optimiser.lr, method.optimiser.momentum, method.optimiser.weight_decay) == (lr, 0, 0)
+        assert (method.optimizer.lr, method.optimizer.momentum, method.optimizer.weight_decay) == (lr, 0, 0)
         if hasattr(method, "clusters"):
             assert method.clusters == clusters
             assert method.router.routing == ("optimal" if name.endswith("optimal") else "learned")
@@ -76,7 +76,7 @@ def test_table_1_in_the_protocol_of_the_paper(task: str, reduced: bool) -> None:
                 assert method.router.lr == (0.3 if reduced else 0.1)
         if name.startswith("floral"):
             assert method.rank == (0.1 if "_10" in name else 0.01)
-            assert method.server_optimiser.kind == ("adamw" if task == "cifar100" else "sgd")
+            assert method.server_optimizer.kind == ("adamw" if task == "cifar100" else "sgd")
             assert method.precondition
 
 

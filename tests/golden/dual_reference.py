@@ -6,16 +6,7 @@ As in :mod:`golden.reference`, whose network, gradients and form of the data are
 
 from __future__ import annotations
 
-from .reference import (
-    Data,
-    Layers,
-    Rounds,
-    descended,
-    gradient,
-    plain_sgd,
-    plus,
-    weighted_mean,
-)
+from .reference import Data, Layers, Rounds, descended, gradient, plain_sgd, plus, weighted_mean
 
 
 def times(net: Layers, factor: float) -> Layers:

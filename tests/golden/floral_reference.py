@@ -142,7 +142,7 @@ def by_cluster(old: Adaptors, replies: list[Adaptors], pis: list[Array], sizes: 
     return out
 
 
-def centred(net: Layers, adaptors: Adaptors, p: Array, alpha: float) -> tuple[Layers, Adaptors]:
+def centered(net: Layers, adaptors: Adaptors, p: Array, alpha: float) -> tuple[Layers, Adaptors]:
     """Appendix E: the mean into the base, and the best factors of the rank there was of what is left."""
     base, out = [], []
     for (w, b), (u, v, extra) in zip(net, adaptors, strict=True):
@@ -229,7 +229,7 @@ def floral(
     known: list[int] | None = None,
     mfl: bool = False,
     keep: bool = True,
-    centre: bool = False,
+    center: bool = False,
     server: Server | None = None,
 ) -> tuple[Layers, Adaptors, dict[int, Array]]:
     """Algorithm 1: u, a, and θ (of the MFL router log π) of every client that took part. ``known`` is optimal routing."""
@@ -256,9 +256,9 @@ def floral(
         net, adaptors = weighted_mean(bases, sizes), by_cluster(adaptors, others, pis, sizes)
         if server is not None:
             net, adaptors = unflat(server(old, flat(net, adaptors)), net)
-        if centre:
+        if center:
             p = sum(n * pi for n, pi in zip(sizes, pis, strict=True))
-            net, adaptors = centred(net, adaptors, p / p.sum(), alpha)
+            net, adaptors = centered(net, adaptors, p / p.sum(), alpha)
     return net, adaptors, thetas
 
 
@@ -339,7 +339,7 @@ def ensemble(
 
 
 def likelihoods(nets: list[Layers], pi: Array, x: Array, y: Array) -> Array:
-    """q ``[n, C]`` of FedEM's E-step: π_c p_c(y | x), normalised."""
+    """q ``[n, C]`` of FedEM's E-step: π_c p_c(y | x), normalized."""
     q = np.stack([p * softmax(forward(net, x)[1])[np.arange(len(y)), y] for p, net in zip(pi, nets, strict=True)], 1)
     return q / q.sum(1, keepdims=True)
 

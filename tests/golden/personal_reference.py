@@ -1,4 +1,4 @@
-"""Update rules of the personalised methods in NumPy float64, written from the papers' equations; see ``reference``.
+"""Update rules of the personalized methods in NumPy float64, written from the papers' equations; see ``reference``.
 
 Networks, data and rounds are as there. A mask is a list of Boolean arrays, one for each layer's weight; biases are dense.
 """

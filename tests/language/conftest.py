@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedlowrank.key import Key
+from fedlowrank.core.key import Key
 
 torch.set_num_threads(1)
 

@@ -11,8 +11,8 @@ from peft import LoraConfig
 from torch import nn
 from torch.func import functional_call
 
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.key import Key
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.key import Key
 from fedlowrank.language.adapt import (
     attach,
     factors_of,
@@ -25,7 +25,7 @@ from fedlowrank.language.adapt import (
     target_names,
 )
 from fedlowrank.language.base import Base, load
-from fedlowrank.low_rank.pair import Pair
+from fedlowrank.linalg.pair import Pair
 
 KEY = Key((3,))
 ALL = {"r": 2, "lora_alpha": 2, "target_modules": ["line", "seen", "image", "turned"]}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedlowrank.errors import ConfigError, DataError
-from fedlowrank.key import Key
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.core.key import Key
 from fedlowrank.language.base import Base, digest, head_modules, load
 from fedlowrank.language.tiny import build_tiny
 
@@ -28,7 +28,7 @@ def copied(folder, tmp_path):
 def test_the_package_imports_without_the_libraries():
     code = (
         "import sys, fedlowrank, fedlowrank.language, fedlowrank.language.base, fedlowrank.language.adapt, "
-        "fedlowrank.language.artefacts, fedlowrank.language.tiny, fedlowrank.language.llama2c; "
+        "fedlowrank.language.artifacts, fedlowrank.language.tiny, fedlowrank.language.llama2c; "
         "print([m for m in ('transformers', 'peft', 'tokenizers') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -197,7 +197,7 @@ def test_checkpointing_changes_no_gradient_within_a_functional_call_or_after_it(
         ({"path": "x"}, ("a",), ConfigError, "set task = 'classification'"),
         ({"path": "x", "task": "clasification"}, (), ConfigError, "Did you mean 'classification'"),
         ({"path": "x", "dtype": "float8"}, (), ConfigError, "dtype"),
-        ({"path": "x", "quantise": "2bit"}, (), ConfigError, "quantise"),
+        ({"path": "x", "quantize": "2bit"}, (), ConfigError, "quantize"),
         ({"path": "x", "attention": "eagre"}, (), ConfigError, "Did you mean 'eager'"),
     ],
 )
@@ -221,7 +221,7 @@ def test_folders_that_hold_no_such_model(llama, bert, tmp_path):
         load(Base(str(folder)), (), KEY)
 
 
-def test_quantising_without_its_library_names_the_extra(llama, monkeypatch):
+def test_quantizing_without_its_library_names_the_extra(llama, monkeypatch):
     import importlib.util
 
     from fedlowrank.language import base as module
@@ -230,8 +230,8 @@ def test_quantising_without_its_library_names_the_extra(llama, monkeypatch):
     monkeypatch.setattr(
         module.importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else usual(name, *a)
     )
-    with pytest.raises(ConfigError, match=r"fedlowrank\[quantise\]"):
-        load(Base(str(llama), quantise="4bit"), (), KEY)
+    with pytest.raises(ConfigError, match=r"fedlowrank\[quantize\]"):
+        load(Base(str(llama), quantize="4bit"), (), KEY)
 
 
 def test_a_missing_library_names_the_extra(monkeypatch, llama):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedlowrank import Floral
-from fedlowrank.errors import TaskError
+from fedlowrank.core.errors import TaskError
 
 IDS = torch.tensor([[1, 5, 4, 7], [3, 2, 6, 1]])
 

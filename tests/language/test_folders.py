@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlowrank.cli import main
-from fedlowrank.engine.run import Run
-from fedlowrank.errors import ConfigError
-from fedlowrank.language.artefacts import read_adapter
-from fedlowrank.language.commands import language_of
-from fedlowrank.low_rank.pair import Pair
-from fedlowrank.low_rank.truncation import relative_error, truncate_update
+from fedlowrank.cli.language import language_of
+from fedlowrank.cli.main import main
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.language.artifacts import read_adapter
+from fedlowrank.linalg.pair import Pair
+from fedlowrank.linalg.truncation import relative_error, truncate_update
+from fedlowrank.simulation.run import Run
 
 from .test_runs import causal, run_of, toml
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fedlowrank.errors import DataError
+from fedlowrank.core.errors import DataError
 from fedlowrank.language.llama2c import convert
 
 DIM, HIDDEN, LAYERS, HEADS, KV, LENGTH = 24, 20, 2, 6, 3, 16

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import tree
-from fedlowrank.cli import main
-from fedlowrank.engine import checkpoint
-from fedlowrank.engine.run import Run
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.errors import ConfigError, FedlowrankError, TaskError
-from fedlowrank.experiment import load
-from fedlowrank.language.commands import language_of, scores
+from fedlowrank.cli.language import language_of, scores
+from fedlowrank.cli.main import main
+from fedlowrank.config.experiment import load
+from fedlowrank.config.stored_run import opened
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, FedlowrankError, TaskError
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.language.scores import Perplexity
-from fedlowrank.record import RunRecord
-from fedlowrank.stored import opened
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run import Run
 
 torch.set_num_threads(1)
 
@@ -55,9 +55,9 @@ def causal(base: Path, folder: Path, **more: Any) -> dict[str, Any]:
         "language": {"path": str(base), "format": "plain", "context": 48},
         "lora": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "ranks": [4, 2, 1]},
         "run": {"rounds": 2, "representations": 0},
-        "defaults": {"batch_size": 8, "optimiser": {"kind": "adamw", "lr": 0.01}},
+        "defaults": {"batch_size": 8, "optimizer": {"kind": "adamw", "lr": 0.01}},
     }
-    tables["data"] |= {"category": "kind", "normalise": "none"}
+    tables["data"] |= {"category": "kind", "normalize": "none"}
     for section, fields in more.items():
         tables[section] = {**tables.get(section, {}), **fields} if isinstance(fields, dict) else fields
     return tables
@@ -194,7 +194,7 @@ def test_a_killed_run_ends_as_an_unbroken_one(llama: Path, tmp_path: Path) -> No
     file = toml(causal(llama, tmp_path, run=settings, defaults={"epochs": 2}), tmp_path / "e.toml")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert main(["run", str(file), "-o", str(whole)]) == 0
-    command = [sys.executable, "-m", "fedlowrank.cli", "run", str(file), "-o", str(broken)]
+    command = [sys.executable, "-m", "fedlowrank.cli.main", "run", str(file), "-o", str(broken)]
     with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL) as process:
         metrics, end = broken / "metrics.jsonl", time.monotonic() + 200
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
@@ -220,7 +220,7 @@ def test_recomputed_activations_give_the_same_model(llama: Path, tmp_path: Path)
 
 
 def test_batches_in_parts_give_the_same_model(llama: Path, tmp_path: Path) -> None:
-    sgd = {"optimiser": {"kind": "sgd", "lr": 0.5}}
+    sgd = {"optimizer": {"kind": "sgd", "lr": 0.5}}
     tables = [causal(llama, tmp_path, run={"micro_batch": m} if m else {}) for m in (0, 3)]
     for one in tables:
         one["defaults"] |= sgd
@@ -261,7 +261,7 @@ def test_the_best_round_is_kept(llama: Path, tmp_path: Path) -> None:
         llama, tmp_path, run={"rounds": 4, "keep_best": True}, split={"kind": "local", "train": 0.6, "val": 0.3}
     )
     # a rate at which the last rounds are worse than an earlier one
-    tables["defaults"]["optimiser"]["lr"] = 0.6
+    tables["defaults"]["optimizer"]["lr"] = 0.6
     file = toml(tables, tmp_path / "e.toml")
     assert main(["run", str(file), "-o", str(tmp_path / "run")]) == 0
     rounds = RunRecord.load(tmp_path / "run").rounds

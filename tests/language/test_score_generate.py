@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.errors import ConfigError, DataError, TaskError
-from fedlowrank.key import Key
+from fedlowrank.core.errors import ConfigError, DataError, TaskError
+from fedlowrank.core.key import Key
 from fedlowrank.language.scores.generate import Decoding, complete, cut
 
 from .test_score_models import byte_tokenizer, gpt2, greedy, llama, space_tokenizer

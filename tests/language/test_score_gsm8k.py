@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.language.scores import gsm8k
 
 # completion, reference; right by the last number, by lm_eval's strict-match and by its flexible-extract

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.language.scores.generate import Decoding, complete
 from fedlowrank.language.scores.harness import evaluate_with_lm_eval, lm_eval_model
 

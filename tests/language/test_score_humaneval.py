@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank.errors import ConfigError, DataError, TaskError
+from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.language.scores import humaneval, sandbox
 from fedlowrank.language.scores.sandbox import Isolation, Limits, run_program
 

@@ -46,7 +46,7 @@ def llama(vocab, seed=0, **changes):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    # a wide initialisation, so that the likeliest token is clearly so and changes from step to step
+    # a wide initialization, so that the likeliest token is clearly so and changes from step to step
     rest = {
         "num_key_value_heads": 2,
         "max_position_embeddings": 256,

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.errors import ConfigError, DataError
-from fedlowrank.language.scores.perplexity import Labelled, Likelihood, label, likelihood
+from fedlowrank.core.errors import ConfigError, DataError
+from fedlowrank.language.scores.perplexity import Labeled, Likelihood, label, likelihood
 
 from .test_score_models import byte_tokenizer, gpt2, llama
 
@@ -41,7 +41,7 @@ def padded(rows, pads):
         start = int(pads[i] * (width - len(tokens)))
         for t, (token, counts) in enumerate(zip(tokens, counted, strict=True), start):
             x[i, t], mask[i, t], y[i, t] = token, 1, token if counts else -100
-    return Labelled(x, mask, y)
+    return Labeled(x, mask, y)
 
 
 row = st.lists(st.tuples(st.integers(0, 200), st.booleans()), min_size=2, max_size=9).map(
@@ -121,11 +121,11 @@ def test_what_has_no_likelihood_is_refused():
     model = MODELS[llama]
     x = torch.tensor([[1, 2, 3]])
     with pytest.raises(DataError, match="mask is 0"):
-        likelihood(model, Labelled(x, torch.tensor([[1, 1, 0]]), x))
+        likelihood(model, Labeled(x, torch.tensor([[1, 1, 0]]), x))
     with pytest.raises(DataError, match="no token counts"):
-        likelihood(model, Labelled(x, torch.ones_like(x), torch.tensor([[1, -100, -100]])))
+        likelihood(model, Labeled(x, torch.ones_like(x), torch.tensor([[1, -100, -100]])))
     with pytest.raises(ConfigError):
-        likelihood(model, Labelled(x, torch.ones_like(x), x), 0)
+        likelihood(model, Labeled(x, torch.ones_like(x), x), 0)
     with pytest.raises(DataError, match="no token of any text"):
         label(TOKENIZER, ["the quick brown"], [" fox"], 2)
     with pytest.raises(DataError):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.errors import DataError
+from fedlowrank.core.errors import DataError
 from fedlowrank.language.scores.rouge import rouge_l, rouge_l_each
 
 

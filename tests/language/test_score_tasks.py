@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from fedlowrank import tree
-from fedlowrank.errors import ConfigError, DataError
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.language.scores import TASKS, Decoding, Dolly, Gsm8k, HumanEval, Perplexity, Score, complete
 from fedlowrank.language.scores.perplexity import label, likelihood
 

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedlowrank import tree
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.key import Key
-from fedlowrank.low_rank.adaptors import KINDS, Adaptors, Spot, adaptors, centred, mix, preconditioned, spots
-from fedlowrank.low_rank.budget import adaptor_remarks, budget
-from fedlowrank.low_rank.mixture import (
+from fedlowrank.adapters.budget import adaptor_remarks, budget
+from fedlowrank.adapters.floral_adaptors import KINDS, Adaptors, Spot, adaptors, centered, mix, preconditioned, spots
+from fedlowrank.adapters.mixture import (
     Construction,
     Factor,
     Pairs,
     as_offsets,
-    centre,
+    center,
     fold_of,
     precondition,
-    reparameterise,
+    reparameterize,
 )
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.key import Key
 
 torch.set_num_threads(1)
 KEY = Key((0,))
@@ -302,20 +302,20 @@ def test_half_precision_is_decomposed_in_single(dtype: torch.dtype) -> None:
     made, exact = precondition(g, p), precondition(tree.map(Tensor.float, g), tree.map(Tensor.float, p))
     assert made.u.dtype == dtype
     torch.testing.assert_close(made.u.float(), exact.u, rtol=1e-2, atol=1e-3)
-    w, left = centre(torch.zeros(6, 5, dtype=dtype), p, torch.full((2,), 0.5, dtype=dtype))
+    w, left = center(torch.zeros(6, 5, dtype=dtype), p, torch.full((2,), 0.5, dtype=dtype))
     assert (w.dtype, left.u.dtype) == (dtype, dtype)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.3, 2.5])
 @pytest.mark.parametrize("construction", ALL)
-def test_centring_keeps_every_merged_model_that_the_rank_can_hold(alpha: float, construction: Construction) -> None:
+def test_centering_keeps_every_merged_model_that_the_rank_can_hold(alpha: float, construction: Construction) -> None:
     m = nn.Sequential(nn.Conv2d(6, 6, 3), nn.Linear(9, 8), nn.LayerNorm(8)).double()
     where = spots(m, 1 if construction == "filter" else 2, construction)
     a, w = shaken(where, 2, construction), weights_of(m)
     # two adaptors that share V: their differences from any mean have the rank of one
     a = {n: Pairs(p.u, p.v[:1].expand_as(p.v)) if isinstance(p, Pairs) else p for n, p in a.items()}
     shares = torch.tensor([0.25, 0.75], dtype=REAL)
-    base, left = centred(w, a, shares, alpha, construction)
+    base, left = centered(w, a, shares, alpha, construction)
     for pi in (*torch.eye(2, dtype=REAL), torch.tensor([0.6, 0.4], dtype=REAL)):
         torch.testing.assert_close(mix(base, left, pi, alpha, construction), mix(w, a, pi, alpha, construction))
     still = mix(base, left, shares, alpha, construction)
@@ -325,12 +325,12 @@ def test_centring_keeps_every_merged_model_that_the_rank_can_hold(alpha: float, 
         assert not torch.equal(base[name], w[name])
 
 
-def test_centring_loses_what_the_rank_cannot_hold_and_no_more() -> None:
+def test_centering_loses_what_the_rank_cannot_hold_and_no_more() -> None:
     a = shaken(spots(nn.Linear(9, 8).double(), 2), 3)
     w = {"weight": randn(8, 9), "bias": randn(8)}
     p = a["weight"]
     assert isinstance(p, Pairs)
-    base, left = centred(w, a, torch.full((3,), 1 / 3, dtype=REAL))
+    base, left = centered(w, a, torch.full((3,), 1 / 3, dtype=REAL))
     q = left["weight"]
     assert isinstance(q, Pairs)
     for c in range(3):
@@ -347,11 +347,11 @@ def normed(x: Tensor, mean: Tensor, var: Tensor, gamma: Tensor, beta: Tensor) ->
 def test_equation_42() -> None:
     x, (g, b, gi, bi) = randn(6, 3), randn(4, 3, seed=1)
     main, own = (randn(3, seed=2), randn(3, seed=3).exp()), (randn(3, seed=4), randn(3, seed=5).exp())
-    made = reparameterise(gi, bi, main, own, eps=1e-3)
+    made = reparameterize(gi, bi, main, own, eps=1e-3)
     unit = (x - main[0]) / (main[1] + 1e-3).sqrt()
     torch.testing.assert_close(normed(x, *main, g, b) + normed(x, *own, *made), unit * (g + gi) + b + bi)
     # by hand: twice the deviation, the mean one main deviation above
-    hand = reparameterise(
+    hand = reparameterize(
         torch.tensor([3.0]), torch.tensor([1.0]), (torch.tensor([5.0]), torch.tensor([4.0])),
         (torch.tensor([7.0]), torch.tensor([16.0])), eps=0.0,
     )  # fmt: skip
@@ -362,7 +362,7 @@ def test_equation_42_stops_the_gradient_through_beta() -> None:
     x, weight = randn(6, 3), randn(6, 3, seed=9)
     main, own = (randn(3, seed=2), randn(3, seed=3).exp()), (randn(3, seed=4), randn(3, seed=5).exp())
     gi, bi = randn(3, seed=6).requires_grad_(), randn(3, seed=7).requires_grad_()
-    (normed(x, *own, *reparameterise(gi, bi, main, own, eps=1e-3)) * weight).sum().backward()
+    (normed(x, *own, *reparameterize(gi, bi, main, own, eps=1e-3)) * weight).sum().backward()
     deviation = (main[1] + 1e-3).sqrt()
     torch.testing.assert_close(gi.grad, (weight * (x - own[0]) / deviation).sum(0))
     torch.testing.assert_close(bi.grad, weight.sum(0))
@@ -372,7 +372,7 @@ def test_offsets_of_an_adaptor_with_its_own_statistics_undo_equation_42() -> Non
     main, own = (randn(3), randn(3, seed=1).exp()), (randn(4, 3, seed=2), randn(4, 3, seed=3).exp())
     gamma, beta, x = randn(4, 3, seed=4), randn(4, 3, seed=5), randn(6, 3, seed=6)
     offsets = as_offsets(gamma, beta, main, own, eps=1e-3)
-    torch.testing.assert_close(reparameterise(*offsets, main, own, eps=1e-3), (gamma, beta))
+    torch.testing.assert_close(reparameterize(*offsets, main, own, eps=1e-3), (gamma, beta))
     for c in range(4):
         wanted = normed(x, own[0][c], own[1][c], gamma[c], beta[c])
         torch.testing.assert_close(normed(x, *main, offsets[0][c], offsets[1][c]), wanted)

@@ -13,22 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedlowrank import tree
-from fedlowrank.errors import ConfigError
-from fedlowrank.low_rank import delta as module
-from fedlowrank.low_rank import sketch
-from fedlowrank.low_rank.delta import (
-    Delta,
-    Form,
-    advance,
-    product_norms,
-    split,
-    start,
-    tail_energy,
-    truncation,
-)
-from fedlowrank.low_rank.pair import Pair
-from fedlowrank.low_rank.wire_form import Wire, pack, unpack
+from fedlowrank.adapters.wire_format import Wire, pack, unpack
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.linalg import delta as module
+from fedlowrank.linalg import randomized_svd as sketch
+from fedlowrank.linalg.delta import Delta, Form, advance, product_norms, split, start, tail_energy, truncation
+from fedlowrank.linalg.pair import Pair
 
 Matrix = np.ndarray
 STATES = (Form("exact"), Form("capped", cap=99), Form("dense"), Form("auto"))

@@ -11,20 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.low_rank.delta import (
-    Form,
-    advance,
-    product_norm,
-    product_norms,
-    split,
-    start,
-    tail_energy,
-    truncation,
-)
-from fedlowrank.low_rank.factored import svd
-from fedlowrank.low_rank.pair import Pair
-from fedlowrank.low_rank.stacking import add_stack, orthogonal_to
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.linalg.delta import Form, advance, product_norm, product_norms, split, start, tail_energy, truncation
+from fedlowrank.linalg.factored import svd
+from fedlowrank.linalg.pair import Pair
+from fedlowrank.linalg.stacking import add_stack, orthogonal_to
 
 STATES = (Form("exact"), Form("capped", cap=9), Form("dense"), Form("auto"))
 

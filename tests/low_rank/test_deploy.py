@@ -20,25 +20,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedlowrank.errors import CheckpointError, ConfigError, TaskError
-from fedlowrank.key import Key
-from fedlowrank.low_rank import thin as layers
-from fedlowrank.low_rank.deploy import (
-    Size,
-    compare_latency,
-    deploy,
-    latency,
-    load,
-    save,
-    size_of,
-)
-from fedlowrank.low_rank.matricise import LowRank, Weights
-from fedlowrank.low_rank.penalty import prox
-from fedlowrank.low_rank.thin import Compressed
+from fedlowrank.adapters import thin_layers as layers
+from fedlowrank.adapters.deployment import Size, compare_latency, deploy, latency, load, save, size_of
+from fedlowrank.adapters.thin_layers import Compressed
+from fedlowrank.core.errors import CheckpointError, ConfigError, TaskError
+from fedlowrank.core.key import Key
+from fedlowrank.core.tree import Params, decode, encode
+from fedlowrank.linalg.matricize import LowRank, Weights
+from fedlowrank.linalg.nuclear_norm import prox
 from fedlowrank.models.architecture import build
 from fedlowrank.models.resnet import ResNet18
 from fedlowrank.models.zoo import ModelSettings
-from fedlowrank.tree import Params, decode, encode
 
 LAYOUTS = ("small", "fast")
 IMAGE = (3, 32, 32)
@@ -532,8 +524,8 @@ def test_a_weight_shared_by_two_layers_stays_shared() -> None:
     assert size_of(made).parameters == 144 + 24
 
 
-def test_a_normalised_weight_is_dense() -> None:
-    """A parametrised layer computes its weight from other parameters."""
+def test_a_normalized_weight_is_dense() -> None:
+    """A parametrized layer computes its weight from other parameters."""
     layer = nn.utils.parametrizations.weight_norm(nn.Linear(12, 8)).double()
     weights, _ = mixture(layer, 0.3, 0.0)
     made, x = deploy(layer, weights), torch.randn(2, 12, dtype=torch.float64)
@@ -636,7 +628,7 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
 def test_a_file_of_a_later_format_is_refused(tmp_path: Path, monkeypatch) -> None:
     layer = nn.Linear(30, 20)
     with monkeypatch.context() as patch:
-        patch.setattr("fedlowrank.low_rank.deploy.FORMATS", ("fedlowrank.deployed.3",))
+        patch.setattr("fedlowrank.adapters.deployment.FORMATS", ("fedlowrank.deployed.3",))
         save(layer, tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"deployed\.2 or fedlowrank\.deployed\.1"):
         load(layer, tmp_path / "model")

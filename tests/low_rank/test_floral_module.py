@@ -1,4 +1,4 @@
-"""Floral in a plain training loop: parameters, routes, state, merging, preconditioning and centring of whole models."""
+"""Floral in a plain training loop: parameters, routes, state, merging, preconditioning and centering of whole models."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from torch.func import functional_call
 from torch.nn import functional
 
 import fedlowrank
-from fedlowrank import Floral, tree
-from fedlowrank.clusters import Router
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.key import Key
-from fedlowrank.low_rank.adaptors import adaptors, preconditioned, spots
-from fedlowrank.low_rank.mixture import Pairs
+from fedlowrank import Floral
+from fedlowrank.adapters.floral_adaptors import adaptors, preconditioned, spots
+from fedlowrank.adapters.mixture import Pairs
+from fedlowrank.adapters.router import Router
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.key import Key
 
 torch.set_num_threads(1)
 REAL = torch.float64
@@ -79,24 +80,24 @@ IDS = torch.tensor([[1, 4, 2], [8, 0, 4]])
 
 def train(model: Floral, steps: int = 40, lr: float = 0.2) -> list[float]:
     x, y = randn(12, 2, 5, 5), torch.arange(12) % 3
-    optimiser = torch.optim.SGD(model.parameter_groups(), lr=lr)
+    optimizer = torch.optim.SGD(model.parameter_groups(), lr=lr)
     losses = []
     for _ in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = functional.cross_entropy(model(x), y)
         loss.backward()
         model.precondition_()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     return losses
 
 
-@pytest.mark.parametrize("reparameterise", [True, False])
+@pytest.mark.parametrize("reparameterize", [True, False])
 @pytest.mark.parametrize("frozen", [True, False])
-def test_a_plain_loop_learns_and_only_what_is_free_moves(frozen: bool, reparameterise: bool) -> None:
+def test_a_plain_loop_learns_and_only_what_is_free_moves(frozen: bool, reparameterize: bool) -> None:
     base = network().requires_grad_(not frozen)
     before = copy.deepcopy(base)
-    model = Floral(base, rank=2, num_clusters=3, reparameterise=reparameterise)
+    model = Floral(base, rank=2, num_clusters=3, reparameterize=reparameterize)
     start = copy.deepcopy(model.adaptors)
     losses = train(model)
     assert losses[-1] < 0.5 * losses[0]
@@ -145,13 +146,13 @@ def test_shared_weights_layers_used_twice_keywords_and_outputs_of_any_kind() -> 
 
 def test_state_goes_round_strictly_and_bit_for_bit() -> None:
     router = Router(noise=1.0, temperature=0.5)
-    model = shake(Floral(network(), rank=2, num_clusters=3, router=router, reparameterise=False))
+    model = shake(Floral(network(), rank=2, num_clusters=3, router=router, reparameterize=False))
     x = randn(4, 2, 5, 5)
     model(x)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
-    other = Floral(network(), rank=2, num_clusters=3, router=router, reparameterise=False, seed=0)
+    other = Floral(network(), rank=2, num_clusters=3, router=router, reparameterize=False, seed=0)
     other.load_state_dict(torch.load(file, weights_only=True), strict=True)
     assert torch.equal(other.eval()(x), model.eval()(x))
     assert "adaptors.0.weight.u" in model.state_dict()
@@ -167,7 +168,7 @@ def test_state_goes_round_strictly_and_bit_for_bit() -> None:
 
 
 def test_a_deep_copy_stands_alone() -> None:
-    model = shake(Floral(network(), rank=2, reparameterise=False)).eval()
+    model = shake(Floral(network(), rank=2, reparameterize=False)).eval()
     x = randn(4, 2, 5, 5)
     other = copy.deepcopy(model)
     before = model(x)
@@ -188,7 +189,7 @@ def test_types_move_together() -> None:
     assert {p.dtype for p in half.adaptors.parameters()} == {torch.bfloat16}
     half(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
     half.precondition_()
-    half.centre_()
+    half.center_()
     # adaptors wider than their weights give results of the weights' type
     half.adaptors.float()
     assert half(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -254,14 +255,14 @@ def test_preconditioning_in_place(i: int, o: int, rank: float, clusters: int, wi
 
 
 @pytest.mark.parametrize("weights", [None, [0.7, 0.3]])
-def test_centring_a_model(weights: list[float] | None) -> None:
+def test_centering_a_model(weights: list[float] | None) -> None:
     model = shake(Floral(network(), rank=2, num_clusters=2, alpha=1.5))
     with torch.no_grad():
         for a in model.adapted().values():
             if isinstance(a, Pairs):
                 a.v[1] = a.v[0]
     each, before = [model.merge(c).state_dict() for c in range(2)], copy.deepcopy(model.base.state_dict())
-    model.centre_(weights)
+    model.center_(weights)
     mean = model.merge([0.5, 0.5] if weights is None else weights).state_dict()
     for name in model.adapted():
         for c in range(2):
@@ -270,21 +271,21 @@ def test_centring_a_model(weights: list[float] | None) -> None:
         assert not torch.equal(before[name], model.base.state_dict()[name])
 
 
-def test_centring_leaves_frozen_parameters_alone() -> None:
+def test_centering_leaves_frozen_parameters_alone() -> None:
     base = network()
     base[0].requires_grad_(False)
     model = shake(Floral(base, rank=2, num_clusters=2))
     before = copy.deepcopy(model.state_dict())
-    model.centre_()
+    model.center_()
     after = model.state_dict()
     changed = {n for n in after if n != "_extra_state" and not torch.equal(after[n], before[n])}
     assert not {n for n in changed if n.startswith(("base.0.", "adaptors.0."))}
     assert {"base.5.weight", "adaptors.5.weight.u", "base.6.bias"} <= changed
     base.requires_grad_(False)
     with pytest.raises(TaskError, match="frozen"):
-        model.centre_()
+        model.center_()
     with pytest.raises(ConfigError, match="2 numbers"):
-        model.centre_([1.0])
+        model.center_([1.0])
 
 
 def test_predicates_and_the_budget() -> None:
@@ -310,7 +311,7 @@ def test_functional_calls_of_the_wrapper() -> None:
 
 
 def test_an_error_in_the_base_leaves_no_hooks() -> None:
-    model = Floral(network(), reparameterise=False)
+    model = Floral(network(), reparameterize=False)
     with pytest.raises(RuntimeError):
         model(randn(1, 5, 2, 2))
     assert not any(m._forward_hooks for m in model.modules())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import Floral
-from fedlowrank.low_rank.mixture import Construction, Pairs, fold_of
+from fedlowrank.adapters.mixture import Construction, Pairs, fold_of
 
 torch.set_num_threads(1)
 ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped", "input")
@@ -79,13 +79,13 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "reparameterise"), [*((n, True) for n in LAYERS), *((n, False) for n in LAYERS if "batch norm" in n)]
+    ("name", "reparameterize"), [*((n, True) for n in LAYERS), *((n, False) for n in LAYERS if "batch norm" in n)]
 )
-def test_a_layer(name: str, reparameterise: bool) -> None:
+def test_a_layer(name: str, reparameterize: bool) -> None:
     layer, shape = copy.deepcopy(LAYERS[name])
     layer, x = layer.double().eval(), randn(*shape)
     before = layer(x)
-    model = Floral(layer, rank=2, num_clusters=3, alpha=0.7, reparameterise=reparameterise).eval()
+    model = Floral(layer, rank=2, num_clusters=3, alpha=0.7, reparameterize=reparameterize).eval()
     assert torch.equal(model(x), before)
     assert torch.equal(model.merge()(x), before)
     shake(model)
@@ -93,7 +93,7 @@ def test_a_layer(name: str, reparameterise: bool) -> None:
     merged = model.merge()
     assert type(merged) is type(layer)
     torch.testing.assert_close(model(x), merged(x), **TINY)
-    if reparameterise:
+    if reparameterize:
         torch.testing.assert_close(model(x), by_hand(model, x), **TINY)
         model.train()
         torch.testing.assert_close(model(x), by_hand(model, x), **TINY)
@@ -142,13 +142,13 @@ def test_embeddings_and_their_padding_row(bag: bool) -> None:
     layer, x = layer.double(), torch.tensor([[0, 2, 5], [6, 2, 2]])
     model = Floral(layer, rank=2, num_clusters=3)
     assert torch.equal(model(x), layer(x))
-    optimiser = torch.optim.SGD(model.parameter_groups(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.01)
     before = model.merge()
     for _ in range(4):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (model(x) - 1).square().sum().backward()
         model.precondition_()
-        optimiser.step()
+        optimizer.step()
     a = model.adapted()["weight"]
     assert isinstance(a, Pairs)
     assert not a.u[:, 2].any()
@@ -196,7 +196,7 @@ def batch_norms(model: Floral) -> tuple[Any, Any]:
 def own_norms(training: bool, momentum: float | None = 0.1) -> tuple[Floral, list[nn.BatchNorm2d]]:
     """A BatchNorm whose adaptors keep their own statistics, and the C BatchNorms of appendix F.2 one by one."""
     model = Floral(
-        nn.BatchNorm2d(3, momentum=momentum, eps=1e-2, dtype=REAL), num_clusters=3, alpha=0.7, reparameterise=False
+        nn.BatchNorm2d(3, momentum=momentum, eps=1e-2, dtype=REAL), num_clusters=3, alpha=0.7, reparameterize=False
     )
     shake(model)
     gamma, beta = batch_norms(model)
@@ -228,7 +228,7 @@ def test_adaptors_with_their_own_statistics_are_the_papers_sum(training: bool, m
             torch.testing.assert_close(mine, dict(alone[c].named_buffers()), **TINY)
 
 
-def test_they_fold_into_one_batch_norm_and_can_be_centred() -> None:
+def test_they_fold_into_one_batch_norm_and_can_be_centered() -> None:
     model, _ = own_norms(training=False)
     x = randn(4, 3, 2, 2)
     merged = model.merge()
@@ -236,7 +236,7 @@ def test_they_fold_into_one_batch_norm_and_can_be_centred() -> None:
     torch.testing.assert_close(merged(x), model(x), **TINY)
     each = [model.merge(c)(x) for c in range(3)]
     before = model.base.weight.detach().clone()
-    model.centre_([0.5, 0.25, 0.25])
+    model.center_([0.5, 0.25, 0.25])
     assert not torch.equal(model.base.weight, before)
     for c in range(3):
         torch.testing.assert_close(model.merge(c)(x), each[c], **TINY)
@@ -272,7 +272,7 @@ def test_a_base_that_keeps_its_statistics_while_the_adaptors_learn_theirs() -> N
 def test_statistics_begin_as_those_of_the_base_and_travel_with_the_state() -> None:
     norm = nn.BatchNorm1d(3)
     norm(torch.arange(12.0).reshape(4, 3))
-    model = Floral(norm, reparameterise=False)
+    model = Floral(norm, reparameterize=False)
     gamma, _ = batch_norms(model)
     assert torch.equal(gamma.running_mean, norm.running_mean.expand(4, 3))
     assert torch.equal(gamma.running_var, norm.running_var.expand(4, 3))

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fedlowrank import Floral
-from fedlowrank.clusters import Router
-from fedlowrank.errors import ConfigError, TaskError
+from fedlowrank.adapters.router import Router
+from fedlowrank.core.errors import ConfigError, TaskError
 
 from .test_floral_module import TINY, network, randn, shake
 
@@ -148,8 +148,8 @@ def test_modules_that_cannot_be_wrapped() -> None:
     shared = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     shared[1].weight = shared[0].weight
     Floral(shared)
-    with pytest.raises(TaskError, match=r"layer 0 .*reparameterise=True"):
-        Floral(shared, reparameterise=False)
+    with pytest.raises(TaskError, match=r"layer 0 .*reparameterize=True"):
+        Floral(shared, reparameterize=False)
 
 
 def test_the_example_runs_as_written() -> None:

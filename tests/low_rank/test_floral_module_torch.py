@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel, replicate
 from torch.utils.checkpoint import checkpoint
 
 from fedlowrank import Floral
-from fedlowrank.clusters import Router
-from fedlowrank.errors import TaskError
-from fedlowrank.low_rank.mixture import Pairs
+from fedlowrank.adapters.mixture import Pairs
+from fedlowrank.adapters.router import Router
+from fedlowrank.core.errors import TaskError
 
 from .test_floral_module import TINY, Language, network, randn, shake
 
@@ -84,18 +84,18 @@ def test_modules_with_two_names_or_the_name_of_a_method() -> None:
     assert torch.equal(other(x), model(x))
     assert torch.equal(copy.deepcopy(model)(x), model(x))
     model.precondition_()
-    model.centre_()
+    model.center_()
 
 
-@pytest.mark.parametrize("reparameterise", [True, False])
-def test_hooks_of_the_user_fire_once_a_forward_and_see_what_the_layer_gives(reparameterise: bool) -> None:
+@pytest.mark.parametrize("reparameterize", [True, False])
+def test_hooks_of_the_user_fire_once_a_forward_and_see_what_the_layer_gives(reparameterize: bool) -> None:
     base, seen = network(), []
     base[1].register_forward_hook(lambda _, __, out: seen.append(out))
     base[0].register_forward_pre_hook(lambda *_: seen.append(None))
     base.register_forward_hook(lambda *_: seen.append(None))
     norm = copy.deepcopy(base[1])
     norm._forward_hooks.clear()
-    model = shake(Floral(base, rank=2, reparameterise=reparameterise)).eval()
+    model = shake(Floral(base, rank=2, reparameterize=reparameterize)).eval()
     merged = model.merge()
     x = randn(4, 2, 5, 5)
     seen.clear()
@@ -193,13 +193,13 @@ def one_process() -> Iterator[None]:
 
 
 def steps(model: nn.Module, wrapper: Floral, routes: list[Any]) -> None:
-    optimiser = torch.optim.SGD(wrapper.parameter_groups(), lr=0.05)
+    optimizer = torch.optim.SGD(wrapper.parameter_groups(), lr=0.05)
     for i, route in enumerate(routes):
         wrapper.route(route)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         functional.cross_entropy(model(randn(6, 2, 5, 5, seed=i)), torch.arange(6) % 3).backward()
         wrapper.precondition_()
-        optimiser.step()
+        optimizer.step()
 
 
 @pytest.mark.usefixtures("one_process")
@@ -258,7 +258,7 @@ def test_replicas_of_data_parallel(make: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_replicas_with_statistics_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = shake(Floral(network(), rank=2, reparameterise=False))
+    model = shake(Floral(network(), rank=2, reparameterize=False))
     x = randn(16, 2, 5, 5)
     alone = [copy.deepcopy(model) for _ in range(4)]
     wanted = [m(part) for m, part in zip(alone, x.chunk(4), strict=True)]
@@ -336,7 +336,7 @@ class RootMeanSquare(nn.Module):
 
 
 class MyRMSNorm(RootMeanSquare):
-    """A normalisation by its name."""
+    """A normalization by its name."""
 
 
 class Conv1D(nn.Module):
@@ -368,19 +368,19 @@ def test_a_conv1d_of_gpt2_learns_as_the_linear_layer_that_it_is(rank: float) -> 
         linear.weight.copy_(stored.weight.T)
         linear.bias.copy_(stored.bias)
     models = [Floral(base, rank, 3, alpha=0.5) for base in (stored, linear)]
-    optimisers = [torch.optim.SGD(m.parameter_groups(), lr=0.1) for m in models]
+    optimizers = [torch.optim.SGD(m.parameter_groups(), lr=0.1) for m in models]
     for i in range(5):
         x = randn(8, 4, seed=i)
-        for m, optimiser in zip(models, optimisers, strict=True):
-            optimiser.zero_grad()
+        for m, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
             m(x).square().mean().backward()
             m.precondition_()
-            optimiser.step()
+            optimizer.step()
     torch.testing.assert_close(models[0](x), models[1](x), **TINY)
     torch.testing.assert_close(models[0].merge(1)(x), models[1].merge(1)(x), **TINY)
     torch.testing.assert_close(models[0].theta, models[1].theta, **TINY)
     for m in models:
-        m.centre_()
+        m.center_()
     torch.testing.assert_close(stored.weight.T, linear.weight, **TINY)
     (first, second) = (next(iter(m._spots.values())) for m in models)
     assert (first.kind, first.rank, first.numbers) == (second.kind, second.rank, second.numbers)

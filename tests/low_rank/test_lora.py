@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlowrank.errors import TaskError
-from fedlowrank.key import Key
-from fedlowrank.low_rank.lora import LoRA, first, lora_of, padded, undiluted
-from fedlowrank.low_rank.lora_layers import LoRALayer, lora
-from fedlowrank.low_rank.pair import Factors, Pair
+from fedlowrank.adapters.lora import LoRA, find_lora, first, lora_of, padded, rest_of, undiluted
+from fedlowrank.adapters.lora_layers import LoRALayer, lora
+from fedlowrank.core.errors import TaskError
+from fedlowrank.core.key import Key
+from fedlowrank.linalg.pair import Factors, Pair
 from fedlowrank.models.architecture import Architecture
 
 torch.set_num_threads(1)
@@ -126,7 +126,7 @@ CASES = [(kind, how) for kind in LAYERS for how in ("plain", "ours", "peft") if 
 @pytest.mark.parametrize(("kind", "how"), CASES)
 def test_factors_of_any_rank_are_the_weight_with_their_product(kind: str, how: str) -> None:
     plain, module = made(kind, how)
-    found = lora_of(module, "head")
+    found = find_lora(module, "head")
     assert found.shapes == {"one": SHAPES[kind], "two": (7, 3)}
     assert (found.scale, found.rank) == ((1.0, None) if how == "plain" else (1.5, 2))
     x = INPUTS[kind](torch.Generator().manual_seed(1))
@@ -163,7 +163,7 @@ def test_factors_of_any_rank_are_the_weight_with_their_product(kind: str, how: s
 @pytest.mark.parametrize("how", ["plain", "ours", "peft"])
 def test_gradients_reach_the_factors(how: str) -> None:
     plain, module = made("linear", how)
-    found = lora_of(module, "head")
+    found = find_lora(module, "head")
     x = INPUTS["linear"](torch.Generator().manual_seed(1)).double()
     factors = random_factors(found, 2)
     pair = factors["one"]
@@ -193,7 +193,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("shared", [False, True])
 def test_tied_weights_are_one_site_and_move_together(shared: bool) -> None:
     module, x = Tied(shared), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
-    found = lora_of(module, "head")
+    found = find_lora(module, "head")
     assert list(found.sites) == ["one"]
     factors, copied = random_factors(found, 2), copy.deepcopy(module)
     copied.one.weight.data += 0.5 * factors["one"].dense()
@@ -206,7 +206,7 @@ def test_a_layer_under_two_names_keeps_its_own_weight() -> None:
     module, x = Tied(True), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
     before = module.one.weight.detach().clone()
     model = Architecture("tied", module, x)
-    model.apply(model.lora.place(random_factors(model.lora, 2), 0.5), x)
+    model.apply(lora_of(model).place(random_factors(lora_of(model), 2), 0.5), x)
     assert torch.equal(module.one.weight, before)
     assert isinstance(module.one.weight, nn.Parameter)
 
@@ -214,12 +214,12 @@ def test_a_layer_under_two_names_keeps_its_own_weight() -> None:
 def test_an_architecture_finds_its_sites_once() -> None:
     module = Tied(False)
     model = Architecture("tied", module, torch.zeros(1, 4).double(), "head")
-    assert model.lora is model.lora
-    assert list(model.lora.sites) == ["one"]
-    assert sorted(model.rest()) == ["head.bias", "head.weight"]
+    assert lora_of(model) is lora_of(model)
+    assert list(lora_of(model).sites) == ["one"]
+    assert sorted(rest_of(model)) == ["head.bias", "head.weight"]
     wrapped = Architecture("wrapped", lora(module, 2, trainable=["head"]), torch.zeros(1, 4).double(), "head")
-    assert sorted(wrapped.rest()) == ["head.bias", "head.weight"]
-    assert Architecture("none", nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4)).rest() == {}
+    assert sorted(rest_of(wrapped)) == ["head.bias", "head.weight"]
+    assert rest_of(Architecture("none", nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4))) == {}
 
 
 @pytest.mark.parametrize(
@@ -227,30 +227,30 @@ def test_an_architecture_finds_its_sites_once() -> None:
 )
 def test_convolutions_that_peft_does_not_compute_are_refused(kind: str, setting: str) -> None:
     with pytest.raises(TaskError, match=f"ignores its {re.escape(setting)}, so it is no update of the weight"):
-        lora_of(of_peft(Two(kind), 2, 2), None)
+        find_lora(of_peft(Two(kind), 2, 2), None)
 
 
 def test_sites_are_named_by_the_base_model_and_outside_the_head() -> None:
     net = nn.ModuleDict(
         {"a": nn.Sequential(nn.Linear(3, 4), nn.Conv1d(2, 3, 2)), "head": nn.Sequential(nn.Linear(4, 2))}
     )
-    assert lora_of(net, "head").shapes == {"a.0": (4, 3), "a.1": (3, 4)}
-    assert lora_of(net, None).shapes == {"a.0": (4, 3), "a.1": (3, 4), "head.0": (2, 4)}
+    assert find_lora(net, "head").shapes == {"a.0": (4, 3), "a.1": (3, 4)}
+    assert find_lora(net, None).shapes == {"a.0": (4, 3), "a.1": (3, 4), "head.0": (2, 4)}
     # a name that only begins like the head's is no part of it
     net["header"] = nn.Linear(2, 2)
-    assert "header" in lora_of(net, "head").shapes
-    assert lora_of(nn.Linear(3, 4), None).shapes == {"": (4, 3)}
+    assert "header" in find_lora(net, "head").shapes
+    assert find_lora(nn.Linear(3, 4), None).shapes == {"": (4, 3)}
     with pytest.raises(TaskError, match="no linear layer and no convolution outside its head"):
-        lora_of(nn.ModuleDict({"norm": nn.LayerNorm(3), "head": nn.Linear(3, 2)}), "head")
+        find_lora(nn.ModuleDict({"norm": nn.LayerNorm(3), "head": nn.Linear(3, 2)}), "head")
 
 
 def test_one_scale_and_one_adapter() -> None:
     module = Two("linear")
     module.one, module.two = (LoRALayer(m, 2, s, False, Key((0,))) for m, s in ((module.one, 1.0), (module.two, 2.0)))
     with pytest.raises(TaskError, match=r"different scales α/r \(1 at one, 2 at two\)"):
-        lora_of(module, "head")
+        find_lora(module, "head")
     wrapped = of_peft(Two("linear"), 2, 4, use_rslora=True)
-    found = lora_of(wrapped, None)
+    found = find_lora(wrapped, None)
     assert found.rslora
     assert found.scale == pytest.approx(4 / 2**0.5, rel=1e-15)
     assert found.sites["two"].weight == "base_model.model.two.base_layer.weight"
@@ -258,18 +258,18 @@ def test_one_scale_and_one_adapter() -> None:
 
     wrapped.add_adapter("more", peft.LoraConfig(r=1, target_modules=["one"]))
     with pytest.raises(TaskError, match=r"adapters \['default', 'more'\]; keep one"):
-        lora_of(wrapped, None)
+        find_lora(wrapped, None)
 
 
 def test_a_peft_convolution_with_groups_is_refused() -> None:
     module = Two("linear")
     module.one = nn.Conv1d(4, 6, 3, groups=2)
     with pytest.raises(TaskError, match=r"layer base_model\.model\.one is a convolution with groups"):
-        lora_of(of_peft(module, 2, 2), None)
+        find_lora(of_peft(module, 2, 2), None)
 
 
 def test_ranks_fit_every_layer() -> None:
-    found = lora_of(Two("conv2d"), "head")
+    found = find_lora(Two("conv2d"), "head")
     for rank in (1, 3):
         found.check_rank(rank, "x")
     with pytest.raises(TaskError, match="client 4 has rank 4, but layer two is 7 × 3, so its rank is from 1 to 3"):
@@ -279,7 +279,7 @@ def test_ranks_fit_every_layer() -> None:
 
 
 def test_a_is_drawn_by_name_within_one_over_the_root_of_its_width() -> None:
-    found = lora_of(nn.ModuleDict({"a": nn.Linear(400, 30), "b": nn.Linear(400, 30)}), None)
+    found = find_lora(nn.ModuleDict({"a": nn.Linear(400, 30), "b": nn.Linear(400, 30)}), None)
     state = torch.get_rng_state()
     drawn, again, other = (found.draw(20, Key((s,))) for s in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
@@ -298,7 +298,7 @@ def test_a_is_drawn_by_name_within_one_over_the_root_of_its_width() -> None:
 def test_moved_weights_keep_the_finer_type() -> None:
     for base, update in ((torch.float64, torch.float32), (torch.bfloat16, torch.float32)):
         layer = nn.Linear(5, 4).to(base)
-        found = lora_of(nn.ModuleDict({"a": layer}), None)
+        found = find_lora(nn.ModuleDict({"a": layer}), None)
         u = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).to(update) * 0.01
         w = found.moved({"a": u})["a.weight"]
         assert w.dtype == base

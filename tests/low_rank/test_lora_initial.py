@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.adapters import Tuning
+from fedlowrank.adapters.lora import find_lora
+from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.adapters.wire_format import unpack
+from fedlowrank.core.errors import TaskError
+from fedlowrank.core.key import Key
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.errors import TaskError
-from fedlowrank.key import Key
-from fedlowrank.low_rank.lora import lora_of
-from fedlowrank.low_rank.lora_layers import lora
-from fedlowrank.low_rank.wire_form import unpack
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
 from fedlowrank.methods.fedsa_lora import FedSALoRA
@@ -25,7 +25,7 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.optimiser import SGD
+from fedlowrank.simulation.run import Run, RunSettings
 
 WORDS, WIDTH, HIDDEN = 700, 600, 500
 RANK = 20
@@ -78,7 +78,7 @@ def alike(ours: Tensor, peft: Tensor) -> None:
 @pytest.mark.parametrize("name", ["words", "fc"])
 def test_factors_begin_as_peft_draws_them(name: str, initial: Any) -> None:
     wrapped = by_peft(Reader(), initial=initial)
-    pair = lora_of(wrapped, "head").draw(RANK, Key((0,)))[name]
+    pair = find_lora(wrapped, "head").draw(RANK, Key((0,)))[name]
     b, a = theirs(wrapped, name)
     alike(pair.b, b)
     alike(pair.a, a)
@@ -103,7 +103,7 @@ def test_our_layers_begin_as_peft_draws_them() -> None:
 def test_an_adapter_that_does_not_begin_at_zero_is_refused(initial: Any) -> None:
     wrapped = by_peft(Reader(40, 8, 8), 2, initial)
     with pytest.raises(TaskError, match=f"init_lora_weights = {initial!r}.* Make it with True .* or 'gaussian'"):
-        lora_of(wrapped, "head")
+        find_lora(wrapped, "head")
 
 
 def reading(module: Any, head: str | None = None) -> Federation:
@@ -126,7 +126,7 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
         base = Reader(12, 6, 5)
     module = lora(base, 2, trainable=("head",)) if how == "ours" else by_peft(base, 2, "gaussian")
     federation = reading(module, "head" if how == "ours" else "base_model.model.head")
-    method = kind(tuning=Tuning(rank=2, head="frozen"), optimiser=SGD(lr=0.5, weight_decay=0.01), batch_size=4)
+    method = kind(tuning=Tuning(rank=2, head="frozen"), optimizer=SGD(lr=0.5, weight_decay=0.01), batch_size=4)
     run = Run(method, federation, RunSettings(rounds=3, evaluate_every=9), Sequential())
     info, x, y = federation.infos[0], federation.clients[0].train.x, federation.clients[0].train.y
 
@@ -138,7 +138,7 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
     if kind in (FedHL, FlexLoRA, HetLoRA, FedIT):
         down = run.method.download(run.state.server, info)
         sent = unpack(getattr(down, "message", down).factors)
-        drawn = lora_of(module, "head").draw(2, run.task.key / "lora")
+        drawn = find_lora(module, "head").draw(2, run.task.key / "lora")
         for name in ("words", "fc"):
             assert torch.equal(sent[name].b, drawn[name].b)
             assert torch.equal(sent[name].a, drawn[name].a)
@@ -147,7 +147,7 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
         run.step()
     assert float((scores() - first).abs().max()) > 1e-2
     assert nn.functional.cross_entropy(scores(), y) < nn.functional.cross_entropy(first, y) - 1e-3
-    site, params = lora_of(module, "head").sites["words"], run.personal(info)
+    site, params = find_lora(module, "head").sites["words"], run.personal(info)
     assert bool(params[str(site.a)].any()) or not torch.equal(params[site.weight], base.words.weight)
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.key import Key
-from fedlowrank.low_rank.lora_layers import LoRALayer, lora
+from fedlowrank.adapters.lora_layers import LoRALayer, lora
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.key import Key
 
 torch.set_num_threads(1)
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from fedlowrank import tree
-from fedlowrank.errors import ConfigError
-from fedlowrank.key import Key
-from fedlowrank.low_rank.mixture import Construction, Factor, Fold, Pairs, begin, centre, fold_of, precondition
+from fedlowrank.adapters.mixture import Construction, Factor, Fold, Pairs, begin, center, fold_of, precondition
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.key import Key
 
 torch.set_num_threads(1)
 KEY = Key((0,))
@@ -183,29 +183,29 @@ def test_centering_changes_no_mixture_that_the_rank_can_hold() -> None:
         torch.randn(6, 5, generator=g, dtype=torch.float64),
         torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
     )
-    base, centred = centre(w, p, weights)
-    torch.testing.assert_close(base + centred.mixed(weights), w + p.mixed(weights))
+    base, centered = center(w, p, weights)
+    torch.testing.assert_close(base + centered.mixed(weights), w + p.mixed(weights))
     for c in range(3):
-        torch.testing.assert_close(base + centred.dense()[c], w + p.dense()[c])
-    assert float(centred.mixed(weights).abs().max()) < 1e-10
+        torch.testing.assert_close(base + centered.dense()[c], w + p.dense()[c])
+    assert float(centered.mixed(weights).abs().max()) < 1e-10
     # of the one singular value that is not 0 both factors hold the root
-    sizes = [torch.linalg.vector_norm(f[..., 0], dim=1) for f in (centred.u, centred.v)]
+    sizes = [torch.linalg.vector_norm(f[..., 0], dim=1) for f in (centered.u, centered.v)]
     torch.testing.assert_close(*sizes)
 
 
 def test_centering_a_matrix_thinner_than_the_rank_keeps_the_shape() -> None:
     p = pairs(fold_of((2, 5)), 4)
-    _, centred = centre(torch.zeros(2, 5, dtype=torch.float64), p, torch.full((3,), 1 / 3, dtype=torch.float64))
-    assert centred.u.shape == p.u.shape
-    assert centred.v.shape == p.v.shape
+    _, centered = center(torch.zeros(2, 5, dtype=torch.float64), p, torch.full((3,), 1 / 3, dtype=torch.float64))
+    assert centered.u.shape == p.u.shape
+    assert centered.v.shape == p.v.shape
 
 
-def test_centring_equal_updates_leaves_them_able_to_learn() -> None:
+def test_centering_equal_updates_leaves_them_able_to_learn() -> None:
     g = torch.Generator().manual_seed(3)
     u, v = torch.randn(1, 6, 2, generator=g), torch.randn(1, 5, 2, generator=g)
     pairs = Pairs(u.expand(3, -1, -1).clone(), v.expand(3, -1, -1).clone())
     w = torch.randn(6, 5, generator=g)
-    base, left = centre(w, pairs, torch.full((3,), 1 / 3))
+    base, left = center(w, pairs, torch.full((3,), 1 / 3))
     torch.testing.assert_close(base, w + u[0] @ v[0].T)
     assert float(left.dense().abs().max()) < 1e-5
     # the gradient of U is G V: it vanishes only if V does

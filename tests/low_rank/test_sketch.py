@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedlowrank.low_rank import sketch
-from fedlowrank.low_rank.sketch import by_gram, iterated, leading
+from fedlowrank.linalg import randomized_svd as sketch
+from fedlowrank.linalg.randomized_svd import by_gram, iterated, leading
 
 Matrix = np.ndarray
 
@@ -138,7 +138,7 @@ def test_a_new_direction_beside_converged_ones_is_not_missed(monkeypatch: pytest
     def blind(width: int, k: int, warm: Tensor | None) -> Tensor:
         return torch.from_numpy(np.c_[v[:, :1], v[:, 2:4], v[:, 4 : width + 1]].copy())
 
-    monkeypatch.setattr("fedlowrank.low_rank.sketch._begin", blind)
+    monkeypatch.setattr("fedlowrank.linalg.randomized_svd._begin", blind)
     assert iterated(w, 3) is None
     _, s, _ = leading(w, 3)
     np.testing.assert_allclose(s.numpy(), [10, 9, 8], rtol=1e-12)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlowrank.low_rank import stacking as module
-from fedlowrank.low_rank.delta import Form, advance, split, start, truncation
-from fedlowrank.low_rank.pair import Pair
-from fedlowrank.low_rank.stacking import Extended, add_stack, extend
+from fedlowrank.linalg import stacking as module
+from fedlowrank.linalg.delta import Form, advance, split, start, truncation
+from fedlowrank.linalg.pair import Pair
+from fedlowrank.linalg.stacking import Extended, add_stack, extend
 
 N, R, M = 300, 20, 50
 ALL = ["_rough", "_careful", "orthogonal_to"]

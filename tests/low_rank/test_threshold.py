@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.low_rank import threshold
-from fedlowrank.low_rank.factored import svd
-from fedlowrank.low_rank.penalty import Norm
-from fedlowrank.low_rank.penalty import prox as prox_of_model
-from fedlowrank.low_rank.threshold import count_above, shrink, shrink_all, shrink_dense, soft
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.linalg import svt as threshold
+from fedlowrank.linalg.factored import svd
+from fedlowrank.linalg.nuclear_norm import Norm
+from fedlowrank.linalg.nuclear_norm import prox as prox_of_model
+from fedlowrank.linalg.svt import count_above, shrink, shrink_all, shrink_dense, soft
 
 QUICK = settings(max_examples=60, deadline=None)
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedlowrank import tree
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.low_rank.pair import Pair
-from fedlowrank.low_rank.wire_form import Quantised, Rounded, Wire, pack, unpack
+from fedlowrank.adapters.wire_format import Quantized, Rounded, Wire, pack, unpack
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.linalg.pair import Pair
 
 entries = st.one_of(
     st.floats(-1e3, 1e3, width=32),
@@ -46,7 +46,7 @@ def slices(pair: Pair) -> list[np.ndarray]:
 @given(pairs())
 def test_int8_is_off_by_at_most_half_a_scale_and_keeps_zeros(pair: Pair) -> None:
     packed = pack({"w": pair}, "int8")["w"]
-    assert isinstance(packed, Quantised)
+    assert isinstance(packed, Quantized)
     assert {packed.b.dtype, packed.a.dtype} == {torch.int8}
     assert {packed.b_scale.dtype, packed.a_scale.dtype} == {torch.float32}
     got = through(pair, "int8")
@@ -74,7 +74,7 @@ def test_int8_by_hand() -> None:
     b = torch.tensor([[127.0, 0.0], [-1.4, 0.0], [63.5, 0.0], [0.4, 0.0]])
     a = torch.tensor([[0.0, 2.54, -1.27, 0.05], [1.0, 1.0, 0.0, -1.0]])
     packed = pack({"w": Pair(b, a)}, "int8")["w"]
-    assert isinstance(packed, Quantised)
+    assert isinstance(packed, Quantized)
     # a column for each component of B, a row for each of A; halves to even
     assert packed.b.tolist() == [[127, 0], [-1, 0], [64, 0], [0, 0]]
     assert packed.a.tolist() == [[0, 127, -63, 2], [127, 127, 0, -127]]

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedlowrank.core.method import ClientInfo, Method
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import Engine, client_key
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.local_data import LocalData
-from fedlowrank.method import ClientInfo, Method
+from fedlowrank.engines.base import Engine, client_key
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.models import standard
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.training.local_data import LocalData
 
 torch.set_num_threads(1)
 
@@ -51,14 +51,14 @@ standard.LAYERS |= {Net}  # its forward pass is deterministic, so clients may be
 def arrays(seed: int = 0, sizes: Sequence[int] = SIZES, owned: Sequence[Sequence[int]] = OWNED) -> list[dict[str, Any]]:
     """Train and test examples of every client; classes are shifted Gaussians."""
     rng = np.random.default_rng(seed)
-    centre = rng.normal(size=(CLASSES, INPUTS))
+    center = rng.normal(size=(CLASSES, INPUTS))
     out = []
     for n, labels in zip(sizes, owned, strict=True):
         parts = {}
         for part, m in (("train", n), ("test", 11)):
             # every label at least once, then at random
             y = np.concatenate([labels, rng.choice(labels, m - len(labels))])
-            parts[part] = ((centre[y] + rng.normal(size=(m, INPUTS))).astype(np.float32), y)
+            parts[part] = ((center[y] + rng.normal(size=(m, INPUTS))).astype(np.float32), y)
         out.append(parts)
     return out
 

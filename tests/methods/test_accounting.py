@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fedlowrank import Federation
-from fedlowrank.method import Method
+from fedlowrank.core.method import Method
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import ModelSettings
-from fedlowrank.simulate import simulate
+from fedlowrank.simulation.simulate import simulate
 
 torch.set_num_threads(1)
 

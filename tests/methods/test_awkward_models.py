@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import Federation, simulate
-from fedlowrank.method import Method
+from fedlowrank.core.method import Method
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.methods import METHODS
-from fedlowrank.optimiser import SGD
 
 torch.set_num_threads(1)
 
@@ -55,7 +55,7 @@ def federation(model: Callable[[], nn.Module] = Lying) -> Federation:
 
 
 def made(name: str) -> Method:
-    return METHODS[name](batch_size=10, optimiser=SGD(lr=0.05), lam=0.03)
+    return METHODS[name](batch_size=10, optimizer=SGD(lr=0.05), lam=0.03)
 
 
 @pytest.mark.parametrize("name", ["fedslr", "gpgd", "lpgd"])
@@ -111,7 +111,7 @@ def test_a_client_that_never_took_part_has_no_personal_part() -> None:
 
 
 def test_a_sparse_penalty_that_kills_every_personal_part_leaves_the_global_model() -> None:
-    method = METHODS["fedslr"](batch_size=10, optimiser=SGD(lr=0.05), lam=0.03, mu=1e6)
+    method = METHODS["fedslr"](batch_size=10, optimizer=SGD(lr=0.05), lam=0.03, mu=1e6)
     record = simulate(method, federation(), rounds=2).rounds[-1]
     assert record.accuracy is not None
     assert record.parameters is not None

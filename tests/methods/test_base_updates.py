@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import tree
-from fedlowrank.adapters import Tuning
-from fedlowrank.base_updates import Base
+from fedlowrank.adapters.lora import LoRA, find_lora, lora_of
+from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.adapters.wire_format import pack, unpack
+from fedlowrank.core import tree
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.low_rank.lora import LoRA, lora_of
-from fedlowrank.low_rank.lora_layers import lora
-from fedlowrank.low_rank.pair import Factors, Pair
-from fedlowrank.low_rank.wire_form import pack, unpack
+from fedlowrank.linalg.pair import Factors, Pair
+from fedlowrank.methods.families.base_updates import Base
+from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.flora import FLoRA
-from fedlowrank.optimiser import SGD
 
 from .setting import CLASSES, Net, arrays, run_of
 
@@ -29,7 +29,7 @@ D, K = 40, 30
 def layer(dtype: torch.dtype = torch.float64) -> LoRA:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return lora_of(nn.ModuleDict({"a": nn.Linear(K, D)}).to(dtype), None)
+        return find_lora(nn.ModuleDict({"a": nn.Linear(K, D)}).to(dtype), None)
 
 
 def updates(count: int, rank: int = 4, dtype: torch.dtype = torch.float64, size: float = 1.0) -> list[Factors]:
@@ -50,13 +50,13 @@ def test_simulated_clients_hold_the_tensors_of_the_server(
     kind: Any, wire: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # tensors below a megabyte are moved together in memory
-    monkeypatch.setattr("fedlowrank.engine.collect.SMALL", 0)
+    monkeypatch.setattr("fedlowrank.simulation.round_results.SMALL", 0)
     wrapped = lora(Net(60, 60), 2, trainable=("head",))
     federation = Federation.from_arrays(arrays(), wrapped, classes=CLASSES, rank=[2] * 4)
-    method = kind(tuning=Tuning(rank=2, wire=wire), optimiser=SGD(lr=0.1), batch_size=8)
+    method = kind(tuning=Tuning(rank=2, wire=wire), optimizer=SGD(lr=0.1), batch_size=8)
     run = run_of(method, federation, rounds=3, evaluate_every=9)
     ledger = run.state.server.ledger
-    whole = sum(d * k for d, k in federation.architectures["model"].lora.shapes.values())
+    whole = sum(d * k for d, k in lora_of(federation.architectures["model"]).shapes.values())
     for state in run.state.clients.values():
         assert len(state.base.stacks) == 2
         assert not state.base.dense

@@ -1,4 +1,4 @@
-"""Routers, averages for each cluster, server optimisers; and the methods of whole models or one adaptor beside FLoRAL."""
+"""Routers, averages for each cluster, server optimizers; and the methods of whole models or one adaptor beside FLoRAL."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlowrank import tree
-from fedlowrank.check import check_method
-from fedlowrank.check import federation as small
-from fedlowrank.clusters import (
-    Router,
+from fedlowrank.adapters.mixture import Pairs
+from fedlowrank.adapters.router import Router
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.method import Batch, ClientInfo, Reply, ServerView
+from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
+from fedlowrank.core.server_optimizer import Memory, fresh_memory, server_step
+from fedlowrank.data.federation import Federation
+from fedlowrank.engines.base import Engine, client_view
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.methods.ensemble import Ensemble
+from fedlowrank.methods.families.clusters import (
     cluster_mean,
     even,
     initial_models,
@@ -23,22 +31,14 @@ from fedlowrank.clusters import (
     reply_weights,
     select,
 )
-from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import Engine, client_view
-from fedlowrank.engine.run import Run, RunSettings, State
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.engine.shelf import Shelf
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.low_rank.mixture import Pairs
-from fedlowrank.method import Batch, ClientInfo, Reply, ServerView
-from fedlowrank.methods.ensemble import Ensemble
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedem import FedEM
 from fedlowrank.methods.ifca import IFCA, nearest
 from fedlowrank.methods.local_adaptor import LocalAdaptor
-from fedlowrank.optimiser import SGD, AdamW, Group, Schedule
-from fedlowrank.server_step import Memory, fresh_memory, server_step
+from fedlowrank.simulation.client_store import Shelf
+from fedlowrank.simulation.run import Run, RunSettings, State
+from fedlowrank.testing.check import check_method
+from fedlowrank.testing.check import federation as small
 from golden import floral_reference as reference
 from golden.reference import cross_entropy, fedavg, forward, softmax
 
@@ -61,14 +61,14 @@ from .test_floral import OPTIMAL, adaptors_of, clustered, opposed
 from .test_golden import same, states
 
 LR = 0.3
-LOCAL: dict[str, Any] = {"optimiser": SGD(lr=LR), "batch_size": 8, "epochs": 2}
-FULL: dict[str, Any] = {"optimiser": SGD(lr=LR), "batch_size": max(SIZES), "epochs": 2}
+LOCAL: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
+FULL: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": max(SIZES), "epochs": 2}
 SAMPLE = {"participation": 0.75}
 KNOWN = (0, 1, 0, 2)
 MODEL = WIDTH * INPUTS + WIDTH + CLASSES * WIDTH + CLASSES
 
 
-@pytest.fixture(params=[Sequential, Vectorised, Wire])
+@pytest.fixture(params=[Sequential, Vectorized, Wire])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 
@@ -258,11 +258,11 @@ def test_losses_of_all_models() -> None:
         np.testing.assert_allclose(found[c], -np.log(p), atol=1e-12)
 
 
-# -- the servers' optimisers -------------------------------------------------------------------------------------------
+# -- the servers' optimizers -------------------------------------------------------------------------------------------
 
 
-def replay(optimiser: Any, made: Any, rounds: int = 6, scheduler: Any = None) -> None:
-    """The same pseudo-gradients through :func:`server_step` and through an optimiser of torch."""
+def replay(optimizer: Any, made: Any, rounds: int = 6, scheduler: Any = None) -> None:
+    """The same pseudo-gradients through :func:`server_step` and through an optimizer of torch."""
     g = torch.Generator().manual_seed(0)
     value: Any = {"a": torch.randn(4, 3, generator=g, dtype=torch.float64), "b": [torch.ones(2, dtype=torch.float64)]}
     params = [t.clone().requires_grad_() for _, t in tree.leaves(value)]
@@ -275,7 +275,7 @@ def replay(optimiser: Any, made: Any, rounds: int = 6, scheduler: Any = None) ->
         theirs.step()
         if scheduler is not None:
             theirs.param_groups[0]["lr"] *= scheduler
-        new, after = server_step(optimiser, value, mean, memory, t)
+        new, after = server_step(optimizer, value, mean, memory, t)
         assert (before, kept) == (tree.encode(value), tree.encode(memory))
         assert after.count == t + 1
         value, memory = new, after
@@ -306,7 +306,7 @@ def test_a_plain_step_of_one_is_the_mean_itself() -> None:
     close(other, mean)
 
 
-def test_groups_of_a_servers_optimiser_are_paths_of_its_tree() -> None:
+def test_groups_of_a_servers_optimizer_are_paths_of_its_tree() -> None:
     old, mean = some(0), some(1)
     found, _ = server_step(SGD(lr=1.0, groups={"w": Group(lr=0.0)}), old, mean, fresh_memory(), 0)
     assert tree.equal(found["w"], old["w"])
@@ -315,7 +315,7 @@ def test_groups_of_a_servers_optimiser_are_paths_of_its_tree() -> None:
         server_step(SGD(lr=1.0, groups={"x": Group(lr=0.0)}), old, mean, fresh_memory(), 0)
 
 
-def test_a_servers_optimiser_clips() -> None:
+def test_a_servers_optimizer_clips() -> None:
     old, mean = some(0), some(1)
     found, _ = server_step(SGD(lr=0.5, clip=0.01), old, mean, fresh_memory(), 0)
     moved = sum(float((a - b).square().sum()) for (_, a), (_, b) in zip(*map(tree.leaves, (old, found)), strict=True))
@@ -349,7 +349,7 @@ def test_local_adaptor(alpha: float, precondition: bool, engine: type[Engine]) -
 
 
 def test_a_frozen_local_adaptor_is_fedavg_and_none_is_sent() -> None:
-    frozen = {**LOCAL, "optimiser": SGD(lr=LR, groups={"adaptors": Group(lr=0.0)})}
+    frozen = {**LOCAL, "optimizer": SGD(lr=LR, groups={"adaptors": Group(lr=0.0)})}
     run = run_of(LocalAdaptor(rank=2, **frozen), alike(), steps=0, **SAMPLE)
     records = [run.step() for _ in range(3)]
     close(run.state.server, run_of(FedAvg(**LOCAL), alike(), **SAMPLE).state.server)
@@ -409,9 +409,9 @@ def test_an_ensemble_with_known_routes_is_fedavg_in_every_cluster(mixed: str) ->
 
 
 @pytest.mark.parametrize("method", [Ensemble, FedEM, IFCA])
-@pytest.mark.parametrize("optimiser", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)])
-def test_a_single_model_is_fedavg(method: Any, optimiser: Any) -> None:
-    settings = {"optimiser": optimiser, "batch_size": 8, "epochs": 2}
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)])
+def test_a_single_model_is_fedavg(method: Any, optimizer: Any) -> None:
+    settings = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}
     a, b = run_of(method(clusters=1, **settings), alike(), **SAMPLE), run_of(FedAvg(**settings), alike(), **SAMPLE)
     close({n: t[0] for n, t in a.state.server.items()}, b.state.server)
     for k, info in enumerate(a.federation.infos):
@@ -471,7 +471,7 @@ def test_the_shares_of_examples_hold_while_the_models_move() -> None:
     # with one step a round or many, the weights of the examples are those of the models received
     federation = alike()
     a, b = (
-        run_of(FedEM(clusters=2, optimiser=SGD(lr=LR), batch_size=n, epochs=1), federation, rounds=1)
+        run_of(FedEM(clusters=2, optimizer=SGD(lr=LR), batch_size=n, epochs=1), federation, rounds=1)
         for n in (4, max(SIZES))
     )
     assert not torch.allclose(a.state.server["head.weight"], b.state.server["head.weight"], atol=1e-3)
@@ -580,7 +580,7 @@ def test_a_model_that_nobody_picks_stays_bit_for_bit() -> None:
 def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
     # from models that each cluster has learnt already, every client goes on picking its own
     federation = opposed()
-    method = IFCA(clusters=2, batch_size=8, optimiser=SGD(lr=0.5))
+    method = IFCA(clusters=2, batch_size=8, optimizer=SGD(lr=0.5))
     run = Run(method, federation, RunSettings(rounds=6, unseen=0.34), Sequential())
     w = torch.tensor([[-1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
     models = {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)}
@@ -625,7 +625,7 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
     ids=["optimal", "mfl", "fedem", "ifca"],
 )
 def test_every_form_passes_every_check(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedlowrank.check.federation", clustered(small))
+    monkeypatch.setattr("fedlowrank.testing.check.federation", clustered(small))
     found = {f.name: f.detail for f in check_method(method) if not f.ok}
     assert found == {}
 

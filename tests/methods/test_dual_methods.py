@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedlowrank import tree
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.means import mean
+from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import Engine, client_key, client_view
-from fedlowrank.engine.run import Run
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.errors import ConfigError
-from fedlowrank.local_data import LocalData
-from fedlowrank.means import mean
+from fedlowrank.engines.base import Engine, client_key, client_view
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.apfl import APFL
 from fedlowrank.methods.ditto import Ditto
 from fedlowrank.methods.fedavg import FedAvg
@@ -26,17 +25,18 @@ from fedlowrank.methods.feddyn import FedDyn
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models import standard
-from fedlowrank.optimiser import SGD, AdamW, Group, Schedule
+from fedlowrank.simulation.run import Run
+from fedlowrank.training.local_data import LocalData
 from golden import dual_reference, reference
 
 from .setting import SIZES, Net, alike, arrays, layers, plan, run_of, start_of, train_data
 
 LR = 0.3
-LOCAL = {"optimiser": SGD(lr=LR), "batch_size": 8, "epochs": 2}
+LOCAL = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
 SAMPLE = {"participation": 0.75}
 F32 = {"dtype": torch.float32}
 # the rate differs between rounds, for a dual that used the first one would be wrong
-FALLING = {**LOCAL, "optimiser": SGD(lr=LR, schedule=Schedule("exponential", factor=0.5))}
+FALLING = {**LOCAL, "optimizer": SGD(lr=LR, schedule=Schedule("exponential", factor=0.5))}
 RATES = [LR, LR / 2, LR / 4]
 TOLERANCE = 1e-10
 METHODS = {
@@ -49,7 +49,7 @@ METHODS = {
 }
 
 
-@pytest.fixture(params=[Sequential, Vectorised, Wire])
+@pytest.fixture(params=[Sequential, Vectorized, Wire])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 
@@ -91,8 +91,8 @@ def inference(run: Run, client: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize(("eta_g", "decay"), [(1.0, 0.0), (0.6, 0.05)])
 def test_scaffold(eta_g: float, decay: float, engine: type[Engine]) -> None:
     federation = alike()
-    optimiser = SGD(lr=LR, weight_decay=decay, schedule=Schedule("exponential", factor=0.5))
-    method = SCAFFOLD(eta_g=eta_g, optimiser=optimiser, batch_size=8, epochs=2)
+    optimizer = SGD(lr=LR, weight_decay=decay, schedule=Schedule("exponential", factor=0.5))
+    method = SCAFFOLD(eta_g=eta_g, optimizer=optimizer, batch_size=8, epochs=2)
     run = run_of(method, federation, engine=engine, **SAMPLE)
     x, c, own = dual_reference.scaffold(
         start_of(federation)[0], len(SIZES), train_data(federation), plan(run), RATES, eta_g, decay
@@ -137,8 +137,8 @@ def test_ditto(lam: float, engine: type[Engine]) -> None:
 def test_apfl(alpha: float, pace: float, bounds: set[float], engine: type[Engine]) -> None:
     federation = alike()
     groups = {"a": Group(lr=pace * LR)} if pace not in (0.0, 1.0) else {}
-    optimiser = SGD(lr=LR, schedule=Schedule("exponential", factor=0.5), groups=groups)
-    method = APFL(alpha=alpha, adaptive=pace > 0, optimiser=optimiser, batch_size=8, epochs=2)
+    optimizer = SGD(lr=LR, schedule=Schedule("exponential", factor=0.5), groups=groups)
+    method = APFL(alpha=alpha, adaptive=pace > 0, optimizer=optimizer, batch_size=8, epochs=2)
     run = run_of(method, federation, engine=engine, **SAMPLE)
     start = start_of(federation)
     w, own, shares, clipped = dual_reference.apfl(
@@ -153,14 +153,14 @@ def test_apfl(alpha: float, pace: float, bounds: set[float], engine: type[Engine
 
 
 def test_apfl_decays_its_weights_but_not_the_share_of_the_mixture() -> None:
-    settings = {"batch_size": 8, "optimiser": SGD(lr=0.1, weight_decay=0.5)}
+    settings = {"batch_size": 8, "optimizer": SGD(lr=0.1, weight_decay=0.5)}
     run = run_of(APFL(adaptive=False, **settings), alike(), **SAMPLE)
     assert all(s.a.item() == 0.5 for s in states(run))
     averaged = run_of(FedAvg(**settings), alike(), **SAMPLE)
     same(run.state.server, averaged.state.server)
     # a group of that name keeps its rate
     held = SGD(lr=0.1, weight_decay=0.5, groups={"a": Group(lr=0.0)})
-    assert all(s.a.item() == 0.5 for s in states(run_of(APFL(optimiser=held, batch_size=8), alike(), **SAMPLE)))
+    assert all(s.a.item() == 0.5 for s in states(run_of(APFL(optimizer=held, batch_size=8), alike(), **SAMPLE)))
     assert all(s.a.item() != 0.5 for s in states(run_of(APFL(**settings), alike(), **SAMPLE)))
 
 
@@ -221,7 +221,7 @@ def mean_gradient_along_the_way(run: Run, client: int, weight_decay: float) -> d
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_a_control_variate_is_the_mean_gradient_of_the_round_weight_decay_included(weight_decay: float) -> None:
-    settings = {**LOCAL, "optimiser": SGD(lr=LR, weight_decay=weight_decay)}
+    settings = {**LOCAL, "optimizer": SGD(lr=LR, weight_decay=weight_decay)}
     run = run_of(SCAFFOLD(**settings), alike(), steps=1)
     for k in range(len(SIZES)):
         same(run.state.clients[k], mean_gradient_along_the_way(run, k, weight_decay), 1e-12)
@@ -229,7 +229,7 @@ def test_a_control_variate_is_the_mean_gradient_of_the_round_weight_decay_includ
 
 def test_a_round_without_a_learning_rate_leaves_every_variate_as_it_was() -> None:
     stops = SGD(lr=LR, schedule=Schedule("cosine", rounds=2))
-    run = run_of(SCAFFOLD(optimiser=stops, batch_size=8), alike(), rounds=3, steps=2)
+    run = run_of(SCAFFOLD(optimizer=stops, batch_size=8), alike(), rounds=3, steps=2)
     before = run.state
     run.step()
     assert stops.learning_rate(2) == 0
@@ -243,7 +243,7 @@ def test_a_round_without_a_learning_rate_leaves_every_variate_as_it_was() -> Non
 @pytest.mark.parametrize("alpha", [0.05, 0.8])
 def test_a_local_step_of_feddyn_follows_the_derivative_of_its_objective(alpha: float) -> None:
     federation = alike()
-    method = FedDyn(alpha=alpha, optimiser=SGD(lr=LR), batch_size=5)
+    method = FedDyn(alpha=alpha, optimizer=SGD(lr=LR), batch_size=5)
     run = run_of(method, federation, steps=2)
     info, local = federation.infos[1], federation.clients[1].train
     state, down = run.state_of(info), run.method.download(run.state.server, info)
@@ -325,7 +325,7 @@ def gradients(federation: Federation, theta: dict[str, Tensor]) -> list[dict[str
 @pytest.mark.parametrize("name", ["scaffold", "feddyn"])
 def test_duals_find_a_stationary_point_of_the_mean_objective_and_hold_the_gradients_there(name: str) -> None:
     federation = Federation.from_arrays(arrays(), {"small": Linear}, classes=4)
-    whole = {"optimiser": SGD(lr=0.5, weight_decay=DECAY), "batch_size": 64, "epochs": 5}
+    whole = {"optimizer": SGD(lr=0.5, weight_decay=DECAY), "batch_size": 64, "epochs": 5}
     method = SCAFFOLD(**whole) if name == "scaffold" else FedDyn(alpha=0.3, **whole)
     run = run_of(method, federation, rounds=60, evaluate_every=1000)
     theta = run.state.server.model
@@ -344,10 +344,10 @@ def test_duals_find_a_stationary_point_of_the_mean_objective_and_hold_the_gradie
 # -- Ditto -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimiser", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9, clip=0.5), AdamW(lr=0.01)])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9, clip=0.5), AdamW(lr=0.01)])
 @pytest.mark.parametrize("lam", [0.0, 0.5])
-def test_the_global_model_of_ditto_is_that_of_fedavg_bit_for_bit(lam: float, optimiser: Any) -> None:
-    settings = {"optimiser": optimiser, "batch_size": 8, "epochs": 2}
+def test_the_global_model_of_ditto_is_that_of_fedavg_bit_for_bit(lam: float, optimizer: Any) -> None:
+    settings = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}
     a, b = (run_of(m, alike(**F32), **SAMPLE) for m in (Ditto(lam=lam, **settings), FedAvg(**settings)))
     assert tree.equal(a.state.server, b.state.server)
 
@@ -361,7 +361,7 @@ def test_ditto_without_pull_is_standalone_but_for_the_order_of_examples() -> Non
     for found, net in zip(states(run), wanted, strict=True):
         same(found, net)
     # in one step on all examples there is no order: Standalone itself
-    whole = {"optimiser": SGD(lr=LR), "batch_size": 64}
+    whole = {"optimizer": SGD(lr=LR), "batch_size": 64}
     a, b = (run_of(m, alike(), **SAMPLE) for m in (Ditto(lam=0.0, **whole), Standalone(**whole)))
     for k, state in b.state.clients.items():
         same(a.state.clients[k], state, 1e-13)
@@ -406,7 +406,7 @@ def test_apfl_of_the_global_model_alone_infers_by_it_and_trains_no_other() -> No
 
 
 def test_apfl_infers_by_the_mixture_and_keeps_the_local_model_beside_it() -> None:
-    slow = {**LOCAL, "optimiser": SGD(lr=LR, groups={"a": Group(lr=0.01)})}
+    slow = {**LOCAL, "optimizer": SGD(lr=LR, groups={"a": Group(lr=0.01)})}
     run = run_of(APFL(**slow), alike(), **SAMPLE)
     for k, state in run.state.clients.items():
         a = state.a.item()
@@ -441,10 +441,10 @@ def test_what_is_sent(name: str, down: int, up: int) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: SCAFFOLD(optimiser=SGD(lr=0.1, momentum=0.9)), "has momentum"),
-        (lambda: SCAFFOLD(optimiser=AdamW()), "has kind = 'adamw'"),
-        (lambda: SCAFFOLD(optimiser=SGD(groups={"head": Group(lr=0.1)})), "has groups"),
-        (lambda: SCAFFOLD(optimiser=SGD(clip=1.0)), "has clip"),
+        (lambda: SCAFFOLD(optimizer=SGD(lr=0.1, momentum=0.9)), "has momentum"),
+        (lambda: SCAFFOLD(optimizer=AdamW()), "has kind = 'adamw'"),
+        (lambda: SCAFFOLD(optimizer=SGD(groups={"head": Group(lr=0.1)})), "has groups"),
+        (lambda: SCAFFOLD(optimizer=SGD(clip=1.0)), "has clip"),
         (lambda: SCAFFOLD(eta_g=0.0), "eta_g"),
         (lambda: SCAFFOLD(eta_g=float("inf")), "eta_g"),
         (lambda: SCAFFOLD(eta_g=float("nan")), "eta_g"),
@@ -468,16 +468,16 @@ def test_bad_settings_are_refused(make: Any, said: str) -> None:
 def test_clients_of_one_model_are_trained_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # a function that captured what differs between clients would be executed client by client
     alone: list[Any] = []
-    monkeypatch.setattr("fedlowrank.engine.vectorised._alone", alone.append)
-    run = run_of(METHODS[name](**LOCAL), alike(**F32), engine=Vectorised)
+    monkeypatch.setattr("fedlowrank.engines.vectorized._alone", alone.append)
+    run = run_of(METHODS[name](**LOCAL), alike(**F32), engine=Vectorized)
     assert len(run.state.clients) == len(SIZES)
     assert alone == []
 
 
 @pytest.mark.parametrize("name", ["feddyn", "ditto", "apfl"])
 def test_clients_at_once_are_clipped_and_keep_their_momentum_as_one_after_another(name: str) -> None:
-    method = METHODS[name](optimiser=SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), batch_size=8, epochs=2)
-    a, b = (run_of(method, alike(), engine=e, **SAMPLE) for e in (Sequential, Vectorised))
+    method = METHODS[name](optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), batch_size=8, epochs=2)
+    a, b = (run_of(method, alike(), engine=e, **SAMPLE) for e in (Sequential, Vectorized))
     same(a.state.server, b.state.server, 1e-8)
     for k in range(len(SIZES)):
         same(a.state.clients[k], b.state.clients[k], 1e-8)

@@ -11,37 +11,38 @@ import pytest
 import torch
 from torch import nn
 
-from fedlowrank import tree
-from fedlowrank.check import CHECKS
-from fedlowrank.check import federation as check_federation
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, NonFiniteError, TaskError
+from fedlowrank.core.means import mean
+from fedlowrank.core.optimizer import SGD, Schedule
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine import ENGINES, vectorised
-from fedlowrank.engine.base import Engine
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.errors import ConfigError, NonFiniteError, TaskError
-from fedlowrank.evaluate import at_client
-from fedlowrank.low_rank.matricise import LowRank, unpack
-from fedlowrank.means import mean
+from fedlowrank.engines import ENGINES
+from fedlowrank.engines import vectorized as vectorized
+from fedlowrank.engines.base import Engine
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.linalg.matricize import LowRank, unpack
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
 from fedlowrank.methods.lpgd import LPGD
-from fedlowrank.optimiser import SGD, Schedule
+from fedlowrank.simulation.evaluation import at_client
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.testing.check import CHECKS
+from fedlowrank.testing.check import federation as check_federation
 from golden import fedslr_reference as reference
 
 from .setting import SIZES, Net, alike, arrays, layers, plan, run_of, start_of, train_data
 from .test_golden import same
 
 DECAY = 1e-2
-OPTIMISER = SGD(lr=0.2, weight_decay=DECAY, schedule=Schedule("exponential", factor=0.8))
-LOCAL = {"optimiser": OPTIMISER, "batch_size": 8, "epochs": 2}
+OPTIMIZER = SGD(lr=0.2, weight_decay=DECAY, schedule=Schedule("exponential", factor=0.8))
+LOCAL = {"optimizer": OPTIMIZER, "batch_size": 8, "epochs": 2}
 STRONG = {"lam": 0.06, "mu": 0.05, "eta_g": 5.0}
 """The threshold is 0.3: ranks fall, but the network lives."""
 STILL = "a learning rate of 0 changes no model"
 
 
-@pytest.fixture(params=[Sequential, Vectorised, Wire])
+@pytest.fixture(params=[Sequential, Vectorized, Wire])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 
@@ -170,7 +171,7 @@ def test_a_strong_penalty_kills_matrices_leaves_vectors_and_is_said_once(caplog:
     for name, p in w.items():
         assert bool((p == 0).all()) == (p.ndim == 2), name
     assert [r.getMessage().split(";")[0] for r in caplog.records] == [
-        "FedSLR: after round 1 every penalised weight is zero"
+        "FedSLR: after round 1 every penalized weight is zero"
     ]
     assert run.state.server.w.ranks == {"body.0.weight": 0, "head.weight": 0}
     # what is left to send: the vectors
@@ -274,7 +275,7 @@ class RMSNorm(nn.Module):
         return self.weight * x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-def test_a_personal_part_that_starts_at_w_leaves_the_scale_of_normalisations() -> None:
+def test_a_personal_part_that_starts_at_w_leaves_the_scale_of_normalizations() -> None:
     class Normed(Net):
         def __init__(self) -> None:
             super().__init__(10)
@@ -292,7 +293,7 @@ def test_a_personal_part_that_starts_at_w_leaves_the_scale_of_normalisations() -
 
 # Clients that diverge
 
-DIVERGING = {"optimiser": SGD(lr=3e3), "batch_size": 100}
+DIVERGING = {"optimizer": SGD(lr=3e3), "batch_size": 100}
 NUCLEAR = {
     "phase2": FedSLR(**DIVERGING, epochs=1, fusion_epochs=60, private="low_rank"),
     "local": LPGD(**DIVERGING, epochs=60),
@@ -351,8 +352,8 @@ def test_clients_run_together(method, monkeypatch: pytest.MonkeyPatch) -> None:
     def alone(client):
         raise AssertionError("this client runs by itself: a function captures what differs between clients")
 
-    monkeypatch.setattr(vectorised, "_alone", alone)
-    Run(method, check_federation(False), RunSettings(rounds=1), Vectorised()).step()
+    monkeypatch.setattr(vectorized, "_alone", alone)
+    Run(method, check_federation(False), RunSettings(rounds=1), Vectorized()).step()
 
 
 def test_settings_out_of_range_are_refused() -> None:
@@ -378,8 +379,8 @@ def test_settings_out_of_range_are_refused() -> None:
 def test_defaults_are_the_papers() -> None:
     m = FedSLR()
     assert (m.lam, m.mu, m.eta_g, m.epochs, m.fusion_epochs, m.batch_size) == (1e-4, 1e-3, 10.0, 2, 1, 20)
-    assert m.optimiser.learning_rate(3) == pytest.approx(0.1 * 0.998**3)
-    assert m.optimiser.weight_decay == 1e-3
+    assert m.optimizer.learning_rate(3) == pytest.approx(0.1 * 0.998**3)
+    assert m.optimizer.weight_decay == 1e-3
 
 
 def test_the_record_counts_parameters_and_ranks_as_the_paper_does() -> None:

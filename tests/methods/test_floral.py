@@ -10,29 +10,43 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import tree
-from fedlowrank.check import check_method
-from fedlowrank.check import federation as small
-from fedlowrank.clusters import Router, select
+from fedlowrank.adapters.mixture import Pairs
+from fedlowrank.adapters.router import Router
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import Engine, client_key, client_view
-from fedlowrank.engine.run import Run, RunSettings, State
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.engine.shelf import Shelf
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.low_rank.mixture import Pairs
+from fedlowrank.engines.base import Engine, client_key, client_view
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.methods.families.clusters import select
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.floral import Floral
 from fedlowrank.methods.local_adaptor import LocalAdaptor
-from fedlowrank.optimiser import SGD, AdamW, Group, Schedule
+from fedlowrank.simulation.client_store import Shelf
+from fedlowrank.simulation.run import Run, RunSettings, State
+from fedlowrank.testing.check import check_method
+from fedlowrank.testing.check import federation as small
 from golden import floral_reference as reference
 
-from .setting import CLASSES, INPUTS, SIZES, WIDTH, alike, arrays, layers, order_of, plan, run_of, start_of, train_data
+from .setting import (
+    CLASSES,
+    INPUTS,
+    SIZES,
+    WIDTH,
+    alike,
+    arrays,
+    layers,
+    order_of,
+    plan,
+    run_of,
+    start_of,
+    train_data,
+)
 from .test_golden import same, states
 
 LR = 0.3
-LOCAL: dict[str, Any] = {"optimiser": SGD(lr=LR), "batch_size": 8, "epochs": 2}
+LOCAL: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
 SAMPLE = {"participation": 0.75}
 F32 = {"dtype": torch.float32}
 KNOWN = (0, 1, 0, 2)
@@ -40,7 +54,7 @@ OPTIMAL = Router(routing="optimal")
 NAMES = ("body.0", "head")
 
 
-@pytest.fixture(params=[Sequential, Vectorised, Wire])
+@pytest.fixture(params=[Sequential, Vectorized, Wire])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 
@@ -126,7 +140,7 @@ def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
 
 
 def test_weight_decay_leaves_the_router_alone(engine: type[Engine]) -> None:
-    local = {**LOCAL, "optimiser": SGD(lr=LR, weight_decay=0.05)}
+    local = {**LOCAL, "optimizer": SGD(lr=LR, weight_decay=0.05)}
     golden(Floral(clusters=2, rank=2, router=Router(lr=0.9), **local), engine, router_lr=0.9, decay=0.05)
 
 
@@ -165,9 +179,9 @@ def test_noise_has_the_standard_deviation_asked_for() -> None:
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.7])
-def test_centring_by_numpy(alpha: float, engine: type[Engine]) -> None:
-    method = Floral(clusters=3, rank=2, alpha=alpha, centre=True, router=Router(lr=0.7), **LOCAL)
-    run, thetas = golden(method, engine, products=True, router_lr=0.7, centre=True)
+def test_centering_by_numpy(alpha: float, engine: type[Engine]) -> None:
+    method = Floral(clusters=3, rank=2, alpha=alpha, center=True, router=Router(lr=0.7), **LOCAL)
+    run, thetas = golden(method, engine, products=True, router_lr=0.7, center=True)
     # and the mean offset has gone into the base
     last = plan(run)[-1]
     p = sum(len(train_data(run.federation)[k][1]) * reference.shares(thetas[k]) for k in last)
@@ -176,13 +190,13 @@ def test_centring_by_numpy(alpha: float, engine: type[Engine]) -> None:
 
 
 @pytest.mark.parametrize("which", ["sgd", "adam"])
-def test_a_server_optimiser(which: str, engine: type[Engine]) -> None:
-    optimiser: Any = SGD(lr=0.6, momentum=0.5)
+def test_a_server_optimizer(which: str, engine: type[Engine]) -> None:
+    optimizer: Any = SGD(lr=0.6, momentum=0.5)
     server = reference.server_sgd(0.6, 0.5)
     if which == "adam":
-        optimiser = AdamW(lr=0.02, beta1=0.8, beta2=0.95, eps=1e-4, weight_decay=0.0)
+        optimizer = AdamW(lr=0.02, beta1=0.8, beta2=0.95, eps=1e-4, weight_decay=0.0)
         server = reference.server_adam(0.02, 0.8, 0.95, 1e-4)
-    method = Floral(clusters=3, rank=2, router=Router(lr=0.7), server_optimiser=optimiser, **LOCAL)
+    method = Floral(clusters=3, rank=2, router=Router(lr=0.7), server_optimizer=optimizer, **LOCAL)
     run, _ = golden(method, engine, router_lr=0.7, server=server)
     assert run.state.server.memory.count == 3
 
@@ -220,8 +234,8 @@ def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
     settings = {"batch_size": 8, "epochs": 2}
     # decay would shrink the adaptor's random factor, which is no part of the model while the other is zero
     frozen = dataclasses.replace(base, groups={"adaptors": Group(lr=0.0)})
-    method = Floral(clusters=1, rank=2, precondition=precondition, optimiser=frozen, **settings)
-    a, b = run_of(method, alike(), **SAMPLE), run_of(FedAvg(optimiser=base, **settings), alike(), **SAMPLE)
+    method = Floral(clusters=1, rank=2, precondition=precondition, optimizer=frozen, **settings)
+    a, b = run_of(method, alike(), **SAMPLE), run_of(FedAvg(optimizer=base, **settings), alike(), **SAMPLE)
     close = {"rtol": 0, "atol": 1e-12}
     tree.map(lambda x, y: torch.testing.assert_close(x, y, **close), a.state.server.model["base"], b.state.server)
     fresh = method.server_init(a.task).model["adaptors"]
@@ -235,7 +249,7 @@ def together(clients: list[int], cluster: int | None = None) -> Federation:
 
 
 def test_known_routes_on_a_frozen_base_are_a_run_in_every_cluster() -> None:
-    local = {"optimiser": SGD(lr=LR, groups={"base": Group(lr=0.0)}), "batch_size": max(SIZES), "epochs": 2}
+    local = {"optimizer": SGD(lr=LR, groups={"base": Group(lr=0.0)}), "batch_size": max(SIZES), "epochs": 2}
     run = run_of(Floral(clusters=3, rank=2, router=OPTIMAL, **local), alike(cluster=KNOWN))
     start = run.method.server_init(run.task).model["adaptors"]
     for c in range(3):
@@ -347,8 +361,8 @@ def test_known_routes_carry_one_adaptor_each_way() -> None:
     assert record.parameters_down == record.parameters_up == 4 * (BASE + ADAPTOR)
 
 
-def test_the_memory_of_the_servers_optimiser_is_not_sent() -> None:
-    run = run_of(Floral(clusters=2, rank=2, server_optimiser=AdamW(lr=0.01), **LOCAL), alike(), steps=1)
+def test_the_memory_of_the_servers_optimizer_is_not_sent() -> None:
+    run = run_of(Floral(clusters=2, rank=2, server_optimizer=AdamW(lr=0.01), **LOCAL), alike(), steps=1)
     assert set(run.method.download(run.state.server, run.federation.infos[0])) == {"base", "adaptors"}
 
 
@@ -444,17 +458,17 @@ def clustered(make: Any) -> Any:
     [
         Floral(clusters=2, rank=1, router=OPTIMAL),
         Floral(clusters=2, rank=1, router=Router(update="mfl", lr=1.0)),
-        Floral(clusters=3, rank=1, router=Router(noise=1.0, temperature=2.0, top=2, keep=False), centre=True),
+        Floral(clusters=3, rank=1, router=Router(noise=1.0, temperature=2.0, top=2, keep=False), center=True),
         # of entries with next to no gradient Adam's step depends on rounding; its eps says what next to none is
-        Floral(clusters=2, rank=1, server_optimiser=AdamW(lr=0.01, eps=1e-3, weight_decay=0.0)),
+        Floral(clusters=2, rank=1, server_optimizer=AdamW(lr=0.01, eps=1e-3, weight_decay=0.0)),
     ],
     ids=["optimal", "mfl", "noise", "adam"],
 )
 def test_every_form_passes_every_check(method: Floral, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedlowrank.check.federation", clustered(small))
+    monkeypatch.setattr("fedlowrank.testing.check.federation", clustered(small))
     at_rest = {"a learning rate of 0 changes no model"}
     found = {f.name: f.detail for f in check_method(method) if not f.ok}
-    assert set(found) <= (at_rest if method.centre else set()), found
+    assert set(found) <= (at_rest if method.center else set()), found
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
@@ -502,13 +516,13 @@ def test_a_rank_is_a_number_or_a_budget(rank: float) -> None:
         started(Floral(rank=rank), alike())
 
 
-def test_the_schedule_of_the_optimiser_is_the_routers_too() -> None:
+def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
     begin = run_of(Floral(clusters=2, rank=1), alike(), steps=0).state.server
     # at adaptors that are zero θ has no gradient, so begin elsewhere; and in the second round, of which the rate is half
     moved = {**begin.model, "adaptors": tree.map(lambda t: t + 0.1 * torch.rand_like(t), begin.model["adaptors"])}
     thetas = []
     for schedule in (Schedule(kind="exponential", factor=0.5), Schedule()):
-        method = Floral(clusters=2, rank=1, optimiser=SGD(lr=LR, schedule=schedule), batch_size=max(SIZES))
+        method = Floral(clusters=2, rank=1, optimizer=SGD(lr=LR, schedule=schedule), batch_size=max(SIZES))
         run = run_of(method, alike(), steps=0)
         run.state = State(1, dataclasses.replace(begin, model=moved), Shelf())
         run.step()
@@ -520,7 +534,7 @@ def test_the_schedule_of_the_optimiser_is_the_routers_too() -> None:
 def test_the_servers_adam_moves_nothing_that_no_client_moved() -> None:
     # the mean of equal values is that value up to rounding, which Adam would make a full step of
     method = Floral(
-        clusters=2, rank=1, optimiser=SGD(lr=0.0), server_optimiser=AdamW(lr=0.01, weight_decay=0.0), batch_size=8
+        clusters=2, rank=1, optimizer=SGD(lr=0.0), server_optimizer=AdamW(lr=0.01, weight_decay=0.0), batch_size=8
     )
     run = run_of(method, alike(**F32), steps=0)
     before = run.state.server.model

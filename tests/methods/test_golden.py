@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from fedlowrank.engine.base import Engine
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.low_rank.factored import Factored
+from fedlowrank.core.optimizer import SGD
+from fedlowrank.engines.base import Engine
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.linalg.factored import Factored
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedkd import FedKD
@@ -23,18 +24,17 @@ from fedlowrank.methods.fml import FML
 from fedlowrank.methods.lg_fedavg import LGFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
-from fedlowrank.optimiser import SGD
 from golden import reference
 
 from .setting import CLASSES, SIZES, alike, layers, plan, run_of, start_of, train_data, unlike
 
 LR = 0.3
-LOCAL = {"optimiser": SGD(lr=LR), "batch_size": 8, "epochs": 2}
+LOCAL = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
 SAMPLE = {"participation": 0.75}
 TOLERANCE = 1e-10
 
 
-@pytest.fixture(params=[Sequential, Vectorised, Wire])
+@pytest.fixture(params=[Sequential, Vectorized, Wire])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 
@@ -162,7 +162,7 @@ def test_fedproto(lam: float, weights: str, engine: type[Engine]) -> None:
 @pytest.mark.parametrize(("relu", "mu", "make"), [(False, 0.7, unlike), (True, 0.5, unlike), (True, 0.9, alike)])
 def test_pfedlora(relu: bool, mu: float, make, engine: type[Engine]) -> None:
     federation = make()
-    method = PFedLoRA(mu=mu, width=5, relu=relu, adapter_optimiser=SGD(lr=0.2), **LOCAL)
+    method = PFedLoRA(mu=mu, width=5, relu=relu, adapter_optimizer=SGD(lr=0.2), **LOCAL)
     run = run_of(method, federation, engine=engine, **SAMPLE)
     start = method.server_init(run.task)
     adapter = layers({"a": start.a, "a_bias": start.a_bias, "b": start.b, "b_bias": start.b_bias})
@@ -176,7 +176,7 @@ def test_pfedlora(relu: bool, mu: float, make, engine: type[Engine]) -> None:
     same([layers(s) for s in states(run)], nets)
 
 
-def test_pfedlora_trains_the_adapter_with_the_optimiser_of_the_model_unless_told_otherwise(
+def test_pfedlora_trains_the_adapter_with_the_optimizer_of_the_model_unless_told_otherwise(
     engine: type[Engine],
 ) -> None:
     federation = unlike()

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedlowrank import tree
+from fedlowrank.adapters.lora import lora_of, rest_of
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.core.method import Reply, ServerView
+from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import client_view
-from fedlowrank.engine.sequential import Wire
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.errors import ConfigError
-from fedlowrank.low_rank.factored import Factored
-from fedlowrank.method import Reply, ServerView
+from fedlowrank.engines.base import client_view
+from fedlowrank.engines.sequential import Wire
+from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.linalg.factored import Factored
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
@@ -29,7 +31,6 @@ from fedlowrank.methods.lg_fedavg import LGFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.mlp import MLP
-from fedlowrank.optimiser import SGD, AdamW
 from golden import reference
 
 from .setting import (
@@ -49,7 +50,7 @@ from .setting import (
 )
 
 F32 = {"dtype": torch.float32}
-LOCAL = {"optimiser": SGD(lr=0.2), "batch_size": 8, "epochs": 2}
+LOCAL = {"optimizer": SGD(lr=0.2), "batch_size": 8, "epochs": 2}
 SAMPLE = {"participation": 0.75}
 NAMES = sorted(METHODS)
 
@@ -66,10 +67,10 @@ def assert_bits(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimiser", [SGD(lr=0.2), SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
+    "optimizer", [SGD(lr=0.2), SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
 )
-def test_fedprox_without_pull_is_fedavg_bit_for_bit(optimiser) -> None:
-    settings = {"optimiser": optimiser, "batch_size": 8, "epochs": 2}
+def test_fedprox_without_pull_is_fedavg_bit_for_bit(optimizer) -> None:
+    settings = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}
     a = run_of(FedProx(mu=0.0, **settings), alike(**F32), **SAMPLE)
     b = run_of(FedAvg(**settings), alike(**F32), **SAMPLE)
     assert_bits(a.state.server, b.state.server)
@@ -107,9 +108,9 @@ def test_fedkd_at_full_energy_is_the_uncompressed_method() -> None:
     assert sent == [3 * whole] * 3
 
 
-@pytest.mark.parametrize("optimiser", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9), AdamW(lr=0.01)])
-def test_pfedlora_at_mu_one_trains_the_model_as_standalone_bit_for_bit(optimiser) -> None:
-    settings = {"optimiser": optimiser, "batch_size": 8, "epochs": 2}
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9), AdamW(lr=0.01)])
+def test_pfedlora_at_mu_one_trains_the_model_as_standalone_bit_for_bit(optimizer) -> None:
+    settings = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}
     a = run_of(PFedLoRA(mu=1.0, width=5, **settings), unlike(**F32), **SAMPLE)
     b = run_of(Standalone(**settings), unlike(**F32), **SAMPLE)
     assert sorted(a.state.clients) == sorted(b.state.clients)
@@ -130,13 +131,13 @@ def test_distillation_of_weight_zero_trains_as_standalone(gamma_or_lam: str) -> 
 
 
 def bare_loop(initial: nn.Module, x: Tensor, y: Tensor, rounds: list[list[np.ndarray]], **settings: Any) -> nn.Module:
-    """Training as everyone writes it; the optimiser is new in every round because it keeps nothing between rounds."""
+    """Training as everyone writes it; the optimizer is new in every round because it keeps nothing between rounds."""
     for steps in rounds:
-        optimiser = torch.optim.SGD(initial.parameters(), **settings)
+        optimizer = torch.optim.SGD(initial.parameters(), **settings)
         for i in steps:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             functional.cross_entropy(initial(x[i]), y[i]).backward()
-            optimiser.step()
+            optimizer.step()
     return initial
 
 
@@ -147,7 +148,7 @@ def test_one_client_with_all_data_is_plain_sgd(make, momentum: float) -> None:
     x = np.concatenate([p["train"][0] for p in parts])
     y = np.concatenate([p["train"][1] for p in parts])
     federation = alike(clients=[{"train": (x, y)}])
-    method = make(optimiser=SGD(lr=0.1, momentum=momentum), batch_size=16, epochs=2)
+    method = make(optimizer=SGD(lr=0.1, momentum=momentum), batch_size=16, epochs=2)
     run = run_of(method, federation)
     model = Net(WIDTH)
     model.load_state_dict(federation.architectures["small"].initial)
@@ -183,7 +184,7 @@ def comparable(name: str, server: Any) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_learning_rate_of_zero_changes_no_parameter(name: str) -> None:
     federation = federation_for(name, **F32)
-    method = METHODS[name](optimiser=SGD(lr=0.0), batch_size=8, **METHODS[name].at_rest)
+    method = METHODS[name](optimizer=SGD(lr=0.0), batch_size=8, **METHODS[name].at_rest)
     run = run_of(method, federation, steps=0)
     if name in LORA:
         # factors may be taken apart and put together, and updates of nothing be kept: the models are what counts
@@ -221,7 +222,9 @@ def test_training_changes_every_parameter_of_the_personal_model(name: str) -> No
         initial = federation.architectures[info.architecture].initial
         assert list(personal) == list(initial) or set(personal) == set(initial)
         model = federation.architectures[info.architecture]
-        trained = {s.weight for s in model.lora.sites.values()} | set(model.rest()) if name in LORA else set(initial)
+        trained = (
+            {s.weight for s in lora_of(model).sites.values()} | set(rest_of(model)) if name in LORA else set(initial)
+        )
         assert {n for n in initial if not torch.equal(personal[n], initial[n])} == trained
 
 
@@ -326,17 +329,17 @@ def test_messages_through_bytes_change_no_bit(name: str) -> None:
         assert_bits(a.state.clients[k], b.state.clients[k])
 
 
-@pytest.mark.parametrize("optimiser", [SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)])
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)])
 @pytest.mark.parametrize("name", NAMES)
-def test_clients_at_once_are_trained_as_one_after_another(name: str, optimiser) -> None:
+def test_clients_at_once_are_trained_as_one_after_another(name: str, optimizer) -> None:
     # uneven clients: batches are padded, and small clients stop while the others, with their momentum, go on
     if name == "scaffold":
         with pytest.raises(ConfigError, match="SCAFFOLD"):
-            METHODS[name](optimiser=optimiser)
+            METHODS[name](optimizer=optimizer)
         return
-    method = METHODS[name](optimiser=optimiser, batch_size=8, epochs=2)
+    method = METHODS[name](optimizer=optimizer, batch_size=8, epochs=2)
     a = run_of(method, federation_for(name), rounds=2)
-    b = run_of(method, federation_for(name), rounds=2, engine=Vectorised)
+    b = run_of(method, federation_for(name), rounds=2, engine=Vectorized)
     for k in a.state.clients:
         tree.map(
             lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-8), a.state.clients[k], b.state.clients[k]

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import tree
-from fedlowrank.adapters import Tuning
+from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.core import tree
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.low_rank.lora_layers import lora
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -22,7 +23,6 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.optimiser import SGD
 
 from .setting import CLASSES, Net, arrays, run_of
 
@@ -55,7 +55,7 @@ def test_a_module_keeps_its_type_on_every_wire(kind: Any, dtype: torch.dtype, wi
     runs = []
     for engine in (Sequential, Wire):
         made = federation(kind, dtype, wrapped=wire != "bfloat16")
-        method = kind(tuning=Tuning(rank=2, wire=wire), optimiser=SGD(lr=0.1), batch_size=8)
+        method = kind(tuning=Tuning(rank=2, wire=wire), optimizer=SGD(lr=0.1), batch_size=8)
         runs.append(run_of(method, made, rounds=2, engine=engine, evaluate_every=2, participation=0.75))
     a, b = runs
     for info in a.federation.infos:
@@ -72,11 +72,11 @@ def test_a_module_keeps_its_type_on_every_wire(kind: Any, dtype: torch.dtype, wi
 
 def test_fedhl_subtracts_what_it_sent_to_a_module_in_half_precision() -> None:
     made = federation(FedHL, torch.bfloat16, wrapped=True)
-    run = run_of(FedHL(optimiser=SGD(lr=0.3), batch_size=8), made, rounds=9, steps=2, evaluate_every=9)
+    run = run_of(FedHL(optimizer=SGD(lr=0.3), batch_size=8), made, rounds=9, steps=2, evaluate_every=9)
     before = {n: d.dense() for n, d in run.state.server.delta.items()}
     assert all(float(w.norm()) > 1e-3 for w in before.values())
     # nobody trains: W stays, though what clients were sent was rounded to eight bits
-    run.method = FedHL(optimiser=SGD(lr=0.0), batch_size=8)
+    run.method = FedHL(optimizer=SGD(lr=0.0), batch_size=8)
     for _ in range(3):
         run.step()
     for n, w in before.items():

@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedlowrank import tree
-from fedlowrank.adapters import Scaling, Tuning
+from fedlowrank.adapters.lora import lora_of
+from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.adapters.wire_format import unpack
+from fedlowrank.core import tree
+from fedlowrank.core.key import Key
+from fedlowrank.core.method import Method, Reply, ServerView
+from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.effective import Weighing
-from fedlowrank.engine.base import client_key, client_view
-from fedlowrank.engine.run import Run, RunSettings, State
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.engine.shelf import Shelf
-from fedlowrank.key import Key
-from fedlowrank.low_rank.delta import Form, advance
-from fedlowrank.low_rank.lora_layers import lora
-from fedlowrank.low_rank.pair import Pair
-from fedlowrank.low_rank.wire_form import unpack
-from fedlowrank.method import Method, Reply, ServerView
+from fedlowrank.engines.base import client_key, client_view
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.linalg.delta import Form, advance
+from fedlowrank.linalg.pair import Pair
+from fedlowrank.methods.families.effective_delta import Weighing
+from fedlowrank.methods.families.lora import Scaling, Tuning
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
@@ -37,13 +37,14 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.optimiser import SGD, AdamW
+from fedlowrank.simulation.client_store import Shelf
+from fedlowrank.simulation.run import Run, RunSettings, State
 
 from .setting import CLASSES, Net, arrays, order_of, run_of
 
 LR = 0.5
-LOCAL: dict[str, Any] = {"optimiser": SGD(lr=LR), "batch_size": 8, "epochs": 2}
-REST: dict[str, Any] = {**LOCAL, "optimiser": SGD(lr=0.0)}
+LOCAL: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
+REST: dict[str, Any] = {**LOCAL, "optimizer": SGD(lr=0.0)}
 NAMES = ("body.0", "body.2")
 QUIET: dict[str, Any] = {"evaluate_every": 9}
 UNEQUAL = (1, 2, 3, 4)
@@ -89,12 +90,12 @@ def scores(run: Run, client: int, series: str = "personal") -> Tensor:
 def by_torch(module: nn.Module, run: Run, rounds: int) -> None:
     """Train client 0's data by torch's own SGD, in the order in which the run sees them."""
     info, data = run.federation.infos[0], run.federation.clients[0].train
-    optimiser = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=LR)
     for t in range(rounds):
         for i in order_of(run, t, info)[0]:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             nn.functional.cross_entropy(module(data.x[i]), data.y[i]).backward()
-            optimiser.step()
+            optimizer.step()
 
 
 def wrapped(run: Run, rank: int, drawn: dict[str, Tensor], alpha: float | None = None) -> nn.Module:
@@ -158,9 +159,9 @@ def test_flora_of_one_client_is_training_on_what_it_merged() -> None:
     torch.testing.assert_close(scores(run, 0), module(run.federation.clients[0].test.x), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("optimiser", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01), AdamW(lr=0.01)])
-def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimiser: Any) -> None:
-    local = {**LOCAL, "optimiser": optimiser}
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01), AdamW(lr=0.01)])
+def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
+    local = {**LOCAL, "optimizer": optimizer}
     held = lora(Net(9, 10), 3, 5.0, trainable=("head",))
     a = run_of(FedIT(**local), federation([3] * 4, held), steps=0, participation=0.75, **QUIET)
     b = run_of(FedAvg(**local), federation([3] * 4, held), steps=0, participation=0.75, **QUIET)
@@ -176,9 +177,9 @@ def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimiser: Any) -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.75, 3.0, 12.0])
-@pytest.mark.parametrize("optimiser", [SGD(lr=0.05, momentum=0.5, weight_decay=0.01), AdamW(lr=0.01)])
-def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimiser: Any) -> None:
-    local = {**LOCAL, "optimiser": optimiser}
+@pytest.mark.parametrize("optimizer", [SGD(lr=0.05, momentum=0.5, weight_decay=0.01), AdamW(lr=0.01)])
+def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> None:
+    local = {**LOCAL, "optimizer": optimizer}
     held = lora(Net(9, 10), 3, alpha, trainable=("head",))
     a, b = (run_of(kind(**local), federation([3] * 4, held), participation=0.75, **QUIET) for kind in (HetLoRA, FedIT))
     for info in a.federation.infos:
@@ -286,8 +287,10 @@ def test_at_the_configured_rank_both_scalings_are_one(kind: Any) -> None:
 def test_alpha_falls_by_the_rank_or_by_its_root(rslora: bool, at_two: float) -> None:
     held = lora(Net(9, 10), 4, 6.0, trainable=("head",), rslora=rslora)
     model = federation([None] * 4, held).architectures["model"]
-    assert Tuning(scaling="alpha").scaling_of(model.lora).at(2) == pytest.approx(at_two, rel=1e-15)
-    assert Tuning(scaling="equal").scaling_of(model.lora).at(2) == pytest.approx(6 / (2 if rslora else 4), rel=1e-15)
+    assert Tuning(scaling="alpha").scaling_of(lora_of(model)).at(2) == pytest.approx(at_two, rel=1e-15)
+    assert Tuning(scaling="equal").scaling_of(lora_of(model)).at(2) == pytest.approx(
+        6 / (2 if rslora else 4), rel=1e-15
+    )
 
 
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, HetLoRA])
@@ -340,7 +343,8 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
     run = Run(method, ranked(ranks), RunSettings(rounds=1), Sequential())
     rng = np.random.default_rng(seed)
     blocks = {
-        n: [(1.0, random_pair(rng, d, kept, k))] for n, (d, k) in run.task.architectures["model"].lora.shapes.items()
+        n: [(1.0, random_pair(rng, d, kept, k))]
+        for n, (d, k) in lora_of(run.task.architectures["model"]).shapes.items()
     }
     server = dataclasses.replace(run.state.server, delta=advance(run.state.server.delta, blocks))
     replies, changed = [], {n: [] for n in NAMES}

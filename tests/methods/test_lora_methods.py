@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.adapters import Tuning
+from fedlowrank.core.method import Method
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.effective import Weighing
-from fedlowrank.engine.base import Engine, client_key
-from fedlowrank.engine.run import Run
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.low_rank.delta import Form
-from fedlowrank.method import Method
+from fedlowrank.engines.base import Engine, client_key
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.vectorized import Vectorized
+from fedlowrank.linalg.delta import Form
+from fedlowrank.methods.families.effective_delta import Weighing
+from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -31,20 +31,20 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.optimiser import SGD
+from fedlowrank.simulation.run import Run
 from golden import lora_reference as reference
 from golden.reference import Array, Layers, forward
 
 from .setting import CLASSES, Net, arrays, layers, plan, run_of, start_of, train_data
 
 LR = 0.3
-LOCAL: dict[str, Any] = {"optimiser": SGD(lr=LR), "batch_size": 8, "epochs": 2}
+LOCAL: dict[str, Any] = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
 RANKS = (1, 2, 3, 4)
 EQUAL = (3, 3, 3, 3)
 NAMES = ("body.0", "body.2")
 # scales 2, 1, 2/3 and 1/2 at ranks 1 to 4
 TUNING = Tuning(rank=2, scaling="alpha")
-ENGINES: Sequence[type[Engine]] = (Sequential, Wire, Vectorised)
+ENGINES: Sequence[type[Engine]] = (Sequential, Wire, Vectorized)
 
 
 @pytest.fixture(params=ENGINES)
@@ -81,7 +81,7 @@ def setting_of(run: Run, scaling: str = "alpha") -> reference.Setting:
 
 
 def close(engine: type[Engine]) -> float:
-    return 1e-7 if engine is Vectorised else 1e-9
+    return 1e-7 if engine is Vectorized else 1e-9
 
 
 def same(found: Any, wanted: Any, atol: float) -> None:

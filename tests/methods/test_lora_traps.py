@@ -12,16 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import tree
-from fedlowrank.adapters import Tuning
+from fedlowrank.adapters.wire_format import unpack
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.method import Reply, ServerView
+from fedlowrank.core.optimizer import SGD, AdamW, Group
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import Outcome, client_view
-from fedlowrank.engine.checkpoint import load, save
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.low_rank.wire_form import unpack
-from fedlowrank.method import Reply, ServerView
+from fedlowrank.engines.base import Outcome, client_view
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.methods.fedex_lora import FedExLoRA
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.methods.fedit import FedIT
@@ -30,7 +29,8 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.optimiser import SGD, AdamW, Group
+from fedlowrank.simulation.checkpoint import load, save
+from fedlowrank.simulation.run import Run, RunSettings
 from golden import lora_reference as reference
 from golden.reference import forward
 
@@ -38,7 +38,7 @@ from .setting import CLASSES, INPUTS, arrays, run_of
 from .test_lora_methods import NAMES, TUNING, head_is, hetlora, setting_of, unequal, updates_are
 from .test_lora_methods import drawn as random_a
 
-LOCAL: dict[str, Any] = {"optimiser": SGD(lr=0.3), "batch_size": 8, "epochs": 2}
+LOCAL: dict[str, Any] = {"optimizer": SGD(lr=0.3), "batch_size": 8, "epochs": 2}
 QUIET: dict[str, Any] = {"evaluate_every": 99}
 MIXED: list[Any] = [FedHL, FlexLoRA, HetLoRA, FLoRA]
 SAME: list[Any] = [FedIT, FFALoRA, FedSALoRA, FedExLoRA]
@@ -115,7 +115,7 @@ def test_every_reply_counts(kind: Any) -> None:
 
 
 def test_norms_that_are_all_zero_leave_the_weights_by_examples() -> None:
-    run = run_of(HetLoRA(weights="norm", optimiser=SGD(lr=0.0)), unequal(), steps=0, **QUIET)
+    run = run_of(HetLoRA(weights="norm", optimizer=SGD(lr=0.0)), unequal(), steps=0, **QUIET)
     before = run.state.server.factors
     run.step()
     # the first component is everyone's; a mean of equal values is that value
@@ -303,12 +303,12 @@ class Unused(nn.Module):
 def test_training_that_changes_no_factor_is_an_error(kind: Any) -> None:
     federation = Federation.from_arrays(arrays(), Unused, classes=CLASSES, rank=[2] * 4)
     # the decay of AdamW moves A all the same
-    for optimiser in (SGD(lr=0.1), AdamW(lr=0.1)):
-        run = Run(kind(optimiser=optimiser), federation, RunSettings(rounds=1), Sequential())
+    for optimizer in (SGD(lr=0.1), AdamW(lr=0.1)):
+        run = Run(kind(optimizer=optimizer), federation, RunSettings(rounds=1), Sequential())
         with pytest.raises(TaskError, match="client 0, round 0: training changed no LoRA factor"):
             run.step()
     for quiet in (SGD(lr=0.0), SGD(lr=0.0, groups={"rest": Group(lr=0.1)})):
-        Run(kind(optimiser=quiet), federation, RunSettings(rounds=1), Sequential()).step()
+        Run(kind(optimizer=quiet), federation, RunSettings(rounds=1), Sequential()).step()
 
 
 # -- what travels ------------------------------------------------------------------------------------------------------

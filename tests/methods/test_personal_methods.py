@@ -11,23 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedlowrank import tree
-from fedlowrank.check import check_method
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.method import Batch, Request
+from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import Engine, client_view
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.engine.vectorised import Vectorised
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.evaluate import at_client
-from fedlowrank.method import Batch, Request
+from fedlowrank.engines.base import Engine, client_view
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedper import FedPer
 from fedlowrank.methods.fedrep import FedRep
 from fedlowrank.methods.fedspa import FedSpa, layer_counts, next_mask
 from fedlowrank.methods.per_fedavg import PerFedAvg, half
 from fedlowrank.models.resnet import ResNet18
-from fedlowrank.optimiser import SGD, AdamW
+from fedlowrank.simulation.evaluation import at_client
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.testing.check import check_method
 from golden import personal_reference, reference
 
 from .setting import (
@@ -48,12 +48,12 @@ from .setting import (
 from .test_golden import same, states
 
 LR = 0.3
-LOCAL = {"optimiser": SGD(lr=LR), "batch_size": 8, "epochs": 2}
+LOCAL = {"optimizer": SGD(lr=LR), "batch_size": 8, "epochs": 2}
 SAMPLE = {"participation": 0.75}
 F32 = {"dtype": torch.float32}
 
 
-@pytest.fixture(params=[Sequential, Vectorised, Wire])
+@pytest.fixture(params=[Sequential, Vectorized, Wire])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 
@@ -177,7 +177,7 @@ def test_a_hessian_free_step_follows_the_gradient_through_the_inner_step() -> No
     step = {}
     for variant in ("hessian_free", "first_order"):
         # all nine examples of the client in one batch
-        method = PerFedAvg(optimiser=SGD(lr=1.0), batch_size=9, alpha=0.5, variant=variant, delta=1e-6)
+        method = PerFedAvg(optimizer=SGD(lr=1.0), batch_size=9, alpha=0.5, variant=variant, delta=1e-6)
         run = run_of(method, federation, steps=0)
         start = download(run, 1)
         step[variant] = tree.sub(start, method.local_update(None, start, view_of(run, 1))[1])
@@ -268,10 +268,10 @@ class Spy:
         return end
 
 
-@pytest.mark.parametrize("optimiser", [SGD(lr=LR, momentum=0.9, weight_decay=0.1), AdamW(lr=0.1)])
-def test_fedrep_freezes_what_it_does_not_train_in_each_phase(optimiser) -> None:
+@pytest.mark.parametrize("optimizer", [SGD(lr=LR, momentum=0.9, weight_decay=0.1), AdamW(lr=0.1)])
+def test_fedrep_freezes_what_it_does_not_train_in_each_phase(optimizer) -> None:
     federation = alike(**F32)
-    method = FedRep(optimiser=optimiser, batch_size=8, head_epochs=2)
+    method = FedRep(optimizer=optimizer, batch_size=8, head_epochs=2)
     run = run_of(method, federation, steps=1)
     model, info = federation.architectures["small"], federation.infos[2]
     spy = Spy(run.engine.trainer(method, federation, 1, info))
@@ -292,7 +292,7 @@ def test_fedrep_freezes_what_it_does_not_train_in_each_phase(optimiser) -> None:
 
 
 def test_how_long_fedrep_trains_the_body_does_not_touch_the_head() -> None:
-    short, long = (run_of(FedRep(optimiser=SGD(lr=LR), epochs=e), alike(**F32), steps=1) for e in (1, 3))
+    short, long = (run_of(FedRep(optimizer=SGD(lr=LR), epochs=e), alike(**F32), steps=1) for e in (1, 3))
     for k in range(len(SIZES)):
         assert tree.equal(state_of(short, k), state_of(long, k))
     assert not tree.equal(short.state.server, long.state.server)
@@ -303,15 +303,15 @@ def test_one_client_with_all_data_trains_by_plain_sgd_under_fedper(momentum: flo
     parts = arrays()
     x, y = (np.concatenate([p["train"][i] for p in parts]) for i in (0, 1))
     federation = alike(clients=[{"train": (x, y)}])
-    run = run_of(FedPer(optimiser=SGD(lr=0.1, momentum=momentum), batch_size=16, epochs=2), federation)
+    run = run_of(FedPer(optimizer=SGD(lr=0.1, momentum=momentum), batch_size=16, epochs=2), federation)
     model = Net(WIDTH)
     model.load_state_dict(federation.architectures["small"].initial)
     for clients in plan(run):
-        optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
         for i in clients[0][0]:
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             functional.cross_entropy(model(torch.as_tensor(x)[i]), torch.as_tensor(y)[i]).backward()
-            optimiser.step()
+            optimizer.step()
     found = personal(run, 0)
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-12)
@@ -433,11 +433,11 @@ def test_the_gradient_that_grows_is_dense_and_leaves_the_model_alone() -> None:
         torch.testing.assert_close(u, down[n] - trained, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("optimiser", [SGD(lr=LR, momentum=0.9, weight_decay=0.1, clip=0.5), AdamW(lr=0.1)])
-@pytest.mark.parametrize("engine_", [Sequential, Vectorised])
-def test_density_is_constant_and_all_is_zero_outside_the_mask(optimiser, engine_: type[Engine]) -> None:
+@pytest.mark.parametrize("optimizer", [SGD(lr=LR, momentum=0.9, weight_decay=0.1, clip=0.5), AdamW(lr=0.1)])
+@pytest.mark.parametrize("engine_", [Sequential, Vectorized])
+def test_density_is_constant_and_all_is_zero_outside_the_mask(optimizer, engine_: type[Engine]) -> None:
     federation = alike(**F32)
-    method = FedSpa(optimiser=optimiser, batch_size=8, epochs=2)
+    method = FedSpa(optimizer=optimizer, batch_size=8, epochs=2)
     run = run_of(method, federation, rounds=4, steps=0, engine=engine_, lost_replies=0.3, **SAMPLE)
     initial = federation.architectures["small"].initial
     counts, first = layer_counts(initial, 0.5), {k: state_of(run, k) for k in range(len(SIZES))}
@@ -458,7 +458,7 @@ def test_density_is_constant_and_all_is_zero_outside_the_mask(optimiser, engine_
 
 def test_training_moves_nothing_outside_the_mask() -> None:
     federation = alike(**F32)
-    method = FedSpa(optimiser=SGD(lr=LR, momentum=0.9, weight_decay=0.1), batch_size=8)
+    method = FedSpa(optimizer=SGD(lr=LR, momentum=0.9, weight_decay=0.1), batch_size=8)
     run = run_of(method, federation, steps=1)
     for k in range(len(SIZES)):
         spy = Spy(run.engine.trainer(method, federation, run.round, federation.infos[k]))
@@ -534,7 +534,7 @@ def test_bad_settings_are_refused_by_name(make, settings: dict[str, Any], words:
 
 
 def test_defaults_are_those_of_the_papers() -> None:
-    assert PerFedAvg().optimiser == SGD(lr=0.001)
+    assert PerFedAvg().optimizer == SGD(lr=0.001)
     assert (PerFedAvg().alpha, PerFedAvg().weights) == (0.01, "uniform")
     assert FedRep().head_epochs == 10
     assert FedSpa().density == 0.5

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import tree
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, TaskError
+from fedlowrank.core.loss import kl_divergence, soft_cross_entropy, square_error
+from fedlowrank.core.method import Batch, Reply, ServerView
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import client_view
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential, Wire
-from fedlowrank.errors import ConfigError, TaskError
-from fedlowrank.loss import kl_divergence, soft_cross_entropy, square_error
-from fedlowrank.low_rank.factored import Factored, compress, decompress, rank_of_energy, svd, truncate
-from fedlowrank.method import Batch, Reply, ServerView
+from fedlowrank.engines.base import client_view
+from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.linalg.factored import Factored, compress, decompress, rank_of_energy, svd, truncate
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
@@ -31,7 +31,7 @@ from fedlowrank.methods.lg_fedavg import LGFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.cnn import CNN
-from fedlowrank.optimiser import SGD
+from fedlowrank.simulation.run import Run, RunSettings
 from golden import reference
 
 from .setting import (
@@ -50,8 +50,8 @@ from .setting import (
     unlike,
 )
 
-LOCAL = {"optimiser": SGD(lr=0.2), "batch_size": 8, "epochs": 2}
-ONE_STEP = {"optimiser": SGD(lr=0.2), "batch_size": max(SIZES), "epochs": 1}
+LOCAL = {"optimizer": SGD(lr=0.2), "batch_size": 8, "epochs": 2}
+ONE_STEP = {"optimizer": SGD(lr=0.2), "batch_size": max(SIZES), "epochs": 1}
 F32 = {"dtype": torch.float32}
 
 
@@ -390,7 +390,7 @@ def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: 
 
 
 def test_fd_targets_are_probabilities_and_thirty_rounds_stay_finite() -> None:
-    run = run_of(FD(optimiser=SGD(lr=0.1), batch_size=8), unlike(**F32), rounds=30, steps=0)
+    run = run_of(FD(optimizer=SGD(lr=0.1), batch_size=8), unlike(**F32), rounds=30, steps=0)
     losses = []
     for _ in range(30):
         losses.append(run.step().loss["local"])
@@ -641,7 +641,7 @@ def test_clients_of_one_architecture_begin_with_the_same_weights(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])
-def test_batch_normalisation_is_welcome_and_keeps_its_statistics(name: str) -> None:
+def test_batch_normalization_is_welcome_and_keeps_its_statistics(name: str) -> None:
     """As the pages of these methods say."""
 
     class Normed(Net):

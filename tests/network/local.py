@@ -19,19 +19,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fedlowrank import experiment, tree
-from fedlowrank.engine.run import Run
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.experiment import Experiment
-from fedlowrank.flops import FlopLedger
-from fedlowrank.network import party, server, transport
+from fedlowrank.config import experiment
+from fedlowrank.config.experiment import Experiment
+from fedlowrank.core import tree
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.network import client as party
+from fedlowrank.network import server, transport
+from fedlowrank.network.client import Party, prepare
+from fedlowrank.network.client_memory import Memory
 from fedlowrank.network.drive import drive
-from fedlowrank.network.memory import Memory
 from fedlowrank.network.messages import Answer, Order
-from fedlowrank.network.party import Party, prepare
 from fedlowrank.network.transport import Delivery, Parcel
-from fedlowrank.record import RoundRecord
-from fedlowrank.simulate import Result, threads
+from fedlowrank.simulation.records import RoundRecord
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.simulate import Result, threads
+from fedlowrank.training.flops import FlopLedger
 
 
 class Killed(BaseException):
@@ -222,7 +224,7 @@ def tables(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> d
     found: dict[str, Any] = {
         "name": "small",
         "method": method,
-        "data": {"source": "iris", "normalise": "standard"},
+        "data": {"source": "iris", "normalize": "standard"},
         "partition": {"kind": "iid", "clients": clients},
         "model": {"names": ["mlp"], "hidden": [6]},
         "defaults": {"epochs": 1, "batch_size": 16},

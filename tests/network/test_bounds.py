@@ -12,25 +12,25 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import tree
-from fedlowrank.cli import main
+from fedlowrank.cli.main import main
+from fedlowrank.config.network_settings import Limits
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError, ConfigError
+from fedlowrank.core.method import Task
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine import checkpoint
-from fedlowrank.engine.base import AnyMethod, Job, Outcome
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.errors import CheckpointError, ConfigError
-from fedlowrank.method import Task
+from fedlowrank.engines.base import AnyMethod, Job, Outcome
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.scaffold import Controlled
 from fedlowrank.network.account import Account
 from fedlowrank.network.answers import steps_of
 from fedlowrank.network.messages import Hello, Order
-from fedlowrank.network.norms import Measured, NormBound, low_median, measure
 from fedlowrank.network.silence import Silence
 from fedlowrank.network.transport import Parcel
-from fedlowrank.network.trust import Limits
-from fedlowrank.optimiser import SGD
+from fedlowrank.network.validation.norms import Measured, NormBound, low_median, measure
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.run import Run, RunSettings
 from methods.setting import Net
 
 from .local import (
@@ -178,7 +178,7 @@ def skewed(unequal_ranks: bool) -> Federation:
 @pytest.mark.parametrize("name", METHODS)
 def test_no_honest_reply_of_any_method_is_refused(name: str) -> None:
     unequal = name in ("fedhl", "hetlora", "flexlora", "flora")
-    method: AnyMethod = METHODS[name](optimiser=SGD(lr=0.1), batch_size=16, epochs=1)
+    method: AnyMethod = METHODS[name](optimizer=SGD(lr=0.1), batch_size=16, epochs=1)
     engine = Measuring()
     run = Run(method, skewed(unequal), RunSettings(rounds=6, evaluate_every=99, participation=0.4), engine)
     # three clients a round, the hardest case: two that differ are half of what is usual

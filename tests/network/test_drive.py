@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from fedlowrank import tree
-from fedlowrank.engine.folder import RunFolder
-from fedlowrank.errors import CheckpointError, ConfigError
+from fedlowrank.config.network_settings import NetworkSettings
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError, ConfigError
+from fedlowrank.network.client import prepare
 from fedlowrank.network.drive import clients_of
 from fedlowrank.network.messages import Order
 from fedlowrank.network.network_run import NetworkRun
-from fedlowrank.network.party import prepare
 from fedlowrank.network.server import NetworkError
-from fedlowrank.network.settings import NetworkSettings
 from fedlowrank.network.transport import Delivery, Parcel
-from fedlowrank.record import RunRecord
-from fedlowrank.simulate import simulate
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run_folder import RunFolder
+from fedlowrank.simulation.simulate import simulate
 
 from .local import (
     Killed,

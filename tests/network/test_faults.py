@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank.engine.sequential import Sequential
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network.messages import Order
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.transport import Delivery, Parcel

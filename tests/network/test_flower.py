@@ -17,19 +17,21 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedlowrank import experiment, tree
-from fedlowrank.engine import Sequential, checkpoint
-from fedlowrank.engine.run import Run
-from fedlowrank.network import family
+from fedlowrank.config import experiment
+from fedlowrank.core import tree
+from fedlowrank.engines import Sequential
+from fedlowrank.network.client_memory import Memory
+from fedlowrank.network.deploy import process_tree as family
+from fedlowrank.network.deploy.program import free_port
 from fedlowrank.network.flower import from_records, to_records
-from fedlowrank.network.memory import Memory
-from fedlowrank.network.program import free_port
-from fedlowrank.record import RunRecord
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.run import Run
 
 deployment = pytest.mark.skipif(
     "FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes minutes; `make test-deployment` runs it"
 )
-COMMAND = [sys.executable, "-m", "fedlowrank.cli"]
+COMMAND = [sys.executable, "-m", "fedlowrank.cli.main"]
 
 
 def tables(method: str, **run: Any) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def tables(method: str, **run: Any) -> dict[str, Any]:
     return {
         "name": "t",
         "method": method,
-        "data": {"source": "iris", "normalise": "standard"},
+        "data": {"source": "iris", "normalize": "standard"},
         "partition": {"kind": "iid", "clients": 3},
         "model": {"names": ["mlp"], "hidden": [8]},
         "lora": {"ranks": [3, 2, 1]},
@@ -241,7 +243,7 @@ def test_a_server_wants_keys_or_to_be_told_that_it_needs_none(tmp_path: Path) ->
 def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:
     import tomllib
 
-    from fedlowrank.network.commands import app
+    from fedlowrank.cli.network import app
 
     planned = tables("fedavg")
     app(written(tmp_path / "t.toml", planned), [], None, tmp_path / "app")

@@ -20,11 +20,12 @@ import pytest
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
-from fedlowrank.network import family, guard
-from fedlowrank.network.flowerapp import as_toml, write_app
-from fedlowrank.network.keys import ClientKeys, ServerKeys, make_keys
-from fedlowrank.network.processes import SuperLink, SuperNode
-from fedlowrank.network.program import ProcessError
+from fedlowrank.network.deploy import guard
+from fedlowrank.network.deploy import process_tree as family
+from fedlowrank.network.deploy.flower_app import as_toml, write_app
+from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys
+from fedlowrank.network.deploy.processes import SuperLink, SuperNode
+from fedlowrank.network.deploy.program import ProcessError
 
 SERVER_APP = """
 import json, os, time

@@ -17,20 +17,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank import tree
-from fedlowrank.engine.run import Run, evaluated
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.evaluate import ClientEvaluation
-from fedlowrank.experiment import Experiment
+from fedlowrank.config.experiment import Experiment
+from fedlowrank.config.network_settings import NetworkSettings
+from fedlowrank.core import tree
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.network.messages import Answer, Order
 from fedlowrank.network.network_run import NetworkRun
-from fedlowrank.network.roster import Roster
+from fedlowrank.network.registry import Roster
 from fedlowrank.network.server import NetworkError, Remote
-from fedlowrank.network.settings import NetworkSettings
 from fedlowrank.network.transport import Delivery, Parcel
-from fedlowrank.network.trust import Bans
-from fedlowrank.record import RoundRecord
+from fedlowrank.network.validation.uploads import Bans
+from fedlowrank.simulation.evaluation import ClientEvaluation
+from fedlowrank.simulation.records import RoundRecord
+from fedlowrank.simulation.run import Run, evaluated
 
 from .local import Killed, LocalTransport, agrees, changed, in_round, local, lost, missed, served, small
 

@@ -24,7 +24,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from fedlowrank.network import guard
+from fedlowrank.network.deploy import guard
 from fedlowrank.network.flower import GridTransport, to_records
 from fedlowrank.network.transport import Delivery, Parcel
 

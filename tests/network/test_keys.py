@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from fedlowrank.cli import main
-from fedlowrank.errors import ConfigError
+from fedlowrank.cli.main import main
+from fedlowrank.core.errors import ConfigError
 
 pytest.importorskip("cryptography")
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
-from fedlowrank.network import keys
-from fedlowrank.network.keys import AUTHORITY_DAYS, ClientKeys, ServerKeys, add_client, make_keys, renew_server
+from fedlowrank.network.deploy import keys
+from fedlowrank.network.deploy.keys import AUTHORITY_DAYS, ClientKeys, ServerKeys, add_client, make_keys, renew_server
 
 HOSTS = ["fl.example.org", "192.0.2.7", "2001:db8::7"]
 

@@ -12,16 +12,29 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.engine import checkpoint
-from fedlowrank.engine.folder import RunFolder
-from fedlowrank.errors import CheckpointError
-from fedlowrank.experiment import Experiment
-from fedlowrank.network.memory import Memory
+from fedlowrank.config.experiment import Experiment
+from fedlowrank.core.errors import CheckpointError
+from fedlowrank.network.client_memory import Memory
 from fedlowrank.network.messages import Order
 from fedlowrank.network.transport import Parcel
-from fedlowrank.simulate import Result
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.run_folder import RunFolder
+from fedlowrank.simulation.simulate import Result
 
-from .local import Hazard, Killed, LocalTransport, agrees, intact, local, lost, missed, no_space, served, silence, small
+from .local import (
+    Hazard,
+    Killed,
+    LocalTransport,
+    agrees,
+    intact,
+    local,
+    lost,
+    missed,
+    no_space,
+    served,
+    silence,
+    small,
+)
 
 
 def watched(out: Path, lose: set[tuple[int, int]], double: set[tuple[int, int]]) -> Any:

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank import tree
-from fedlowrank.digest import sealed
-from fedlowrank.errors import CheckpointError
-from fedlowrank.network.memory import ForgottenError, Memory
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError
+from fedlowrank.network.client_memory import ForgottenError, Memory
+from fedlowrank.simulation.digest import sealed
 
 from .local import Hazard, Killed, LocalTransport, no_space
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.evaluate import ClientEvaluation
 from fedlowrank.network.messages import LOCAL, Answer, Hello, MessageError, Order, Words, plain, sections
+from fedlowrank.simulation.evaluation import ClientEvaluation
 
 FUZZ = settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
 
@@ -139,7 +139,7 @@ def test_no_text_of_a_client_makes_a_line_of_its_own() -> None:
 TABLES: dict[str, Any] = {
     "name": "n",
     "method": "fedavg",
-    "data": {"source": "folder", "path": "/here", "normalise": "scale"},
+    "data": {"source": "folder", "path": "/here", "normalize": "scale"},
     "run": {"rounds": 3, "seed": 1, "threads": 2},
     "model": {"names": ["mlp"]},
     "network": {"wait": 3},
@@ -158,7 +158,7 @@ def test_sections_leave_out_what_may_differ_and_nothing_else() -> None:
     others: dict[str, Any] = {
         "name": "m",
         "method": "fedprox",
-        "data": {**TABLES["data"], "normalise": "none"},
+        "data": {**TABLES["data"], "normalize": "none"},
         "run": {**TABLES["run"], "seed": 2},
         "model": {"names": ["mlp"], "hidden": [3]},
     }

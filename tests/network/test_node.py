@@ -16,9 +16,9 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.run import Run, RunNotRunningException
 
 from fedlowrank.network import flower
+from fedlowrank.network.client import Party
+from fedlowrank.network.deploy.node import Connection, Node, PinnedApp
 from fedlowrank.network.flower import from_records, to_records
-from fedlowrank.network.node import Connection, Node, PinnedApp
-from fedlowrank.network.party import Party
 
 from .local import local, small
 
@@ -127,7 +127,7 @@ def test_the_pinned_app_holds_no_module() -> None:
 
     from flwr.cli.build import build_fab_from_files
 
-    from fedlowrank.network.flowerapp import as_toml
+    from fedlowrank.network.deploy.flower_app import as_toml
 
     found = PinnedApp.installed()
     assert found.name == "fedlowrank/fedlowrank"

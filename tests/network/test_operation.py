@@ -18,11 +18,11 @@ pytest.importorskip("cryptography")
 from flwr.app import Error
 from flwr.app import Message as FlowerMessage
 
-from fedlowrank.cli import main, parser
-from fedlowrank.engine.folder import RunFolder
-from fedlowrank.network import commands
+from fedlowrank.cli import network as commands
+from fedlowrank.cli.main import main, parser
 from fedlowrank.network.flower import GridTransport
 from fedlowrank.network.transport import Delivery, Parcel
+from fedlowrank.simulation.run_folder import RunFolder
 
 from .local import LocalTransport, changed, in_round, intact, local, served, small
 from .test_flower import tables, written

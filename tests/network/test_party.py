@@ -14,18 +14,19 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedlowrank import experiment, tree
-from fedlowrank.assemble import Shares, assemble
-from fedlowrank.engine.base import Job
-from fedlowrank.engine.run import Run
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.errors import CheckpointError, ConfigError, DataError
-from fedlowrank.experiment import Experiment
-from fedlowrank.network import party as module
-from fedlowrank.network.memory import Memory
+from fedlowrank.config import experiment
+from fedlowrank.config.assembly import Shares, assemble
+from fedlowrank.config.experiment import Experiment
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
+from fedlowrank.engines.base import Job
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.network import client as module
+from fedlowrank.network.client import Party, own_share, prepare
+from fedlowrank.network.client_memory import Memory
 from fedlowrank.network.messages import Order, sections
-from fedlowrank.network.party import Party, own_share, prepare
 from fedlowrank.network.server import NetworkError
+from fedlowrank.simulation.run import Run
 
 from .local import Hazard, LocalTransport, agrees, local, no_space, same_states, served, small, tables
 
@@ -317,7 +318,7 @@ def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path) -> tuple[Experiment, list[Path]]:
-    """Three organisations with a file each, and an experiment whose own file nobody has."""
+    """Three organizations with a file each, and an experiment whose own file nobody has."""
     draw = np.random.default_rng(0)
     files = []
     for i, n in enumerate((30, 41, 52)):

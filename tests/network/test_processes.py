@@ -20,17 +20,18 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.errors import ConfigError
-from fedlowrank.lock import FolderInUseError, identify
+from fedlowrank.core.errors import ConfigError
+from fedlowrank.simulation.lock import FolderInUseError, identify
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
-from fedlowrank.network import family, guard
-from fedlowrank.network.flowerapp import LONGEST, as_toml, write_app
-from fedlowrank.network.keys import ClientKeys, ServerKeys
-from fedlowrank.network.processes import SuperLink, SuperNode, environment
-from fedlowrank.network.program import ProcessError, Program, free_port, listen
-from fedlowrank.network.supervise import supervise
+from fedlowrank.network.deploy import guard
+from fedlowrank.network.deploy import process_tree as family
+from fedlowrank.network.deploy.flower_app import LONGEST, as_toml, write_app
+from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys
+from fedlowrank.network.deploy.processes import SuperLink, SuperNode, environment
+from fedlowrank.network.deploy.program import ProcessError, Program, free_port, listen
+from fedlowrank.network.deploy.supervise import supervise
 
 
 def until(is_so: Callable[[], Any], seconds: float = 100.0) -> Any:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank import tree
-from fedlowrank.experiment import Experiment
+from fedlowrank.config.experiment import Experiment
+from fedlowrank.core import tree
 from fedlowrank.network.messages import Hello, sections
-from fedlowrank.network.roster import MOST_BYTES, MOST_EXAMPLES, Roster, StrangerError, TakenError
+from fedlowrank.network.registry import MOST_BYTES, MOST_EXAMPLES, Roster, StrangerError, TakenError
 from fedlowrank.network.transport import Delivery
 
 from .local import small

@@ -12,35 +12,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank import tree
-from fedlowrank.adapters import Tuning
-from fedlowrank.check import federation as small
-from fedlowrank.clusters import Router
+from fedlowrank.adapters.router import Router
+from fedlowrank.config.network_settings import Limits
+from fedlowrank.core import tree
+from fedlowrank.core.method import ClientInfo, Reply, ServerView, Task
+from fedlowrank.core.optimizer import SGD, AdamW, Schedule
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import AnyMethod, Job, Outcome
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.low_rank.delta import Form
-from fedlowrank.low_rank.factored import Factored
-from fedlowrank.low_rank.matricise import LowRank, Sparse
-from fedlowrank.method import ClientInfo, Reply, ServerView, Task
+from fedlowrank.engines.base import AnyMethod, Job, Outcome
+from fedlowrank.engines.sequential import Sequential
+from fedlowrank.linalg.delta import Form
+from fedlowrank.linalg.factored import Factored
+from fedlowrank.linalg.matricize import LowRank, Sparse
 from fedlowrank.methods import METHODS
+from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.network.dry import DryTrainer
-from fedlowrank.network.trust import (
-    Limits,
-    Templates,
-    expected_upload,
-    inspect,
-    update_or_name,
-)
-from fedlowrank.optimiser import SGD, AdamW, Schedule
+from fedlowrank.network.validation.shape_tracing import DryTrainer
+from fedlowrank.network.validation.uploads import Templates, expected_upload, inspect, update_or_name
+from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.testing.check import federation as small
 from methods.setting import Net, alike, arrays, unlike
 
 torch.set_num_threads(1)
 
-FAST: dict[str, Any] = {"optimiser": SGD(lr=0.3), "batch_size": 8}
+FAST: dict[str, Any] = {"optimizer": SGD(lr=0.3), "batch_size": 8}
 WIRES: tuple[Any, ...] = ("float32", "bfloat16", "int8")
 HEADS = ("shared", "personal", "frozen")
 UNEQUAL = ("fedhl", "hetlora", "flexlora", "flora")
@@ -110,9 +105,9 @@ def test_every_method_with_its_default_settings(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_on_models_in_float64_with_adamw(name: str) -> None:
-    optimiser: Any = SGD(lr=0.1, schedule=Schedule("exponential", factor=0.5)) if name == "scaffold" else AdamW(lr=0.01)
+    optimizer: Any = SGD(lr=0.1, schedule=Schedule("exponential", factor=0.5)) if name == "scaffold" else AdamW(lr=0.01)
     kwargs: dict[str, Any] = {"tuning": Tuning(rank=2)} if "tuning" in {f.name for f in fields(name)} else {}
-    method = made(name, **{**FAST, "optimiser": optimiser}, **kwargs)
+    method = made(name, **{**FAST, "optimizer": optimizer}, **kwargs)
     assert go(method, unlike() if method.heterogeneous else alike(), rounds=2).uploads
 
 
@@ -157,7 +152,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedslr sparse, with every gamma": ("fedslr", {"lam": 0.02, "shared": "sparse", "memory_efficient": False}),
     "gpgd": ("gpgd", {"lam": 0.03}),
     "floral, eq. 5": ("floral", {"router": Router(update="mfl")}),
-    "floral, noise": ("floral", {"router": Router(noise=1.0, top=2, keep=False), "centre": True}),
+    "floral, noise": ("floral", {"router": Router(noise=1.0, top=2, keep=False), "center": True}),
     "floral, optimal": ("floral", {"router": Router(routing="optimal")}),
     "ensemble, eq. 5": ("ensemble", {"router": Router(update="mfl"), "mixed": "weights"}),
     "ensemble, optimal": ("ensemble", {"router": Router(routing="optimal")}),
@@ -166,7 +161,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "feddyn": ("feddyn", {"evaluate": "mean_of_clients"}),
     "per-fedavg": ("per_fedavg", {"variant": "hessian_free"}),
     "pfedlora": ("pfedlora", {"width": 3, "relu": True, "start": "svd"}),
-    "scaffold that stands still": ("scaffold", {"optimiser": SGD(lr=0.0)}),
+    "scaffold that stands still": ("scaffold", {"optimizer": SGD(lr=0.0)}),
 }
 
 
@@ -216,8 +211,8 @@ def regression() -> Federation:
     return Federation.from_arrays(data, lambda: Net(5, 4, inputs=6, classes=3, dtype=torch.float32))
 
 
-class Normalised(nn.Module):
-    """Images, a batch normalisation of planes and one of vectors, for which one example is no batch."""
+class Normalized(nn.Module):
+    """Images, a batch normalization of planes and one of vectors, for which one example is no batch."""
 
     head_name = "head"
 
@@ -236,7 +231,7 @@ class Normalised(nn.Module):
 def images() -> Federation:
     rng = np.random.default_rng(0)
     data = [(rng.normal(size=(20, 2, 6, 6)).astype(np.float32), rng.integers(0, 4, 20)) for _ in range(4)]
-    return Federation.from_arrays(data, Normalised, classes=4)
+    return Federation.from_arrays(data, Normalized, classes=4)
 
 
 class Words(nn.Module):
@@ -273,7 +268,7 @@ def test_every_method_on_other_kinds_of_data(name: str, data: Callable[[], Feder
     kwargs: dict[str, Any] = {"tuning": Tuning(rank=2)} if "tuning" in {f.name for f in fields(name)} else {}
     if name in ("floral", "ensemble"):
         kwargs["router"] = Router(update="mfl")
-    settings = {**FAST, "optimiser": SGD(lr=0.01), "batch_size": 10}
+    settings = {**FAST, "optimizer": SGD(lr=0.01), "batch_size": 10}
     assert len(go(made(name, **settings, **kwargs), data(), rounds=2).uploads) == 6
 
 

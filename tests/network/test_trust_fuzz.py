@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedlowrank import tree
-from fedlowrank.low_rank.delta import Form
-from fedlowrank.low_rank.pair import Pair
+from fedlowrank.core import tree
+from fedlowrank.linalg.delta import Form
+from fedlowrank.linalg.pair import Pair
 
 from .trust_cases import CASES, at, judged, outline, paths, put, situation
 

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import tree
-from fedlowrank.errors import CheckpointError, ConfigError
-from fedlowrank.low_rank.pair import Pair
-from fedlowrank.method import ClientInfo, Lengths, OneOf
-from fedlowrank.network.trust import Bans, Limits, Refused, Template, inspect
+from fedlowrank.config.network_settings import Limits
+from fedlowrank.core import tree
+from fedlowrank.core.errors import CheckpointError, ConfigError
+from fedlowrank.core.method import ClientInfo, Lengths, OneOf
+from fedlowrank.linalg.pair import Pair
+from fedlowrank.network.validation.uploads import Bans, Refused, Template, inspect
 
 from .trust_cases import CASES, LIMITS, judged, message, raw
 
@@ -288,7 +289,7 @@ HAND_MADE: dict[str, bytes] = {
     "bools that are not packed": message("t", **{"": torch.ones(3, dtype=torch.bool)}),
     "a list as a plain value": message({"v": [1, [2, {"x": None}]]}),
     "a dict as a plain value": message({"v": {"a": 1}}),
-    "a class of unknown settings": message({"c": "fedlowrank.low_rank.delta:Form", "d": {"kind": {"v": "no such"}}}),
+    "a class of unknown settings": message({"c": "fedlowrank.linalg.delta:Form", "d": {"kind": {"v": "no such"}}}),
     "a class that is none": message({"c": "os:system", "d": {"a": {"v": "true"}}}),
     "a number with too many digits": raw(json.dumps({"__metadata__": {"tree": '{"v":' + "9" * 5000 + "}"}}).encode()),
     "keys that stand twice": raw(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank import tree
-from fedlowrank.errors import FedlowrankError
-from fedlowrank.method import ClientInfo, Reply
-from fedlowrank.network.trust import Refused, Templates, inspect, update_or_name
+from fedlowrank.core import tree
+from fedlowrank.core.errors import FedlowrankError
+from fedlowrank.core.method import ClientInfo, Reply
+from fedlowrank.network.validation.uploads import Refused, Templates, inspect, update_or_name
 
 from .trust_cases import CASES, LIMITS, finite, situation
 

@@ -14,16 +14,17 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from fedlowrank import tree
-from fedlowrank.adapters import Tuning
+from fedlowrank.config.network_settings import Limits
+from fedlowrank.core import tree
+from fedlowrank.core.method import ClientInfo, Reply, ServerView
+from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engine.base import Job
-from fedlowrank.engine.run import Run, RunSettings
-from fedlowrank.engine.sequential import Sequential
-from fedlowrank.method import ClientInfo, Reply, ServerView
+from fedlowrank.engines.base import Job
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
-from fedlowrank.network.trust import FAULTS, Limits, Refused, Template, Templates, inspect, update_or_name
-from fedlowrank.optimiser import SGD
+from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.network.validation.uploads import FAULTS, Refused, Template, Templates, inspect, update_or_name
+from fedlowrank.simulation.run import Run, RunSettings
 from methods.setting import Net, arrays
 
 torch.set_num_threads(1)
@@ -72,7 +73,7 @@ class Situation:
 
 @functools.cache
 def situation(name: str) -> Situation:
-    method = METHODS[name](optimiser=SGD(lr=0.3), batch_size=8, **CASES[name])
+    method = METHODS[name](optimizer=SGD(lr=0.3), batch_size=8, **CASES[name])
     ranks = (2, 3, 4, 5)
     federation = Federation.from_arrays(arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, rank=ranks)
     run = Run(method, federation, RunSettings(rounds=6, evaluate_every=99), Sequential())

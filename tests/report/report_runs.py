@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from fedlowrank.record import RunRecord
 from fedlowrank.report.groups import aggregate
 from fedlowrank.report.style import styles
+from fedlowrank.simulation.records import RunRecord
 
 MakeRun = Callable[..., RunRecord]
 Values = Sequence[Sequence[float | None]]

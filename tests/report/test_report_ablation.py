@@ -89,7 +89,7 @@ def test_different_sweeps_have_tables_of_their_own(make_run):
 
 def test_fields_are_told_apart():
     assert short_names(["methods.floral.rank", "run.rounds"]) == ("rank", "rounds")
-    assert short_names(["methods.floral.router.lr", "defaults.optimiser.lr"]) == ("router.lr", "optimiser.lr")
+    assert short_names(["methods.floral.router.lr", "defaults.optimizer.lr"]) == ("router.lr", "optimizer.lr")
     assert short_names(["methods.a.rank", "methods.b.rank"]) == ("a.rank", "b.rank")
     assert short_names(["k"]) == ("k",)
 

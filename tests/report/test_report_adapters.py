@@ -187,7 +187,7 @@ class TestReplies:
         assert adapters.by_reply(odd, "weights") == {2: {0: 0.5}}
         assert adapters.by_reply(odd, "truncation") == {}
 
-    def test_lines_by_client_coloured_by_rank(self, make_run):
+    def test_lines_by_client_colored_by_rank(self, make_run):
         run = make_run("a", rounds=observing(*self.EACH), clients=people(8, 2, 2, 1))
         (picture,) = drawn.replies_over_rounds(aggregate([run]))
         above, below = picture.figure.axes
@@ -196,9 +196,9 @@ class TestReplies:
         nan = math.nan
         expected = [[0.5, 0.5, 0.6], [0.5, 0.3, nan], [nan, 0.2, 0.4]], [[0, 0, 12.5], [0, 25, nan], [nan, 40, 50]]
         np.testing.assert_allclose([[one.get_ydata() for one in some] for some in (lines, below.lines)], expected)
-        first, second, third = colours = [line.get_color() for line in lines]
+        first, second, third = colors = [line.get_color() for line in lines]
         assert second == third != first
-        assert [line.get_color() for line in below.lines] == colours
+        assert [line.get_color() for line in below.lines] == colors
         # a client that was away has markers, one that always took part has none
         assert [line.get_marker() in ("", "None") for line in lines] == [True, False, False]
         assert legend_of(picture) == ["rank 8", "rank 2 (2 clients)", "equal weights"]
@@ -370,7 +370,7 @@ def test_in_the_gallery_on_the_page_and_as_files(make_run, tmp_path):
     for picture in pictures:
         text = to_svg(picture.figure, "x")
         ET.fromstring(text)
-        assert "#0a00" not in text  # placeholders all became the page's colours
+        assert "#0a00" not in text  # placeholders all became the page's colors
         assert picture.alt
         assert picture.caption.endswith(".")
     write_report(runs, tmp_path / "r.html")

@@ -114,7 +114,7 @@ def test_nothing_to_draw(make_run):
 
 def test_styles_are_distinct():
     looks = styles([str(i) for i in range(32)])
-    assert len({(look.colour, look.dash) for look in looks.values()}) == len(LIGHT) * len(DASHES) == 32
+    assert len({(look.color, look.dash) for look in looks.values()}) == len(LIGHT) * len(DASHES) == 32
 
 
 def test_representations(make_run):

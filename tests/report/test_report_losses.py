@@ -15,7 +15,7 @@ from fedlowrank.report import comparison, export_tensorboard, figures, low_rank_
 from fedlowrank.report.gallery import gallery
 from fedlowrank.report.groups import aggregate, choose_target
 from fedlowrank.report.measure import ACCURACY, LOSS
-from fedlowrank.report.summary import summarise
+from fedlowrank.report.summary import summarize
 from fedlowrank.report.tables import to_csv, to_html, to_markdown
 from fedlowrank.report.units import loss, loss_pair
 from fedlowrank.report.words import finding, notes, what_was_run
@@ -97,7 +97,7 @@ class TestInsteadOfAccuracy:
         rows = regression_of(test)
         for row, value in zip(rows, (9, 2, 4, 2), strict=True):
             row["risk"]["personal"]["val"] = [value, value]
-        one = summarise(make_run(rounds=rows))
+        one = summarize(make_run(rounds=rows))
         assert one.measure == LOSS
         assert one.headline == "personal"
         assert one.main.last.mean == 3.0
@@ -108,7 +108,7 @@ class TestInsteadOfAccuracy:
         assert one.main.last.weighted == pytest.approx((1.0 * 10 + 5.0 * 15) / 25)
         assert one.status == ""
         assert one.to_target is None
-        assert summarise(make_run("a")).measure == ACCURACY
+        assert summarize(make_run("a")).measure == ACCURACY
 
     def test_table(self, make_run):
         table = comparison(regressions(make_run, 1.0, 0.0001))
@@ -144,8 +144,8 @@ class TestInsteadOfAccuracy:
 
     def test_status(self, make_run):
         rows = regression_of([[1.0], [math.nan]])
-        assert summarise(make_run(rounds=rows)).status == "no finite test loss after round 0"
-        assert summarise(make_run(rounds=regression_of([[None], [None]]))).status == "no evaluation"
+        assert summarize(make_run(rounds=rows)).status == "no finite test loss after round 0"
+        assert summarize(make_run(rounds=regression_of([[None], [None]]))).status == "no evaluation"
 
     def test_lower_leads(self, make_run):
         (said,) = finding(aggregate(regressions(make_run, 1.0, 0.5, seeds=1)))
@@ -251,16 +251,16 @@ class TestUnseen:
 
     def test_headline_is_of_the_others(self, make_run):
         run, everyone = self.runs(make_run)
-        main = summarise(run).main
+        main = summarize(run).main
         assert main.last.mean == pytest.approx(0.7)
         assert main.unseen.mean == pytest.approx(0.3)
         assert main.best.mean == pytest.approx(0.7)
         assert main.last_ten == pytest.approx(0.7)
         assert main.last.weighted == pytest.approx((0.6 * 10 + 0.8 * 20) / 30)
-        assert summarise(everyone).main.last.mean == pytest.approx(0.5)
-        assert summarise(everyone).main.unseen is None
-        assert summarise(run).risk["personal"].last.mean == 1.5
-        assert summarise(run).risk["personal"].unseen.mean == 4.0
+        assert summarize(everyone).main.last.mean == pytest.approx(0.5)
+        assert summarize(everyone).main.unseen is None
+        assert summarize(run).risk["personal"].last.mean == 1.5
+        assert summarize(run).risk["personal"].unseen.mean == 4.0
         assert choose_target([run]).value == 0.7
 
     @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def ranked(*ranks):
 
 
 class TestFurtherSeries:
-    def test_thin_line_in_the_methods_colour_with_another_dash(self, make_run):
+    def test_thin_line_in_the_methods_color_with_another_dash(self, make_run):
         runs = [
             make_run("b", rounds=rounds_of([[0.1], [0.7], [0.9]])),
             *(
@@ -70,7 +70,7 @@ class TestFurtherSeries:
         picture = figures.accuracy_over_rounds(*both([make_run("a", rounds=two_series([0.5], [0.3]))]))
         assert all(line.get_marker() == "o" for line in picture.figure.axes[0].lines)
 
-    def test_dashes_of_one_colour_differ(self):
+    def test_dashes_of_one_color_differ(self):
         looks = list(styles([str(i) for i in range(16)]).values())
         for look in looks[:8]:
             dashes = [look.dash, looks[looks.index(look) + 8].dash, look.further(1).dash]
@@ -111,7 +111,7 @@ class TestRanks:
         ]
         groups, looks = both(runs)
         a, b = low_rank_figures.rank_over_rounds(groups, looks).figure.axes
-        assert [line.get_color() for line in a.lines] == [looks["x"].colour, looks["y"].colour]
+        assert [line.get_color() for line in a.lines] == [looks["x"].color, looks["y"].color]
         assert [line.get_ydata()[-1] for line in a.lines] == [50, 90]
         assert a.get_title("left") == "a\n10 → 5, 9"
         assert len(b.lines) == 1

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 import pytest
 from report_runs import cloud, rounds_of
 
-from fedlowrank.errors import CheckpointError, ConfigError
+from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.report import write_report
 from fedlowrank.report.groups import aggregate
 from fedlowrank.report.words import finding

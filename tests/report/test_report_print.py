@@ -34,7 +34,7 @@ def test_only_what_has_no_word_to_break_at_breaks_anywhere():
 )
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_browser_prints_open_settings_alone_and_whole_words(make_run, tmp_path, opened):
-    fields = {"adapter_optimiser": None, "gamma": 1.0, "kind": {"schedule": list(range(60))}}
+    fields = {"adapter_optimizer": None, "gamma": 1.0, "kind": {"schedule": list(range(60))}}
     text = page([make_run(m, fields=fields) for m in ("pfedlora", "fedavg")])
     if opened:
         text = text.replace("<details>", "<details open>")
@@ -47,5 +47,5 @@ def test_a_browser_prints_open_settings_alone_and_whole_words(make_run, tmp_path
     printed = subprocess.run(["pdftotext", "-layout", "page.pdf", "-"], text=True, **common).stdout
     words = set(printed.split())
     assert {"Comparison", "Settings", "pfedlora"} <= words
-    assert ({"adapter_optimiser", "gamma"} <= words) is opened
+    assert ({"adapter_optimizer", "gamma"} <= words) is opened
     assert ("The authors of" in printed) is opened

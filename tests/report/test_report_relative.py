@@ -9,7 +9,7 @@ from report_runs import both, legend_of, rounds_of, two_series
 
 from fedlowrank.report import low_rank_figures
 from fedlowrank.report.gallery import gallery
-from fedlowrank.report.style import colour
+from fedlowrank.report.style import color
 
 
 def clients_of(*values, series="personal", ids=20):
@@ -146,7 +146,7 @@ class TestSize:
         keys = picture.figure.legends[0].get_lines()
         assert [(key.get_linestyle(), key.get_markerfacecolor()) for key in keys] == [("None", face) for face in faces]
         edges = [to_hex(line.get_markeredgecolor()) for line in picture.figure.axes[0].lines]
-        assert edges == [colour(0), colour(1), colour(1)]
+        assert edges == [color(0), color(1), color(1)]
         assert "FedSLR mixed 65, 80.00 %; FedSLR gkr 50, 60.00 %" in picture.alt
         assert "clients and seeds" in picture.caption
 

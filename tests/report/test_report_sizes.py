@@ -14,7 +14,7 @@ from fedlowrank.report import comparison, render_terminal
 from fedlowrank.report.courses import shown_series
 from fedlowrank.report.groups import aggregate
 from fedlowrank.report.sizes import downlink, last_ranks, model_size, ranks, sizes_differ
-from fedlowrank.report.summary import summarise
+from fedlowrank.report.summary import summarize
 from fedlowrank.report.tables import to_csv, to_html, to_markdown
 from fedlowrank.report.units import NONE, si_pair
 
@@ -59,7 +59,7 @@ def titles(table, block="Size of a client's model"):
 
 
 def test_size_is_over_clients_at_the_last_evaluated_round(make_run):
-    one = summarise(make_run(rounds=sized({"mixed": [[9, 9, 9], [10, 20, 60]]}, clients=3)))
+    one = summarize(make_run(rounds=sized({"mixed": [[9, 9, 9], [10, 20, 60]]}, clients=3)))
     got = model_size(one, "mixed")
     assert got.mean == 30
     assert got.std == pytest.approx(math.sqrt((20**2 + 10**2 + 30**2) / 3))
@@ -69,10 +69,10 @@ def test_size_is_over_clients_at_the_last_evaluated_round(make_run):
 def test_size_is_that_of_the_model_whose_accuracy_counts(make_run):
     rows = sized({"mixed": [100, 80, 60]})
     rows[2]["accuracy"] = {"mixed": {"test": [math.nan, None]}}
-    assert model_size(summarise(make_run(rounds=rows)), "mixed").mean == 80
+    assert model_size(summarize(make_run(rounds=rows)), "mixed").mean == 80
     for row in rows:
         row["accuracy"] = {"mixed": {"test": [None, None]}}
-    assert model_size(summarise(make_run(rounds=rows)), "mixed").mean == 60
+    assert model_size(summarize(make_run(rounds=rows)), "mixed").mean == 60
 
 
 def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fedlowrank.errors import ConfigError
+from fedlowrank.core.errors import ConfigError
 from fedlowrank.report.groups import aggregate, choose_target, spread
-from fedlowrank.report.summary import highest_all_reached, score, summarise
+from fedlowrank.report.summary import highest_all_reached, score, summarize
 
 
 def simple(test, val=None):
@@ -63,7 +63,7 @@ def test_not_finite_is_left_out_and_counted():
 def test_choices_of_round(make_run):
     test = [[0.1], [0.5], [0.9], [0.6], [0.7]]
     val = [[0.1], [0.8], [0.3], [0.8], [0.5]]
-    main = summarise(make_run(rounds=simple(test, val))).main
+    main = summarize(make_run(rounds=simple(test, val))).main
     assert main.last.mean == 0.7
     assert (main.best.round, main.best.mean) == (1, 0.5)  # the earlier of the two with 0.8
     assert main.last_ten == pytest.approx(np.mean([0.5, 0.9, 0.6, 0.7]))  # without the round before training
@@ -72,19 +72,19 @@ def test_choices_of_round(make_run):
 
 def test_last_ten_of_many(make_run):
     test = [[i / 100] for i in range(31)]
-    assert summarise(make_run(rounds=simple(test))).main.last_ten == pytest.approx(np.mean(np.arange(21, 31) / 100))
+    assert summarize(make_run(rounds=simple(test))).main.last_ten == pytest.approx(np.mean(np.arange(21, 31) / 100))
 
 
 def test_weights_follow_client_ids(make_run):
     clients = [{"id": 1, "test": 30}, {"id": 0, "test": 10}]
-    last = summarise(make_run(rounds=simple([[0.2, 0.6]]), clients=clients)).main.last
+    last = summarize(make_run(rounds=simple([[0.2, 0.6]]), clients=clients)).main.last
     assert last.weighted == pytest.approx((0.2 * 10 + 0.6 * 30) / 40)
 
 
 def test_to_target_by_hand(make_run):
     # Round 3 is not evaluated, but its costs are spent before round 4 reaches the target.
     run = make_run(rounds=simple([[0.1], [0.4], [0.6], None, [0.9], [0.8], [0.95]], [[0.5]] * 7))
-    got = summarise(run, 0.9).to_target
+    got = summarize(run, 0.9).to_target
     assert got.round == 4
     assert got.totals.bytes == 4 * 1500
     assert got.totals.parameters == 4 * 375
@@ -92,8 +92,8 @@ def test_to_target_by_hand(make_run):
     assert got.totals.steps == 80
     assert got.totals.working_seconds == 3.0
     assert got.totals.seconds["evaluate"] == 0.625
-    assert summarise(run, 0.96).to_target is None
-    assert summarise(run, 0.05).to_target.totals.bytes == 0
+    assert summarize(run, 0.96).to_target is None
+    assert summarize(run, 0.05).to_target.totals.bytes == 0
 
 
 def test_target_given_then_own_then_common(make_run):
@@ -160,6 +160,6 @@ def test_sweep_keeps_the_method_label(make_run):
 
 
 def test_last_usable_round_is_named(make_run):
-    one = summarise(make_run(rounds=simple([[0.1], [0.5], [math.nan]])))
+    one = summarize(make_run(rounds=simple([[0.1], [0.5], [math.nan]])))
     assert one.main.last.round == 1
     assert one.status == "no finite accuracy after round 1"

@@ -7,7 +7,7 @@ import warnings
 import pytest
 from report_runs import rounds_of
 
-from fedlowrank.errors import ConfigError
+from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import export_tensorboard
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError, did_you_mean
+from ..core.errors import ConfigError, DataError, did_you_mean
 from .dataset import Dataset, Examples
 from .files import pixels, whole_labels
 from .given import ONE_HOT, advice, is_one_hot
@@ -33,7 +33,7 @@ class Arrays:
 
     Attributes:
         path: the file.
-        layout: how the inputs lie: ``as_is`` for [n, features] and [n, channels, height, width]; ``hw`` for grey
+        layout: how the inputs lie: ``as_is`` for [n, features] and [n, channels, height, width]; ``hw`` for gray
             images [n, height, width]; ``hwc`` for images with the channels last.
     """
 

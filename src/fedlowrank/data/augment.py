@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError
 from .counting import at_least
 from .dataset import Inputs, Stored
 
@@ -26,7 +26,7 @@ class Augment:
             concept 'rotation' does, are mirrored along the axis that was left to right before the turn.
         crop: pixels of padding on each side before a crop of the original size at a random place; 0 does not crop.
         fill: value of the padding in the units of the inputs. 0 is the darkest value of the training part with
-            data.normalise = "scale" (black, where it has a black pixel), black with "none" and the mean of each channel
+            data.normalize = "scale" (black, where it has a black pixel), black with "none" and the mean of each channel
             with "standard".
     """
 

@@ -27,7 +27,7 @@ class Digits:
     """
 
     def load(self) -> Dataset:
-        """The images as [n, 1, 8, 8] in [0, 1] (grey levels 0..16 divided by 16)."""
+        """The images as [n, 1, 8, 8] in [0, 1] (gray levels 0..16 divided by 16)."""
         raw = _sklearn().load_digits()
         return _dataset("digits", raw, raw.images[:, None] / 16.0)
 
@@ -36,7 +36,7 @@ class Digits:
 class Wine:
     """Chemical analyses of wines, 178 rows of 13 features, 3 cultivars, without an official test part.
 
-    The features have units of their own: use it with normalisation. Source: Aeberhard and Forina (UCI, 1991), as
+    The features have units of their own: use it with normalization. Source: Aeberhard and Forina (UCI, 1991), as
     bundled with scikit-learn.
     """
 
@@ -50,7 +50,7 @@ class Wine:
 class BreastCancer:
     """Wisconsin diagnostic breast cancer, 569 rows of 30 features, 2 classes, without an official test part.
 
-    The features have units of their own: use it with normalisation. Source: Wolberg et al. (UCI, 1995), as bundled
+    The features have units of their own: use it with normalization. Source: Wolberg et al. (UCI, 1995), as bundled
     with scikit-learn.
     """
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from ..errors import ConfigError, DataError, did_you_mean
+from ..core.errors import ConfigError, DataError, did_you_mean
 from .cifar_names import CIFAR10, CIFAR100_COARSE, CIFAR100_FINE
 from .dataset import Dataset, Examples
 from .files import fill, find_folder, read
@@ -26,10 +26,10 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Cifar10:
-    """CIFAR-10: 32x32 colour images of 10 classes, in five training files and one test file.
+    """CIFAR-10: 32x32 color images of 10 classes, in five training files and one test file.
 
     The binary version (``data_batch_1.bin`` ... ``test_batch.bin``) and the python version (``data_batch_1`` ...
-    ``test_batch``, pickles that are read without running anything) are recognised by their files; where both are
+    ``test_batch``, pickles that are read without running anything) are recognized by their files; where both are
     found, the binary one is read. Source: Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009).
 
     Attributes:
@@ -62,10 +62,10 @@ class Cifar10:
 
 @dataclass(frozen=True)
 class Cifar100:
-    """CIFAR-100: 32x32 colour images of 100 fine classes in 20 coarse ones, in a training file and a test file.
+    """CIFAR-100: 32x32 color images of 100 fine classes in 20 coarse ones, in a training file and a test file.
 
     The binary version (``train.bin``, ``test.bin``) and the python version (``train``, ``test``, pickles that are read
-    without running anything) are recognised by their files; where both are found, the binary one is read. Files with
+    without running anything) are recognized by their files; where both are found, the binary one is read. Files with
     fewer images than the official 50,000 and 10,000 are read as they are. Source: Krizhevsky, "Learning Multiple
     Layers of Features from Tiny Images" (2009).
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError
 from .augment import Augment
 from .counting import at_least
 from .dataset import ClientData, Examples
@@ -65,13 +65,13 @@ class Concept:
 class Rotation(Concept):
     """Cluster c sees all images (training, validation and test) turned by 360·c/C degrees counter-clockwise.
 
-    Quarter turns move pixels and are exact. Other angles turn about the centre of the image by bilinear interpolation.
+    Quarter turns move pixels and are exact. Other angles turn about the center of the image by bilinear interpolation.
     Source: Almansoori et al. (FLoRAL), after Werner et al., "Provably Personalized and Robust Federated Learning" (2023).
 
     Attributes:
         clusters: number C of clusters, at least 1.
         fill: value of what a turn by another angle brings in from outside of the image, in the units of the inputs
-            after normalisation: what black is. 0 with data.normalise = "none" or "scale" (where black occurs in the
+            after normalization: what black is. 0 with data.normalize = "none" or "scale" (where black occurs in the
             training part); with "standard" it is not 0.
     """
 
@@ -245,7 +245,7 @@ def apply_concept(concept: Concept, clients: Sequence[ClientData], classes: int)
 
 
 def rotate(x: Tensor, angle: float, fill: float) -> Tensor:
-    """Images turned about their centre, bilinearly.
+    """Images turned about their center, bilinearly.
 
     Args:
         x: images [n, channels, height, width].

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError
 
 Index: TypeAlias = npt.NDArray[np.int64]
 Float: TypeAlias = npt.NDArray[np.float64]

@@ -1,4 +1,4 @@
-"""Examples in memory, data sets with their official parts, and normalisation."""
+"""Examples in memory, data sets with their official parts, and normalization."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, DataError, did_you_mean
-from ..key import Key
+from ..core.errors import ConfigError, DataError, did_you_mean
+from ..core.key import Key
+from ..core.loss import IGNORE_INDEX
 from .pixels import Pixels
 
 Inputs: TypeAlias = Tensor | dict[str, Tensor]
@@ -20,10 +21,7 @@ Inputs: TypeAlias = Tensor | dict[str, Tensor]
 Stored: TypeAlias = Inputs | Pixels
 """Inputs as examples keep them: images may be bytes."""
 
-Normalisation: TypeAlias = Literal["none", "scale", "standard"]
-
-NO_LOSS = -100
-"""Label of a token where the loss does not count."""
+Normalization: TypeAlias = Literal["none", "scale", "standard"]
 
 # Values that are looked at together: the temporaries of a check stay small beside a data set of many hundred megabytes.
 _CHUNK = 2**20
@@ -261,7 +259,7 @@ def subset(dataset: Dataset, examples: int) -> Dataset:
     return replace(dataset, train=dataset.train.take(index), natural=natural, strata=strata)
 
 
-def normalise(dataset: Dataset, how: Normalisation) -> Dataset:
+def normalize(dataset: Dataset, how: Normalization) -> Dataset:
     """The data set with its inputs mapped to a common range by an affine map.
 
     The map is found on the training part alone and applied to both parts, so that nothing of the test part leaks.
@@ -271,7 +269,7 @@ def normalise(dataset: Dataset, how: Normalisation) -> Dataset:
     Args:
         dataset: a data set with one input tensor.
         how: ``none`` changes nothing; ``scale`` takes the smallest training value to 0 and the largest to 1 (one map
-            for all channels of an image, which keeps its colours; a map for each feature of a table; test values may
+            for all channels of an image, which keeps its colors; a map for each feature of a table; test values may
             lie outside); ``standard`` gives each channel or feature of the training part mean 0 and standard
             deviation 1.
 
@@ -281,13 +279,13 @@ def normalise(dataset: Dataset, how: Normalisation) -> Dataset:
     Raises:
         ConfigError: on another ``how``, or if the inputs are a dictionary (token ids have no range).
     """
-    if how not in get_args(Normalisation):
-        raise ConfigError(f"unknown normalisation {how!r}. " + did_you_mean(how, get_args(Normalisation)))
+    if how not in get_args(Normalization):
+        raise ConfigError(f"unknown normalization {how!r}. " + did_you_mean(how, get_args(Normalization)))
     if how == "none":
         return dataset
     x = dataset.train.inputs
     if isinstance(x, dict):
-        raise ConfigError(f"normalisation {how!r} needs one input tensor; {dataset.name!r} has named ones: use 'none'.")
+        raise ConfigError(f"normalization {how!r} needs one input tensor; {dataset.name!r} has named ones: use 'none'.")
     shift, width = _range(x) if how == "scale" else _moments(x)
     test = dataset.test
     if test is not None and not isinstance(other := test.inputs, dict):
@@ -298,15 +296,15 @@ def normalise(dataset: Dataset, how: Normalisation) -> Dataset:
 def _check_tokens(where: str, y: Tensor) -> None:
     """Refuse labels of tokens that no loss can be made of."""
     for start, rows in _chunks(y):
-        wrong = (rows < 0) & (rows != NO_LOSS)
+        wrong = (rows < 0) & (rows != IGNORE_INDEX)
         if bool(wrong.any()):
             i, t = wrong.nonzero()[0].tolist()
             raise DataError(
-                f"{where}: a label of a token is its id or {NO_LOSS}; example {start + i} has {int(rows[i, t])} at "
+                f"{where}: a label of a token is its id or {IGNORE_INDEX}; example {start + i} has {int(rows[i, t])} at "
                 f"position {t} (counted from 0)."
             )
         # Nothing predicts the first token.
-        without = (rows[:, 1:] == NO_LOSS).all(1)
+        without = (rows[:, 1:] == IGNORE_INDEX).all(1)
         if bool(without.any()):
             i = int(without.nonzero()[0])
             raise DataError(f"{where}: example {start + i} (counted from 0) has no token to learn behind its first.")

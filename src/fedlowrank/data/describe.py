@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..errors import DataError
+from ..core.errors import DataError
 from .counting import Index
 from .dataset import ClientData
 
@@ -90,7 +90,7 @@ def class_count_table(clients: Sequence[ClientData], class_names: Sequence[str],
 
 
 def class_count_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
-    """The counts as a picture: bubbles whose area is the count, or colours where there are too many for bubbles.
+    """The counts as a picture: bubbles whose area is the count, or colors where there are too many for bubbles.
 
     Args:
         counts: training examples [clients, classes], as from `class_counts`.

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..errors import DataError
-from ..key import Key
+from ..core.errors import DataError
+from ..core.key import Key
 from .counting import Index
 from .dataset import ClientData, Dataset, Examples
 from .partition import Partition

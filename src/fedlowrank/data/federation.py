@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import DataError, TaskError
-from ..key import Key
-from ..method import ClientInfo, Task
+from ..core.errors import DataError, TaskError
+from ..core.key import Key
+from ..core.method import ClientInfo, Task
+from ..core.tree import Params
 from ..models.architecture import Architecture, architecture_of
-from ..tree import Params
 from .augment import UNCHANGED, Augment
 from .dataset import ClientData, Examples
 from .given import ONE_HOT, Pair, examples_of, is_one_hot
@@ -34,7 +34,7 @@ class Companion(Protocol):
         ...
 
     def write(self, run: Any, folder: Path, merged: bool = False) -> list[Path]:
-        """Write the models of a :class:`fedlowrank.engine.run.Run` in the form that others read; returns the folders."""
+        """Write the models of a :class:`fedlowrank.simulation.run.Run` in the form that others read; returns the folders."""
         ...
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:

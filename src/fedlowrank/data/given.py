@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..core.errors import DataError
 from .dataset import Examples, Inputs
 
 Array = np.ndarray[Any, Any] | Tensor

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..errors import DataError, did_you_mean
+from ..core.errors import DataError, did_you_mean
 from .arrays import encode_clients, encode_labels, to_inputs
 from .dataset import Dataset, Examples
 from .images import check_image_settings, stack_images
@@ -35,7 +35,7 @@ class HuggingFace:
         label: column of the labels: classes, whole numbers from 0 on, truth values, or text.
         client: column of natural clients, whole numbers or text, or None.
         size: for images: height and width to which every image is resized, or None to keep the common size.
-        channels: for images: 3 for colour, 1 for grey levels.
+        channels: for images: 3 for color, 1 for gray levels.
         cache: folder for what the library keeps between runs, or None for its usual one.
     """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import DataError
+from ..core.errors import DataError
 from .dataset import Dataset, Examples
 from .files import find_folder, pixels
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..errors import ConfigError, DataError
+from ..core.errors import ConfigError, DataError
 from .counting import at_least
 from .dataset import Dataset, Examples
 from .files import folder_of, pixels
@@ -34,7 +34,7 @@ class Folder:
         path: the folder.
         size: height and width to which every image is resized (bilinear; the aspect ratio is not kept), or None if all
             images have the same size already.
-        channels: 3 for colour, 1 for grey levels.
+        channels: 3 for color, 1 for gray levels.
     """
 
     path: str
@@ -85,7 +85,7 @@ def check_image_settings(size: int | None, channels: int | None) -> None:
     if size is not None:
         at_least("size", size, 1)
     if channels not in (1, 3):
-        raise ConfigError(f"channels must be 3 (colour) or 1 (grey levels), not {channels!r}.")
+        raise ConfigError(f"channels must be 3 (color) or 1 (gray levels), not {channels!r}.")
 
 
 def pillow() -> Any:
@@ -110,7 +110,7 @@ def stack_images(
         images: ``count`` images, taken one at a time.
         count: how many.
         size: height and width of the result, or None to keep the common size of all.
-        channels: 3 for colour, 1 for grey levels.
+        channels: 3 for color, 1 for gray levels.
         names: their names for messages, or None to name them by their place.
 
     Returns:

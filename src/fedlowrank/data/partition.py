@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ..errors import ConfigError, DataError
-from ..key import Key
+from ..core.errors import ConfigError, DataError
+from ..core.key import Key
 from .counting import Float, Index, at_least, check_labels, deal, largest_remainder, positive
 from .rank_skew import RankSkew
 
@@ -135,7 +135,7 @@ class EqualDirichlet:
     """Label skew between clients of equal size: each client draws its own mixture of the classes.
 
     The mixture is drawn from Dir(alpha * prior), where the prior is the share of each class in the data, and the
-    client's examples from that mixture without replacement. When a class runs out, the mixture is renormalised over
+    client's examples from that mixture without replacement. When a class runs out, the mixture is renormalized over
     the rest, so the last clients get what the others left. Fewer than ``clients`` examples stay unused. Source: Hsu et
     al., "Measuring the Effects of Non-Identical Data Distribution for Federated Visual Classification" (2019).
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..core.errors import DataError
 
 LEVELS = 256
 """Values that a byte can stand for."""
@@ -120,7 +120,7 @@ class Pixels:
 def pack(parts: Sequence[Tensor]) -> list[Pixels]:
     """Images as bytes, with one table for all, so that images of several parts can be made together.
 
-    One CPU core takes 1 to 2 s, measured, for 60,000 images of 784 values as for 50,000 of 3072, normalised or not. Of
+    One CPU core takes 1 to 2 s, measured, for 60,000 images of 784 values as for 50,000 of 3072, normalized or not. Of
     inputs that take more values it knows after the first few.
 
     Args:

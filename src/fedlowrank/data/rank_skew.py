@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import ConfigError, DataError
-from ..key import Key
+from ..core.errors import ConfigError, DataError
+from ..core.key import Key
 from .counting import Float, Index, at_least, check_labels, deal, largest_remainder, positive
 
 # The fit to sizes and class totals ends after so many rounds, or once sizes are met to this relative error. What is

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import ConfigError, DataError
-from ..key import Key
+from ..core.errors import ConfigError, DataError
+from ..core.key import Key
 from .counting import Index, at_least, largest_remainder
 from .dataset import Dataset, Examples
 
@@ -169,7 +169,7 @@ class Matched:
 
     A client's test examples differ from each other, but two clients may have some in common. The mixture is that of
     all the examples that the client holds for training and validation, rounded by the largest remainder. This is how
-    FedSLR tests personalised models.
+    FedSLR tests personalized models.
 
     Attributes:
         val: share of the client's examples for validation, from 0 to below 1; above 0 it is at least one example.

@@ -2,9 +2,9 @@
 
 Source: Almansoori et al. (FLoRAL), Appendices G.1 and G.2. The paper draws every parameter from N(0, 1/√d_in), d_in being
 the input dimension of the layer, and leaves open which of the two numbers that is; here 1/√d_in is the standard
-deviation (the usual initialisation), and d_in is ``inputs`` for W, U and V, which make up one layer, and ``hidden`` for
+deviation (the usual initialization), and d_in is ``inputs`` for W, U and V, which make up one layer, and ``hidden`` for
 Φ. Clients are natural ones: use partition ``natural``, split ``own_test`` with val = 0, concept ``natural`` with as many
-clusters, and data.normalise = "none", since x is standard already and y is a function of x as drawn.
+clusters, and data.normalize = "none", since x is standard already and y is a function of x as drawn.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..key import Key
+from ..core.errors import ConfigError
+from ..core.key import Key
 from .counting import at_least, positive
 from .dataset import Dataset, Examples
 

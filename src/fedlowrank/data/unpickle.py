@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import DataError
+from ..core.errors import DataError
 
 _ENCODINGS = {"latin1", "latin-1", "iso-8859-1"}
 

@@ -1,6 +1,6 @@
 """LoRA adapters on a frozen base: which settings of PEFT are allowed, the one live slot, and its factors by layer.
 
-A model has a single adapter slot. Clients' states are :data:`~fedlowrank.low_rank.pair.Factors`; they enter the model
+A model has a single adapter slot. Clients' states are :data:`~fedlowrank.linalg.pair.Factors`; they enter the model
 as leaves of ``torch.func.functional_call`` under the names that :func:`parameters` gives them, at any rank.
 """
 
@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, TaskError, did_you_mean
-from ..key import Key
-from ..low_rank.lora import is_gaussian
-from ..low_rank.pair import Factors, Pair
+from ..adapters.lora import is_gaussian
+from ..core.errors import ConfigError, TaskError, did_you_mean
+from ..core.key import Key
+from ..core.tree import Params
+from ..linalg.pair import Factors, Pair
 from ..models.architecture import build
-from ..tree import Params
 from .base import head_modules, peft
 from .refused_settings import REFUSED_SETTINGS
 
@@ -366,7 +366,7 @@ def _shape(module: Any) -> tuple[int, int, tuple[int, ...]]:
     """d, k and the kernel of a layer."""
     kind = kind_of(module)
     if kind == "linear":
-        # not the weight's shape: a quantised weight is packed
+        # not the weight's shape: a quantized weight is packed
         return module.out_features, module.in_features, ()
     if kind == "conv1d":
         return module.weight.shape[1], module.weight.shape[0], ()

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..choices import check_choices
-from ..errors import ConfigError, DataError, TaskError
-from ..key import Key
+from ..core.choices import check_choices
+from ..core.errors import ConfigError, DataError, TaskError
+from ..core.key import Key
 from ..models.architecture import build
 from .recompute import same_parameters
 
@@ -33,7 +33,7 @@ class Base:
         path: a folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
         task: causal, a model that continues a text; or classification, an encoder or decoder with a head of classes.
         dtype: of the weights in memory; auto takes that of the files.
-        quantise: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install 'fedlowrank[quantise]'``.
+        quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install 'fedlowrank[quantize]'``.
         attention: auto, what transformers takes; or eager, sdpa, flash_attention_2. For short texts on a CPU eager is several
             times faster to train than torch's fused kernel, whose backward pass works in long blocks.
         gradient_checkpointing: activations are computed again in the backward pass instead of being kept, with the parameters
@@ -45,7 +45,7 @@ class Base:
     path: str
     task: Literal["causal", "classification"] = "causal"
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"
-    quantise: Literal["4bit", "8bit"] | None = None
+    quantize: Literal["4bit", "8bit"] | None = None
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2"] = "auto"
     gradient_checkpointing: bool = False
     revision: str | None = None
@@ -53,8 +53,8 @@ class Base:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if self.quantise not in (None, "4bit", "8bit"):
-            raise ConfigError(f"Base.quantise: {self.quantise!r} is no choice; it is '4bit', '8bit' or None")
+        if self.quantize not in (None, "4bit", "8bit"):
+            raise ConfigError(f"Base.quantize: {self.quantize!r} is no choice; it is '4bit', '8bit' or None")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
     settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     if base.revision is not None:
         settings["revision"] = base.revision
-    more = {} if base.quantise is None else {"quantization_config": _quantisation(library, base)}
+    more = {} if base.quantize is None else {"quantization_config": _quantization(library, base)}
     if base.attention != "auto":
         more["attn_implementation"] = base.attention
     if classes:
@@ -156,7 +156,7 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
 def digest(model: nn.Module, without: Collection[str] = ()) -> str:
     """A hash of a model's weights: the names, dtypes, shapes and bytes of all parameters and saved buffers.
 
-    The same files loaded in another dtype, or quantised, are another base.
+    The same files loaded in another dtype, or quantized, are another base.
 
     Args:
         model: a base without adapters.
@@ -235,10 +235,10 @@ def _where(base: Base) -> tuple[str, bool]:
     return base.path, base.offline
 
 
-def _quantisation(library: Any, base: Base) -> Any:
+def _quantization(library: Any, base: Base) -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"quantise = {base.quantise!r} needs bitsandbytes: pip install 'fedlowrank[quantise]'")
-    if base.quantise == "8bit":
+        raise ConfigError(f"quantize = {base.quantize!r} needs bitsandbytes: pip install 'fedlowrank[quantize]'")
+    if base.quantize == "8bit":
         return library.BitsAndBytesConfig(load_in_8bit=True)
     compute = torch.bfloat16 if base.dtype == "auto" else getattr(torch, base.dtype)
     return library.BitsAndBytesConfig(

@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..config import build
+from ..adapters.lora import LoRA, find_lora
+from ..core.errors import TaskError
+from ..core.key import Key
+from ..core.tree import Params
 from ..data.dataset import Dataset
-from ..data.text.records import Labelled, Texts
-from ..data.text.tokens import TextSettings, tokenise
-from ..errors import TaskError
-from ..key import Key
-from ..low_rank.lora import LoRA, lora_of
-from ..low_rank.pair import Factors, Pair
+from ..data.text.records import Labeled, Texts
+from ..data.text.tokens import TextSettings, tokenize
+from ..linalg.pair import Factors, Pair
 from ..models.architecture import Architecture
-from ..tree import Params
 from .adapt import ADAPTER, attach, lora_config
 from .base import Base, Loaded, load
 from .folders import Folders, Model
 from .recompute import Place, held
 
 if TYPE_CHECKING:
-    from ..engine.run import Run
+    from ..simulation.run import Run
 
 NAME = "language"
 """Name of the one architecture."""
@@ -147,7 +146,7 @@ class Language:
 
     @cached_property
     def _lora(self) -> LoRA:
-        return lora_of(self.model, None)
+        return find_lora(self.model, None)
 
     def factors(self, params: Params) -> Factors:
         """The factors among a model's parameters, by layer; their scale is the slot's."""
@@ -176,12 +175,6 @@ def _found(model: Any, module: str) -> str:
     raise TaskError(f"the wrapped model has no module {module!r}")
 
 
-def check(settings: Mapping[str, Any], lora: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a field of ``[language]`` or ``[lora]`` is wrong; reads no file."""
-    build(LanguageSettings, dict(settings), "language")
-    lora_config(dict(lora))
-
-
 def prepare(
     texts: Texts, settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: Sequence[str] = ()
 ) -> tuple[Dataset, Language]:
@@ -199,7 +192,7 @@ def prepare(
     """
     names = tuple(classes) or _classes(texts)
     made = language(settings, lora, key, names)
-    dataset = tokenise(texts, made.loaded.tokenizer, settings.text)
+    dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
     if dataset.classes != names:
         raise AssertionError(f"classes are numbered as {dataset.classes[:3]} by the labels and {names[:3]} by the head")
     return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
@@ -224,8 +217,8 @@ def language(settings: LanguageSettings, lora: Mapping[str, Any], key: Key, clas
 
 
 def _classes(texts: Texts) -> tuple[str, ...]:
-    """Names of the classes in the order in which tokenise numbers them."""
-    labels = {r.label for part in (texts.train, texts.test or ()) for r in part if isinstance(r, Labelled)}
+    """Names of the classes in the order in which tokenize numbers them."""
+    labels = {r.label for part in (texts.train, texts.test or ()) for r in part if isinstance(r, Labeled)}
     if texts.classes or not labels:
         return texts.classes
     numbers = [label for label in labels if isinstance(label, int)]

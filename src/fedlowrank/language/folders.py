@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..low_rank.lora import LoRA, lora_of
-from ..low_rank.pair import Factors, Pair
-from ..low_rank.truncation import relative_error, truncate_update
-from ..tree import Params
+from ..adapters.lora import LoRA, find_lora
+from ..core.tree import Params
+from ..linalg.pair import Factors, Pair
+from ..linalg.truncation import relative_error, truncate_update
 from .adapt import layers
-from .artefacts import BESIDE, merged, save_model, write_adapter
+from .artifacts import BESIDE, merged, save_model, write_adapter
 from .base import digest
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Folders:
 
     def __init__(self, language: Language) -> None:
         self._language = language
-        self._lora: LoRA = lora_of(language.model, None)
+        self._lora: LoRA = find_lora(language.model, None)
         self._common: dict[str, Tensor] = {}
         self._common_digest = ""
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import DataError
-from ..key import Key
+from ..core.errors import DataError
+from ..core.key import Key
 from ..models.architecture import build
 from .base import transformers
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..errors import DataError
-from ..key import Key
+from ..core.errors import DataError
+from ..core.key import Key
 from ..models.architecture import build
 from .base import transformers
 

@@ -14,7 +14,7 @@ Y. Deng, M. M. Kamani, M. Mahdavi. 2020. arXiv:2003.13461, Algorithm 1, with ada
 All three gradients of a step are taken on the same batch at the same old w, v and a. They are those of the one loss
 F_k(w) + F_k(v̄) with w held constant inside v̄, so w is FedAvg's model whatever v and a. a is learnt against the client's
 concurrent local w and used with the global w received, never with the w_k it sent away. v is never replaced by the mixture.
-Choices: a adapts at every step, with the learning rate of the models unless ``optimiser.groups`` gives ``a`` its own;
+Choices: a adapts at every step, with the learning rate of the models unless ``optimizer.groups`` gives ``a`` its own;
 ``adaptive = false`` holds it at ``alpha``. Weight decay acts on w and v but not on a; clipping bounds the gradient of all
 three together. Departure: w is averaged with weights n_k, as FedAvg, where the paper takes the plain mean.
 """
@@ -26,12 +26,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..optimiser import Group
-from ..tree import Params, map, tree  # noqa: A004
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.optimizer import Group
+from ..core.tree import Params, map, tree  # noqa: A004
 
 
 @tree
@@ -84,7 +84,7 @@ class APFL(Method[Params, Own, Params, Params]):
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The local model v starts at the common initial weights."""
         initial = task.model(client).initial
-        # one element rather than none: the vectorised engine flattens what follows the client axis
+        # one element rather than none: the vectorized engine flattens what follows the client axis
         return Own(initial, next(iter(initial.values())).new_full((1,), self.alpha))
 
     def download(self, server: Params, client: ClientInfo) -> Params:
@@ -94,7 +94,7 @@ class APFL(Method[Params, Own, Params, Params]):
 
     def local_update(self, state: Own, down: Params, view: ClientView) -> tuple[Own, Params]:
         """Simultaneous SGD on w, v and a."""
-        model, adaptive, groups = view.model, self.adaptive, self.optimiser.groups
+        model, adaptive, groups = view.model, self.adaptive, self.optimizer.groups
 
         def loss(now: Joint, batch: Batch) -> Tensor:
             w = map(Tensor.detach, now.w)
@@ -106,8 +106,8 @@ class APFL(Method[Params, Own, Params, Params]):
             return replace(now, a=now.a.clamp(0, 1))
 
         a_group = {"a": replace(groups.get("a", Group()), weight_decay=0.0)}
-        optimiser = replace(self.optimiser, groups={**groups, **a_group})
-        end = view.train(loss, Joint(down, state.v, state.a), "local", optimiser, prox=clipped)
+        optimizer = replace(self.optimizer, groups={**groups, **a_group})
+        end = view.train(loss, Joint(down, state.v, state.a), "local", optimizer, prox=clipped)
         return Own(end.v, end.a), end.w
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:

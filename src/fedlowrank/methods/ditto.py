@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
-from ..tree import Params
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
+from ..core.tree import Params
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Ditto(Method[Params, Params, Params, Params]):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        w = view.train(loss, down, "global", self.optimiser)
-        v = view.train(loss, state, "personal", self.optimiser, pull=Pull(self.lam, towards=down))
+        w = view.train(loss, down, "global", self.optimizer)
+        v = view.train(loss, state, "personal", self.optimizer, pull=Pull(self.lam, towards=down))
         return v, w
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:

@@ -19,9 +19,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..clusters import (
+from ..adapters.router import Router
+from ..core.method import ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
+from ..core.model import Model
+from ..core.tree import Params, map, tree  # noqa: A004
+from .families.clusters import (
     Apply,
-    Router,
     cluster_mean,
     even,
     initial_models,
@@ -32,9 +35,6 @@ from ..clusters import (
     select,
     train_mixture,
 )
-from ..method import ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
-from ..models.architecture import Architecture
-from ..tree import Params, map, tree  # noqa: A004
 
 
 @tree
@@ -86,7 +86,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         """Line 2."""
         theta = even(down) if state is None else state
         apply = self._apply(view.model)
-        end, theta = train_mixture(self.router, {"models": down}, theta, apply, self.optimiser, view)
+        end, theta = train_mixture(self.router, {"models": down}, theta, apply, self.optimizer, view)
         if self.router.routing == "optimal":
             return None, Upload(end["models"], None)
         return theta if self.router.keep and self.router.descends else None, Upload(
@@ -122,7 +122,7 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
             return state
         return learn_router(self.router, {"models": down}, even(down), self._apply(view.model), view)
 
-    def _apply(self, model: Architecture) -> Apply:
+    def _apply(self, model: Model) -> Apply:
         outputs = self.mixed == "outputs"
 
         def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import cross_entropy, soft_cross_entropy
-from ..method import Batch, ClientInfo, ClientView, Lengths, Method, Reply, ServerView, Task
-from ..tree import Params, map, tree  # noqa: A004
+from ..core.errors import ConfigError
+from ..core.loss import cross_entropy, soft_cross_entropy
+from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, Reply, ServerView, Task
+from ..core.tree import Params, map, tree  # noqa: A004
 
 
 @tree
@@ -105,7 +105,7 @@ class FD(Method[Server, Params, Targets, Outputs]):
             outputs = model.apply(theta, batch.x).softmax(-1)
             return batch.total(which[:, :, None] * outputs[:, None, :]), batch.total(which)
 
-        theta = view.train(loss, state, "local", self.optimiser, given=(down,))
+        theta = view.train(loss, state, "local", self.optimizer, given=(down,))
         total, count = view.total(by_label, theta, given=(torch.eye(view.task.classes).to(down.mean),))
         labels = count.nonzero()[:, 0]
         return theta, Outputs(labels, total[labels] / count[labels, None])

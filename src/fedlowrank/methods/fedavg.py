@@ -7,8 +7,8 @@ B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. AISTATS 2017. a
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                 server_update
 
 The mean is over the sampled clients, as in the paper's fourth version; ``weights = "uniform"`` gives every client the same.
-BatchNorm normalises by the batch in training and by each client's own statistics at inference, which are neither averaged nor
-sent (:mod:`fedlowrank.models.normalisation`); its scales and shifts are averaged as any parameter.
+BatchNorm normalizes by the batch in training and by each client's own statistics at inference, which are neither averaged nor
+sent (:mod:`fedlowrank.models.normalization`); its scales and shifts are averaged as any parameter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..loss import task_loss
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.tree import Params
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class FedAvg(Method[Params, None, Params, Params]):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        return None, view.train(loss, down, "local", self.optimiser)
+        return None, view.train(loss, down, "local", self.optimizer)
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies."""

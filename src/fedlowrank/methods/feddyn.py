@@ -26,11 +26,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..means import Mean
-from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Pull, Reply, ServerView, Task
-from ..tree import Params, add, sub, tree, zeros_like
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import Mean
+from ..core.method import Batch, ClientInfo, ClientView, Method, Predictor, Pull, Reply, ServerView, Task
+from ..core.tree import Params, add, sub, tree, zeros_like
 
 
 @tree
@@ -52,7 +52,7 @@ class Down:
 
 @dataclass(frozen=True)
 class FedDyn(Method[Cloud, Params, Down, Params]):
-    """Local objectives whose linear term makes their minimisers agree with that of the mean objective.
+    """Local objectives whose linear term makes their minimizers agree with that of the mean objective.
 
     Attributes:
         alpha: α > 0, strength of the pull towards the global model.
@@ -93,7 +93,7 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
             return task_loss(model.apply(theta, batch.x), batch)
 
         pull = Pull(self.alpha, towards=down.model, along=state)
-        theta = view.train(loss, down.model, "local", self.optimiser, pull=pull)
+        theta = view.train(loss, down.model, "local", self.optimizer, pull=pull)
         return add(state, sub(theta, down.model), -self.alpha), theta
 
     def server_update(self, server: Cloud, replies: Iterable[Reply[Params]], view: ServerView) -> Cloud:

@@ -24,15 +24,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..clusters import even, initial_models, losses_of
-from ..errors import ConfigError
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task
-from ..models.architecture import Architecture
-from ..tree import Params, map  # noqa: A004
+from ..core.errors import ConfigError
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task
+from ..core.model import Model
+from ..core.tree import Params, map  # noqa: A004
+from .families.clusters import even, initial_models, losses_of
 
 
-def shares_of_examples(model: Architecture, models: Params, pi: Tensor, batch: Batch) -> Tensor:
+def shares_of_examples(model: Model, models: Params, pi: Tensor, batch: Batch) -> Tensor:
     """The q ``[C, b]``: how likely each component is to have made each example."""
     return (pi.log()[:, None] - losses_of(model, models, batch)).softmax(0)
 
@@ -91,7 +91,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
             q = shares_of_examples(model, received, pi, batch)
             return batch.mean((q * losses_of(model, models, batch)).sum(0))
 
-        return mixture(down, pi, view), view.train(loss, down, "local", self.optimiser, given=(down, pi))
+        return mixture(down, pi, view), view.train(loss, down, "local", self.optimizer, given=(down, pi))
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """The mean of every component, weighted by n_k and not by the shares."""

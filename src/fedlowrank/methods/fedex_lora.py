@@ -16,14 +16,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
-from ..base_updates import Base, Keep, Ledger, weighted
-from ..low_rank.lora import LoRA
-from ..low_rank.pair import Factors, Pair
-from ..low_rank.wire_form import Packed
-from ..means import mean
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, tree
+from ..adapters.lora import LoRA, lora_of
+from ..adapters.wire_format import Packed
+from ..core.means import mean
+from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.tree import Params, tree
+from ..linalg.pair import Factors, Pair
+from .families.base_updates import Base, Keep, Ledger, weighted
+from .families.lora import (
+    Leaves,
+    Message,
+    Scaling,
+    Tuning,
+    factors_of,
+    initial_factors,
+    leaves_of,
+    placed,
+    received,
+    tune,
+)
 
 
 @tree
@@ -70,7 +81,7 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A, B = 0, no residual."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        factors, lora = initial_factors(task, rank), model.lora
+        factors, lora = initial_factors(task, rank), lora_of(model)
         return Server(factors, Ledger([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
@@ -83,9 +94,9 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
 
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the residuals, then train both factors."""
-        base, start = self._now(state, down, view.model.lora)
-        frozen, moved = base.beside(self.keep, view.model.lora)
-        end = tune(view, start, self.tuning.scale(view), self.optimiser, frozen=frozen, moved=moved)
+        base, start = self._now(state, down, lora_of(view.model))
+        frozen, moved = base.beside(self.keep, lora_of(view.model))
+        end = tune(view, start, self.tuning.scale(view), self.optimizer, frozen=frozen, moved=moved)
         kept = self.tuning.kept(end)
         return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
 
@@ -105,14 +116,14 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
 
     def personal(self, state: Own, down: Download, view: ClientView) -> Params:
         """The base with all residuals, and the mean factors."""
-        base, leaves = self._now(state, down, view.model.lora)
-        frozen, moved = base.beside(self.keep, view.model.lora)
+        base, leaves = self._now(state, down, lora_of(view.model))
+        frozen, moved = base.beside(self.keep, lora_of(view.model))
         return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), frozen, moved)
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""
         leaves = leaves_of(server.factors, state.rest | server.rest)
-        frozen, _ = Base({}, server.ledger.updates).beside("stacked", view.model.lora)
+        frozen, _ = Base({}, server.ledger.updates).beside("stacked", lora_of(view.model))
         return placed(view.model, leaves, self.tuning.scale(view), frozen, {})
 
     def _now(self, state: Own, down: Download, lora: LoRA) -> tuple[Base, Leaves]:

@@ -22,8 +22,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..adapters import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
-from ..effective import (
+from ..adapters.lora import lora_of
+from ..core.errors import ConfigError
+from ..core.means import mean
+from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.tree import Params, tree
+from ..linalg.delta import Delta, Form, Split, advance, start
+from ..linalg.pair import Factors
+from .families.effective_delta import (
     Weighing,
     discarded,
     energies,
@@ -34,12 +40,7 @@ from ..effective import (
     weighted_blocks,
     whole,
 )
-from ..errors import ConfigError
-from ..low_rank.delta import Delta, Form, Split, advance, start
-from ..low_rank.pair import Factors
-from ..means import mean
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, tree
+from .families.lora import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
 
 
 @tree
@@ -93,8 +94,8 @@ class FedHL(Method[Server, Params, Download, Message]):
     def server_init(self, task: Task) -> Server:
         """W_0 = 0."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
-        delta = start(model.lora.shapes, self.form, max(ranks))
-        drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(model.lora)
+        delta = start(lora_of(model).shapes, self.form, max(ranks))
+        drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(lora_of(model))
         return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
@@ -111,7 +112,7 @@ class FedHL(Method[Server, Params, Download, Message]):
     def local_update(self, state: Params, down: Download, view: ClientView) -> tuple[Params, Message]:
         """Lines 9 and 10."""
         first = leaves_of(received(down.message), state | down.message.rest)
-        end = tune(view, first, self.tuning.scale(view), self.optimiser, frozen=down.residual)
+        end = tune(view, first, self.tuning.scale(view), self.optimizer, frozen=down.residual)
         kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..adapters import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
-from ..low_rank.pair import Factors
-from ..means import mean_of
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params, tree
+from ..adapters.lora import lora_of
+from ..core.means import mean_of
+from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.tree import Params, tree
+from ..linalg.pair import Factors
+from .families.lora import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
 
 
 @tree
@@ -48,7 +49,9 @@ class FedIT(Method[Server, Params, Message, Message]):
     def server_init(self, task: Task) -> Server:
         """A random A, and B = 0."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        return Server(initial_factors(task, rank), self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora))
+        return Server(
+            initial_factors(task, rank), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
+        )
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """The head, where it is personal."""
@@ -62,7 +65,7 @@ class FedIT(Method[Server, Params, Message, Message]):
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train both factors."""
         start = leaves_of(received(down), state | down.rest)
-        end = tune(view, start, self.tuning.scale(view), self.optimiser)
+        end = tune(view, start, self.tuning.scale(view), self.optimizer)
         kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 

@@ -10,7 +10,7 @@ C. Wu, F. Wu, L. Lyu, Y. Huang, X. Xie. Nature Communications 13, 2032 (2022). a
     server:                 Δ = Σ n_k Δ_k / Σ n_k, compressed;  s^{t+1} = s^t + Δ                               server_update
 
 Compression is the SVD of each weight's update at the smallest rank that keeps a share of its energy; that share rises
-linearly from ``energy_start`` to ``energy_end`` over the rounds (:func:`fedlowrank.low_rank.factored.compress`).
+linearly from ``energy_start`` to ``energy_end`` over the rounds (:func:`fedlowrank.linalg.factored.compress`).
 
 Settled: denominators and teachers are detached (each loss moves only its own model; W moves with the mentee's); *updates*
 are decomposed, not weights; the update is that of a round (the paper sends the gradient of a batch). A client that missed
@@ -29,12 +29,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import cross_entropy, kl_divergence, square_error
-from ..low_rank.factored import Compressed, Factored, compress, decompress
-from ..means import mean
-from ..method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, Reply, ServerView, Task, by_examples
-from ..tree import Params, add, nbytes, sub, tree
+from ..core.errors import ConfigError
+from ..core.loss import cross_entropy, kl_divergence, square_error
+from ..core.means import mean
+from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, Reply, ServerView, Task, by_examples
+from ..core.tree import Params, add, nbytes, sub, tree
+from ..linalg.factored import Compressed, Factored, compress, decompress
 
 
 @tree
@@ -130,7 +130,7 @@ class FedKD(Method[Server, Models, Download, Compressed]):
             return ce_t + ce_s + (mentor + mentee) / (ce_t + ce_s).detach()
 
         start = self._mentee(state, down)
-        end = view.train(loss, Models(state.mentor, start, state.projection), "local", self.optimiser)
+        end = view.train(loss, Models(state.mentor, start, state.projection), "local", self.optimizer)
         kept = Models(end.mentor, start, end.projection)
         return kept, compress(sub(end.mentee, start), self._energy(view))
 

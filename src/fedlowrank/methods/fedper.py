@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..loss import task_loss
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.tree import Params
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class FedPer(Method[Params, Params, Params, Params]):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        end = view.train(loss, down | state, "local", self.optimiser)
+        end = view.train(loss, down | state, "local", self.optimizer)
         return model.head_of(end), model.body_of(end)
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:

@@ -27,10 +27,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import cross_entropy
-from ..method import Batch, ClientInfo, ClientView, Lengths, Method, Predictor, Reply, ServerView, Task
-from ..tree import Params, map, tree  # noqa: A004
+from ..core.errors import ConfigError
+from ..core.loss import cross_entropy
+from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, Predictor, Reply, ServerView, Task
+from ..core.tree import Params, map, tree  # noqa: A004
 
 
 @tree
@@ -112,7 +112,7 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
             r, which = model.represent(theta, batch.x), eye[batch.y]
             return batch.total(which[:, :, None] * r[:, None, :]), batch.total(which)
 
-        theta = view.train(loss, state.model, "local", self.optimiser, given=(down,))
+        theta = view.train(loss, state.model, "local", self.optimizer, given=(down,))
         total, count = view.total(by_class, theta, given=(torch.eye(view.task.classes).to(down.mean),))
         labels = count.nonzero()[:, 0]
         return Client(theta, count > 0), Local(

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task
-from ..tree import Params
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task
+from ..core.tree import Params
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class FedProx(Method[Params, None, Params, Params]):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        return None, view.train(loss, down, "local", self.optimiser, pull=Pull(self.mu, towards=down))
+        return None, view.train(loss, down, "local", self.optimizer, pull=Pull(self.mu, towards=down))
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
-from ..tree import Params
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
+from ..core.tree import Params
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class FedRep(Method[Params, Params, Params, Params]):
         def loss(part: Params, batch: Batch, frozen: Params) -> Tensor:
             return task_loss(model.apply(part | frozen, batch.x), batch)
 
-        head = view.train(loss, state, "head", self.optimiser, given=(down,))
-        return head, view.train(loss, down, "base", self.optimiser, given=(head,))
+        head = view.train(loss, state, "head", self.optimizer, given=(down,))
+        return head, view.train(loss, down, "base", self.optimizer, given=(head,))
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the representations, weighted by n_k."""

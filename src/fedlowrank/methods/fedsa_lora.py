@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..adapters import Leaves, Message, Tuning, initial_factors, placed, received, tune
-from ..low_rank.pair import Factors, Pair
-from ..means import mean_of
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params, tree
+from ..core.means import mean_of
+from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.tree import Params, tree
+from ..linalg.pair import Factors, Pair
+from .families.lora import Leaves, Message, Tuning, initial_factors, placed, received, tune
 
 
 @tree
@@ -70,7 +70,7 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     def local_update(self, state: Own, down: Message, view: ClientView) -> tuple[Own, Message]:
         """Train both factors, send A."""
-        end = tune(view, self._leaves(state, down), self.tuning.scale(view), self.optimiser)
+        end = tune(view, self._leaves(state, down), self.tuning.scale(view), self.optimizer)
         kept = self.tuning.kept(end)
         return Own(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
 

@@ -10,11 +10,11 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Algorith
     server:                 γ̄ ← γ̄ + 1/M Σ_{i∈S_t} (w^t - w_i) / η_g
                             w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i - η_g γ̄                   server_update
 
-M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.low_rank.matricise`); every weight of two or
+M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.linalg.matricize`); every weight of two or
 more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The model is w + p_i; the series ``gkr``
-is w alone. The pull towards w^t and γ_i enter the gradient explicitly; the optimiser's weight decay is part of f_i in both
+is w alone. The pull towards w^t and γ_i enter the gradient explicitly; the optimizer's weight decay is part of f_i in both
 phases. Departures: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``; and there, too, p_i of a
-normalisation layer starts at zero here, for w + p_i would begin with twice its scale). γ̄ needs no γ_i on the
+normalization layer starts at zero here, for w + p_i would begin with twice its scale). γ̄ needs no γ_i on the
 server (Algorithm 3); with ``memory_efficient`` off it keeps them all (Algorithm 2), to the same end. Appendix A.3's other
 designs: ``shared`` is the norm that λ weighs, ``private`` the one that μ weighs (the nuclear one leaves vectors of p_i as
 they are); of a sparse w its entries travel, and a bit for each place. Those of A.2 are LPGD and GPGD, files of their own.
@@ -29,16 +29,16 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..low_rank.matricise import Weights, unpack
-from ..low_rank.penalty import Norm, Shrunk, begin, part_of, prox, prox_in_step, warn_if_dead
-from ..low_rank.threshold import soft
-from ..means import Mean, mean
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
-from ..models.normalisation import zero_normalisations
-from ..optimiser import SGD, Optimiser, Schedule
-from ..tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import Mean, mean
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
+from ..core.optimizer import SGD, Optimizer, Schedule
+from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
+from ..linalg.matricize import Weights, unpack
+from ..linalg.nuclear_norm import Norm, Shrunk, begin, part_of, prox, prox_in_step, warn_if_dead
+from ..linalg.svt import soft
+from ..models.normalization import zero_normalizations
 
 
 @tree
@@ -71,13 +71,13 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         shared: penalty on w: nuclear norm of every matrix, or ℓ1 norm of the same.
         private: penalty on p_i: ℓ1 norm of all of it, or nuclear norm of every matrix (slow: a decomposition a step).
         memory_efficient: the server keeps γ̄ alone, not γ_i of every client.
-        personal_start: p_i begins at zero, or at w^0 (but for normalisation layers, where it begins at zero).
+        personal_start: p_i begins at zero, or at w^0 (but for normalization layers, where it begins at zero).
         exclude: exact names of parameters that λ leaves alone.
     """
 
     epochs: int = 2
     batch_size: int = 20
-    optimiser: Optimiser = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
+    optimizer: Optimizer = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
     fusion_epochs: int = 1
     lam: float = 1e-4
     mu: float = 1e-3
@@ -112,8 +112,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def client_init(self, task: Task, client: ClientInfo) -> Client:
         """γ_i = 0, and p_i = 0 or w^0."""
         model, zero = task.model(client), zeros_like(task.model(client).initial)
-        # of normalisations w + p would have twice the scale that they begin with
-        return Client(zero, zero if self.personal_start == "zero" else zero_normalisations(model.initial, model.module))
+        # of normalizations w + p would have twice the scale that they begin with
+        return Client(zero, zero if self.personal_start == "zero" else zero_normalizations(model.initial, model.module))
 
     def download(self, server: Server, client: ClientInfo) -> Weights:
         """w^t."""
@@ -133,8 +133,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         def threshold(p: Params, lr: float, _: Params) -> Params:
             return map(lambda t: soft(t, lr * mu), p) if norm == "sparse" else prox_in_step(p, lr * mu, norm, ())
 
-        end = view.train(loss, w, "phase1", self.optimiser, pull=Pull(1 / eta_g, towards=w, along=state.gamma))
-        p = view.train(fused, state.p, "phase2", self.optimiser, given=(w,), prox=threshold)
+        end = view.train(loss, w, "phase1", self.optimizer, pull=Pull(1 / eta_g, towards=w, along=state.gamma))
+        p = view.train(fused, state.p, "phase2", self.optimizer, given=(w,), prox=threshold)
         return Client(add(state.gamma, sub(w, end), 1 / eta_g), p), end
 
     def server_update(self, server: Server, replies: Iterable[Reply[Params]], view: ServerView) -> Server:

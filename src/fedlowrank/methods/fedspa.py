@@ -33,13 +33,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, TaskError
-from ..loss import task_loss
-from ..low_rank.matricise import Sparse, Weights
-from ..means import mean
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
-from ..optimiser import SGD
-from ..tree import Params, add, sub, tree, zeros_like
+from ..core.errors import ConfigError, TaskError
+from ..core.loss import task_loss
+from ..core.means import mean
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
+from ..core.optimizer import SGD
+from ..core.tree import Params, add, sub, tree, zeros_like
+from ..linalg.matricize import Sparse, Weights
 
 Masks = dict[str, Tensor]
 
@@ -150,11 +150,11 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         def moved(change: Params, batch: Batch, theta: Params) -> Tensor:
             return task_loss(model.apply(add(theta, change), batch.x), batch)
 
-        end = view.train(loss, start, "local", self.optimiser, given=(state,), precondition=masked)
+        end = view.train(loss, start, "local", self.optimizer, given=(state,), precondition=masked)
         update = on_mask(sub(start, end), state)
         if self.prune == 0:
             return state, Upload(update, {})
-        slope = view.train(moved, zeros_like(end), "grow", SGD(self.optimiser.learning_rate(view.round)), given=(end,))
+        slope = view.train(moved, zeros_like(end), "grow", SGD(self.optimizer.learning_rate(view.round)), given=(end,))
         rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
         grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)

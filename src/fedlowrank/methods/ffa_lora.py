@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..adapters import Leaves, Message, Tuning, initial_factors, leaves_of, placed, received, tune
-from ..errors import TaskError
-from ..low_rank.pair import Factors, Pair
-from ..means import mean_of
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params, tree
+from ..adapters.lora import lora_of
+from ..core.errors import TaskError
+from ..core.means import mean_of
+from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.tree import Params, tree
+from ..linalg.pair import Factors, Pair
+from .families.lora import Leaves, Message, Tuning, initial_factors, leaves_of, placed, received, tune
 
 
 @tree
@@ -51,7 +52,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
             TaskError: if ranks differ, or an embedding is adapted.
         """
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        embeddings = [n for n, site in model.lora.sites.items() if site.embedding]
+        embeddings = [n for n, site in lora_of(model).sites.items() if site.embedding]
         if embeddings:
             raise TaskError(
                 f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not learn. Leave "
@@ -71,7 +72,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train B."""
         fixed, start = self._leaves(state, down, view)
-        end = tune(view, start, self.tuning.scale(view), self.optimiser, fixed=fixed)
+        end = tune(view, start, self.tuning.scale(view), self.optimizer, fixed=fixed)
         kept = self.tuning.kept(end)
         factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
         return kept, self.tuning.message(factors, end["rest"])

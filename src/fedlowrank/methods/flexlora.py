@@ -15,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..adapters import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
-from ..effective import first_components, ranks_of, weighted_blocks, whole
-from ..low_rank.delta import Delta, Form, Split, advance, start
-from ..low_rank.pair import Factors
-from ..means import mean
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, tree
+from ..adapters.lora import lora_of
+from ..core.means import mean
+from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.tree import Params, tree
+from ..linalg.delta import Delta, Form, Split, advance, start
+from ..linalg.pair import Factors
+from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
+from .families.lora import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
 
 
 @tree
@@ -54,7 +55,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     def server_init(self, task: Task) -> Server:
         """W = 0."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
-        drawn, lora = initial_factors(task, max(ranks)), model.lora
+        drawn, lora = initial_factors(task, max(ranks)), lora_of(model)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
         return Server(start(lora.shapes, self.form, max(ranks)), drawn, rest, scaling)
 
@@ -70,7 +71,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train both factors."""
-        end = tune(view, leaves_of(received(down), state | down.rest), self.tuning.scale(view), self.optimiser)
+        end = tune(view, leaves_of(received(down), state | down.rest), self.tuning.scale(view), self.optimizer)
         kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 

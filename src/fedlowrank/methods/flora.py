@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..adapters import Leaves, Message, Scaling, Tuning, factors_of, leaves_of, placed, received, tune
-from ..base_updates import Base, Keep, Ledger, weighted
-from ..low_rank.lora import LoRA
-from ..low_rank.pair import Factors
-from ..low_rank.wire_form import Packed
-from ..means import mean
-from ..method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, tree
+from ..adapters.lora import LoRA, lora_of
+from ..adapters.wire_format import Packed
+from ..core.means import mean
+from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.tree import Params, tree
+from ..linalg.pair import Factors
+from .families.base_updates import Base, Keep, Ledger, weighted
+from .families.lora import Leaves, Message, Scaling, Tuning, factors_of, leaves_of, placed, received, tune
 
 
 @tree
@@ -57,7 +57,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     Attributes:
         keep: merged: a client adds stacks to its base weights; stacked: it keeps them as a frozen adapter beside, for bases
-            that cannot be changed, such as quantised ones.
+            that cannot be changed, such as quantized ones.
         tuning: rank, scale, head and form on the wire.
     """
 
@@ -71,7 +71,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
         """No stack yet."""
         self.tuning.ranks(task, self.title)
         model = task.common_model(self.title)
-        return Server(Ledger([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora))
+        return Server(Ledger([], {}), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model)))
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:
         """The base as it is."""
@@ -83,13 +83,13 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     def local_update(self, state: Own, down: Download, view: ClientView) -> tuple[Own, Message]:
         """Add the stacks, then train fresh factors."""
-        rank, lora = self.tuning.rank_of(view.info), view.model.lora
+        rank, lora = self.tuning.rank_of(view.info), lora_of(view.model)
         base = self._base(state, down, lora)
         like = next(iter(view.model.initial.values()))
         start = leaves_of(lora.draw(rank, view.key / "lora", like), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
         frozen, moved = base.beside(self.keep, lora)
-        end = tune(view, start, scale, self.optimiser, frozen=frozen, moved=moved)
+        end = tune(view, start, scale, self.optimizer, frozen=frozen, moved=moved)
         kept = self.tuning.kept(end)
         return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
 
@@ -107,12 +107,12 @@ class FLoRA(Method[Server, Own, Download, Message]):
 
     def personal(self, state: Own, down: Download, view: ClientView) -> Params:
         """The base with all stacks; the fresh adapter changes nothing."""
-        frozen, moved = self._base(state, down, view.model.lora).beside(self.keep, view.model.lora)
+        frozen, moved = self._base(state, down, lora_of(view.model)).beside(self.keep, lora_of(view.model))
         return view.model.initial | _params(view, frozen, moved, state.rest | down.rest)
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The base with all stacks, as every client that has them."""
-        frozen, _ = Base({}, server.ledger.updates).beside("stacked", view.model.lora)
+        frozen, _ = Base({}, server.ledger.updates).beside("stacked", lora_of(view.model))
         return _params(view, frozen, {}, state.rest | server.rest)
 
     def _base(self, state: Own, down: Download, lora: LoRA) -> Base:
@@ -125,4 +125,4 @@ def _params(view: ClientView, stack: Factors, moved: Params, rest: Params) -> Pa
 
 
 def _none(view: ClientView) -> Factors:
-    return view.model.lora.draw(1, view.key / "none", next(iter(view.model.initial.values())))
+    return lora_of(view.model).draw(1, view.key / "none", next(iter(view.model.initial.values())))

@@ -26,9 +26,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..clusters import (
+from ..adapters.budget import adaptor_remarks
+from ..adapters.floral_adaptors import KINDS, Kind, Spot, adaptors, centered, mix, preconditioned, trained_spots
+from ..adapters.mixture import Construction, Factor
+from ..adapters.router import Router
+from ..core.means import mean
+from ..core.method import ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
+from ..core.model import Model
+from ..core.optimizer import SGD, Optimizer
+from ..core.server_optimizer import Memory, fresh_memory, server_step
+from ..core.tree import Params, tree
+from .families.clusters import (
     Apply,
-    Router,
     cluster_mean,
     even,
     known_cluster,
@@ -38,20 +47,11 @@ from ..clusters import (
     select,
     train_mixture,
 )
-from ..low_rank.adaptors import KINDS, Kind, Spot, adaptors, centred, mix, preconditioned, trained_spots
-from ..low_rank.budget import adaptor_remarks
-from ..low_rank.mixture import Construction, Factor
-from ..means import mean
-from ..method import ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
-from ..models.architecture import Architecture
-from ..optimiser import SGD, Optimiser
-from ..server_step import Memory, fresh_memory, server_step
-from ..tree import Params, tree
 
 
 @tree
 class Server:
-    """The model {u, a} and what the server's optimiser keeps."""
+    """The model {u, a} and what the server's optimizer keeps."""
 
     model: dict[str, Any]
     memory: Memory
@@ -78,8 +78,8 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         random: the factor of U Vᵀ that is random at first; the other is zero.
         router: how a client finds its mixture.
         precondition: whether the gradients of low-rank factors are preconditioned (appendix D).
-        centre: whether the server moves the mean adaptor into the base after each round (appendix E).
-        server_optimiser: of the server; SGD with lr 1 averages.
+        center: whether the server moves the mean adaptor into the base after each round (appendix E).
+        server_optimizer: of the server; SGD with lr 1 averages.
     """
 
     clusters: int = 4
@@ -90,8 +90,8 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
     random: Factor = "u"
     router: Router = Router()
     precondition: bool = True
-    centre: bool = False
-    server_optimiser: Optimiser = SGD(lr=1.0)
+    center: bool = False
+    server_optimizer: Optimizer = SGD(lr=1.0)
 
     title = "FLoRAL"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
@@ -134,21 +134,21 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
 
         theta = even(down["adaptors"]) if state is None else state
         how = scaled if self.precondition else None
-        model, theta = train_mixture(self.router, down, theta, self._apply(view.model), self.optimiser, view, how)
+        model, theta = train_mixture(self.router, down, theta, self._apply(view.model), self.optimizer, view, how)
         if self.router.routing == "optimal":
             return None, Upload(model, None)
         return theta if self.router.keep and self.router.descends else None, Upload(model, self.router.shares(theta))
 
     def server_update(self, server: Server, replies: Sequence[Reply[Upload]], view: ServerView) -> Server:
-        """Lines 6 and 7, and a step of the server's optimiser towards what they give."""
+        """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
         weights = reply_weights(self.title, replies, [r.upload.pi for r in replies], self.clusters)
         u = mean([r.upload.model["base"] for r in replies], by_examples(replies))
         a = cluster_mean(server.model["adaptors"], [r.upload.model["adaptors"] for r in replies], weights)
         new = {"base": u, "adaptors": a}
-        model, memory = server_step(self.server_optimiser, server.model, new, server.memory, view.round)
-        if self.centre:
+        model, memory = server_step(self.server_optimizer, server.model, new, server.memory, view.round)
+        if self.center:
             p = torch.tensor(weights, dtype=torch.float64).sum(0)
-            u, a = centred(model["base"], model["adaptors"], p / p.sum(), self.alpha, self.construction)
+            u, a = centered(model["base"], model["adaptors"], p / p.sum(), self.alpha, self.construction)
             model = {"base": u, "adaptors": a}
         return Server(model, memory)
 
@@ -171,7 +171,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
             return state
         return learn_router(self.router, down, even(down["adaptors"]), self._apply(view.model), view)
 
-    def _apply(self, model: Architecture) -> Apply:
+    def _apply(self, model: Model) -> Apply:
         alpha, construction = self.alpha, self.construction
 
         def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:

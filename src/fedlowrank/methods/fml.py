@@ -24,11 +24,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import cross_entropy, kl_divergence
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params, tree
+from ..core.errors import ConfigError
+from ..core.loss import cross_entropy, kl_divergence
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.tree import Params, tree
 
 
 @tree
@@ -87,7 +87,7 @@ class FML(Method[Params, Params, Params, Params]):
             meme = beta * cross_entropy(m, batch) + (1 - beta) * kl_divergence(p.detach(), m, batch)
             return private + meme
 
-        end = view.train(loss, Pair(state, down), "local", self.optimiser)
+        end = view.train(loss, Pair(state, down), "local", self.optimizer)
         return end.private, end.meme
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:

@@ -6,7 +6,7 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix
     client i:               w_i ← SGD on f_i from w^t, E epochs; send w_i                                      local_update
     server:                 w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i                           server_update
 
-That is FedAvg with plain means and a prox after them. It lacks FedSLR's γ, so it does not descend on the penalised objective;
+That is FedAvg with plain means and a prox after them. It lacks FedSLR's γ, so it does not descend on the penalized objective;
 it is here to be compared with, at FedSLR's matrices and settings, and without a personal component. The size of the
 threshold, λ η_g as in FedSLR, is our reading: the local steps have several sizes, so the paper's global step needs one.
 """
@@ -20,14 +20,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..low_rank.matricise import Weights, unpack
-from ..low_rank.penalty import Norm, Shrunk, begin, prox, warn_if_dead
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..optimiser import SGD, Optimiser, Schedule
-from ..tree import Params
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.optimizer import SGD, Optimizer, Schedule
+from ..core.tree import Params
+from ..linalg.matricize import Weights, unpack
+from ..linalg.nuclear_norm import Norm, Shrunk, begin, prox, warn_if_dead
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
 
     epochs: int = 2
     batch_size: int = 20
-    optimiser: Optimiser = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
+    optimizer: Optimizer = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
     lam: float = 1e-4
     eta_g: float = 10.0
     shared: Norm = "low_rank"
@@ -80,7 +80,7 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        return None, view.train(loss, unpack(down, model.initial), "local", self.optimiser)
+        return None, view.train(loss, unpack(down, model.initial), "local", self.optimizer)
 
     def server_update(self, server: Shrunk, replies: Iterable[Reply[Params]], view: ServerView) -> Shrunk:
         """Prox at the mean of the replies."""

@@ -4,7 +4,7 @@ Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundatio
 Algorithm 1. Without pruning and with weights n_i it is the baseline Zero-padding of FedHL.
 
     server, each round t:   send the first r_i columns of B, rows of A to each client i of S_t        download
-    client i:               minimise f_i + λ ‖B[:, γr_i:]‖ ‖A[γr_i:, :]‖ by E epochs                  local_update, _tail
+    client i:               minimize f_i + λ ‖B[:, γr_i:]‖ ‖A[γr_i:, :]‖ by E epochs                  local_update, _tail
                             if the tail became smaller than it was received: r_i ← γ r_i              local_update
     server:                 pad every B_i, A_i with zeros to r_max,
                             B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F               server_update
@@ -25,7 +25,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..adapters import (
+from ..adapters.lora import lora_of, padded, undiluted
+from ..core.errors import ConfigError
+from ..core.means import mean
+from ..core.method import ClientInfo, ClientView, Method, OneOf, Reply, ServerView, Task, by_examples
+from ..core.tree import Params, tree
+from ..linalg.delta import product_norms
+from ..linalg.pair import Factors
+from .families.lora import (
     Leaves,
     Message,
     Scaling,
@@ -39,13 +46,6 @@ from ..adapters import (
     scaled,
     tune,
 )
-from ..errors import ConfigError
-from ..low_rank.delta import product_norms
-from ..low_rank.lora import padded, undiluted
-from ..low_rank.pair import Factors
-from ..means import mean
-from ..method import ClientInfo, ClientView, Method, OneOf, Reply, ServerView, Task, by_examples
-from ..tree import Params, tree
 
 
 @tree
@@ -90,7 +90,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         """A random A of the largest rank, and B = 0."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
         return Server(
-            initial_factors(task, rank), self.tuning.shared_rest(model), self.tuning.scaling_of(model.lora), {}
+            initial_factors(task, rank), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model)), {}
         )
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
@@ -108,7 +108,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         rank = next(iter(start["a"].values())).shape[0]
         kept = max(1, int(self.prune * rank)) if self.prune < 1 else rank
         penalty = _penalty(self.penalty, kept) if kept < rank and self.penalty > 0 else None
-        end = tune(view, start, self._scaling(view).at(rank), self.optimiser, penalty=penalty)
+        end = tune(view, start, self._scaling(view).at(rank), self.optimizer, penalty=penalty)
         factors = factors_of(end)
         if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
             # the scale of a smaller rank may differ, the update must not
@@ -152,7 +152,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         return placed(view.model, leaves_of(server.factors, state | server.rest), 1.0, {}, {})
 
     def _scaling(self, view: ClientView) -> Scaling:
-        return self.tuning.scaling_of(view.model.lora)
+        return self.tuning.scaling_of(lora_of(view.model))
 
 
 def _penalty(weight: float, kept: int) -> Callable[[Leaves], Tensor]:

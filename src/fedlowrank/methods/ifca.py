@@ -22,10 +22,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..clusters import cluster_mean, initial_models, losses_of, select
-from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
-from ..tree import Params, map, tree  # noqa: A004
+from ..core.loss import task_loss
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.tree import Params, map, tree  # noqa: A004
+from .families.clusters import cluster_mean, initial_models, losses_of, select
 
 
 @tree
@@ -82,7 +82,7 @@ class IFCA(Method[Params, None, Params, Upload]):
         def loss(p: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply({n: t[0] for n, t in p.items()}, batch.x), batch)
 
-        trained = view.train(loss, select(down, chosen), "local", self.optimiser)
+        trained = view.train(loss, select(down, chosen), "local", self.optimizer)
         return None, Upload(trained, self._one_hot(chosen, down))
 
     def server_update(self, server: Params, replies: Sequence[Reply[Upload]], view: ServerView) -> Params:

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import TaskError
-from ..loss import task_loss
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params
+from ..core.errors import TaskError
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.tree import Params
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        end = view.train(loss, state | down, "local", self.optimiser)
+        end = view.train(loss, state | down, "local", self.optimizer)
         return model.body_of(end), model.head_of(end)
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:

@@ -16,13 +16,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..loss import task_loss
-from ..low_rank.adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, trained_spots
-from ..low_rank.budget import adaptor_remarks
-from ..low_rank.mixture import Construction
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params
+from ..adapters.budget import adaptor_remarks
+from ..adapters.floral_adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, trained_spots
+from ..adapters.mixture import Construction
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.tree import Params
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
         start: dict[str, Any] = {"base": down, "adaptors": state}
         how = scaled if self.precondition else None
-        end = view.train(loss, start, "local", self.optimiser, given=(_one(down),), precondition=how)
+        end = view.train(loss, start, "local", self.optimizer, given=(_one(down),), precondition=how)
         return end["adaptors"], end["base"]
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..low_rank.penalty import Norm, check_exclude, prox_in_step
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..optimiser import SGD, Optimiser, Schedule
-from ..tree import Params
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.optimizer import SGD, Optimizer, Schedule
+from ..core.tree import Params
+from ..linalg.nuclear_norm import Norm, check_exclude, prox_in_step
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LPGD(Method[Params, None, Params, Params]):
 
     epochs: int = 2
     batch_size: int = 20
-    optimiser: Optimiser = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
+    optimizer: Optimizer = SGD(lr=0.1, weight_decay=1e-3, schedule=Schedule("exponential", factor=0.998))
     lam: float = 1e-4
     shared: Norm = "low_rank"
     exclude: tuple[str, ...] = ()
@@ -81,7 +81,7 @@ class LPGD(Method[Params, None, Params, Params]):
         def prox(theta: Params, lr: float) -> Params:
             return prox_in_step(theta, lr * method.lam, method.shared, method.exclude)
 
-        return None, view.train(loss, down, "local", self.optimiser, prox=prox)
+        return None, view.train(loss, down, "local", self.optimizer, prox=prox)
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies."""

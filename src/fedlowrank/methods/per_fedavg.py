@@ -12,7 +12,7 @@ A. Fallah, A. Mokhtari, A. Ozdaglar. NeurIPS 2020. arXiv:2002.07948, Algorithm 1
     server:                 θ^{t+1} = 1/|S_t| Σ_{k∈S_t} θ_k                                     server_update
     inference:              θ - α ∇f_k(θ; one batch of the *training* data)                     personal
 
-β is the learning rate of ``optimiser``, 0.001 by default. B1 and B2 are every other example of a batch, which is in random
+β is the learning rate of ``optimizer``, 0.001 by default. B1 and B2 are every other example of a batch, which is in random
 order; a batch of one example is both. The first order variant takes the inner gradient as a constant. The Hessian-free one
 takes its Hessian-vector product on B1, where the paper draws a third batch; so its step is the gradient of f_k(θ'(θ); B2) up
 to the error of the finite difference. Replies weigh the same, as in the paper; ``weights = "examples"`` is n_k.
@@ -28,12 +28,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
-from ..optimiser import SGD, Optimiser
-from ..tree import Params, add, dot, map, sub  # noqa: A004
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
+from ..core.optimizer import SGD, Optimizer
+from ..core.tree import Params, add, dot, map, sub  # noqa: A004
 
 
 def half(batch: Batch, which: Literal[0, 1]) -> Batch:
@@ -54,14 +54,14 @@ class PerFedAvg(Method[Params, None, Params, Params]):
     """A common model from which one step on a client's own data leads to a good personal one.
 
     Attributes:
-        optimiser: of the outer step; its learning rate is β.
+        optimizer: of the outer step; its learning rate is β.
         alpha: α ≥ 0, size of the inner step and of the one before inference.
         variant: first_order, or hessian_free with a product by finite differences.
         delta: δ > 0, of the finite difference.
         weights: of a reply: uniform, or the client's number of training examples n_k.
     """
 
-    optimiser: Optimiser = SGD(lr=0.001)
+    optimizer: Optimizer = SGD(lr=0.001)
     alpha: float = 0.01
     variant: Literal["first_order", "hessian_free"] = "first_order"
     delta: float = 0.001
@@ -113,7 +113,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
                 value = value - alpha / (2 * delta) * dot(change, sub(theta, here))
             return value
 
-        return None, view.train(loss, down, "local", self.optimiser)
+        return None, view.train(loss, down, "local", self.optimizer)
 
     def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
         """Mean of the replies."""

@@ -1,4 +1,4 @@
-"""pFedLoRA (FedLoRA): model-heterogeneous personalised federated learning with LoRA tuning.
+"""pFedLoRA (FedLoRA): model-heterogeneous personalized federated learning with LoRA tuning.
 
 L. Yi, H. Yu, G. Wang, X. Liu, X. Li. arXiv:2310.13283, Algorithm 1. Client k's model is F_k = h_k ∘ f_k with parameters ω_k.
 
@@ -30,13 +30,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..low_rank.adapter import Adapter, random_adapter, svd_adapter
-from ..means import mean_of
-from ..method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
-from ..optimiser import Optimiser
-from ..tree import Params
+from ..adapters.pfedlora_adapter import Adapter, random_adapter, svd_adapter
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import mean_of
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
+from ..core.optimizer import Optimizer
+from ..core.tree import Params
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
         width: hidden width d of the adapter; the paper tunes 20-80 (heterogeneous) and 100-500 (homogeneous).
         relu: ReLU between the adapter's layers (direct dimension reduction) or not (matrix decomposition).
         start: the adapter's first values: random, or svd of the head's weights.
-        adapter_optimiser: η_θ and the rest for step 2, or None for that of the model.
+        adapter_optimizer: η_θ and the rest for step 2, or None for that of the model.
     """
 
     mu: float = 0.9
     width: int = 40
     relu: bool = False
     start: Literal["random", "svd"] = "random"
-    adapter_optimiser: Optimiser | None = None
+    adapter_optimizer: Optimizer | None = None
 
     title = "pFedLoRA"
     citation = "Yi et al. 2023, arXiv:2310.13283"
@@ -108,9 +108,9 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
                 r = model.represent(omega, batch.x)
             return task_loss(theta.apply(r, relu), batch)
 
-        omega = view.train(of_model, state, "model", self.optimiser, given=(down,))
-        optimiser = self.adapter_optimiser or self.optimiser
-        return omega, view.train(of_adapter, down, "adapter", optimiser, given=(omega,))
+        omega = view.train(of_model, state, "model", self.optimizer, given=(down,))
+        optimizer = self.adapter_optimizer or self.optimizer
+        return omega, view.train(of_adapter, down, "adapter", optimizer, given=(omega,))
 
     def server_update(self, server: Adapter, replies: Iterable[Reply[Adapter]], view: ServerView) -> Adapter:
         """Mean of the adapters, weighted by n_k."""

@@ -25,12 +25,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..errors import ConfigError
-from ..loss import task_loss
-from ..means import Mean
-from ..method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task
-from ..optimiser import AdamW
-from ..tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
+from ..core.errors import ConfigError
+from ..core.loss import task_loss
+from ..core.means import Mean
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task
+from ..core.optimizer import AdamW
+from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 
 
 @tree
@@ -59,12 +59,12 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         super().__post_init__()
         if not 0 < self.eta_g < math.inf:
             raise ConfigError(f"SCAFFOLD: eta_g must be > 0; it is {self.eta_g}")
-        bad = [n for n in ("momentum", "groups", "clip") if getattr(self.optimiser, n, None)]
-        bad += ["kind = 'adamw'"] * isinstance(self.optimiser, AdamW)
+        bad = [n for n in ("momentum", "groups", "clip") if getattr(self.optimizer, n, None)]
+        bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
         if bad:
             raise ConfigError(
                 "SCAFFOLD reads a client's mean gradient off the way it went, (x - y) / (steps * lr), which is right only "
-                f"if every step is lr times a gradient; but optimiser has {', '.join(bad)}. Use plain SGD; weight decay "
+                f"if every step is lr times a gradient; but optimizer has {', '.join(bad)}. Use plain SGD; weight decay "
                 "and a schedule are fine"
             )
 
@@ -90,8 +90,8 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
             return task_loss(model.apply(y, batch.x), batch)
 
         correction = Pull(along=sub(state, down.control))
-        y = view.train(loss, down.model, "local", self.optimiser, pull=correction)
-        way = view.steps("local") * self.optimiser.learning_rate(view.round)
+        y = view.train(loss, down.model, "local", self.optimizer, pull=correction)
+        way = view.steps("local") * self.optimizer.learning_rate(view.round)
         if way == 0:
             return state, Controlled(sub(y, down.model), zeros_like(state))
         # the client adds what it sends, so that both sides hold the same sum

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..loss import task_loss
-from ..method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
-from ..tree import Params
+from ..core.loss import task_loss
+from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.tree import Params
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Standalone(Method[None, Params, None, None]):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        return view.train(loss, state, "local", self.optimiser), None
+        return view.train(loss, state, "local", self.optimizer), None
 
     def server_update(self, server: None, replies: Sequence[Reply[None]], view: ServerView) -> None:
         """Nothing to do."""

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FedlowrankError, TaskError
-from ..key import Key
-from ..low_rank.lora import LoRA, lora_of
-from ..tree import Params
-from .normalisation import Chunks, Code, frozen_normalizations, refuse_instance_statistics
+from ..core.errors import FedlowrankError, TaskError
+from ..core.key import Key
+from ..core.tree import Params
+from .normalization import Chunks, Code, frozen_normalizations, refuse_instance_statistics
 from .standard import is_standard
 from .stateless import Saved, restore
 
@@ -43,8 +42,8 @@ class Architecture:
         initial: the parameters it starts from, those that can be trained.
         parameters: the number of all, frozen ones included.
         autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of the tensors.
-        couples: whether a batch is normalised by itself, so that padding would change its examples' scores.
-        statistics: names of the running statistics of batch normalisations, which are local; see :mod:`.normalisation`.
+        couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
+        statistics: names of the running statistics of batch normalizations, which are local; see :mod:`.normalization`.
         buffers: initial values of all other buffers that ``forward`` may change; a client keeps its own.
 
     Raises:
@@ -65,7 +64,7 @@ class Architecture:
         self._now: Params | None = None
         self._chunks: Chunks | None = None
         self._known: list[tuple[Params, Params]] = []
-        self._lora: LoRA | None = None
+        self.cache: dict[str, Any] = {}
         self.couples = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules.values())
         _refuse_parameter_hooks(name, module)
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
@@ -84,7 +83,7 @@ class Architecture:
                 f"model {name}: there is no submodule {head!r} to be its head; it has {sorted(modules)[1:]}"
             )
         self.head_name = head
-        self._example = example
+        self.example = example
         self._width = 0
         if head is not None:
             self._head = modules[head]
@@ -162,7 +161,7 @@ class Architecture:
         self._width = int(r.shape[-1])
 
     def probe(self, x: Any) -> Tensor:
-        """Scores of a few inputs by the initial parameters; a batch normalisation lets them pass, for they are no batch."""
+        """Scores of a few inputs by the initial parameters; a batch normalization lets them pass, for they are no batch."""
         with _PROBE.global_generators():
             return self.apply(self.initial | self._code.neutral(), x)
 
@@ -178,25 +177,6 @@ class Architecture:
             return module
 
         return {n: p.detach().contiguous() for n, p in build(again, key).named_parameters() if n in self.initial}
-
-    @property
-    def lora(self) -> LoRA:
-        """Where its weights take low-rank updates.
-
-        Raises:
-            TaskError: if it has no layer that can be adapted.
-        """
-        if self._lora is None:
-            self._lora = lora_of(self.module, self.head_name)
-        return self._lora
-
-    def rest(self) -> Params:
-        """The initial values of what is trained beside LoRA factors: the head, and whatever else is not frozen."""
-        sites = self.lora.sites.values()
-        factors = {n for s in sites for n in (s.a, s.b) if n is not None}
-        if factors:
-            return {n: p for n, p in self.initial.items() if n not in factors}
-        return {} if self.head_name is None else self.head_of(self.initial)
 
     @property
     def width(self) -> int:
@@ -248,7 +228,7 @@ class Architecture:
         return whole
 
     def locally(self, chunks: Chunks) -> Architecture:
-        """The same at a client that infers: batch normalisations use the statistics of its training data."""
+        """The same at a client that infers: batch normalizations use the statistics of its training data."""
         if not self.statistics:
             return self
         made = copy.copy(self)
@@ -283,15 +263,15 @@ class Architecture:
 
     def to(self, device: str) -> Architecture:
         """A copy of the architecture on a device."""
-        example = self._example
+        example = self.example
         moved = {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
         made = copy.copy(self)
-        made.module, made._lora = copy.deepcopy(self.module).to(device), None
+        made.module, made.cache = copy.deepcopy(self.module).to(device), {}
         made._left, made._frozen = [], frozen_normalizations(made.module)
         made._code = Code(made.module, frozen=made._frozen, left=made._left)
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
         made.buffers = {n: b.to(device) for n, b in self.buffers.items()}
-        made._example = moved
+        made.example = moved
         made._split()
         return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 
 FAMILY: dict[str, tuple[tuple[int, int], tuple[int, ...]]] = {
     "cnn1": ((16, 32), (2000, 500)),

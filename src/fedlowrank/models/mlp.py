@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 
 
 class MLP(nn.Module):

@@ -1,4 +1,4 @@
-"""ResNet-18 with group normalisation, as FedSLR trains it (Huang et al.; He et al., arXiv:1512.03385)."""
+"""ResNet-18 with group normalization, as FedSLR trains it (Huang et al.; He et al., arXiv:1512.03385)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..errors import ConfigError
+from ..core.errors import ConfigError
 
 GROUPS = 2
 

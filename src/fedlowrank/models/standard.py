@@ -32,7 +32,7 @@ LAYERS: frozenset[type[nn.Module]] = frozenset(
 )
 """Deterministic layers of PyTorch, and dropout layers, whose rate must be 0. A subclass does not count: it may do anything."""
 
-OWN = ("fedlowrank.models.", "fedlowrank.low_rank.lora_layers", "fedlowrank.check")
+OWN = ("fedlowrank.models.", "fedlowrank.adapters.lora_layers", "fedlowrank.testing.check")
 """Where this package's layers are defined. Their ``forward`` is deterministic."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

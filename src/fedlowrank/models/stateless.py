@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..tree import Params
+from ..core.tree import Params
 
 Slot = tuple[dict[str, Any], str]
 """A module's table of parameters, buffers or submodules, and a name in it."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..errors import ConfigError, did_you_mean
-from ..own_code import import_named
+from ..core.errors import ConfigError, did_you_mean
+from ..core.user_code import import_named
 from .cnn import CNN, FAMILY, FloralCNN
 from .mlp import MLP, LinearModel
 from .resnet import RESNETS, ResNet18

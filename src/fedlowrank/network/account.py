@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..digest import KEY, check_seal, sealed
-from ..engine import checkpoint
-from ..errors import CheckpointError, ConfigError
-from ..lock import exclusive
-from ..record import as_checkpoint_error, write_json
+from ..core.errors import CheckpointError, ConfigError
+from ..core.files import as_checkpoint_error, write_json
+from ..simulation import checkpoint
+from ..simulation.digest import KEY, check_seal, sealed
+from ..simulation.lock import exclusive
 
 ACCOUNT = "network.json"
 """Name of the file."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..evaluate import SPLITS, ClientEvaluation
-from ..method import ClientInfo, Pass
-from ..models.architecture import Architecture
+from ..core.method import ClientInfo, Pass
+from ..core.model import Model
+from ..simulation.evaluation import SPLITS, ClientEvaluation
 from .messages import Answer, MessageError
-from .trust import Refused
+from .validation.uploads import Refused
 
 HEADER = 1 << 20
 """Characters of the JSON of an answer at most."""
@@ -43,7 +43,7 @@ def steps_of(passes: Mapping[str, Pass], examples: int) -> dict[str, int]:
 
 
 def check_counts(
-    answer: Answer, passes: Mapping[str, Pass], trained: Sequence[str], model: Architecture, examples: int
+    answer: Answer, passes: Mapping[str, Pass], trained: Sequence[str], model: Model, examples: int
 ) -> None:
     """Compare what a client counted with what its examples imply.
 
@@ -74,19 +74,19 @@ def check_counts(
         raise Refused(answer.client, "", "it reports losses that cannot be")
 
 
-def weights_of(model: Architecture) -> int:
+def weights_of(model: Model) -> int:
     """All numbers in a model's weights, frozen ones included."""
     return max(1, model.parameters, sum(p.numel() for p in model.module.parameters()))
 
 
-def inputs_of(model: Architecture) -> int:
+def inputs_of(model: Model) -> int:
     """Numbers in one input of a model."""
-    example = model._example
+    example = model.example
     sizes = [int(t[:1].numel()) for t in (example.values() if isinstance(example, dict) else [example])]
     return max(1, *sizes)
 
 
-def check_evaluation(found: ClientEvaluation, client: ClientInfo, model: Architecture) -> None:
+def check_evaluation(found: ClientEvaluation, client: ClientInfo, model: Model) -> None:
     """Whether an evaluation says of each of its series what can be said of one.
 
     Raises:

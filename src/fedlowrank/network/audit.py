@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..record import as_checkpoint_error
+from ..core.files import as_checkpoint_error
 from .messages import plain
 from .transport import Delivery
 

@@ -8,24 +8,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import build
-from ..engine.base import client_view
-from ..engine.folder import RunFolder
-from ..engine.sequential import Sequential
-from ..errors import ConfigError
-from ..experiment import Experiment
-from ..record import RoundRecord, as_checkpoint_error
-from ..simulate import Result, described, rounds, threads
+from ..config.experiment import Experiment
+from ..config.network_settings import NetworkSettings
+from ..config.tables import build
+from ..core.errors import ConfigError
+from ..core.files import as_checkpoint_error
+from ..engines.base import client_view
+from ..engines.sequential import Sequential
+from ..simulation.records import RoundRecord
+from ..simulation.run_folder import RunFolder
+from ..simulation.simulate import Result, described, rounds, threads
 from .account import Account, new_run_id
 from .audit import Audit
 from .network_run import NetworkRun
-from .norms import NormBound
-from .roster import Roster
+from .registry import Roster
 from .server import NetworkError, Remote, Say
-from .settings import NetworkSettings
 from .silence import Silence
 from .transport import Transport
-from .trust import Bans
+from .validation.norms import NormBound
+from .validation.uploads import Bans
 
 
 def network_settings(made: Experiment) -> NetworkSettings:

@@ -28,15 +28,15 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from .. import experiment
-from ..engine.folder import RunFolder
-from ..errors import ConfigError, FedlowrankError
-from ..record import as_checkpoint_error
-from ..simulate import threads
+from ..config import experiment
+from ..core.errors import ConfigError, FedlowrankError
+from ..core.files import as_checkpoint_error
+from ..simulation.run_folder import RunFolder
+from ..simulation.simulate import threads
+from .client import Party, prepare
 from .drive import clients_of, drive
 from .intake import Intake
 from .messages import Order, sections
-from .party import Party, prepare
 from .server import Say
 from .transport import Delivery, Parcel
 

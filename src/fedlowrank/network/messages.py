@@ -1,6 +1,6 @@
 """What server and clients say to each other: a few words as JSON, and at most one tree as bytes.
 
-A download and an upload cross as the bytes that :func:`fedlowrank.tree.encode` gives, one buffer a message, so that what is
+A download and an upload cross as the bytes that :func:`fedlowrank.core.tree.encode` gives, one buffer a message, so that what is
 sent is what is counted. Everything else stands in the words, whose form is checked before anything is done with them.
 """
 
@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 
 import pydantic
 
-from ..errors import FedlowrankError
-from ..evaluate import ClientEvaluation
+from ..core.errors import FedlowrankError
+from ..simulation.evaluation import ClientEvaluation
 
 W = TypeVar("W", bound="Words")
 
@@ -114,7 +114,7 @@ class Answer(Words):
         round: as in the order.
         problem: why it has no upload although it should train, or "".
         kind: of problem: state, it has not got the state it is to build on; training, a NaN; disk; other.
-        steps: optimiser steps taken.
+        steps: optimizer steps taken.
         flops: floating-point operations of its training.
         losses: mean loss of each pass.
         evaluation: of its models, if that was asked.

@@ -7,15 +7,15 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from ..core.errors import ConfigError
+from ..core.method import ClientInfo, Reply, ServerView
 from ..data.federation import Federation
-from ..engine.base import AnyMethod, Job
-from ..engine.run import Run, RunSettings
-from ..errors import ConfigError
-from ..evaluate import ClientEvaluation, Evaluation, together
-from ..method import ClientInfo, Reply, ServerView
-from ..record import RoundRecord
+from ..engines.base import AnyMethod, Job
+from ..simulation.evaluation import ClientEvaluation, Evaluation, together
+from ..simulation.records import RoundRecord
+from ..simulation.run import Run, RunSettings
 from .server import Remote
-from .trust import Refused, update_or_name
+from .validation.uploads import Refused, update_or_name
 
 
 class NetworkRun(Run):

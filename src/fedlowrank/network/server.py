@@ -11,22 +11,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .. import tree
+from ..config.network_settings import Limits, NetworkSettings
+from ..core import tree
+from ..core.errors import FedlowrankError
+from ..core.method import ClientInfo, Task
 from ..data.federation import Federation
-from ..engine.base import AnyMethod, Engine, Job, Outcome
-from ..errors import FedlowrankError
-from ..evaluate import ClientEvaluation
-from ..method import ClientInfo, Task
-from ..train import Meter
+from ..engines.base import AnyMethod, Engine, Job, Outcome
+from ..simulation.evaluation import ClientEvaluation
+from ..training.trainer import Meter
 from .answers import HEADER, check_counts, check_evaluation, read_answer, steps_of
 from .audit import Audit
 from .messages import Answer, Order, plain
-from .norms import Measured, NormBound, measure
-from .roster import Roster, StrangerError
-from .settings import NetworkSettings
+from .registry import Roster, StrangerError
 from .silence import Silence
 from .transport import LOOK, PATIENCE, Delivery, Exchange, Parcel, Transport
-from .trust import Bans, Limits, Refused, Templates, inspect, most_bytes
+from .validation.norms import Measured, NormBound, measure
+from .validation.uploads import Bans, Refused, Templates, inspect, most_bytes
 
 Say = Callable[[str], None]
 

@@ -92,7 +92,7 @@ def score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
                     low, high = _ends([scores[rank] for rank in x], measure)
                     bars = measure.scale * np.array([mean - low, high - mean])
                     axes.errorbar(
-                        x, measure.scale * mean, yerr=bars if bars.any() else None, color=style.colour, linestyle=style.line,
+                        x, measure.scale * mean, yerr=bars if bars.any() else None, color=style.color, linestyle=style.line,
                         marker=style.marker, markersize=2.5 + 2.5 * room, capsize=2, elinewidth=1,
                         transform=axes.transData + aside,
                     )  # fmt: skip
@@ -177,7 +177,7 @@ def _replies(group: Group) -> Picture | None:
         f"means over the clients of a rank: {ends}.",
         f"Above: how much the reply of each client counts in a round, seed {seed(run)}; dotted: what it would if all counted "
         "the same. Below: the part of the server's update W that the client's rank has no room for, ‖W − Wʳ‖² in percent of "
-        f"‖W‖² over all layers{scale}. A line is a client, its colour "
+        f"‖W‖² over all layers{scale}. A line is a client, its color "
         f"and dash its rank; clients of one rank are sent the same, so their lines often coincide; it is "
         f"interrupted where the client took no part.{cut}",
     )
@@ -187,7 +187,7 @@ def server_rank_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture 
     """Singular values that the server holds of its update W, against rounds: mean over layers, one line a method.
 
     They are the rank of W in the exact and the capped state, but in the dense one no more than the clients ask for
-    (:attr:`fedlowrank.low_rank.delta.Delta.rank`), and the record does not tell the states apart.
+    (:attr:`fedlowrank.linalg.delta.Delta.rank`), and the record does not tell the states apart.
     """
     found = [(group, got) for group in groups if (got := server_rank(group)) is not None]
     if not found:
@@ -297,13 +297,13 @@ def training_loss_over_rounds(groups: Sequence[Group], styles: Styles) -> Pictur
 
 
 def rank_styles(ranks: Sequence[int]) -> dict[int, Style]:
-    """A look for each rank, the largest first: colours of the palette while they last, else evenly spaced hues."""
+    """A look for each rank, the largest first: colors of the palette while they last, else evenly spaced hues."""
     order = sorted(set(ranks), reverse=True)
     looks = styles([str(rank) for rank in order])
     if len(order) <= len(LIGHT):
         return {rank: looks[str(rank)] for rank in order}
     # not all around the circle of hues, where the largest and the smallest would look alike
-    return {rank: replace(looks[str(rank)], colour=hue(i, len(order) * 5 // 4)) for i, rank in enumerate(order)}
+    return {rank: replace(looks[str(rank)], color=hue(i, len(order) * 5 // 4)) for i, rank in enumerate(order)}
 
 
 def _ends(scores: Sequence[RankScore], measure: Measure) -> tuple[Floats, Floats]:
@@ -358,7 +358,7 @@ def _error_axis(axes: Axes, errors: Sequence[float]) -> bool:
 def _reply_line(axes: Axes, track: Mapping[int, float], style: Style, rounds: Sequence[int], marked: bool) -> None:
     # no line over rounds in which the client took no part
     axes.plot(
-        rounds, [track.get(at, math.nan) for at in rounds], color=style.colour, linestyle=style.line,
+        rounds, [track.get(at, math.nan) for at in rounds], color=style.color, linestyle=style.line,
         marker=style.marker if marked else "", markersize=3.5, linewidth=1.3, dash_capstyle="butt",
     )  # fmt: skip
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedlowrank.record import RoundRecord, RunRecord
-
+from ..simulation.records import RoundRecord, RunRecord
 from .ablation import Ablation
 from .courses import Course, course, shared_rounds
 from .groups import Group, Spread, measure_of, predicts_tokens, spread, vary_text, worded

@@ -32,13 +32,13 @@ THIN = 1.0
 def handle(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
     """Entry of a legend: line and marker of a style, or others instead."""
     return Line2D(
-        [], [], color=style.colour, linestyle=style.line if line is None else line, markersize=6,
+        [], [], color=style.color, linestyle=style.line if line is None else line, markersize=6,
         marker=style.marker if marker is None else marker,
     )  # fmt: skip
 
 
 def rgb(code: str) -> tuple[float, float, float]:
-    """A colour such as ``#0a0001`` as numbers, to which an opacity can be added."""
+    """A color such as ``#0a0001`` as numbers, to which an opacity can be added."""
     return (int(code[1:3], 16) / 255, int(code[3:5], 16) / 255, int(code[5:7], 16) / 255)
 
 
@@ -115,13 +115,13 @@ def line(
         if axes.get_yscale() == "log":
             # below zero a logarithmic axis has no place
             low = np.maximum(low, axes.get_ylim()[0] / scale)
-        axes.fill_between(x, scale * low, scale * high, color=style.colour, alpha=0.15, linewidth=0)
+        axes.fill_between(x, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
     # One evaluation is a point; a line through it would show nothing.
     key = handle(style, marker=style.marker if len(mean) == 1 else "")
     if thin:
         key.set(linewidth=THIN, markerfacecolor="none")
     axes.plot(
-        x, scale * mean, color=style.colour, linestyle=style.line, marker=key.get_marker(), dash_capstyle="butt",
+        x, scale * mean, color=style.color, linestyle=style.line, marker=key.get_marker(), dash_capstyle="butt",
         linewidth=key.get_linewidth(), markerfacecolor=key.get_markerfacecolor(),
     )  # fmt: skip
     return key

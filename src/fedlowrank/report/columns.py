@@ -212,7 +212,7 @@ def _costs(rows: Sequence[Row]) -> Iterable[Column]:
     )  # fmt: skip
     if compared:
         yield Column("paper", "", _paper_communication, block)
-    yield _number("steps", "steps", si, block, "optimiser steps of all clients")
+    yield _number("steps", "steps", si, block, "optimizer steps of all clients")
     yield _number(
         "FLOPs", "flops", si, block, "floating-point operations of training, forward and backward, of all clients"
     )

@@ -41,7 +41,7 @@ from .units import plain, si
 def accuracy_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Accuracy against rounds, one line a method, with the 95 % interval over seeds as a band.
 
-    Further series of a method, and the clients that never train, are thin lines in its colour, unless that made too many
+    Further series of a method, and the clients that never train, are thin lines in its color, unless that made too many
     lines (:func:`fedlowrank.report.courses.shown_series`).
     """
     judged = [group for group in groups if group.measure == ACCURACY]
@@ -125,7 +125,7 @@ def accuracy_over_bytes(groups: Sequence[Group], styles: Styles) -> Picture | No
             style = styles[group.short]
             cut = sending.get(group.label)
             if cut is None:
-                axes.axhline(measure.scale * course.mean[-1], color=style.colour, linestyle=style.line)
+                axes.axhline(measure.scale * course.mean[-1], color=style.color, linestyle=style.line)
                 handles.append(handle(style, marker=""))
             else:
                 handles.append(line(axes, cut.bytes, cut.mean, cut.ci, style, measure.scale, bounds=measure.bounds))
@@ -210,7 +210,7 @@ def trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
             side = math.sqrt(36 + 700 * sent / largest)
             axes.plot(
                 [at], [measure.scale * reached.mean], marker=style.marker, markersize=side, linestyle="",
-                markerfacecolor=(*rgb(style.colour), 0.35), markeredgecolor=style.colour, markeredgewidth=1.4,
+                markerfacecolor=(*rgb(style.color), 0.35), markeredgecolor=style.color, markeredgewidth=1.4,
             )  # fmt: skip
         handles = [handle(styles[group.short], line="") for group, *_ in found]
         prefixed(axes.xaxis, "FLOP", flops_all if log else None)
@@ -256,7 +256,7 @@ def sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
             style, x = styles[short], [at for at, _ in rows]
             # Side by side by a few points on paper, so that bars at one value do not hide each other.
             aside = ScaledTranslation((i - (len(shorts) - 1) / 2) * 4 / 72, 0, figure.dpi_scale_trans)
-            axes.errorbar(x, measure.scale * y, yerr=bars if bars.any() else None, color=style.colour, linestyle=style.line,
+            axes.errorbar(x, measure.scale * y, yerr=bars if bars.any() else None, color=style.color, linestyle=style.line,
                           marker=style.marker, markersize=5, capsize=2, elinewidth=1,
                           transform=axes.transData + aside)  # fmt: skip
             handles.append(handle(style))
@@ -306,17 +306,17 @@ def _sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric: bo
 
 def _box(axes: Axes, y: int, values: Sequence[float], style: Style) -> None:
     one = boxplot_stats(np.asarray(values))[0]
-    ink: Any = {"color": style.colour, "linewidth": 1.3}
+    ink: Any = {"color": style.color, "linewidth": 1.3}
     axes.hlines([y, y], [one["whislo"], one["q3"]], [one["q1"], one["whishi"]], **ink)
     axes.vlines([one["whislo"], one["whishi"]], y - 0.15, y + 0.15, **ink)
     axes.add_patch(
         Rectangle(
             (one["q1"], y - 0.3), one["q3"] - one["q1"], 0.6,
-            facecolor=(*rgb(style.colour), 0.25), edgecolor=style.colour, linewidth=1.3,
+            facecolor=(*rgb(style.color), 0.25), edgecolor=style.color, linewidth=1.3,
         )
     )  # fmt: skip
-    axes.vlines([one["med"]], y - 0.3, y + 0.3, color=style.colour, linewidth=2.4)
-    axes.plot(one["fliers"], [y] * len(one["fliers"]), linestyle="", marker="o", markersize=3, color=style.colour)
+    axes.vlines([one["med"]], y - 0.3, y + 0.3, color=style.color, linewidth=2.4)
+    axes.plot(one["fliers"], [y] * len(one["fliers"]), linestyle="", marker="o", markersize=3, color=style.color)
     axes.plot([one["mean"]], [y], linestyle="", marker="+", markersize=9, markeredgewidth=1.8, color=INK)
 
 

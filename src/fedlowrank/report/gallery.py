@@ -8,12 +8,12 @@ from pathlib import Path
 
 import matplotlib
 
-from fedlowrank.methods import METHODS
-from fedlowrank.record import RunRecord, as_checkpoint_error
-
+from ..core.files import as_checkpoint_error
+from ..methods import METHODS
+from ..simulation.records import RunRecord
 from . import adapter_figures, figures, low_rank_figures, pictures, route_figures
 from .groups import Group, aggregate, vary_text
-from .style import Picture, Style, drawing, real_colours, styles
+from .style import Picture, Style, drawing, real_colors, styles
 
 
 def method_styles(groups: Sequence[Group]) -> dict[str, Style]:
@@ -87,7 +87,7 @@ def save_figures(runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] =
     made: list[Path] = []
     for name in names:
         into = folder / _slug(name) if len(names) > 1 else folder
-        with as_checkpoint_error(f"cannot write figures to {into}"), drawing(), real_colours():
+        with as_checkpoint_error(f"cannot write figures to {into}"), drawing(), real_colors():
             looks = method_styles(groups)
             into.mkdir(parents=True, exist_ok=True)
             matplotlib.rcParams["svg.hashsalt"] = "fedlowrank"

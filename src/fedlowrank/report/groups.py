@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from fedlowrank.errors import ConfigError
-from fedlowrank.record import RunRecord
-
+from ..core.errors import ConfigError
+from ..simulation.records import RunRecord
 from .measure import ACCURACY, LOSS, MEASURES, Measure, judged
-from .summary import RunSummary, Score, highest_all_reached, part, run_target, summarise
+from .summary import RunSummary, Score, highest_all_reached, part, run_target, summarize
 from .units import plain
 
 CONFIDENCE = 0.95
@@ -237,7 +236,7 @@ def aggregate(runs: Sequence[RunRecord], target: float | None = None) -> list[Gr
             buckets.setdefault(json.dumps([method_name(run), settings(run), varied(run)], sort_keys=True), []).append(
                 run
             )
-        found += _labelled([_group(name, bucket, aim) for bucket in buckets.values()])
+        found += _labeled([_group(name, bucket, aim) for bucket in buckets.values()])
     return found
 
 
@@ -326,12 +325,12 @@ def _group(name: str, runs: Sequence[RunRecord], target: Target) -> Group:
         short=title,
         label=title,
         target=target,
-        runs=tuple(summarise(run, target.value) for run in by_seed.values()),
+        runs=tuple(summarize(run, target.value) for run in by_seed.values()),
         repeated=tuple(dict.fromkeys(repeated)),
     )
 
 
-def _labelled(groups: Sequence[Group]) -> list[Group]:
+def _labeled(groups: Sequence[Group]) -> list[Group]:
     """Make labels unique: by the method's name, then by the settings that differ, at last by a number."""
     names = {group.short: {other.method for other in groups if other.short == group.short} for group in groups}
     named = [

@@ -6,9 +6,8 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from fedlowrank.errors import ConfigError
-from fedlowrank.record import RunRecord
-
+from ..core.errors import ConfigError
+from ..simulation.records import RunRecord
 from . import words
 from .ablation import ablations
 from .css import CSS

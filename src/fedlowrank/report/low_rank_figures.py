@@ -113,7 +113,7 @@ def downlink_over_rounds(groups: Sequence[Group], styles: Styles) -> Picture | N
             times = max(1, min(3, len(sent.rounds) // len(drawn)))
             at = sorted({int(len(sent.rounds) / times * (k + (i + 0.5) / len(drawn))) for k in range(times)})
             axes.plot(
-                sent.rounds, np.where(sent.mean > 0, sent.mean, np.nan) if log else sent.mean, color=style.colour,
+                sent.rounds, np.where(sent.mean > 0, sent.mean, np.nan) if log else sent.mean, color=style.color,
                 linestyle=style.line, marker=style.marker, markersize=5, markevery=at, dash_capstyle="butt",
             )  # fmt: skip
         positive = [float(value) for _, sent in drawn for value in sent.mean if value > 0]
@@ -212,8 +212,8 @@ def accuracy_over_size(groups: Sequence[Group], styles: Styles) -> Picture | Non
         figure, axes = new_figure(3.1)
         handles = []
         for _, style, place, mean, size in found:
-            face: Any = "none" if place else (*rgb(style.colour), 0.5)
-            look: Any = {"markerfacecolor": face, "markeredgecolor": style.colour, "markeredgewidth": 1.4}
+            face: Any = "none" if place else (*rgb(style.color), 0.5)
+            look: Any = {"markerfacecolor": face, "markeredgecolor": style.color, "markeredgewidth": 1.4}
             axes.plot(
                 [size], [measure.scale * mean], marker=style.marker, markersize=6 if place else 10, linestyle="", **look
             )
@@ -264,8 +264,8 @@ def _rank_line(axes: Axes, course: Course, style: Style) -> None:
     x, y = course.rounds[kept], course.mean[kept]
     if course.ci is not None:
         low, high = (end[kept] for end in course.ends(NON_NEGATIVE))
-        axes.fill_between(x, low, high, color=style.colour, alpha=0.15, linewidth=0)
-    axes.plot(x, y, color=style.colour, linestyle=style.line, dash_capstyle="butt", linewidth=1.5)
+        axes.fill_between(x, low, high, color=style.color, alpha=0.15, linewidth=0)
+    axes.plot(x, y, color=style.color, linestyle=style.line, dash_capstyle="butt", linewidth=1.5)
 
 
 def _violin(axes: Axes, y: int, values: NDArray[np.float64], style: Style, opacity: float) -> None:
@@ -276,11 +276,11 @@ def _violin(axes: Axes, y: int, values: NDArray[np.float64], style: Style, opaci
         density = gaussian_kde(values)(grid)
         width = 0.42 * density / density.max()
         axes.fill_between(
-            grid, y - width, y + width, facecolor=(*rgb(style.colour), opacity), edgecolor=style.colour, linewidth=1.1
+            grid, y - width, y + width, facecolor=(*rgb(style.color), opacity), edgecolor=style.color, linewidth=1.1
         )
         around = 0.42 * np.interp([first, third], grid, density) / density.max()
-        axes.vlines([first, third], y - around, y + around, color=style.colour, linewidth=1)
-    axes.vlines([median], y - 0.42, y + 0.42, color=style.colour, linewidth=2.4)
+        axes.vlines([first, third], y - around, y + around, color=style.color, linewidth=1)
+    axes.vlines([median], y - 0.42, y + 0.42, color=style.color, linewidth=2.4)
 
 
 def _layer(name: str) -> str:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fedlowrank.record import Accuracy, RoundRecord, RunRecord
-
+from ..simulation.records import Accuracy, RoundRecord, RunRecord
 from .units import loss, percent
 
 
@@ -17,7 +16,7 @@ class Measure:
     """A number that every evaluation has of every client.
 
     Attributes:
-        field: of a :class:`fedlowrank.record.RoundRecord`.
+        field: of a :class:`fedlowrank.simulation.records.RoundRecord`.
         noun: its name in a sentence, such as ``test accuracy``.
         title: its name at the head of a title.
         unit: in which it is shown; empty for none.

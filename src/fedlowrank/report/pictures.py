@@ -11,10 +11,9 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from sklearn.manifold import TSNE
 
-from fedlowrank.record import RunRecord
-
+from ..simulation.records import RunRecord
 from .groups import Group, seed
-from .style import INK, LIGHT, MARKERS, WIDTH, Picture, colour, drawing, hue, legend, new_figure
+from .style import INK, LIGHT, MARKERS, WIDTH, Picture, color, drawing, hue, legend, new_figure
 from .units import plain
 
 POINTS = 2000
@@ -95,7 +94,7 @@ def class_counts(run: RunRecord) -> Picture | None:
     with drawing():
         figure, axes = new_figure(max(2.2, min(4.6, 1.0 + 0.24 * classes)))
         x, y, n = (np.array(column) for column in zip(*points, strict=True))
-        axes.scatter(x, y, s=np.maximum(1.5, cell**2 * n / largest), color=colour(0), alpha=0.85, linewidths=0)
+        axes.scatter(x, y, s=np.maximum(1.5, cell**2 * n / largest), color=color(0), alpha=0.85, linewidths=0)
         names = [plain(name, 14) for name in run.config.get("classes") or []]
         if len(names) == classes <= LISTED:
             axes.set_yticks(range(classes), names)
@@ -119,9 +118,9 @@ def class_counts(run: RunRecord) -> Picture | None:
     )
 
 
-def class_colours(count: int) -> list[str]:
-    """A colour for each class: the palette while it lasts, else evenly spaced hues."""
-    return [colour(i) if count <= len(LIGHT) else hue(i, count) for i in range(count)]
+def class_colors(count: int) -> list[str]:
+    """A color for each class: the palette while it lasts, else evenly spaced hues."""
+    return [color(i) if count <= len(LIGHT) else hue(i, count) for i in range(count)]
 
 
 Stored = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
@@ -146,7 +145,7 @@ def _panel(
     clients: Sequence[int],
     total: int,
 ) -> Picture:
-    colours = class_colours(count)
+    colors = class_colors(count)
     with drawing():
         figure, axes = new_figure(3.2, 3.2)
         # One artist a marker: drawn class by class, the last classes would lie on top everywhere.
@@ -155,7 +154,7 @@ def _panel(
             if mine.any():
                 axes.scatter(
                     flat[mine, 0], flat[mine, 1], s=13, marker=MARKERS[place % len(MARKERS)], linewidths=0,
-                    c=[colours[k] for k in label[mine]], alpha=0.8,
+                    c=[colors[k] for k in label[mine]], alpha=0.8,
                 )  # fmt: skip
         axes.set(xticks=[], yticks=[])
         axes.grid(visible=False)
@@ -174,9 +173,9 @@ def _panel(
 
 def _key(run: RunRecord, count: int, clients: Sequence[int]) -> Picture:
     names = run.config.get("classes") or []
-    colours = class_colours(count)
+    colors = class_colors(count)
     listed = range(min(count, LISTED))
-    handles = [Line2D([], [], linestyle="", marker="o", markersize=6, color=colours[k]) for k in listed]
+    handles = [Line2D([], [], linestyle="", marker="o", markersize=6, color=colors[k]) for k in listed]
     labels = [f"class {plain(names[k] if k < len(names) else k, 14)}" for k in listed]
     marked = clients[: len(MARKERS)]
     handles += [Line2D([], [], linestyle="", marker=MARKERS[i], markersize=6, color=INK) for i in range(len(marked))]
@@ -190,8 +189,8 @@ def _key(run: RunRecord, count: int, clients: Sequence[int]) -> Picture:
     return Picture(
         figure,
         "Legend of the representations",
-        "Legend: a colour for each class and a marker for each client.",
-        "Colour: class; marker: client."
+        "Legend: a color for each class and a marker for each client.",
+        "Color: class; marker: client."
         + "".join(f" {text[0].upper()}{text[1:]}." for text in more if text)
         + " Distances between far groups mean little in t-SNE.",
     )

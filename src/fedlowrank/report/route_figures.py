@@ -19,7 +19,7 @@ from .axes import Styles, line, methods, rgb, rounds_axis, seeds_note
 from .courses import Bounds, Floats, reach
 from .groups import Group, seed
 from .routing import recovered, routed, true_clusters
-from .style import INK, WIDTH, Picture, colour, drawing, legend, new_figure
+from .style import INK, WIDTH, Picture, color, drawing, legend, new_figure
 from .summary import unseen_clients
 from .units import plain
 
@@ -37,7 +37,7 @@ CELLS = 6000
 
 FEWEST = 100
 LEVELS = 16
-"""Shades of a share: neighbours cannot be told apart, and cells of one shade make one path of the drawing."""
+"""Shades of a share: neighbors cannot be told apart, and cells of one shade make one path of the drawing."""
 
 ALL_TICKS = 5
 """Most clusters that are all named along an axis."""
@@ -135,7 +135,7 @@ def _routes(group: Group) -> Picture | None:
 def shades(axes: Axes, shares: Floats) -> None:
     """Draw shares ``[rows, columns]`` as cells, the darker the larger; the first row is on top.
 
-    Cells are paths with an opacity, not pixels, so that they take the page's colours, and print sharp.
+    Cells are paths with an opacity, not pixels, so that they take the page's colors, and print sharp.
     """
     rows, columns = shares.shape
     level = np.round(np.nan_to_num(shares, nan=0.0).clip(0, 1) * LEVELS).astype(int)
@@ -149,7 +149,7 @@ def shades(axes: Axes, shares: Floats) -> None:
                 codes += [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
         if boxes:
             axes.add_patch(
-                PathPatch(Path(boxes, codes), facecolor=(*rgb(colour(0)), shade / LEVELS), linewidth=0, gid=f"{shade}")
+                PathPatch(Path(boxes, codes), facecolor=(*rgb(color(0)), shade / LEVELS), linewidth=0, gid=f"{shade}")
             )
     axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
     axes.grid(visible=False)

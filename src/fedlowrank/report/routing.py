@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from sklearn.metrics import adjusted_rand_score
 
-from fedlowrank.record import RoundRecord, RunRecord
-
+from ..simulation.records import RoundRecord, RunRecord
 from .courses import Course, Floats, course, shared_rounds
 from .groups import Group, Spread, seed, spread
 from .summary import part, unseen_clients

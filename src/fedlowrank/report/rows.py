@@ -27,7 +27,7 @@ def row_of(group: Group) -> Row:
     What is about a series other than the headline stands under a name that ends in a point and the series. The paper's
     numbers are those of the first seed's configuration; in a sweep, each group has its own.
 
-    Costs "to target" are given only if every evaluated seed reached it: a mean over those that did would favour a
+    Costs "to target" are given only if every evaluated seed reached it: a mean over those that did would favor a
     method that often fails.
     """
     runs = group.runs

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedlowrank.record import RoundRecord, RunRecord
-
+from ..simulation.records import RoundRecord, RunRecord
 from .courses import Course, course, shared_rounds
 from .groups import Group, Spread, spread, vary_text
 from .summary import RunSummary, SeriesSummary

@@ -1,7 +1,7 @@
 """How figures look: one style a method, and SVG that follows the page between light and dark.
 
-Figures are drawn with placeholder colours. :func:`to_svg` turns those into ``currentColor`` and CSS variables with the
-light colour as fallback, so one drawing serves both modes and print.
+Figures are drawn with placeholder colors. :func:`to_svg` turns those into ``currentColor`` and CSS variables with the
+light color as fallback, so one drawing serves both modes and print.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from matplotlib.figure import Figure
 
 from .units import plain
 
-# Both lists were searched for the largest least distance in Oklab between any two colours, as seen normally and with
+# Both lists were searched for the largest least distance in Oklab between any two colors, as seen normally and with
 # protanopia, deuteranopia and tritanopia, at a contrast of at least 3:1 with the background.
 LIGHT = ("#0071a2", "#da7805", "#3a9f93", "#c73cef", "#8c6106", "#1c0085", "#540213", "#4d4d4c")
 DARK = ("#2789a0", "#e4a004", "#64cead", "#c194fc", "#a3fa44", "#cd19fd", "#e14344", "#f8efe6")
 
 INK = "#010203"
-"""Placeholder of the text colour."""
+"""Placeholder of the text color."""
 
 PAPER = "#fdfcfb"
-"""Placeholder of the background colour."""
+"""Placeholder of the background color."""
 
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.5), (6, 1.8, 1.2, 1.8))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h")
@@ -83,12 +83,12 @@ class Style:
     """How one method is drawn, in every figure.
 
     Attributes:
-        colour: placeholder colour.
+        color: placeholder color.
         dash: matplotlib dash lengths, empty for a solid line.
         marker: matplotlib marker.
     """
 
-    colour: str
+    color: str
     dash: tuple[float, ...]
     marker: str
 
@@ -98,12 +98,12 @@ class Style:
         return (0.0, self.dash) if self.dash else "-"
 
     def further(self, place: int) -> Style:
-        """The look of a further series of the method: same colour and marker, another dash.
+        """The look of a further series of the method: same color and marker, another dash.
 
         Args:
             place: 0 for the headline, which is the style itself, then 1, 2, ...
         """
-        # two dashes on first: the next one may belong to another method of the same colour
+        # two dashes on first: the next one may belong to another method of the same color
         at = DASHES.index(self.dash) + (place + 1 if place else 0)
         return replace(self, dash=DASHES[at % len(DASHES)])
 
@@ -127,12 +127,12 @@ class Picture:
     small: bool = False
 
 
-_REAL: ContextVar[bool] = ContextVar("real colours", default=False)
+_REAL: ContextVar[bool] = ContextVar("real colors", default=False)
 
 
 @contextmanager
-def real_colours() -> Iterator[None]:
-    """Draw in the light colours themselves, for files that stand alone, and not in placeholders for a page."""
+def real_colors() -> Iterator[None]:
+    """Draw in the light colors themselves, for files that stand alone, and not in placeholders for a page."""
     token = _REAL.set(True)
     try:
         yield
@@ -140,13 +140,13 @@ def real_colours() -> Iterator[None]:
         _REAL.reset(token)
 
 
-def colour(index: int) -> str:
-    """Placeholder of a palette colour; :func:`to_svg` knows them."""
+def color(index: int) -> str:
+    """Placeholder of a palette color; :func:`to_svg` knows them."""
     return LIGHT[index % len(LIGHT)] if _REAL.get() else f"#0a00{index % len(LIGHT):02x}"
 
 
 def hue(index: int, count: int) -> str:
-    """Placeholder of one of many evenly spaced hues; neighbours differ in lightness too."""
+    """Placeholder of one of many evenly spaced hues; neighbors differ in lightness too."""
     turn = round(256 * index / count) % 256
     if _REAL.get():
         rgb = colorsys.hls_to_rgb(turn / 256, (0.28, 0.43)[index % 2], 0.7)
@@ -158,7 +158,7 @@ def styles(labels: Sequence[str]) -> dict[str, Style]:
     """A style for each label, by its place; distinct for 32 labels and, by its marker, for 96."""
     n = len(LIGHT)
     return {
-        label: Style(colour(i), DASHES[(i + i // n) % len(DASHES)], MARKERS[(i + i // n) % len(MARKERS)])
+        label: Style(color(i), DASHES[(i + i // n) % len(DASHES)], MARKERS[(i + i // n) % len(MARKERS)])
         for i, label in enumerate(dict.fromkeys(labels))
     }
 
@@ -231,9 +231,9 @@ def to_svg(figure: Figure, name: str) -> str:
     return ET.tostring(root, encoding="unicode")
 
 
-def css_variables(colours: Sequence[str]) -> str:
+def css_variables(colors: Sequence[str]) -> str:
     """Declarations of the palette for a style sheet."""
-    return "".join(f"--s{i}:{value};" for i, value in enumerate(colours))
+    return "".join(f"--s{i}:{value};" for i, value in enumerate(colors))
 
 
 def _defaults() -> dict[str, object]:

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedlowrank.record import RoundRecord, RunRecord
-
+from ..simulation.records import RoundRecord, RunRecord
 from .measure import ACCURACY, LOSS, Measure, judged
 
 LAST = 10
@@ -81,7 +80,7 @@ class Totals:
         bytes_down: bytes of messages from the server.
         parameters_up: floating-point elements in messages to the server.
         parameters_down: floating-point elements in messages from the server.
-        steps: optimiser steps of all clients.
+        steps: optimizer steps of all clients.
         flops: floating-point operations of training.
         seconds: wall-clock seconds of each kind, such as ``train``, ``server`` and ``evaluate``.
     """
@@ -273,7 +272,7 @@ def totals(records: Sequence[RoundRecord]) -> Totals:
     )
 
 
-def summarise_series(run: RunRecord, series: str, measure: Measure = ACCURACY) -> SeriesSummary:
+def summarize_series(run: RunRecord, series: str, measure: Measure = ACCURACY) -> SeriesSummary:
     """Test accuracy or loss of one series at the rounds that a report may choose."""
     test = scores(run, series, "test", measure)
     if not test:
@@ -312,7 +311,7 @@ def to_target(run: RunRecord, series: str | None, target: float | None) -> ToTar
     return None
 
 
-def summarise(run: RunRecord, target: float | None = None) -> RunSummary:
+def summarize(run: RunRecord, target: float | None = None) -> RunSummary:
     """Everything that the report says about one run.
 
     Args:
@@ -324,7 +323,7 @@ def summarise(run: RunRecord, target: float | None = None) -> RunSummary:
 
     def each(measure: Measure) -> dict[str, SeriesSummary]:
         names = dict.fromkeys(name for record in run.rounds for name in measure.of(record))
-        return {name: summarise_series(run, name, measure) for name in names}
+        return {name: summarize_series(run, name, measure) for name in names}
 
     return RunSummary(
         run=run,

@@ -15,8 +15,7 @@ from rich.console import RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fedlowrank.record import RunRecord
-
+from ..simulation.records import RunRecord
 from .ablation import Ablation, ablations
 from .adapters import adapter_row, rank_tables
 from .columns import BLOCKS, Block, Column, columns_of, measures_of

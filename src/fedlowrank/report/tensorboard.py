@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedlowrank.errors import ConfigError
-from fedlowrank.record import RoundRecord, RunRecord
-
+from ..core.errors import ConfigError
+from ..simulation.records import RoundRecord, RunRecord
 from .measure import ACCURACY, LOSS
 from .routing import recovery_by_round
 from .summary import score, unseen_clients

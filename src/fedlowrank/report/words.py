@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedlowrank.record import RunRecord
-
+from ..simulation.records import RunRecord
 from .adapters import ranks_in_words
 from .groups import Group, Spread, experiment, measure_of, seed, settings, value_text, vary_text
 from .measure import ACCURACY, LOSS, Measure

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedlowrank.record import RunRecord, as_checkpoint_error, write_atomically
-
+from ..core.files import as_checkpoint_error, write_atomically
+from ..simulation.records import RunRecord
 from .html import page
 from .tables import comparison, to_csv, to_markdown
 from .words import mixed
@@ -18,7 +18,7 @@ def write_report(runs: Sequence[RunRecord], out: Path, *, target: float | None =
     Equal runs give equal files, byte for byte.
 
     Args:
-        runs: in the order in which methods shall appear; see :class:`fedlowrank.record.RunRecord`.
+        runs: in the order in which methods shall appear; see :class:`fedlowrank.simulation.records.RunRecord`.
         out: the page, such as ``report.html``; ``report.md`` and ``report.csv`` are written next to it.
         target: accuracy in (0, 1] for the columns "to target"; None for the runs' own, else the largest whole percent
             that all of them reached.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError, DataError
+from ...core.errors import ConfigError, DataError
 from ..counting import at_least
 
 WINDOW = 50

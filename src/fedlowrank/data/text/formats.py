@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
-from ...errors import ConfigError, did_you_mean
+from ...core.errors import ConfigError, did_you_mean
 from .records import Instruction
 
 Format: TypeAlias = Literal["alpaca", "plain", "chat", "none"]

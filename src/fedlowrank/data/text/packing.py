@@ -6,8 +6,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...errors import ConfigError
-from ..dataset import NO_LOSS
+from ...core.errors import ConfigError
+from ...core.loss import IGNORE_INDEX
 
 
 class Sample(NamedTuple):
@@ -15,7 +15,7 @@ class Sample(NamedTuple):
 
     Attributes:
         ids: T token ids.
-        labels: T labels: the token id where the loss counts, `NO_LOSS` elsewhere.
+        labels: T labels: the token id where the loss counts, `IGNORE_INDEX` elsewhere.
     """
 
     ids: list[int]
@@ -72,7 +72,7 @@ def _join(samples: Sequence[Sample], eos: int | None) -> Sample:
     for sample in samples:
         if ids and eos is not None and ids[-1] != eos:
             ids.append(eos)
-            labels.append(NO_LOSS)
+            labels.append(IGNORE_INDEX)
         ids += sample.ids
         labels += sample.labels
     return Sample(ids, labels)

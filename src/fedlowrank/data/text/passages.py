@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ...choices import check_choices
-from ...errors import DataError
+from ...core.choices import check_choices
+from ...core.errors import DataError
 from ..counting import at_least
 from .records import Instruction, Texts, check_columns, check_share
 from .rows import expand, read_file, read_text

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ...errors import ConfigError, DataError
-from ...key import Key
+from ...core.errors import ConfigError, DataError
+from ...core.key import Key
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """A text with its class.
 
     Attributes:
@@ -44,23 +44,23 @@ class Labelled:
     client: str | None = None
 
 
-Records: TypeAlias = list[Instruction] | list[Labelled]
+Records: TypeAlias = list[Instruction] | list[Labeled]
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Records of a data set, before they are formatted and tokenised.
+    """Records of a data set, before they are formatted and tokenized.
 
     Attributes:
         name: name for messages and reports.
-        train: records to train on, all instructions or all labelled.
+        train: records to train on, all instructions or all labeled.
         test: records of the same kind to test on, or None.
-        classes: of labelled texts: names of the classes in the order of their numbers; empty to take them from the
+        classes: of labeled texts: names of the classes in the order of their numbers; empty to take them from the
             labels. Empty for instructions.
         notes: what a reader of results should know, e.g. how many records were left out.
 
     Raises:
-        DataError: on construction: an empty part, or instructions beside labelled texts.
+        DataError: on construction: an empty part, or instructions beside labeled texts.
     """
 
     name: str

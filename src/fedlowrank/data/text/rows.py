@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from ...errors import DataError, did_you_mean
+from ...core.errors import DataError, did_you_mean
 
 _LINES = (".jsonl", ".jsonl.gz")
 _ARRAYS = (".json", ".json.gz")

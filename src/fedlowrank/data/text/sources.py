@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from ...errors import ConfigError, DataError, did_you_mean
-from ...key import Key
+from ...core.errors import ConfigError, DataError, did_you_mean
+from ...core.key import Key
 from .passages import Lines, Speakers
-from .records import Instruction, Labelled, Texts, check_columns, check_share, hold_out
+from .records import Instruction, Labeled, Texts, check_columns, check_share, hold_out
 from .rows import Table, expand, find_file, read_file, read_split
 
 
@@ -242,15 +242,15 @@ class TextClasses:
         _check_test(test=self.test, test_split=self.test_split)
 
     def load(self) -> Texts:
-        """The labelled texts; see `TextSource.load`."""
+        """The labeled texts; see `TextSource.load`."""
         notes: list[str] = []
         tables = _tables(self.path, self.test, self.name, self.train_split, self.test_split, self.cache)
-        parts = [self._labelled(table, notes) for table in tables]
+        parts = [self._labeled(table, notes) for table in tables]
         classes = self.classes or tables[0].classes.get(self.label, ())
         test = parts[1] if len(parts) > 1 else None
         return Texts(_name(self.path), parts[0], test, classes, tuple(notes))
 
-    def _labelled(self, table: Table, notes: list[str]) -> list[Labelled]:
+    def _labeled(self, table: Table, notes: list[str]) -> list[Labeled]:
         table.require(*self.text, self.label, self.client)
         records = []
         for i in range(len(table)):
@@ -260,7 +260,7 @@ class TextClasses:
             if isinstance(label, bool) or not isinstance(label, str | int):
                 raise DataError(f"{table.place(i)}: {self.label!r} must be text or a whole number, not {label!r}.")
             text = self.separator.join(column for column in columns if column)
-            records.append(Labelled(text, label, table.name(i, self.client)))
+            records.append(Labeled(text, label, table.name(i, self.client)))
         kept = [record for record in records if record.text.strip()]
         _tell(table, len(records), len(kept), "no text", notes)
         return kept

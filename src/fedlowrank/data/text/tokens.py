@@ -11,14 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...choices import check_choices
-from ...errors import ConfigError, DataError, did_you_mean
+from ...core.choices import check_choices
+from ...core.errors import ConfigError, DataError, did_you_mean
+from ...core.loss import IGNORE_INDEX
 from ..arrays import encode_labels
 from ..counting import at_least
-from ..dataset import NO_LOSS, Dataset, Examples
+from ..dataset import Dataset, Examples
 from .formats import Format, render
 from .packing import Sample, pack_sequences
-from .records import Instruction, Labelled, Texts
+from .records import Instruction, Labeled, Texts
 
 T = TypeVar("T")
 
@@ -28,7 +29,7 @@ class TextSettings:
     """How texts become tokens.
 
     Attributes:
-        format: how instructions are written down, see `formats.render`. Labelled texts are taken as they are.
+        format: how instructions are written down, see `formats.render`. Labeled texts are taken as they are.
         context: largest number of tokens of an example, at least 2. Longer ones are truncated.
         loss_on: of instructions: whether a model learns the ``response`` alone, or ``all``, the prompt too.
         truncate: where a long example is cut: on the ``right``, so that the response loses its end and its EOS; or on
@@ -52,19 +53,19 @@ DEFAULT = TextSettings()
 """Instructions in the format of Alpaca, at most 512 tokens, loss on the response."""
 
 
-def tokenise(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT) -> Dataset:
+def tokenize(texts: Texts, tokenizer: Any, settings: TextSettings = DEFAULT) -> Dataset:
     """Texts as token ids, padded on the right to the longest example of both parts.
 
     Instructions, for a causal language model: inputs ``input_ids`` and ``attention_mask``, int64 [n, T]; labels int64
     [n, T] with the token's own id where the loss counts and -100 elsewhere. They are not shifted: position t holds the
     label of the token at t, which a loss compares with the prediction from the tokens before t. A sample is: a BOS, if
     the tokenizer adds one by itself (with format ``chat``: if the template writes one), the prompt, the response, an
-    EOS. Prompt and response are tokenised apart from each other and joined. So the boundary is exact whatever the
+    EOS. Prompt and response are tokenized apart from each other and joined. So the boundary is exact whatever the
     tokenizer would merge across it, and the tokens of the prompt are those of the prompt alone, from which a model
     generates; the tokens of the whole text at once may differ at the boundary. With format ``chat`` no EOS is appended
     if the template ends in one, and white space behind it is left out.
 
-    Labelled texts, for a classifier: inputs ``input_ids``, ``attention_mask`` and, if the tokenizer names it among its
+    Labeled texts, for a classifier: inputs ``input_ids``, ``attention_mask`` and, if the tokenizer names it among its
     ``model_input_names``, ``token_type_ids``, int64 [n, T], with the special tokens that the tokenizer adds; labels
     int64 [n].
 
@@ -166,7 +167,7 @@ def _samples(
         head = [*bos, *prompt]
         end = [special.eos] if special.eos is not None and (not chat or response[-1:] != [special.eos]) else []
         ids = [*head, *response, *end]
-        labels = ids.copy() if settings.loss_on == "all" else [NO_LOSS] * len(head) + ids[len(head) :]
+        labels = ids.copy() if settings.loss_on == "all" else [IGNORE_INDEX] * len(head) + ids[len(head) :]
         # 1 for a token of the response itself
         learnt = [0] * len(head) + [1] * len(response) + [0] * len(end)
         if len(ids) > settings.context:
@@ -221,7 +222,7 @@ def _packed(part: _Part, groups: Sequence[Tensor | None], context: int, eos: int
 
 def _examples(samples: Sequence[Sample], width: int, pad: int) -> Examples:
     ids, mask = _padded([sample.ids for sample in samples], width, pad)
-    labels, _ = _padded([sample.labels for sample in samples], width, NO_LOSS)
+    labels, _ = _padded([sample.labels for sample in samples], width, IGNORE_INDEX)
     return Examples({"input_ids": ids, "attention_mask": mask}, labels)
 
 
@@ -237,7 +238,7 @@ def _padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> tuple[Tenso
 def _classification(texts: Texts, tokenizer: Any, settings: TextSettings) -> Dataset:
     notes = list(texts.notes)
     pad = _padding(tokenizer, notes)
-    parts = [[r for r in part if isinstance(r, Labelled)] for part in (texts.train, texts.test) if part is not None]
+    parts = [[r for r in part if isinstance(r, Labeled)] for part in (texts.train, texts.test) if part is not None]
     labels, classes = _labels(texts, parts)
     natural = _natural(parts)
     names = ["input_ids", *(["token_type_ids"] if "token_type_ids" in tokenizer.model_input_names else [])]
@@ -267,7 +268,7 @@ def _second(parts: Sequence[T]) -> T | None:
     return parts[1] if len(parts) > 1 else None
 
 
-def _labels(texts: Texts, parts: Sequence[Sequence[Labelled]]) -> tuple[list[Tensor], tuple[str, ...]]:
+def _labels(texts: Texts, parts: Sequence[Sequence[Labeled]]) -> tuple[list[Tensor], tuple[str, ...]]:
     """Numbers of the classes in each part, int64 [n], and their names."""
     named = {isinstance(record.label, str) for part in parts for record in part}
     if len(named) > 1:
@@ -343,7 +344,7 @@ def _strata(name: str, parts: Sequence[Sequence[Instruction]]) -> tuple[Sequence
     return coded, names
 
 
-def _natural(parts: Sequence[Sequence[Instruction] | Sequence[Labelled]]) -> list[Tensor | None]:
+def _natural(parts: Sequence[Sequence[Instruction] | Sequence[Labeled]]) -> list[Tensor | None]:
     """Number of each record's natural client in each part, int64 [n], -1 for none; None where no record has one."""
     ids: list[Tensor | None] = []
     names = sorted({record.client for part in parts for record in part if record.client is not None})

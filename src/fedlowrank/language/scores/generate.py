@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...choices import check_choices
-from ...errors import ConfigError, DataError, TaskError
-from ...key import Key
+from ...core.choices import check_choices
+from ...core.errors import ConfigError, DataError, TaskError
+from ...core.key import Key
 from .extras import library
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
-from ...errors import ConfigError, DataError
+from ...core.errors import ConfigError, DataError
 
 STOP = ("\nQuestion:",)
 """Where a completion of a few-shot prompt begins a question of its own."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import ConfigError, DataError
+from ...core.errors import ConfigError, DataError
 from .extras import library
 from .generate import evaluating
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...errors import ConfigError, DataError
+from ...core.errors import ConfigError, DataError
 from .generate import cut
 from .sandbox import Limits, Run, run_program
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...errors import ConfigError, DataError
+from ...core.errors import ConfigError, DataError
 from .generate import evaluating
 
 IGNORED = -100
@@ -19,7 +19,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Labelled:
+class Labeled:
     """Texts as tokens, right-padded, with a mask of what counts.
 
     Attributes:
@@ -53,10 +53,10 @@ class Likelihood:
 
 def label(
     tokenizer: Any, prompts: Sequence[str], texts: Sequence[str], context: int | None = None, end: bool = False
-) -> Labelled:
+) -> Labeled:
     """Tokens of texts that follow prompts; the likelihood of the text alone counts.
 
-    Prompt and text are tokenised apart and joined, so that no token lies in both. The tokenizer adds its special tokens
+    Prompt and text are tokenized apart and joined, so that no token lies in both. The tokenizer adds its special tokens
     before the prompt only. The first token of a row is predicted by nothing and never counts; so the first token of a
     text counts only if a prompt or a begin token stands before it.
 
@@ -97,10 +97,10 @@ def label(
         y[i, start : len(row)] = x[i, start : len(row)]
     if not (y[:, 1:] != IGNORED).any():
         raise DataError("no token of any text counts: they are empty, or the context is filled by the prompts.")
-    return Labelled(x, mask, y)
+    return Labeled(x, mask, y)
 
 
-def likelihood(model: Any, data: Labelled, batch_size: int = 8) -> Likelihood:
+def likelihood(model: Any, data: Labeled, batch_size: int = 8) -> Likelihood:
     """Token-mean negative log-likelihood: the logits at t - 1 predict ``y[t]``.
 
     The number does not depend on the batch size nor on where the padding is, but for rounding: padding is moved to the

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import DataError, did_you_mean
+from ...core.errors import DataError, did_you_mean
 
 
 def read_records(path: str, columns: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from ...errors import ConfigError, TaskError
-from ...tree import tree
+from ...core.errors import ConfigError, TaskError
+from ...core.tree import tree
 
 _LAUNCH = Path(__file__).with_name("launch.py")
 _TAIL = 1 << 16

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from ...choices import check_choices
-from ...errors import ConfigError, DataError, did_you_mean
-from ...tree import tree
+from ...core.choices import check_choices
+from ...core.errors import ConfigError, DataError, did_you_mean
+from ...core.tree import tree
 from . import gsm8k, humaneval, perplexity, rouge
 from .generate import Decoding, complete
 from .records import read_records, text_of

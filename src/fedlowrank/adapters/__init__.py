@@ -1,0 +1,1 @@
+"""Low-rank parts of modules: LoRA, mixtures of adaptors, their wire format and their deployment."""

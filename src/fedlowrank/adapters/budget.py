@@ -1,0 +1,120 @@
+"""What adaptors add to a module: the parameter budget ρ of FLoRAL (Almansoori et al., arXiv:2410.03497, §3.2), layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .floral_adaptors import Include, Spot, kind_of
+
+
+@dataclass(frozen=True)
+class BudgetRow:
+    """What the adaptors of one parameter take.
+
+    Attributes:
+        name: of the parameter.
+        spot: its layer, kind, shape, rank, and the numbers that each adaptor takes.
+        added: numbers that all C adaptors take.
+        share: numbers of one adaptor over those of the parameter; above 1 where a rank costs more than it saves.
+    """
+
+    name: str
+    spot: Spot
+    added: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What adaptors add to a module; prints as a table.
+
+    Attributes:
+        rows: one for each adapted parameter.
+        rest: shape of each parameter that is not adapted, by name.
+        clusters: C.
+    """
+
+    rows: tuple[BudgetRow, ...]
+    rest: dict[str, tuple[int, ...]]
+    clusters: int
+
+    @property
+    def base(self) -> int:
+        """Numbers of the base, each parameter once."""
+        shapes = [row.spot.shape for row in self.rows] + list(self.rest.values())
+        return sum(torch.Size(shape).numel() for shape in shapes)
+
+    @property
+    def each(self) -> int:
+        """Numbers that one cluster's adaptors take."""
+        return sum(row.spot.numbers for row in self.rows)
+
+    @property
+    def added(self) -> int:
+        """Numbers that all adaptors take."""
+        return self.clusters * self.each
+
+    def __str__(self) -> str:
+        head = ("parameter", "kind", "shape", "rank", "an adaptor", f"all {self.clusters}", "share", "note")
+        lines = [head]
+        for row in self.rows:
+            s = row.spot
+            numbers = (str(s.rank) if s.rank else "", f"{s.numbers:,}", f"{row.added:,}", f"{row.share:.1%}")
+            lines.append((row.name, s.kind, _sizes(s.shape), *numbers, s.note))
+        lines.append(("total", "", "", "", f"{self.each:,}", f"{self.added:,}", f"{self.each / self.base:.1%}", ""))
+        width = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+        def cell(text: str, i: int) -> str:
+            return text.rjust(width[i]) if 3 <= i <= 6 else text.ljust(width[i])
+
+        table = ["  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines]
+        rest = ", ".join(f"{name} ({_sizes(shape)})" for name, shape in self.rest.items())
+        return "\n".join([*table, f"The base has {self.base:,} numbers. Not adapted: {rest or 'none'}."])
+
+
+def budget(module: nn.Module, where: Mapping[str, Spot], count: int) -> Budget:
+    """What C adaptors of the spots add to the module."""
+    rows = [BudgetRow(name, s, count * s.numbers, s.numbers / torch.Size(s.shape).numel()) for name, s in where.items()]
+    rest = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in where}
+    return Budget(tuple(rows), rest, count)
+
+
+def adaptor_remarks(module: nn.Module, where: Mapping[str, Spot]) -> list[str]:
+    """The notes of the spots, each with the names of its parameters, and what :func:`unadapted_remark` says."""
+    said = {
+        note: [n for n, spot in where.items() if spot.note == note] for note in (s.note for s in where.values()) if note
+    }
+    rest = unadapted_remark(module, where)
+    return [*(f"{', '.join(names)}: {note}" for note, names in said.items()), *([rest] if rest else [])]
+
+
+def unadapted_remark(module: nn.Module, where: Mapping[str, Spot], include: Include | None = None) -> str | None:
+    """Names the weight matrices that get no adaptors though no setting leaves them out, with their share; None without any.
+
+    Args:
+        module: any module.
+        where: what is adapted.
+        include: which layers were to be adapted; by default all.
+    """
+    sizes = {name: p.numel() for name, p in module.named_parameters()}
+    names = {id(p): name for name, p in module.named_parameters()}
+    layers: dict[str, str] = {}
+    for path, layer in module.named_modules():
+        for local, p in layer.named_parameters(recurse=False):
+            matrix = sum(size > 1 for size in p.shape) > 1
+            without = matrix and names[id(p)] not in where and kind_of(layer, local, p) is None
+            if without and (include is None or include(path, layer)):
+                layers[names[id(p)]] = type(layer).__name__
+    if not layers:
+        return None
+    left, total = sum(sizes[name] for name in layers), sum(sizes.values())
+    named = ", ".join(f"{name} ({layer})" for name, layer in layers.items())
+    return f"no adaptors for {named}: {left / total:.1%} of the parameters"
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "1"

@@ -1,0 +1,291 @@
+"""Low-rank and sparse models for inference: thin layers, few bytes, and a file of them.
+
+A weight w + p, w as factors left · right of its scheme-2 matrix and p mostly zeros, takes the cheapest of these forms:
+
+    dense              w + p: numel numbers
+    factors            x → right → left: r (rows + columns) numbers
+    factors, sparse    and p: the value of each entry, and where it is: an index of 4 bytes, and 4 bytes a row; or a bit for
+                       each place of the weight, where that is smaller. Rank 0 is sparse alone
+
+In memory a sparse tensor always has indices, by which it computes. The bits are for the file; :func:`size_of` counts as the
+file does.
+
+How the thin layers compute, and what that costs, is said in :mod:`fedlowrank.adapters.thin_layers`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
+from ..core.files import as_checkpoint_error, write_atomically
+from ..core.tree import Params, TreeError, decode, encode, nbytes
+from ..linalg.matricize import LowRank, Sparse, Weights, matrix_shape, unmatricize
+from .thin_layers import KINDS, Compressed, bytes_of_places, compress, parts_of, places_of, work
+
+Layout = Literal["small", "fast"]
+FORMATS = ("fedlowrank.deployed.2", "fedlowrank.deployed.1")
+"""Of a file: what is written, and what is read, too. The first form had no masks."""
+SPARSE = 4
+"""Multiplications of a dense layer that one of a sparse linear layer costs as much as: 2 to 4 measured at batch 20."""
+
+
+def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
+    """Bytes, or work, of factors of that rank and a sparse tensor."""
+    count = int(rest.count_nonzero())
+    if layout == "fast":
+        return work(layer, rank) + (SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0))
+    places = min(bytes_of_places(count, rest.shape))
+    return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + places
+
+
+def _choose(layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Tensor, layout: Layout) -> Params | None:
+    """The parts of the cheapest form, or None if that is the dense one."""
+    rows, columns = matrix_shape(merged.shape)
+    forms = [(LowRank(merged.new_empty(rows, 0), merged.new_empty(0, columns)), merged)]
+    if isinstance(w, LowRank):
+        forms.append((w, torch.zeros_like(merged) if p is None else p))
+    costs = [_cost(layer, f.rank, rest, layout) for f, rest in forms]
+    dense = merged.numel() * (merged.element_size() if layout == "small" else 1)
+    return parts_of(*forms[costs.index(min(costs))]) if min(costs) < dense else None
+
+
+def deploy(module: nn.Module, weights: Weights, sparse: Params | None = None, layout: Layout = "small") -> nn.Module:
+    """A copy of a module for inference, with other parameters, each in its cheapest form.
+
+    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`Compressed`. All else is dense: vectors, embeddings,
+    layers of a subclass or with a forward of their own, and weights that several modules share, which stay shared.
+
+    Args:
+        module: left as it is; the copy is in evaluation mode and needs no gradient.
+        weights: all its parameters by name.
+        sparse: what to add to all or some of them.
+        layout: ``small``, the form of least bytes; or ``fast``, of least work, as :data:`HOP` and :data:`SPARSE` weigh it,
+            where no convolution with a sparse part is thin. Ties are dense.
+
+    Raises:
+        TaskError: if names, shapes or types do not fit the module.
+        ConfigError: if the layout is unknown.
+    """
+    if layout not in ("small", "fast"):
+        raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
+    made, private = copy.deepcopy(module).eval().requires_grad_(False), sparse or {}
+    params, layers = dict(made.named_parameters()), _layers(made)
+    # what of a tensor is zero is seen below, however it came
+    given = {n: w.dense() if isinstance(w, Sparse) else w for n, w in weights.items()}
+    _check(params, given, private)
+    for name, param in params.items():
+        w, p, layer = given[name], private.get(name), layers.get(id(param))
+        dense = unmatricize(w.dense(), param.shape) if isinstance(w, LowRank) else w
+        merged = dense if p is None else dense + p
+        parts = None if layer is None else _choose(layer, w, p, merged, layout)
+        if parts is None:
+            # only the data of a parameter are replaced: whoever shares it goes on sharing it
+            param.data = merged.detach().to(param.device, copy=True).contiguous()
+        else:
+            compress(layer, parts)
+    return made
+
+
+def _layers(module: nn.Module) -> dict[int, nn.Module]:
+    """Layers that can be compressed, by the identity of their weights."""
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for m in module.modules():
+        for name, p in m.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(p), []).append((name, m))
+    single = {i: found[0] for i, found in owners.items() if len(found) == 1}
+    return {
+        i: m for i, (name, m) in single.items() if name == "weight" and type(m) in KINDS and "forward" not in vars(m)
+    }
+
+
+def _check(params: Mapping[str, Tensor], weights: Mapping[str, Tensor | LowRank], sparse: Params) -> None:
+    for what, names in (("weights", [*weights]), ("sparse", [*sparse])):
+        if unknown := [n for n in names if n not in params]:
+            raise TaskError(f"{what}: the model has no parameter {unknown[0]!r}. {did_you_mean(unknown[0], params)}")
+    if missing := [n for n in params if n not in weights]:
+        raise TaskError(f"weights: {len(missing)} of {len(params)} parameters are missing, such as {missing[0]!r}")
+    for n, param in params.items():
+        w, shape = weights[n], param.shape
+        tensors = [*([w.left, w.right] if isinstance(w, LowRank) else [w]), *([sparse[n]] if n in sparse else [])]
+        wanted = [shape] * len(tensors)
+        if isinstance(w, LowRank):
+            # of a vector there is no matrix, so nothing fits
+            rows, columns = matrix_shape(shape) if len(shape) > 1 else (-1, -1)
+            wanted[:2] = [torch.Size((rows, w.left.shape[-1])), torch.Size((w.left.shape[-1], columns))]
+        if [t.shape for t in tensors] != wanted or len({t.dtype for t in tensors}) > 1:
+            given = ", ".join(f"{t.dtype} {[*t.shape]}" for t in tensors)
+            raise TaskError(
+                f"{n}, of shape {[*shape]} in the model, does not fit what is given, or types differ: {given}"
+            )
+
+
+def save(deployed: nn.Module, path: Path | str) -> None:
+    """Write a deployed module's parameters and persistent buffers, what is shared once, without its code.
+
+    It is a safetensors file; its metadata, JSON, names the compressed layers and holds a checksum.
+
+    Raises:
+        CheckpointError: if the file cannot be written; an old one is then untouched.
+        TaskError: if the module has state that is no tensor.
+    """
+    layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, Compressed)}
+    body = {"layers": layers, "state": _state(deployed)}
+    write_atomically(Path(path), encode({"format": FORMATS[0], "sha256": _digest(body), "body": body}))
+
+
+def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Module:
+    """Rebuild a deployed module from its file; its outputs are the same bit for bit.
+
+    Args:
+        module: a plain one of the architecture that was deployed, left as it is; or a factory of such modules.
+        path: what :func:`save` wrote.
+
+    Raises:
+        CheckpointError: if the file cannot be read, is damaged, or is no such file.
+        TaskError: if it is of another architecture.
+    """
+    with as_checkpoint_error(f"cannot read {path}"):
+        data = Path(path).read_bytes()
+    try:
+        found = decode(data)
+        body = found["body"]
+        layers, state, sound = body["layers"], body["state"], found["sha256"] == _digest(body)
+    except (TreeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged, or is no deployed model: {error!r}") from error
+    if not sound or found["format"] not in FORMATS:
+        raise CheckpointError(f"{path} is damaged, or not of the format {' or '.join(FORMATS)}")
+    with torch.random.fork_rng(devices=[]):  # initial values are thrown away; nobody else's draws may move for them
+        made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
+    made, modules = made.eval().requires_grad_(False), dict(made.named_modules())
+    for name, shape in layers.items():
+        layer: Any = modules.get(name)
+        if type(layer) not in KINDS or [*layer.weight.shape] != shape:
+            raise TaskError(f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}")
+        try:
+            compress(layer, _parts_in(state, name, layer.weight.shape))
+        except LookupError as error:
+            raise CheckpointError(f"{path} is damaged: layer {name!r} has no {error}") from error
+    wanted = _state(made, compressed=False)
+    for name in sorted(wanted.keys() | state.keys()):
+        there, here = ([*d[name].shape] if name in d else "missing" for d in (state, wanted))
+        if there != here:
+            raise TaskError(f"{path} does not fit the model: {name} is {there} in the file and {here} in the model")
+        wanted[name].data = state[name].to(wanted[name].device)
+    return made
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(encode(body)).hexdigest()
+
+
+def _parts_in(state: Params, layer: str, shape: torch.Size) -> Params:
+    """Take the tensors of a compressed layer out of a file's state; its places may be written in either form."""
+
+    def take(name: str) -> Tensor:
+        return state.pop(f"{layer}.{name}".lstrip("."))
+
+    parts = {n: take(n) for n in ("left", "right", "values")}
+    if f"{layer}.mask".lstrip(".") not in state:
+        return {**parts, "indices": take("indices"), "starts": take("starts")}
+    mask = take("mask")
+    if mask.shape != shape or int(mask.count_nonzero()) != len(parts["values"]):
+        raise LookupError("mask that fits its values")
+    return {**parts, **places_of(mask)}
+
+
+def _state(module: nn.Module, compressed: bool = True) -> Params:
+    """Parameters and persistent buffers, each by the first of its names.
+
+    Args:
+        module: any.
+        compressed: whether to include the compressed layers' own, their places in the form of fewer bytes.
+    """
+    state: dict[int, tuple[str, Tensor]] = {}
+    for name, t in module.state_dict(keep_vars=True).items():
+        if not isinstance(t, Tensor):
+            raise TaskError(f"{name!r} in the state of the model is a {type(t).__name__}; only tensors can be kept")
+        state.setdefault(id(t), (name, t))
+    found = dict(state.values())
+    for name, layer in module.named_modules():
+        if not isinstance(layer, Compressed):
+            continue
+        own = {n: f"{name}.{n}".lstrip(".") for n in Compressed.__annotations__ if n != "shape"}
+        indices, bits = bytes_of_places(len(layer.values), layer.shape)
+        drop = [*own] if not compressed else ["indices", "starts"] if bits < indices else []
+        for n in drop:
+            del found[own[n]]
+        if compressed and drop:
+            found[f"{name}.mask".lstrip(".")] = layer.mask()
+    return found
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a module amounts to, with what is shared counted once.
+
+    Attributes:
+        parameters: numbers held in parameters; of a sparse tensor, its values.
+        nonzeros: of these, how many are not zero.
+        nbytes: of parameters and persistent buffers, as :func:`save` writes them: a file without its header.
+    """
+
+    parameters: int
+    nonzeros: int
+    nbytes: int
+
+
+def size_of(module: nn.Module) -> Size:
+    """Numbers and bytes of any module."""
+    held = [*module.parameters()]
+    return Size(sum(p.numel() for p in held), sum(int(p.count_nonzero()) for p in held), nbytes(_state(module)))
+
+
+@dataclass(frozen=True)
+class Latency:
+    """CPU time of a call in milliseconds: first quartile, median, third quartile."""
+
+    lower: float
+    median: float
+    upper: float
+
+
+def latency(module: nn.Module, x: Any, repeats: int = 30) -> Latency:
+    """:func:`compare_latency` of one module."""
+    return compare_latency({"": module}, x, repeats)[""]
+
+
+def compare_latency(modules: Mapping[str, nn.Module], x: Any, repeats: int = 30) -> dict[str, Latency]:
+    """CPU time of a call of each module, on one thread and without gradients, after two calls to warm up.
+
+    They take turns, so that what disturbs the machine disturbs all; CPU time leaves out the wait for a core.
+
+    Args:
+        modules: by name, in the mode that they are in.
+        x: input, or a dict of keyword arguments.
+        repeats: timed calls of each.
+    """
+    if repeats < 1:
+        raise ConfigError(f"repeats must be >= 1; it is {repeats}")
+    threads, times = torch.get_num_threads(), {name: [0.0] * repeats for name in modules}
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            for i, (name, module) in itertools.product(range(-2, repeats), modules.items()):
+                start = time.process_time()
+                module(**x) if isinstance(x, dict) else module(x)
+                times[name][max(i, 0)] = 1000 * (time.process_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return {name: Latency(*np.percentile(t, (25, 50, 75)).tolist()) for name, t in times.items()}

@@ -1,0 +1,369 @@
+"""Adaptors of a whole module: which parameters get them, what a mixture of them makes of the weights (FLoRAL, §3.2, app. F).
+
+An adaptor of a matrix or a convolution is a low-rank update (:class:`~fedlowrank.adapters.mixture.Pairs`); one of a bias or
+of the γ, β of a normalization is an offset. All of them add to the weights, so a mixture is one set of weights and costs one
+forward pass, and a layer that is used twice, or a weight that two layers share, is adapted once.
+
+BatchNorm is adapted with respect to the main statistics. That is the reparameterized form of eq. 42: with
+γ_i → (σ̂_i/σ̂) γ_i and β_i → β_i + ((μ̂_i - μ̂)/σ̂) γ_i the output of the adapted layer is x̂ (γ + γ_i) + β + β_i. In training,
+where both normalize by the batch, the two forms have the same gradients too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core.errors import ConfigError, TaskError, did_you_mean
+from ..core.key import Key
+from ..core.tree import Params
+from .mixture import (
+    EPS,
+    Construction,
+    Factor,
+    Fold,
+    Pairs,
+    begin,
+    center,
+    fold_of,
+    precondition,
+    precondition_convolution,
+)
+
+if TYPE_CHECKING:
+    from ..core.model import Model
+
+Kind = Literal["linear", "convolution", "embedding", "bias", "norm"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Adaptors = dict[str, Pairs | Tensor]
+"""C adaptors by name of the parameter they adapt: low-rank updates, or offsets ``[C, ...]``."""
+
+Include = Callable[[str, nn.Module], bool]
+"""Whether a layer is adapted, by its dotted name and the layer itself."""
+
+_MATRICES: dict[type[nn.Module], Kind] = {
+    nn.Linear: "linear",
+    nn.MultiheadAttention: "linear",
+    nn.modules.conv._ConvNd: "convolution",
+    nn.Embedding: "embedding",
+    nn.EmbeddingBag: "embedding",
+}
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_BIASES = ("bias", "in_proj_bias", "bias_k", "bias_v")
+
+
+@dataclass(frozen=True)
+class Spot:
+    """One parameter that gets adaptors.
+
+    Attributes:
+        layer: dotted name of the layer that holds it; of a shared one, the first.
+        kind: what it is.
+        shape: of the parameter.
+        rank: of each adaptor; 0 for an offset.
+        numbers: that each adaptor takes.
+        transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change places.
+        note: what a person should know: a rank that is not the one asked for, other layers that share the parameter.
+    """
+
+    layer: str
+    kind: Kind
+    shape: tuple[int, ...]
+    rank: int
+    numbers: int
+    note: str = ""
+    transposed: bool = False
+
+
+def spots(
+    module: nn.Module,
+    rank: float,
+    construction: Construction = "balanced",
+    kinds: tuple[Kind, ...] = KINDS,
+    include: Include | None = None,
+) -> dict[str, Spot]:
+    """The parameters of a module that get adaptors, by name.
+
+    Args:
+        module: any module; layers other than linear, attention, convolution, embedding and normalization get none, and
+            neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face is a linear layer; a layer of
+            vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``, is a normalization.
+        rank: an integer, at most that of the weight; or a budget ρ in (0, 1), see :meth:`Fold.rank`.
+        construction: of convolutions.
+        kinds: what is adapted.
+        include: which layers are, asked of each layer that holds a parameter; by default all. A parameter that several
+            layers share is adapted if one of them is.
+
+    Raises:
+        TaskError: if nothing is left to adapt, a parameter is not yet initialized or not of floating point, or an
+            embedding renormalizes its rows or has sparse gradients.
+        ConfigError: if the rank is neither an integer nor a budget, or a kind or the construction is unknown.
+    """
+    _check_words(kinds, construction)
+    # where only offsets are adapted no other line would look at the rank
+    Fold((1, 1), (0,)).rank(rank)
+    first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
+    found: dict[str, Spot] = {}
+    for name, layer in module.named_modules():
+        for local, parameter in layer.named_parameters(recurse=False):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise TaskError(f"{_where(name, layer)} is lazy and has no shape yet; run one forward pass first")
+            kind = kind_of(layer, local, parameter)
+            if kind is None or kind not in kinds or (include is not None and not include(name, layer)):
+                continue
+            _check(name, layer, parameter)
+            own = first[id(parameter)]
+            if own in found:
+                found[own] = replace(found[own], note=_joined(found[own].note, f"shared with {name}"))
+            else:
+                made = _spot(name, kind, tuple(parameter.shape), rank, construction)
+                found[own] = replace(made, transposed=kind == "linear" and _is_transposed(layer))
+    if not found:
+        there = sorted({type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))})
+        raise TaskError(
+            f"there is no layer to adapt: the module has parameters in {there or 'no layer'}, and linear layers, attention, "
+            f"convolutions, embeddings and normalizations can be adapted (asked for: {', '.join(kinds) or 'nothing'}"
+            + (", of the layers that the predicates let through)." if include is not None else ").")
+        )
+    return found
+
+
+def trained_spots(model: Model, rank: float, construction: Construction, kinds: tuple[Kind, ...]) -> dict[str, Spot]:
+    """The :func:`spots` of an architecture whose parameter is trained; a frozen one belongs to its code.
+
+    Raises:
+        TaskError: if none is trained, and as :func:`spots`.
+    """
+    found = {n: s for n, s in spots(model.module, rank, construction, kinds).items() if n in model.initial}
+    if not found:
+        raise TaskError(
+            "all parameters that adaptors could be added to are frozen (requires_grad=False); let some train, or choose a LoRA "
+            "method such as fedhl"
+        )
+    return found
+
+
+def _check_words(kinds: tuple[Kind, ...], construction: Construction) -> None:
+    for word, known in [*((k, KINDS) for k in kinds), (construction, get_args(Construction))]:
+        if word not in known:
+            what = "construction" if known is not KINDS else "kinds"
+            raise ConfigError(f"{what}: {word!r} is no choice. {did_you_mean(str(word), known)}")
+
+
+def kind_of(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | None:
+    """What a parameter of a layer is, by its name in it; None if it can have no adaptors."""
+    # by name, for a subclass may hold more: the size of a normalized weight, say, to which nothing can be added
+    if local not in _WEIGHTS + _BIASES or parameter.numel() == 0:
+        return None
+    if isinstance(layer, _NORMS):
+        return "norm"
+    kinds = [kind for base, kind in _MATRICES.items() if isinstance(layer, base)]
+    if not kinds and _is_transposed(layer):
+        kinds = ["linear"]
+    if not kinds:
+        return "norm" if _is_named_norm(layer) else None
+    return kinds[0] if local in _WEIGHTS and parameter.ndim > 1 else "bias"
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    # GPT-2's linear layer in transformers, recognized without importing that library
+    return (
+        any(c.__name__ == "Conv1D" for c in type(layer).__mro__)
+        and getattr(getattr(layer, "weight", None), "ndim", 0) == 2
+    )
+
+
+def _is_named_norm(layer: nn.Module) -> bool:
+    named = any("norm" in c.__name__.lower() for c in type(layer).__mro__)
+    return named and all(p.ndim <= 1 for p in layer.parameters(recurse=False))
+
+
+def _where(name: str, layer: nn.Module) -> str:
+    return f"layer {name or '(the module itself)'} ({type(layer).__name__})"
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _check(name: str, layer: nn.Module, parameter: nn.Parameter) -> None:
+    where = _where(name, layer)
+    if not parameter.is_floating_point():
+        raise TaskError(
+            f"{where} holds numbers of type {parameter.dtype}, to which no adaptor can be added; exclude it, or "
+            "convert the module to floating point"
+        )
+    if getattr(layer, "max_norm", None) is not None:
+        raise TaskError(
+            f"{where} renormalizes its rows in place (max_norm), which an adaptor cannot follow; exclude it"
+        )
+    if getattr(layer, "sparse", False):
+        raise TaskError(f"{where} has sparse gradients, which do not reach its adaptor; set sparse=False or exclude it")
+
+
+def _spot(layer: str, kind: Kind, shape: tuple[int, ...], rank: float, construction: Construction) -> Spot:
+    if kind in ("bias", "norm"):
+        return Spot(layer, kind, shape, 0, torch.Size(shape).numel())
+    fold = fold_of(shape, construction)
+    asked, most = fold.rank(rank), min(fold.size)
+    r, note = min(asked, most), ""
+    if rank < 1 and sum(fold.size) * fold.times > rank * torch.Size(shape).numel() * (1 + 1e-9):
+        note = f"the budget is below rank {fold.times}, the least there is"
+    if asked > most:
+        note = _joined(note, f"rank {asked} is more than the weight has; {most} taken")
+    return Spot(layer, kind, shape, r, r * sum(fold.size), note)
+
+
+def adaptors(
+    where: Mapping[str, Spot],
+    count: int,
+    key: Key,
+    construction: Construction = "balanced",
+    like: Tensor | Params | None = None,
+    random: Factor = "u",
+) -> Adaptors:
+    """C adaptors of every spot, all of which begin at zero; the draws of each differ.
+
+    Args:
+        where: see :func:`spots`.
+        count: C ≥ 1.
+        key: of the random factors.
+        construction: of convolutions.
+        like: a tensor with the dtype and device to have, or one for every spot by name; by default float32.
+        random: which factor is drawn, the other being zero; of embeddings always V, for a row of U that is zero stays so,
+            and with it the row of a padding token.
+
+    Raises:
+        ConfigError: if C < 1.
+    """
+    if count < 1:
+        raise ConfigError(f"there must be at least one cluster of adaptors; clusters is {count}")
+    found: Adaptors = {}
+    for name, spot in where.items():
+        t = like[name] if isinstance(like, dict) else torch.zeros(0) if like is None else like
+        if spot.rank == 0:
+            found[name] = t.new_zeros((count, *spot.shape))
+            continue
+        # the rank of a spot is the final one, which filter-wise construction has multiplied already
+        shape, drawn = spot.shape[::-1] if spot.transposed else spot.shape, "v" if spot.kind == "embedding" else random
+        fold = replace(fold_of(shape, construction), times=1)
+        pairs = begin(fold, spot.rank, count, key / name, t.dtype, drawn)
+        u, v = pairs.u.to(t.device), pairs.v.to(t.device)
+        found[name] = Pairs(v, u) if spot.transposed else Pairs(u, v)
+    return found
+
+
+def mix(
+    weights: Params, adapted: Adaptors, pi: Tensor, alpha: float = 1.0, construction: Construction = "balanced"
+) -> Params:
+    """The weights with w + α Σ_c π_c a_c in place of each adapted w.
+
+    Args:
+        weights: of the whole model.
+        adapted: its adaptors.
+        pi: shares ``[C]``.
+        alpha: α.
+        construction: of convolutions.
+
+    Returns:
+        All weights, each with the dtype it had; an adaptor may have another, such as float32 beside half precision.
+    """
+    mixed = dict(weights)
+    for name, a in adapted.items():
+        w = weights[name]
+        if isinstance(a, Pairs):
+            update = fold_of(tuple(w.shape), construction).unfold(a.mixed(_like(pi, a.u)))
+        else:
+            update = torch.tensordot(_like(pi, a), a, 1)
+        mixed[name] = torch.add(w, update.to(w.dtype), alpha=alpha)
+    return mixed
+
+
+def preconditioned(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
+    """Gradients of adaptors, those of low-rank factors divided by what the other factor makes of them (appendix D).
+
+    Args:
+        weights: of the model, to tell convolutions from matrices.
+        gradient: of the adaptors.
+        at: the adaptors.
+        eps: ε.
+    """
+    found: Adaptors = {}
+    for name, a in at.items():
+        g = gradient[name]
+        if isinstance(a, Pairs) and isinstance(g, Pairs):
+            how = precondition_convolution if weights[name].ndim > 2 else precondition
+            found[name] = how(g, a, eps)
+        else:
+            found[name] = g
+    return found
+
+
+def centered(
+    weights: Params, adapted: Adaptors, shares: Tensor, alpha: float = 1.0, construction: Construction = "balanced"
+) -> tuple[Params, Adaptors]:
+    """Move the mean adaptor into the weights (appendix E).
+
+    Args:
+        weights: of the whole model.
+        adapted: its adaptors.
+        shares: p(c), weights of the mean ``[C]``, adding up to 1.
+        alpha: α.
+        construction: of convolutions.
+
+    Returns:
+        New weights and adaptors. Of low-rank updates what their rank cannot hold is lost; offsets lose nothing.
+    """
+    base, left = dict(weights), dict(adapted)
+    for name, a in adapted.items():
+        w = weights[name]
+        if isinstance(a, Pairs):
+            fold = fold_of(tuple(w.shape), construction)
+            # α multiplies the mean in the weight, so the weight itself is not what center() may add to
+            mean, left[name] = center(torch.zeros_like(a.u[0, :1, :1]), a, _like(shares, a.u))
+            base[name] = torch.add(w, fold.unfold(mean).to(w.dtype), alpha=alpha).contiguous()
+        else:
+            mean = torch.tensordot(_like(shares, a), a, 1)
+            base[name], left[name] = torch.add(w, mean.to(w.dtype), alpha=alpha), a - mean
+    return base, left
+
+
+def _like(shares: Tensor, a: Tensor) -> Tensor:
+    return shares.to(a.device, a.dtype)
+
+
+def norms_with_statistics(module: nn.Module, where: Mapping[str, Spot]) -> dict[str, tuple[str, str]]:
+    """Names of γ and β, by layer, of the adapted BatchNorm layers that normalize by running statistics.
+
+    One that keeps none always normalizes by the batch, as its adaptors would: there an offset is the same thing.
+
+    Raises:
+        TaskError: if such a layer shares γ or β with another, or spans processes.
+    """
+    holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    found: dict[str, tuple[str, str]] = {}
+    for name, layer in module.named_modules():
+        if (
+            not isinstance(layer, _BatchNorm)
+            or layer.running_mean is None
+            or layer.weight is None
+            or layer.bias is None
+        ):
+            continue
+        gamma, beta = (f"{name}.{local}".lstrip(".") for local in ("weight", "bias"))
+        if holders[id(layer.weight)] > 1 or holders[id(layer.bias)] > 1 or isinstance(layer, nn.SyncBatchNorm):
+            raise TaskError(
+                f"{_where(name, layer)}: adaptors with statistics of their own "
+                "(reparameterize=False) need a BatchNorm of one process that shares no parameter with another layer; "
+                "use reparameterize=True or exclude it"
+            )
+        if gamma in where and beta in where:
+            found[name] = (gamma, beta)
+    return found

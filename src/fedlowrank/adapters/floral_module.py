@@ -1,0 +1,383 @@
+"""FLoRAL without a federation: one module with C mixed adaptors, for a plain PyTorch training loop.
+
+Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors", arXiv:2410.03497.
+The federated method of the same name is :class:`fedlowrank.methods.Floral`; both use :mod:`fedlowrank.adapters.floral_adaptors`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core.errors import ConfigError, TaskError
+from ..core.key import Key
+from ..core.tree import Params
+from .budget import Budget, budget, unadapted_remark
+from .floral_adaptors import (
+    KINDS,
+    Adaptors,
+    Include,
+    Kind,
+    adaptors,
+    centered,
+    mix,
+    norms_with_statistics,
+    preconditioned,
+    spots,
+)
+from .mixture import (
+    EPS,
+    Construction,
+    Factors,
+    Offsets,
+    OwnStatistics,
+    Pairs,
+    as_offsets,
+    main_statistics,
+    reparameterize,
+)
+from .router import Router
+from .substitution import (
+    exclusive,
+    get_submodule,
+    named_tensors,
+    refuse_gradient_checkpointing,
+    set_submodule,
+    substituted,
+    with_forward_hooks,
+)
+
+Route = int | Sequence[float] | Tensor
+"""A cluster alone, or the shares of all C."""
+
+_LEARNED = Router()
+
+
+class Floral(nn.Module):
+    """Any module with a mixture of C low-rank adaptors: w + α Σ_c π_c a_c in place of every adapted weight w (section 3.2).
+
+    The adaptors add to the weights, so a forward pass is one pass of the module with mixed weights, whatever C is, and
+    exact for any stride, padding, dilation, groups, shared weights, and layers used twice. At the start it equals the
+    module. Arguments and outputs are the module's own.
+
+    :attr:`base` is the module itself, not a copy, and its parameters train as well unless they are frozen
+    (``requires_grad_(False)``). Adaptors carry the names of what they adapt: ``adaptors.layer1.0.weight.u``. What
+    calls the base by another way than this module's forward (``model.base.generate(...)``) sees it without adaptors: give
+    it ``model.merge()``. Activation checkpointing inside the base is refused, because it runs layers again in the backward
+    pass, without adaptors; checkpoint the whole wrapper instead. Other code that recomputes layers in the backward pass
+    (reversible blocks, for example) is not recognized and gets wrong gradients. A layer must read its weight as its own
+    attribute; one kept in a Python list stays what it was.
+
+    A warning names the weight matrices that get no adaptors because their layer is of no known kind, such as an LSTM.
+
+    Args:
+        model: any module with linear layers, attention, convolutions, embeddings or normalizations.
+        rank: of the updates, an integer; or a budget ρ in (0, 1), each parameter's share (rank 1 at least).
+        num_clusters: C.
+        alpha: α.
+        construction: of updates of convolutions; see :mod:`fedlowrank.adapters.mixture`.
+        kinds: what is adapted: linear, convolution, embedding, bias, norm.
+        include: predicate of a layer's name and the layer: which are adapted. It is asked of the layers that hold
+            parameters, not of what contains them.
+        exclude: predicate of the same form: which are not.
+        router: of θ: temperature, noise, top and routing. Its lr counts in :meth:`parameter_groups`; update, keep and adapt
+            are the federated method's.
+        reparameterize: whether γ, β of a BatchNorm are adapted with respect to the main statistics (eq. 42). Otherwise each
+            adaptor keeps running statistics of its own and BN(x; γ, β) + α Σ_c π_c BN_c(x; γ_c, β_c) is computed. These
+            start as the main ones, and batches count for the adaptors that have a share.
+        seed: of the random factors; torch's generator is not used. The router's noise does use it, as dropout does, so
+            that activation checkpointing replays the noise.
+
+    Attributes:
+        base: the module.
+        theta: θ ``[C]``.
+
+    Raises:
+        TaskError: if nothing can be adapted, a layer is lazy, or a layer cannot be adapted exactly.
+        ConfigError: if a setting is out of range.
+
+    Example:
+        >>> model = Floral(nn.Linear(4, 2), rank=1, num_clusters=3)
+        >>> optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.1)
+        >>> model(torch.ones(5, 4)).square().mean().backward()
+        >>> model.precondition_()
+        >>> optimizer.step()
+        >>> type(model.merge()).__name__
+        'Linear'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: float = 0.01,
+        num_clusters: int = 4,
+        *,
+        alpha: float = 1.0,
+        construction: Construction = "balanced",
+        kinds: tuple[Kind, ...] = KINDS,
+        include: Include | None = None,
+        exclude: Include | None = None,
+        router: Router = _LEARNED,
+        reparameterize: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        _check_settings(model, rank, num_clusters, alpha, router)
+        chosen = None if include is None and exclude is None else partial(_chosen, include, exclude)
+        self._spots = spots(model, rank, construction, tuple(kinds), chosen)
+        self.base = model
+        self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
+        self._route: list[float] | None = None
+        # names of γ and β by layer, of BatchNorm layers whose adaptors have statistics of their own
+        self._own = {} if reparameterize else norms_with_statistics(model, self._spots)
+        weights = {name: p.detach() for name, p in self._weights().items()}
+        like = weights[next(iter(self._spots))]
+        if remark := unadapted_remark(model, self._spots, chosen):
+            hint = "Linear layers, attention, convolutions, embeddings and normalizations can have them"
+            warnings.warn(f"{remark}. {hint}; to silence this, exclude=... the others.", UserWarning, stacklevel=2)
+        self.theta = nn.Parameter(like.new_zeros(num_clusters, dtype=torch.promote_types(like.dtype, torch.float32)))
+        self.adaptors = nn.Module()
+        layers = {gamma: layer for layer, (gamma, _) in self._own.items()}
+        for name, a in adaptors(self._spots, num_clusters, Key((seed,)) / "adaptors", construction, weights).items():
+            if isinstance(a, Pairs):
+                leaf: nn.Module = Factors(a)
+            else:
+                leaf = OwnStatistics(a, self._layer(layers[name])) if name in layers else Offsets(a)
+            set_submodule(self.adaptors, name, leaf)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the base makes of the arguments with its weights mixed.
+
+        Raises:
+            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong because the base
+                uses activation checkpointing.
+        """
+        if self.training and torch.is_grad_enabled():
+            refuse_gradient_checkpointing(self.base)
+        pi = self._shares(noisy=self.training)
+        own = {name for names in self._own.values() for name in names}
+        adapted = {name: a for name, a in self.adapted().items() if name not in own}
+        hooks = [(self._layer(layer), partial(self._add_term, node, beta, pi)) for layer, node, beta in self._norms()]
+        with exclusive(self.base):
+            mixed = mix(self._weights(), adapted, pi, self.alpha, self.construction)
+            # both last for this pass alone, so that the base stays the module it was
+            with with_forward_hooks(hooks), substituted(self.base, {name: mixed[name] for name in adapted}):
+                return self.base(*args, **kwargs)
+
+    @property
+    def pi(self) -> Tensor:
+        """The shares π ``[C]`` now, without noise and gradient."""
+        return self._shares(noisy=False).detach()
+
+    def route(self, to: Route | None) -> None:
+        """Fix π, or learn it again. A fixed route is part of the state dict; θ gets no gradient while it holds.
+
+        In distributed training θ gets a gradient of zeros instead, for ``DistributedDataParallel`` waits for one.
+
+        Args:
+            to: a cluster, for its one-hot; shares of all C; or None, to learn.
+
+        Raises:
+            ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that add up to 1.
+        """
+        self._route = None if to is None else self._mixture(to)
+
+    def merge(self, pi: Route | None = None) -> nn.Module:
+        """A plain module with the mixture in its weights: a copy of the base of the same type, shared weights still shared.
+
+        Args:
+            pi: a cluster or shares of all C; by default what :attr:`pi` is now.
+
+        Returns:
+            The module; it computes what this one does without noise. With statistics of BatchNorm adaptors of their own
+            that holds in evaluation mode.
+        """
+        shares = self.pi if pi is None else self.theta.new_tensor(self._mixture(pi))
+        with torch.no_grad():
+            weights = self._weights()
+            mixed = mix(weights, self._offsets(self.adapted()), shares, self.alpha, self.construction)
+            merged = copy.deepcopy(self.base)
+            for name, p in merged.named_parameters():
+                if name in mixed:
+                    p.copy_(mixed[name])
+        return merged
+
+    def adapted(self) -> Adaptors:
+        """The adaptors by name of the parameter: low-rank updates, or offsets ``[C, ...]``. The tensors are the parameters."""
+        found: Adaptors = {}
+        for name in self._spots:
+            node = get_submodule(self.adaptors, name)
+            found[name] = Pairs(node.u, node.v) if isinstance(node, Factors) else cast(Tensor, node.offset)
+        return found
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Groups for an optimizer: all that trains, and θ with the router's learning rate and no weight decay."""
+        rest = [p for p in self.parameters() if p.requires_grad and p is not self.theta]
+        return [{"params": rest}, {"params": [self.theta], "lr": self.router.lr, "weight_decay": 0.0}]
+
+    def parameter_budget(self) -> Budget:
+        """What the adaptors add, parameter by parameter; print it for a table."""
+        return budget(self.base, self._spots, self.clusters)
+
+    @torch.no_grad()
+    def precondition_(self, eps: float = EPS) -> None:
+        """Precondition the gradients of low-rank updates in place (appendix D); those that are None stay so.
+
+        Call it once between ``backward()`` and ``step()``, before clipping; or once and for all
+        ``optimizer.register_step_pre_hook(lambda *_: model.precondition_())``.
+
+        Args:
+            eps: ε.
+        """
+        at = {n: a for n, a in self.adapted().items() if isinstance(a, Pairs) and not (a.u.grad is a.v.grad is None)}
+        gradients: Adaptors = {n: Pairs(_gradient(a.u), _gradient(a.v)) for n, a in at.items()}
+        for name, made in preconditioned(self._weights(), gradients, dict(at), eps).items():
+            for p, g in ((at[name].u, cast(Pairs, made).u), (at[name].v, cast(Pairs, made).v)):
+                if p.grad is not None:
+                    p.grad.copy_(g)
+
+    @torch.no_grad()
+    def center_(self, weights: Sequence[float] | Tensor | None = None) -> None:
+        """Move the mean adaptor into the base (appendix E).
+
+        The merged model of every mixture stays what it is, but for what the rank cannot hold (offsets lose nothing).
+        Adaptors of frozen parameters are left alone.
+
+        Args:
+            weights: p(c) of the mean, C numbers that add up to 1; by default even.
+
+        Raises:
+            TaskError: if every adapted parameter is frozen.
+            ConfigError: if the weights are not such.
+        """
+        p = self._mixture([1 / self.clusters] * self.clusters if weights is None else weights)
+        base, adapted = self._weights(), self.adapted()
+        free = {name: a for name, a in self._offsets(adapted).items() if base[name].requires_grad}
+        if not free:
+            raise TaskError("there is nothing to center: every adapted parameter of the base is frozen")
+        moved, left = centered(base, free, self.theta.new_tensor(p), self.alpha, self.construction)
+        for layer, node, _ in self._norms():
+            gamma, beta = self._own[layer]
+            if gamma in left and beta in left:
+                bn, g, b = self._layer(layer), cast(Tensor, left[gamma]), cast(Tensor, left[beta])
+                left[gamma], left[beta] = reparameterize(g, b, main_statistics(bn), node.statistics, bn.eps)
+        for name, a in left.items():
+            base[name].copy_(moved[name])
+            was = adapted[name]
+            if isinstance(was, Pairs) and isinstance(a, Pairs):
+                was.u.copy_(a.u)
+                was.v.copy_(a.v)
+            else:
+                cast(Tensor, was).copy_(cast(Tensor, a))
+
+    def get_extra_state(self) -> Tensor:
+        """The fixed route ``[C]``, NaN without one: one tensor, as all the rest."""
+        return torch.tensor([math.nan] * self.clusters if self._route is None else self._route, dtype=torch.float64)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Inverse of :meth:`get_extra_state`.
+
+        Raises:
+            ConfigError: if it is that of another number of clusters.
+        """
+        route = state.tolist()
+        if len(route) != self.clusters:
+            raise ConfigError(f"the state is of {len(route)} clusters, this model has num_clusters={self.clusters}")
+        self._route = None if math.isnan(route[0]) else route
+
+    def extra_repr(self) -> str:
+        """The settings that the submodules do not show."""
+        return f"clusters={self.clusters}, alpha={self.alpha}, construction={self.construction!r}, router={self.router}"
+
+    def _shares(self, noisy: bool) -> Tensor:
+        if self._route is not None:
+            fixed = self.theta.new_tensor(self._route)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                # a gradient of zeros: DistributedDataParallel needs one of every parameter
+                return torch.where(torch.ones_like(fixed, dtype=torch.bool), fixed, self.theta)
+            return fixed
+        if self.router.routing == "optimal":
+            raise TaskError("the router's routing is 'optimal', but no route is set; call route(cluster) first")
+        if not noisy or self.router.noise == 0:
+            return self.router.shares(self.theta)
+        # from torch's generator of the CPU, whose state activation checkpointing restores before it recomputes
+        key = Key((int(torch.randint(2**62, ())),))
+        return self.router.shares(self.theta + self.router.noises(key, 1, self.theta)[0])
+
+    def _mixture(self, to: Route) -> list[float]:
+        if isinstance(to, int):
+            if isinstance(to, bool) or not 0 <= to < self.clusters:
+                raise ConfigError(f"there is no cluster {to!r}; num_clusters is {self.clusters}, counted from 0")
+            return [float(c == to) for c in range(self.clusters)]
+        given = torch.as_tensor(to, dtype=torch.float64).detach()
+        # softmax in half precision adds up to 1 within a thousandth
+        if given.shape != (self.clusters,) or not bool((given >= 0).all()) or abs(float(given.sum()) - 1) > 1e-3:
+            raise ConfigError(f"a mixture must be {self.clusters} numbers >= 0 that add up to 1; it is {to}")
+        return cast(list[float], (given / given.sum()).tolist())
+
+    def _weights(self) -> Params:
+        everything = named_tensors(self.base)
+        return {name: everything[name] for name in self._spots}
+
+    def _layer(self, name: str) -> _BatchNorm:
+        return cast(_BatchNorm, get_submodule(self.base, name))
+
+    def _norms(self) -> Iterator[tuple[str, OwnStatistics, Tensor]]:
+        """BatchNorm layers whose adaptors have statistics of their own: name, γ_c with the statistics, β_c."""
+        for layer, (gamma, beta) in self._own.items():
+            node, other = (get_submodule(self.adaptors, name) for name in (gamma, beta))
+            yield layer, cast(OwnStatistics, node), cast(Tensor, other.offset)
+
+    def _offsets(self, adapted: Adaptors) -> Adaptors:
+        """The same with every BatchNorm's as offsets of the main γ and β, at the running statistics of now."""
+        found = dict(adapted)
+        for layer, node, beta in self._norms():
+            bn = self._layer(layer)
+            made = as_offsets(node.offset, beta, main_statistics(bn), node.statistics, bn.eps)
+            found.update(zip(self._own[layer], made, strict=True))
+        return found
+
+    def _add_term(
+        self,
+        node: OwnStatistics,
+        beta: Tensor,
+        pi: Tensor,
+        layer: _BatchNorm,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Tensor,
+    ) -> Tensor:
+        x = args[0] if args else kwargs["input"]
+        return torch.add(output, node.term(x, beta, pi, layer, self.training).to(output.dtype), alpha=self.alpha)
+
+
+def _check_settings(model: nn.Module, rank: float, num_clusters: int, alpha: float, router: Router) -> None:
+    if not isinstance(model, nn.Module):
+        raise TaskError(f"Floral wraps an nn.Module; it was given {type(model).__name__}")
+    if isinstance(rank, bool) or not isinstance(rank, int | float):
+        raise ConfigError(f"rank must be an integer >= 1, or a budget in (0, 1); not {rank!r}")
+    if isinstance(num_clusters, bool) or not isinstance(num_clusters, int) or num_clusters < 1:
+        raise ConfigError(f"num_clusters must be an integer >= 1; it is {num_clusters!r}")
+    if not 0 < alpha < math.inf:
+        raise ConfigError(f"alpha must be > 0; it is {alpha}")
+    if router.update != "gradient":
+        raise ConfigError(
+            f"router: update = {router.update!r} needs the losses of all clusters after every round, which a plain loop does "
+            "not have; use 'gradient', or route(shares)"
+        )
+
+
+def _chosen(include: Include | None, exclude: Include | None, name: str, layer: nn.Module) -> bool:
+    return (include is None or include(name, layer)) and not (exclude is not None and exclude(name, layer))
+
+
+def _gradient(p: Tensor) -> Tensor:
+    return torch.zeros_like(p) if p.grad is None else p.grad

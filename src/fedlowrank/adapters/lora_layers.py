@@ -1,0 +1,159 @@
+"""LoRA layers of our own, for any module: y = W x + s·B (A x), on activations, over a frozen W (Hu et al. 2021)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..core.errors import ConfigError, TaskError
+from ..core.key import Key
+
+ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+"""Layers that can be wrapped; convolutions without groups."""
+
+_CONVOLVE = {nn.Conv1d: functional.conv1d, nn.Conv2d: functional.conv2d, nn.Conv3d: functional.conv3d}
+
+
+class LoRALayer(nn.Module):
+    """A frozen layer with trainable factors beside it.
+
+    Args:
+        base: the layer.
+        rank: r.
+        scaling: s.
+        rslora: whether s came from α/√r.
+        key: of the random A; B is zero. Of an embedding B is random and A zero, as in PEFT.
+
+    Attributes:
+        base_layer: the layer.
+        lora_A: A ``[r, k]``; of a convolution k = in · k1 · k2; of an embedding k is the number of rows.
+        lora_B: B ``[d, r]``.
+        scaling: s.
+    """
+
+    def __init__(self, base: nn.Module, rank: int, scaling: float, rslora: bool, key: Key) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.scaling, self.rslora = scaling, rslora
+        weight: Tensor = base.weight  # type: ignore[assignment]
+        d, k = weight.shape[0], math.prod(weight.shape[1:])
+        if isinstance(base, nn.Embedding):
+            d, k = k, d
+        a, b = (torch.rand(rank, k, generator=key.generator()) * 2 - 1) / math.sqrt(k), torch.zeros(d, rank)
+        if isinstance(base, nn.Embedding):
+            a, b = torch.zeros(rank, k), torch.randn(d, rank, generator=key.generator())
+        self.lora_A = nn.Parameter(a.to(weight))
+        self.lora_B = nn.Parameter(b.to(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output with the update."""
+        base, a, b = self.base_layer, self.lora_A, self.lora_B
+        out: Tensor = base(x)
+        if isinstance(base, nn.Embedding):
+            return out + self.scaling * functional.linear(functional.embedding(x, a.mT), b)
+        if isinstance(base, nn.Linear):
+            return out + self.scaling * functional.linear(functional.linear(x, a), b)
+        # the padding mode is the layer's: its own forward is asked for A x, with A for its weight and no bias
+        inner = base._conv_forward(x, a.reshape(-1, *base.weight.shape[1:]), None)  # type: ignore[operator,index]
+        rank = a.shape[0]
+        convolve = next(f for kind, f in _CONVOLVE.items() if isinstance(base, kind))
+        return out + self.scaling * convolve(inner, b.reshape(-1, rank, *[1] * (inner.ndim - 2)))
+
+
+def lora(
+    module: nn.Module,
+    rank: int,
+    alpha: float | None = None,
+    *,
+    target_modules: str | Sequence[str] = "all",
+    rslora: bool = False,
+    trainable: Sequence[str] = (),
+    key: Key | None = None,
+) -> nn.Module:
+    """A copy of a module with LoRA layers, everything else frozen.
+
+    Args:
+        module: left as it is.
+        rank: r.
+        alpha: α; by default r, a scale of 1.
+        target_modules: as PEFT reads it: names that equal a layer's or end it (``["fc1"]``), a regular expression for whole
+            names, or ``"all"``.
+        rslora: scale by α/√r instead of α/r.
+        trainable: names of submodules that are trained whole, such as a head.
+        key: of the random A; by default ``Key((0,))``.
+
+    Returns:
+        The module; its output is at first the original's exactly.
+
+    Raises:
+        TaskError: if nothing matches, a rank is above a dimension, or a layer cannot be adapted.
+        ConfigError: if the rank is below 1.
+    """
+    if rank < 1:
+        raise ConfigError(f"the rank of LoRA must be at least 1; it is {rank}")
+    made = copy.deepcopy(module)
+    scaling = (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
+    key = Key((0,)) if key is None else key
+    inside = {n for n, m in made.named_modules() if isinstance(m, nn.MultiheadAttention)}
+    layers = {
+        n: m
+        for n, m in made.named_modules()
+        if isinstance(m, ADAPTABLE) and not any(n.startswith(f"{a}.") for a in inside) and not _within(n, trainable)
+    }
+    chosen = [n for n in layers if _matches(n, target_modules)]
+    if not chosen:
+        there = Counter(n.rsplit(".", 1)[-1] for n in layers)
+        told = ", ".join(f"{n} × {c}" for n, c in there.items()) or "none"
+        raise TaskError(f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: {told}")
+    for parameter in made.parameters():
+        parameter.requires_grad_(False)
+    wrapped: dict[int, LoRALayer] = {}
+    for name in chosen:
+        layer = layers[name]
+        if getattr(layer, "groups", 1) > 1:
+            raise TaskError(
+                f"layer {name} is a convolution with groups, whose LoRA is not one product B A; leave it out"
+            )
+        shape = layer.weight.shape
+        most = min(shape[0], math.prod(shape[1:]))
+        if rank > most:
+            raise TaskError(f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {most}")
+        wrapped[id(layer)] = LoRALayer(layer, rank, scaling, rslora, key / name)
+    names = [n for n, m in made.named_modules(remove_duplicate=False) if id(m) in wrapped]
+    held = {n: made.get_submodule(n) for n in names}
+    for name in names:
+        # a layer that the module uses under two names gets one pair of factors under both
+        if name == "":
+            return wrapped[id(held[name])]
+        made.set_submodule(name, wrapped[id(held[name])])
+    for name in trainable:
+        for parameter in _submodule(made, name).parameters():
+            parameter.requires_grad_(True)
+    return made
+
+
+def _matches(name: str, target: str | Sequence[str]) -> bool:
+    if target == "all":
+        return True
+    if isinstance(target, str):
+        return re.fullmatch(target, name) is not None
+    return any(name == t or name.endswith(f".{t}") for t in target)
+
+
+def _within(name: str, parts: Sequence[str]) -> bool:
+    return any(name == p or name.startswith(f"{p}.") for p in parts)
+
+
+def _submodule(module: nn.Module, name: str) -> nn.Module:
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        there = sorted(n for n, _ in module.named_children())
+        raise TaskError(f"trainable: there is no submodule {name!r}; the module has {there}") from error

@@ -1,0 +1,82 @@
+"""The adapter of pFedLoRA: two linear layers of small width beside a model's head (Yi et al., section 4.3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..core.errors import TaskError
+from ..core.key import Key
+from ..core.model import Model
+from ..core.tree import tree
+from ..linalg.factored import svd
+
+
+@tree
+class Adapter:
+    """Linear(inputs → width) → [ReLU] → Linear(width → classes).
+
+    Attributes:
+        a: ``[width, inputs]``.
+        a_bias: ``[width]``.
+        b: ``[classes, width]``.
+        b_bias: ``[classes]``.
+    """
+
+    a: Tensor
+    a_bias: Tensor
+    b: Tensor
+    b_bias: Tensor
+
+    def apply(self, r: Tensor, relu: bool) -> Tensor:
+        """Scores ``[batch, classes]`` of representations ``[batch, inputs]``."""
+        z = functional.linear(r, self.a, self.a_bias)
+        return functional.linear(functional.relu(z) if relu else z, self.b, self.b_bias)
+
+
+def random_adapter(inputs: int, width: int, classes: int, key: Key) -> Adapter:
+    """Values as ``nn.Linear`` draws them: uniform within ±1/√fan-in."""
+    generator = key.generator()
+
+    def draw(fan_in: int, *shape: int) -> Tensor:
+        return torch.empty(*shape).uniform_(-1, 1, generator=generator).div_(fan_in**0.5)
+
+    return Adapter(draw(inputs, width, inputs), draw(inputs, width), draw(width, classes, width), draw(width, classes))
+
+
+def svd_adapter(model: Model, width: int, filler: Adapter) -> Adapter:
+    """An adapter that begins as the rank-``width`` decomposition of a model's head.
+
+    For a head of one linear layer, W ≈ U Σ Vᵀ gives a = √Σ Vᵀ and b = U √Σ. For a head of two, W3 ∘ ReLU ∘ W2, the
+    first is decomposed, W2 ≈ U Σ Vᵀ, and b = W3 U √Σ, so that without the ReLU the adapter is the best such head. Where
+    the weight has less rank than the adapter has width, rows of ``a`` are left at random with zero columns of ``b``: they
+    change no output but can learn.
+
+    Args:
+        model: its initial parameters are used.
+        width: of the adapter.
+        filler: gives the random rows.
+
+    Raises:
+        TaskError: if the head is not one or two linear layers.
+    """
+    layers = model.head_layers()
+    params = [p.detach().cpu() for p in model.head_of(model.initial).values()]
+    if len(layers) not in (1, 2) or len(params) != 2 * len(layers):
+        raise TaskError(
+            f"start = 'svd' needs a head of one or two linear layers with biases; {model.name} has {len(layers)} and "
+            f"{len(params)} parameters. Use start = 'random'."
+        )
+    w, bias = params[0], params[1]
+    f = svd(w)
+    rank = min(width, f.rank)
+    root = f.s[:rank].sqrt()
+    a, b = filler.a.clone(), torch.zeros_like(filler.b)
+    a[:rank] = root[:, None] * f.v[:, :rank].mT
+    left = f.u[:, :rank] * root
+    if len(layers) == 2:
+        w3, b3 = params[2], params[3]
+        left, bias = w3 @ left, w3 @ bias + b3
+    b[:, :rank] = left
+    return Adapter(a, torch.zeros_like(filler.a_bias), b, bias.clone())

@@ -1,0 +1,30 @@
+"""A client's model as one state dict, which loads into a module with ``load_state_dict``."""
+
+from __future__ import annotations
+
+from ..core.model import Model
+from ..core.tree import Params
+from .lora import lora_of
+
+
+def whole_state(model: Model, params: Params) -> Params:
+    """All tensors of a model's state dict: those of a client, and the module's own for everything that no client changes.
+
+    Frozen tensors are not copied: every client's state holds the module's own. LoRA factors get the rank of the module's
+    slots, see :meth:`fedlowrank.adapters.lora.LoRA.in_slots`.
+
+    Args:
+        model: the architecture.
+        params: of the client, as :meth:`fedlowrank.core.method.Method.personal` gives them.
+    """
+    state: Params = dict(model.module.state_dict())
+    if any(n in state and t.shape != state[n].shape for n, t in params.items()):
+        params = lora_of(model).in_slots(params, state)
+    state |= params
+    first: dict[int, str] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        # a parameter under two names is trained under its first one
+        known = first.setdefault(id(parameter), name)
+        if known in params and name in state:
+            state[name] = params[known]
+    return state

@@ -1,0 +1,173 @@
+"""Runs a module with other tensors in place of some of its parameters, and leaves the module as it was.
+
+``torch.func.functional_call`` does the same, but not in the cases that follow. A module that is registered under two names is
+left with the substitute in place of its parameter. Replicas made by ``nn.DataParallel`` have no parameters, only attributes.
+Activation checkpointing inside the module computes wrong gradients without a word, because it runs layers again in the
+backward pass, when the substitutes are gone. Two threads that use one module see each other's substitutes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import TaskError
+
+Hook = Callable[..., Any]
+
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
+def get_submodule(root: nn.Module, path: str) -> nn.Module:
+    """The submodule of a dotted path. Unlike the method, it finds one called ``type`` or like another attribute."""
+    for part in path.split(".") if path else ():
+        root = cast(nn.Module, root._modules[part])
+    return root
+
+
+def set_submodule(root: nn.Module, path: str, leaf: nn.Module) -> None:
+    """Registers a submodule under a dotted path of any names; modules on the way are made."""
+    *parents, last = path.split(".")
+    for part in parents:
+        root = cast(nn.Module, root._modules.setdefault(part, nn.Module()))
+    root._modules[last] = leaf
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name, as ``named_parameters`` lists them; also of a replica made by ``nn.DataParallel``."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, layer in module.named_modules():
+        for local, p in _held(layer).items():
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                found[f"{prefix}.{local}" if prefix else local] = p
+    return found
+
+
+@contextmanager
+def exclusive(module: nn.Module) -> Iterator[None]:
+    """One thread at a time; the others wait."""
+    # setdefault is one step, so that two threads cannot make two locks
+    with _LOCKS.setdefault(module, threading.RLock()):
+        yield
+
+
+@contextmanager
+def substituted(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within it the parameters named have other values, wherever the module holds them.
+
+    Args:
+        module: any module.
+        values: by name of the parameter, as :func:`named_tensors` has them.
+
+    Raises:
+        TaskError: where a value is read inside ``torch.utils.checkpoint``, while gradients are recorded.
+    """
+    tensors = named_tensors(module)
+    by_id = {id(tensors[name]): value for name, value in values.items()}
+    # frame 1 is contextlib's, frame 2 the caller's
+    outside = sys._getframe(2) if torch.is_grad_enabled() else None
+    undo: list[Callable[[], None]] = []
+    try:
+        for layer in module.modules():
+            held = _held(layer)
+            own = {local: by_id[id(p)] for local, p in held.items() if id(p) in by_id}
+            if own:
+                undo.append(_exchange(layer, _Substitutes({**held, **own}, set(own), outside)))
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+@contextmanager
+def with_forward_hooks(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
+    """Within it the modules have these forward hooks as well, called with keywords and before the user's own."""
+    handles = []
+    try:
+        for layer, hook in hooks:
+            if _is_replica(layer):
+                # all replicas share the dictionaries of the original; each runs in a thread of its own
+                for name in _HOOKS:
+                    layer.__dict__[name] = layer.__dict__[name].copy()
+            handles.append(layer.register_forward_hook(hook, with_kwargs=True, prepend=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def refuse_gradient_checkpointing(module: nn.Module) -> None:
+    """Raise TaskError if a module has ``gradient_checkpointing`` on, as those of Hugging Face do."""
+    for name, m in module.named_modules():
+        if getattr(m, "gradient_checkpointing", False) is True:
+            raise TaskError(
+                f"{name or 'the module'} ({type(m).__name__}) has gradient_checkpointing on: its layers would be run "
+                "again in the backward pass without the adaptors, and the gradients be wrong. Switch it off; to save "
+                "memory call torch.utils.checkpoint.checkpoint on this wrapper as a whole."
+            )
+
+
+class _Substitutes(dict[str, Tensor | None]):
+    """The parameters of one layer, of which some are substitutes.
+
+    Attributes:
+        names: of the substitutes.
+        outside: a frame of the stack; activation checkpointing that began above it is none of ours. None checks nothing.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor | None], names: set[str], outside: FrameType | None) -> None:
+        super().__init__(values)
+        self.names, self.outside = names, outside
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        if self.outside is not None and name in self.names:
+            self._refuse_checkpoint(name)
+        return super().__getitem__(name)
+
+    def _refuse_checkpoint(self, name: str) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame is not self.outside:
+            if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+                raise TaskError(
+                    f"a part of the module that reads {name!r} of an adapted layer is run by torch.utils.checkpoint, which would "
+                    "run it again in the backward pass without the adaptors, and the gradients be wrong. Switch activation "
+                    "checkpointing inside the module off; to save memory call torch.utils.checkpoint.checkpoint on this wrapper "
+                    "as a whole."
+                )
+            frame = frame.f_back
+
+
+def _is_replica(layer: nn.Module) -> bool:
+    return bool(getattr(layer, "_is_replica", False))
+
+
+def _held(layer: nn.Module) -> Mapping[str, Tensor | None]:
+    if _is_replica(layer):
+        # what a replica still holds as parameters are those that are None, and substitutes
+        return {**cast(Mapping[str, Tensor | None], layer._former_parameters), **layer._parameters}
+    return layer._parameters
+
+
+def _exchange(layer: nn.Module, values: _Substitutes) -> Callable[[], None]:
+    """Give a layer other parameters; the function returned gives it its own back."""
+    before = layer._parameters
+    # a replica's parameters are attributes, which would be found first
+    attributes = {local: layer.__dict__.pop(local) for local in values if local in layer.__dict__}
+    layer.__dict__["_parameters"] = values
+
+    def restore() -> None:
+        layer.__dict__["_parameters"] = before
+        layer.__dict__.update(attributes)
+
+    return restore

@@ -1,0 +1,155 @@
+"""Factor pairs on a lossy wire: what a receiver gets is what the server must later subtract, so both go through here.
+
+The receiver gets factors of the type that the sender's had: a client trains in the type of its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError, TaskError, did_you_mean
+from ..core.tree import tree
+from ..linalg.pair import Factors, Pair
+
+Wire = Literal["float32", "bfloat16", "int8"]
+"""float32: as they are, in their own type; bfloat16: rounded to nearest; int8: :class:`Quantized`."""
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types that factors can have, by the names that they have on the wire."""
+
+LEVELS = 127
+_BITS = 17
+"""Significant bits of a scale: times a level of 7 bits it is exact in the 24 bits of a float32."""
+_SMALLEST = 2.0**-133
+"""The least scale, of which 17 bits are exact in a float32."""
+
+
+@tree
+class Rounded:
+    """A factor pair of another type in bfloat16.
+
+    Attributes:
+        b: ``[d, r]`` in bfloat16.
+        a: ``[r, k]`` in bfloat16.
+        dtype: name of the type that the factors had.
+    """
+
+    b: Tensor
+    a: Tensor
+    dtype: str
+
+
+@tree
+class Quantized:
+    """A factor pair in int8, with one scale for each rank component of either factor.
+
+    An entry x becomes the integer nearest to x / scale, so it is off by at most scale / 2; zeros stay zeros.
+
+    Attributes:
+        b: ``[d, r]``, int8 in ±127.
+        b_scale: float32 ``[r]``, one for each column of B.
+        a: ``[r, k]``, int8 in ±127.
+        a_scale: float32 ``[r]``, one for each row of A.
+        dtype: name of the type that the factors had.
+    """
+
+    b: Tensor
+    b_scale: Tensor
+    a: Tensor
+    a_scale: Tensor
+    dtype: str
+
+
+Packed = dict[str, "Pair | Rounded | Quantized"]
+"""Factor pairs by layer name, as they are sent."""
+
+
+def pack(pairs: Mapping[str, Pair], wire: Wire) -> Packed:
+    """Factor pairs in the form in which they are sent.
+
+    Args:
+        pairs: by layer name, of any floating-point type.
+        wire: the form. ``"float32"`` changes nothing, so that pairs in float64 or bfloat16 stay so.
+
+    Returns:
+        A tree. Packing what :func:`unpack` gives loses nothing more, but for int8 of factors in half precision, to which the
+        receiver rounds.
+
+    Raises:
+        ConfigError: if the form is unknown.
+        TaskError: if a value is not finite, or too large for a lossy form; if factors are of a type that is not in
+            :data:`DTYPES`.
+    """
+    forms: dict[str, Callable[[str, Pair], Pair | Rounded | Quantized]] = {
+        "float32": lambda _, pair: pair,
+        "bfloat16": _rounded,
+        "int8": _quantized,
+    }
+    if wire not in forms:
+        raise ConfigError(f"wire: {wire!r} is no choice. {did_you_mean(str(wire), get_args(Wire))}")
+    return {name: forms[wire](name, pair) for name, pair in pairs.items()}
+
+
+def unpack(packed: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
+    """The factors that the receiver of :func:`pack` works with, in the type that they were packed from.
+
+    Raises:
+        TaskError: if a type has a name that is not in :data:`DTYPES`.
+    """
+    return {name: p if isinstance(p, Pair) else _restored(name, p) for name, p in packed.items()}
+
+
+def _restored(name: str, p: Rounded | Quantized) -> Pair:
+    if p.dtype not in DTYPES:
+        raise TaskError(f"the factors of the layer {name!r} are of type {p.dtype!r}; known are {', '.join(DTYPES)}")
+    b, a = (p.b, p.a) if isinstance(p, Rounded) else (p.b.float() * p.b_scale, p.a.float() * p.a_scale[:, None])
+    return Pair(b.to(DTYPES[p.dtype]), a.to(DTYPES[p.dtype]))
+
+
+def _dtype(name: str, pair: Pair) -> str:
+    found = str(torch.promote_types(pair.b.dtype, pair.a.dtype)).removeprefix("torch.")
+    if found not in DTYPES:
+        raise TaskError(f"the factors of the layer {name!r} are of type {found}; known are {', '.join(DTYPES)}")
+    return found
+
+
+def _rounded(name: str, pair: Pair) -> Pair | Rounded:
+    b, a = pair.b.to(torch.bfloat16), pair.a.to(torch.bfloat16)
+    for t, factor in ((b, "B"), (a, "A")):
+        if not bool(t.isfinite().all()):
+            raise _unfit(name, factor, "bfloat16")
+    dtype = _dtype(name, pair)
+    return Pair(b, a) if dtype == "bfloat16" else Rounded(b, a, dtype)
+
+
+def _quantized(name: str, pair: Pair) -> Quantized:
+    b, b_scale = _levels(pair.b, 0, name, "B")
+    a, a_scale = _levels(pair.a, 1, name, "A")
+    return Quantized(b, b_scale.flatten(), a, a_scale.flatten(), _dtype(name, pair))
+
+
+def _levels(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tensor, Tensor]:
+    """Integers and scales ``[1, r]`` or ``[r, 1]``, for each slice along ``dim``."""
+    x = x.detach().double()
+    largest = x.abs().amax(dim, keepdim=True)
+    mantissa, exponent = torch.frexp(largest / LEVELS)
+    # Rounded up to 17 bits, a scale times a level is exact in float32: the bound then holds for what is received, and
+    # quantizing that once more finds the same scale.
+    scale = torch.ldexp((mantissa * 2**_BITS).ceil() / 2**_BITS, exponent)
+    scale = torch.where(largest > 0, scale.clamp(min=_SMALLEST), 0.0)
+    # asked of the largest entry too, for a NaN is not > 0
+    if not bool((largest.isfinite() & (scale * LEVELS <= torch.finfo(torch.float32).max)).all()):
+        raise _unfit(name, factor, "int8")
+    levels = torch.where(scale > 0, x / scale, 0.0).round()
+    return levels.clamp(-LEVELS, LEVELS).to(torch.int8), scale.float()
+
+
+def _unfit(name: str, factor: str, wire: str) -> TaskError:
+    return TaskError(
+        f"{factor} of the layer {name!r} holds values that are not finite, or too large for {wire}; lower the learning "
+        "rate, clip the gradient, or set the wire to 'float32'."
+    )

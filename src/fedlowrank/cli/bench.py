@@ -1,0 +1,43 @@
+"""The command ``fedlowrank bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.progress import Progress
+from rich.table import Table
+
+from ..core.errors import ConfigError, did_you_mean
+from ..core.files import write_atomically
+from ..engines import ENGINES
+from ..simulation.simulate import threads
+from ..simulation.terminal import console
+from ..testing.bench import HEAD, SUBJECTS, machine, markdown, time_rounds
+from ..testing.bench import rows as rows_of
+
+
+def bench(models: Sequence[str], engines: Sequence[str], method: str, rounds: int, out: Path | None) -> int:
+    """Time rounds, and print the table."""
+    for what, names, known in (("model", models, list(SUBJECTS)), ("engine", engines, [*ENGINES])):
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"there is no {what} {name!r} to time. {did_you_mean(name, known)}")
+    if rounds < 1:
+        raise ConfigError(f"--rounds must be >= 1; it is {rounds}")
+    with threads(1), Progress(console=console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("timing", total=rounds * len(models))
+        found = []
+        for model in models:
+            progress.update(bar, description=SUBJECTS[model].title)
+            found.append(time_rounds(model, engines, rounds, method, on_round=lambda: progress.advance(bar)))
+        head = machine()
+    title = f"{method}, {rounds} rounds of 10 of 100 clients; below 1 is faster than the bare loop"
+    shown = Table(*HEAD, title=title, caption=head, caption_justify="left")
+    for row in rows_of(found):
+        shown.add_row(*row)
+    console().print(shown)
+    if out is not None:
+        options = f"--method {method} --models {','.join(models)} --engines {','.join(engines)} --rounds {rounds}"
+        write_atomically(out, f"    fedlowrank bench {options}\n\n{title}.\n\n{markdown(found)}\n\n{head}\n".encode())
+    return 0

@@ -1,0 +1,365 @@
+"""What ``fedlowrank serve | join | keys | app`` do, and ``run --engine flower``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from ..config import experiment
+from ..config import tables as config
+from ..config.experiment import Experiment
+from ..core.errors import CheckpointError, ConfigError, FedlowrankError
+from ..core.files import as_checkpoint_error, write_json
+from ..network.client import own_share, prepare
+from ..network.deploy.flower_app import CLIENT, SERVER, write_app, write_own_app
+from ..network.deploy.keys import ClientKeys, ServerKeys, add_client, make_keys, renew_server, revoke_client
+from ..network.deploy.processes import SuperLink, SuperNode
+from ..network.deploy.program import ProcessError
+from ..network.deploy.supervise import supervise
+from ..network.drive import clients_of, network_settings
+from ..network.server import Say
+from ..simulation.run_folder import RunFolder
+
+RESTARTS = 3
+"""How often a SuperLink that died is started again."""
+GRACE = 20
+"""Seconds for which a client's last reply may take to leave."""
+
+
+def _flower() -> Any:
+    """The module that imports flwr."""
+    try:
+        from ..network import flower
+    except ImportError as error:
+        raise ConfigError(f"Flower is missing: pip install 'fedlowrank[network]' ({error})") from error
+    return flower
+
+
+def loaded(file: Path, overrides: Sequence[str], method: str | None) -> Experiment:
+    """An experiment of which a network runs one method; its paths hold wherever a process of it is started."""
+    tables = settled(config.read(file, overrides))
+    made = experiment.load({**tables, "method": experiment.load(tables).chosen(method)})
+    network_settings(made)
+    made.method(made.header.method)
+    return made
+
+
+def settled(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables with the path of a base model made absolute where it is one of this machine."""
+    found = dict(tables)
+    path = found.get("language", {}).get("path")
+    if isinstance(path, str) and Path(path).exists():
+        found["language"] = {**found["language"], "path": str(Path(path).resolve())}
+    return found
+
+
+def simulated(
+    made: Experiment, name: str, folder: Path, *, resume: bool, force: bool, config: Mapping[str, Any], say: Say
+) -> None:
+    """Run a method in Flower's simulation."""
+    for variable, value in {"FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
+        os.environ.setdefault(variable, value)
+    flower = _flower()
+    logging.getLogger("flwr").setLevel(logging.ERROR)
+    chosen = experiment.load(settled({**made.tables, "method": name}))
+    base = folder.with_name(f"{folder.name}.clients")
+    if not resume:
+        aside(folder, force)
+        aside(base, True)
+    with warnings.catch_warnings():
+        # of Ray, about accelerators that nobody asked for
+        warnings.simplefilter("ignore", FutureWarning)
+        flower.simulation(chosen, folder, base, say, resume=resume, config=config)
+
+
+def aside(folder: Path, force: bool) -> None:
+    """Move what is in the way aside, or refuse to."""
+    if not folder.exists():
+        return
+    if not force:
+        raise CheckpointError(f"{folder} exists already. Resume it, choose another folder, or pass --force.")
+    RunFolder.move_aside(folder)
+
+
+def serve(
+    file: Path,
+    overrides: Sequence[str],
+    method: str | None,
+    out: Path | None,
+    resume: bool,
+    keys: Path | None,
+    insecure: bool,
+    host: str,
+    port: int,
+    say: Say,
+) -> Path:
+    """Start a server, run a method on the clients that join, and see the run to its end.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        FedlowrankError: if the run did not come to its end; Flower's own commands would not say so.
+    """
+    _flower()
+    made = loaded(file, overrides, method)
+    clients_of(made)
+    secured = server_keys(keys, insecure)
+    out = out or Path("runs") / made.name / f"{made.header.method}-s{made.run.seed}"
+    begun, failed = RunFolder.has_begun(out), RunFolder.is_failed_start(out)
+    if begun and not resume:
+        raise CheckpointError(f"{out} exists already. Go on with it by --resume, or choose another folder with -o.")
+    if out.exists() and not begun and not failed:
+        raise CheckpointError(f"{out} exists already and holds other things than a run; choose another folder with -o.")
+    if resume and not out.exists():
+        raise CheckpointError(f"there is no run in {out} to go on with; start it without --resume")
+    if failed:
+        say(f"the run in {out} ended before its first checkpoint; it is moved aside, and begins anew")
+    home = out.with_name(f"{out.name}.flower")
+    with as_checkpoint_error(f"cannot make {home}"):
+        home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    flower = _flower()
+    log = home / "server.log"
+    variables = {
+        flower.EXPERIMENT: str((home / "experiment.json").absolute()),
+        flower.OUT: str(out.absolute()),
+        flower.LOG: str(log.absolute()),
+        **({flower.NODES: str((home / "nodes.json").absolute())} if secured is not None else {}),
+    }
+    if insecure:
+        say("insecure: anyone who reaches this port can join, and read all that is sent")
+    link = SuperLink(home, secured, insecure=insecure, host=host, port=port, variables=variables, say=say)
+    with ended_once(), link:
+        # not before it has its home to itself
+        log.unlink(missing_ok=True)
+        write_json(home / "experiment.json", made.tables)
+        write_own_app(home / "app")
+        if secured is not None:
+            nodes = {str(link.register(key)): client for client, key in sorted(secured.clients.items())}
+            for number in link.keep_only(secured.clients.values()):
+                say(f"the key of the client that Flower calls {number} was revoked; it is refused")
+            write_json(home / "nodes.json", nodes)
+        say(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
+        _see_through(link, home / "app", log, say)
+    return out
+
+
+def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
+    """The server's keys, or None where it was asked to do without."""
+    if keys is not None and insecure:
+        raise ConfigError("--keys and --insecure exclude each other")
+    if keys is None and not insecure:
+        raise ConfigError(
+            "a server needs keys: make them by `fedlowrank keys keys --clients N --host NAME`, and pass --keys keys/server. "
+            "For a trial on one machine, --insecure does without."
+        )
+    return None if keys is None else ServerKeys.read(keys)
+
+
+def _see_through(link: SuperLink, app: Path, log: Path, say: Say) -> None:
+    """Submit the run and watch it, and begin again where it was if the SuperLink dies."""
+    run, follow = link.submit(app), _Follower(log, say)
+    looked, died = time.monotonic(), 0
+    while True:
+        time.sleep(0.2)
+        last = follow.news()
+        if not link.alive():
+            died += 1
+            if died > RESTARTS:
+                raise ProcessError(f"the SuperLink died {died} times. The end of {link.log}:\n{link.tail()}")
+            say(
+                f"the SuperLink died; it is started again, and the run goes on from its last round ({died} of {RESTARTS})"
+            )
+            link.start()
+            _abandon(link, run)
+            run, looked = link.submit(app), time.monotonic()
+        # to ask costs a second of work, so only when the run seems over, and now and then in case it cannot say so any more
+        elif last is not None or time.monotonic() - looked > 60:
+            looked = time.monotonic()
+            status = link.status(run)
+            # what it said while that was asked
+            last = last or follow.news()
+            if status.is_completed or last == "finished":
+                return
+            if status.is_finished or last is not None:
+                why = last.removeprefix("error: ") if last else f"{status.status}: {status.details}"
+                raise ProcessError(f"the run failed: {why} Go on with it by --resume. Details are in {link.log}.")
+
+
+def _abandon(link: SuperLink, run: int) -> None:
+    """End a run whose ServerApp went with its SuperLink, and which the new one takes for alive."""
+    try:
+        link.stop(run)
+    except ProcessError as error:
+        link.say(f"run {run} of before could not be stopped: {error}")
+
+
+class _Follower:
+    """Passes on the lines of a file as they come."""
+
+    def __init__(self, path: Path, say: Say) -> None:
+        self.path, self.say, self.place = path, say, 0
+
+    def news(self) -> str | None:
+        """Pass on what is new; the line by which the run says it is over, if it came."""
+        if not self.path.exists():
+            return None
+        last = None
+        with self.path.open("rb") as file:
+            file.seek(self.place)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self.place += len(line)
+                text = line.decode(errors="replace").rstrip("\n")
+                self.say(text)
+                message = text.partition(" ")[2]
+                if message == "finished" or message.startswith("error: "):
+                    last = message
+        return last
+
+
+def join(
+    file: Path,
+    overrides: Sequence[str],
+    method: str | None,
+    client: int,
+    data: Path | None,
+    test: Path | None,
+    address: str,
+    keys: Path | None,
+    insecure: bool,
+    folder: Path | None,
+    stay: bool,
+    say: Say,
+) -> Path:
+    """Take part in a run as one of its clients, until it is over.
+
+    Returns:
+        The client's folder.
+    """
+    _flower()
+    made = loaded(file, overrides, method)
+    count = clients_of(made)
+    if not 0 <= client < count:
+        raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
+    if (keys is None) != insecure:
+        raise ConfigError(
+            f"pass --keys keys/client-{client}, the folder that the server's operator made by `fedlowrank keys` for you; or, "
+            "for a trial on one machine, --insecure, but not both"
+        )
+    own = None if keys is None else ClientKeys.read(keys)
+    if data is None:
+        say(f"client {client} takes its share of the experiment's own data; pass --data for data of yours")
+        shares = made.shares()
+    else:
+        shares = own_share(made, client, count, data, test)
+    folder = folder or Path("clients") / made.name / str(client)
+    prepare(folder, made.tables, client, shares)
+    sizes = (len(getattr(shares.data[client], s)) for s in ("train", "val", "test"))
+    say("client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes))
+    node = SuperNode(folder / "flower", address, folder, own, insecure=insecure, say=say)
+    stop = threading.Event()
+    if not stay:
+        threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()
+    with ended_once():
+        supervise(node, stop)
+    for model in _models(folder):
+        say(f"its model: {model.parent}")
+    return folder
+
+
+@contextlib.contextmanager
+def ended_once() -> Iterator[None]:
+    """An interrupt or a polite kill ends the block as Ctrl-C does; a second one does not end the ending.
+
+    Else the programs that the block has started would stay behind.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        for one in signals:
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {one: signal.signal(one, end) for one in signals}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _models(folder: Path) -> set[Path]:
+    return set(folder.glob("*/model/model.safetensors"))
+
+
+def _until_done(folder: Path, node: SuperNode, stop: threading.Event) -> None:
+    """Stop once a model of this client has been written and the reply about it has left."""
+    before = _models(folder)
+    while not stop.wait(0.5):
+        if _models(folder) - before:
+            # the reply about it is still to be sent; a server that does not take it is not waited for
+            for _ in range(4 * GRACE):
+                if not node.is_working():
+                    break
+                stop.wait(0.25)
+            # Flower drops the replies of a node that left before the server fetched them
+            stop.wait(5)
+            stop.set()
+
+
+def keys_(
+    folder: Path,
+    clients: int,
+    hosts: Sequence[str],
+    days: int,
+    add: int | None,
+    revoke: int | None,
+    renew: bool,
+    say: Say,
+) -> None:
+    """Make the keys of a federation or of one more client, take one away, or make the server a new certificate."""
+    if sum((add is not None, revoke is not None, renew)) > 1:
+        raise ConfigError("--add, --revoke and --renew exclude each other; give one at a time")
+    restart = "start `fedlowrank serve` anew, with --resume if its run goes on"
+    if add is not None:
+        add_client(folder, add)
+        say(f"{folder / f'client-{add}'}: give it to client {add}, and to nobody else; {restart}")
+    elif revoke is not None:
+        say(f"{revoke_client(folder, revoke)}: the key of client {revoke} is revoked from the next start on; {restart}")
+    elif renew:
+        renew_server(folder, hosts, days)
+        say(f"{folder / 'server'}: has a new certificate for {days} days; clients notice nothing; {restart}")
+    else:
+        make_keys(folder, clients, hosts, days)
+        say(f"{folder / 'server'}: stays with the server (fedlowrank serve --keys {folder / 'server'})")
+        say(f"{folder / 'client-0'} ... client-{clients - 1}: give each to its client, and to nobody else")
+
+
+def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> None:
+    """Write a Flower app of an experiment, for `flwr run`."""
+    made = loaded(file, overrides, method)
+    if out.exists() and any(p.name != "pyproject.toml" for p in out.iterdir()):
+        raise FedlowrankError(
+            f"{out} holds other things, which Flower would send to every client; choose an empty folder"
+        )
+    settings = {
+        "experiment": json.dumps(made.tables),
+        "folder": f"runs/{made.name}/{made.header.method}-s{made.run.seed}",
+    }
+    write_app(out, "fedlowrank", SERVER, CLIENT, settings)

@@ -1,0 +1,55 @@
+"""What ``fedlowrank status`` shows: how runs stand, which process writes them, and what their clients do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..simulation.lock import is_alive, read_holder
+from ..simulation.records import RunRecord, run_folders
+
+
+def show(folders: Sequence[Path], out: Console) -> int:
+    """Prints a row for every run.
+
+    Args:
+        folders: run folders, or folders of run folders.
+        out: where to print.
+    """
+    table = Table("run", "state", "rounds", "process", "clients", "last")
+    for folder in run_folders(folders):
+        table.add_row(*map(escape, row(folder)))
+    out.print(table)
+    return 0
+
+
+def row(folder: Path) -> list[str]:
+    """The cells of a run: its folder, state, rounds, process, clients, and what was said last."""
+    run = RunRecord.load(folder)
+    holder = read_holder(folder)
+    process = str(holder["pid"]) if is_alive(holder) else ""
+    done = run.rounds[-1].round if run.rounds else 0
+    message = str(run.status.get("message", ""))
+    if run.rounds and run.rounds[-1].lost:
+        lost = "; ".join(f"client {client} lost: {why}" for client, why in run.rounds[-1].lost.items())
+        message = "; ".join(filter(None, [message, lost]))
+    total = run.config.get("run", {}).get("rounds", "?")
+    return [str(folder), str(run.status.get("state", "unknown")), f"{done} of {total}", process, _clients(run), message]
+
+
+def _clients(run: RunRecord) -> str:
+    """How many clients there are; over a network, how many registered and how many replies were refused."""
+    try:
+        account: dict[str, Any] = json.loads((run.folder / "network.json").read_text())
+        refused = sum(account["refused"].values())
+        return f"{len(account['clients'])} of {len(run.clients)} registered, {refused} replies refused"
+    except FileNotFoundError:
+        return str(len(run.clients))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        return f"network.json is damaged: {error!r}"

@@ -1,0 +1,1 @@
+"""The experiment file, and what is built from it."""

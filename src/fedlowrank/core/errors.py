@@ -1,0 +1,72 @@
+"""Errors written for a person: what was wrong, where, what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedlowrankError(Exception):
+    """Any mistake that the caller can mend. The command line prints its message alone, without a traceback."""
+
+
+class ConfigError(FedlowrankError):
+    """A setting is unknown, of the wrong type or out of range."""
+
+
+class DataError(FedlowrankError):
+    """A data set or a partition of it cannot be used as asked."""
+
+
+class TaskError(FedlowrankError):
+    """A method, its models and the federation do not fit together."""
+
+
+class CheckpointError(FedlowrankError):
+    """A run folder cannot be written, read or resumed."""
+
+
+class NonFiniteError(FedlowrankError):
+    """A training pass met a NaN or an infinity.
+
+    Args:
+        client: identifier of the client.
+        round: round of training, counted from 0.
+        name: name of the pass over the data.
+        step: first step whose loss is not finite, counted from 0, or None if only the parameters show it.
+    """
+
+    def __init__(self, client: int, round: int, name: str, step: int | None) -> None:
+        where = "the parameters after the pass are" if step is None else f"the loss of step {step} is"
+        cure = "Lower the learning rate, clip the gradient (optimizer.clip)"
+        if step == 0 and round == 0:
+            cure = (
+                "Nothing was learnt before this step, so look at this client's inputs and targets (a NaN, or numbers that "
+                "are too large) and at the loss"
+            )
+        super().__init__(
+            f"client {client}, round {round}, pass {name!r}: {where} not finite. {cure}, or set run.on_nan to 'drop' "
+            "to go on without such replies."
+        )
+        self.client = client
+        self.round = round
+        self.name = name
+        self.step = step
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[int, int, str, int | None]]:
+        return type(self), (self.client, self.round, self.name, self.step)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """End of a message about an unknown name: the nearest known one, or all of them.
+
+    Args:
+        name: what was given.
+        known: what would have been accepted.
+
+    Returns:
+        A sentence such as ``Did you mean 'fedavg'?`` or ``Known: 'fd', 'fedavg'.``
+    """
+    names = sorted(set(known))
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}?" if near else "Known: " + ", ".join(map(repr, names)) + "."

@@ -1,0 +1,60 @@
+"""Losses that average over the real examples of a batch and never over its padding."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+from .task import Batch
+
+IGNORE_INDEX = -100
+"""Label of a token that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""
+
+
+def pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
+    """The loss of each example ``[b]``.
+
+    Cross-entropy with labels ``[b]``; ½ ‖score - y‖² with real targets ``[b, d]``; and with labels of tokens ``[b, T]`` the mean
+    over the tokens that count, where the scores ``[b, T, V]`` at position t - 1 predict the token at t.
+    """
+    if y.is_floating_point():
+        return (scores - y).square().flatten(1).sum(1) / 2
+    if y.ndim == 2:
+        targets = y[:, 1:]
+        each = functional.cross_entropy(
+            scores[:, :-1].transpose(1, 2), targets, ignore_index=IGNORE_INDEX, reduction="none"
+        )
+        return each.sum(1) / (targets >= 0).sum(1).clamp(min=1)
+    return functional.cross_entropy(scores, y, reduction="none")
+
+
+def task_loss(scores: Tensor, batch: Batch) -> Tensor:
+    """Mean over the batch (of texts, over tokens) of :func:`pointwise_loss`: what a client minimizes, whatever its task."""
+    return batch.mean(pointwise_loss(scores, batch.y))
+
+
+def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:
+    """Mean cross-entropy of ``scores [b, classes]`` with the labels of the batch."""
+    return batch.mean(functional.cross_entropy(scores, batch.y, reduction="none"))
+
+
+def kl_divergence(teacher: Tensor, student: Tensor, batch: Batch) -> Tensor:
+    """KL(teacher ‖ student) = Σ_j p_j log(p_j / q_j), the mean over the examples of the batch.
+
+    Args:
+        teacher: scores (not probabilities) ``[b, classes]`` of p; detach them where p is only a target.
+        student: scores ``[b, classes]`` of q.
+        batch: tells padding from examples.
+    """
+    p, q = functional.log_softmax(teacher, -1), functional.log_softmax(student, -1)
+    return batch.mean((p.exp() * (p - q)).sum(-1))
+
+
+def soft_cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
+    """-Σ_j t_j log softmax(scores)_j for each example, ``[b]``, given target probabilities ``[b, classes]``."""
+    return -(targets * functional.log_softmax(scores, -1)).sum(-1)
+
+
+def square_error(a: Tensor, b: Tensor, batch: Batch) -> Tensor:
+    """Mean over examples and features of (a - b)², both ``[b, d]``."""
+    return batch.mean((a - b).square().mean(-1))

@@ -1,0 +1,98 @@
+"""What a method may use of a client's model: its code as functions of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .key import Key
+from .tree import Params
+
+
+class Model(Protocol):
+    """A model as a function of its parameters, split into a representation and a head where it names one.
+
+    Implemented by :class:`fedlowrank.models.architecture.Architecture`.
+
+    Attributes:
+        name: of the architecture.
+        module: its code; its own parameters are never trained.
+        initial: initial values of the trained parameters, the same for all clients.
+        parameters: number of parameters, frozen ones included.
+        head_name: dotted name of the submodule that is the head, or None.
+        example: one input.
+        couples: whether the scores of an example depend on the batch that it is in.
+        buffers: initial values of the buffers that ``forward`` may change.
+        cache: values derived from the module, kept for all clients.
+    """
+
+    name: str
+    module: nn.Module
+    initial: Params
+    parameters: int
+    head_name: str | None
+    example: Any
+    couples: bool
+    buffers: Params
+    cache: dict[str, Any]
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether all layers are standard ones of torch without hooks."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Width of the representation, its last dimension; raises TaskError without a head."""
+        ...
+
+    def apply(self, params: Params, x: Any) -> Tensor:
+        """Scores ``[b, classes]`` of inputs ``[b, ...]``; parameters that are not given are the module's own."""
+        ...
+
+    def represent(self, params: Params, x: Any) -> Tensor:
+        """Representation ``[b, width]`` of inputs ``[b, ...]``."""
+        ...
+
+    def head(self, params: Params, r: Tensor) -> Tensor:
+        """Scores ``[b, classes]`` of representations ``[b, width]``."""
+        ...
+
+    def head_of(self, params: Params) -> Params:
+        """The parameters of the head."""
+        ...
+
+    def body_of(self, params: Params) -> Params:
+        """The parameters of everything before the head."""
+        ...
+
+    def head_layers(self) -> list[nn.Linear]:
+        """The linear layers of the head, in order."""
+        ...
+
+    def redrawn(self, key: Key) -> Params:
+        """Other initial parameters, drawn by the layers' own rules."""
+        ...
+
+    def probe(self, x: Any) -> Tensor:
+        """Scores of a few inputs by the initial parameters."""
+        ...
+
+    def whole(self, params: Params) -> Params:
+        """The parameters with the client's own normalization statistics and changed buffers."""
+        ...
+
+    def locally(self, chunks: Callable[[], Iterator[Any]]) -> Model:
+        """The model of a client that infers: batch normalizations use statistics of these inputs."""
+        ...
+
+    def with_buffers(self, changed: Params) -> Model:
+        """The model of a client whose buffers have other values than the initial ones."""
+        ...
+
+    @property
+    def changed_buffers(self) -> Params:
+        """Buffers that ``forward`` has changed."""
+        ...

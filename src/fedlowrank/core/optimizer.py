@@ -1,0 +1,289 @@
+"""Optimizers as values: what to do with a gradient, with a learning rate that may change from round to round.
+
+The update rules are those of ``torch.optim.SGD`` and ``torch.optim.AdamW``. They work in place on lists of tensors, so that a
+pass over local data needs no optimizer object, and on tensors with a leading client axis, so that many clients can step at
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Discriminator, Tag
+from torch import Tensor
+
+from .choices import check_choices
+from .errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate changes from round to round (it is constant within a round).
+
+    Attributes:
+        kind: constant; exponential: ``factor ** round``; step: ``factor ** (round // every)``; cosine: from 1 to ``floor``
+            in ``rounds`` rounds by half a cosine, then ``floor``.
+        factor: of exponential and step.
+        every: of step, in rounds.
+        rounds: of cosine.
+        floor: of cosine, as a share of the learning rate.
+        warmup: rounds of linear growth from ``1 / (warmup + 1)`` before the above begins.
+    """
+
+    kind: Literal["constant", "exponential", "step", "cosine"] = "constant"
+    factor: float = 1.0
+    every: int = 1
+    rounds: int = 1
+    floor: float = 0.0
+    warmup: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if (
+            not 0 < self.factor < math.inf
+            or self.every < 1
+            or self.rounds < 1
+            or not 0 <= self.floor <= 1
+            or self.warmup < 0
+        ):
+            raise ConfigError(
+                "schedule: factor must be > 0, every and rounds >= 1, floor within [0, 1] and warmup >= 0; "
+                f"they are {self.factor}, {self.every}, {self.rounds}, {self.floor} and {self.warmup}"
+            )
+
+    def scale(self, round: int) -> float:
+        """Factor on the learning rate in a round, counted from 0."""
+        if round < self.warmup:
+            return (round + 1) / (self.warmup + 1)
+        t = round - self.warmup
+        if self.kind == "exponential":
+            return self.factor**t
+        if self.kind == "step":
+            return self.factor ** (t // self.every)
+        if self.kind == "cosine":
+            return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(t / self.rounds, 1.0))) / 2
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Group:
+    """Settings of some of the parameters that differ from the optimizer's.
+
+    Attributes:
+        lr: learning rate, or None for the optimizer's.
+        weight_decay: weight decay, or None for the optimizer's.
+    """
+
+    lr: float | None = None
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Learning rate and weight decay of each tensor of a list."""
+
+    lr: list[float]
+    weight_decay: list[float]
+
+
+class _Optimizer(ABC):
+    """What SGD and AdamW share: learning rates."""
+
+    lr: float
+    weight_decay: float
+    clip: float | None
+    schedule: Schedule
+    groups: Mapping[str, Group]
+
+    def rates(self, paths: Sequence[str], round: int) -> Rates:
+        """Learning rate and weight decay of each parameter in a round.
+
+        Args:
+            paths: JSON pointer of each parameter in the tree that is trained (``/router/theta``).
+            round: counted from 0.
+
+        Raises:
+            ConfigError: if a group matches no parameter.
+        """
+        scale = self.schedule.scale(round)
+        chosen = [self._group(path) for path in paths]
+        unused = set(self.groups) - {name for name, _ in chosen}
+        if unused:
+            tops = sorted({p.split("/")[1] for p in paths if "/" in p})
+            raise ConfigError(f"optimizer.groups: {sorted(unused)} match no parameter; the tree begins with {tops}")
+        return Rates(
+            [scale * (self.lr if g.lr is None else g.lr) for _, g in chosen],
+            [self.weight_decay if g.weight_decay is None else g.weight_decay for _, g in chosen],
+        )
+
+    def learning_rate(self, round: int) -> float:
+        """Learning rate of parameters outside every group, in a round counted from 0."""
+        return self.lr * self.schedule.scale(round)
+
+    def _group(self, path: str) -> tuple[str | None, Group]:
+        parts = path.split("/")[1:]
+        best: tuple[str | None, Group] = (None, Group())
+        depth = 0
+        for name, group in self.groups.items():
+            wanted = name.split("/")
+            # whole components only: the role of a parameter never comes from a substring of its name
+            if parts[: len(wanted)] == wanted and len(wanted) > depth:
+                best, depth = (name, group), len(wanted)
+        return best
+
+    def _check(self) -> None:
+        rates = {"lr": self.lr, "weight_decay": self.weight_decay}
+        for name, group in self.groups.items():
+            rates |= {f"groups.{name}.lr": group.lr or 0.0, f"groups.{name}.weight_decay": group.weight_decay or 0.0}
+        bad = [n for n, v in rates.items() if not 0 <= v < math.inf]
+        if self.clip is not None and not self.clip > 0:
+            bad.append("clip")
+        if bad:
+            raise ConfigError(
+                f"optimizer: {', '.join(bad)} out of range; rates must be finite and not negative, clip > 0; got {self}"
+            )
+
+    @abstractmethod
+    def step(
+        self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
+    ) -> None:
+        """Move ``params`` in place.
+
+        Args:
+            params: the parameters.
+            grads: their gradients, left as they are (autograd may hand out one tensor for two parameters).
+            memory: lists of tensors kept from step to step; empty at the first one.
+            rates: of each parameter.
+            count: steps taken before in this pass.
+        """
+
+
+@dataclass(frozen=True)
+class SGD(_Optimizer):
+    """Stochastic gradient descent with momentum, as ``torch.optim.SGD``.
+
+    Attributes:
+        lr: learning rate.
+        momentum: factor on the running sum of gradients; it starts afresh with every pass.
+        weight_decay: multiple of the parameters added to their gradient.
+        nesterov: look ahead along the momentum.
+        clip: upper bound on the norm of the whole gradient, or None.
+        schedule: change of the learning rate from round to round.
+        groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
+        kind: always ``sgd``.
+    """
+
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    nesterov: bool = False
+    clip: float | None = None
+    schedule: Schedule = Schedule()
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    kind: Literal["sgd"] = "sgd"
+
+    def __post_init__(self) -> None:
+        self._check()
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"optimizer.momentum must lie in [0, 1); it is {self.momentum}")
+        if self.nesterov and self.momentum == 0:
+            raise ConfigError("optimizer.nesterov needs a momentum > 0")
+
+    def step(
+        self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
+    ) -> None:
+        """See the base class; ``memory`` holds the momentum."""
+        if any(rates.weight_decay):
+            grads = list(torch._foreach_add(grads, torch._foreach_mul(params, rates.weight_decay)))
+        if self.momentum:
+            if count == 0:
+                memory.append([g.clone() for g in grads])
+            else:
+                torch._foreach_mul_(memory[0], self.momentum)
+                torch._foreach_add_(memory[0], grads)
+            ahead = torch._foreach_add(grads, memory[0], alpha=self.momentum) if self.nesterov else memory[0]
+            grads = list(ahead)
+        _add_scaled(params, grads, [-lr for lr in rates.lr])
+
+
+@dataclass(frozen=True)
+class AdamW(_Optimizer):
+    """Adam with decoupled weight decay, as ``torch.optim.AdamW``.
+
+    Attributes:
+        lr: learning rate.
+        beta1: decay of the running mean of gradients.
+        beta2: decay of the running mean of squared gradients.
+        eps: added to the root of the latter.
+        weight_decay: share ``lr * weight_decay`` of each parameter taken away at every step.
+        clip: upper bound on the norm of the whole gradient, or None.
+        schedule: change of the learning rate from round to round.
+        groups: settings of parts of the tree, by path (``router`` or ``adapters/fc1``).
+        kind: always ``adamw``.
+    """
+
+    lr: float = 0.001
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip: float | None = None
+    schedule: Schedule = Schedule()
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    kind: Literal["adamw"] = "adamw"
+
+    def __post_init__(self) -> None:
+        self._check()
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.eps > 0):
+            raise ConfigError(f"optimizer: beta1 and beta2 must lie in [0, 1) and eps be > 0; got {self}")
+
+    def step(
+        self, params: list[Tensor], grads: list[Tensor], memory: list[list[Tensor]], rates: Rates, count: int
+    ) -> None:
+        """See the base class; ``memory`` holds the two running means."""
+        if count == 0:
+            memory.extend([[torch.zeros_like(p) for p in params] for _ in range(2)])
+        first, second = memory
+        torch._foreach_mul_(params, [1 - lr * wd for lr, wd in zip(rates.lr, rates.weight_decay, strict=True)])
+        torch._foreach_lerp_(first, grads, 1 - self.beta1)
+        torch._foreach_mul_(second, self.beta2)
+        torch._foreach_addcmul_(second, grads, grads, 1 - self.beta2)
+        root = torch._foreach_sqrt(second)
+        torch._foreach_div_(root, math.sqrt(1 - self.beta2 ** (count + 1)))
+        torch._foreach_add_(root, self.eps)
+        sizes = [-lr / (1 - self.beta1 ** (count + 1)) for lr in rates.lr]
+        torch._foreach_addcdiv_(params, first, root, sizes)
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("kind", "sgd") if isinstance(value, Mapping) else getattr(value, "kind", "")
+    return str(kind)
+
+
+Optimizer = Annotated[Annotated[SGD, Tag("sgd")] | Annotated[AdamW, Tag("adamw")], Discriminator(_kind)]
+"""One of the above; in a configuration file ``kind`` says which, ``sgd`` if it is left out."""
+
+
+def is_optimizer(value: Any) -> bool:
+    """Whether a value is an optimizer of this module."""
+    return isinstance(value, _Optimizer)
+
+
+def clip(grads: list[Tensor], bound: float) -> list[Tensor]:
+    """Gradients scaled so that the norm of all together is at most ``bound``."""
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    return list(torch._foreach_mul(grads, torch.clamp(bound / (norm + 1e-6), max=1.0)))
+
+
+def _add_scaled(to: list[Tensor], what: list[Tensor], scales: list[float]) -> None:
+    """``to += scale * what``, in one call where all scales are equal."""
+    if all(s == scales[0] for s in scales):
+        if scales and scales[0] != 0:
+            torch._foreach_add_(to, what, alpha=scales[0])
+    else:
+        torch._foreach_add_(to, torch._foreach_mul(what, scales))

@@ -1,0 +1,66 @@
+"""What a server does with the mean of the replies: take it, or step towards it by an optimizer.
+
+Reddi et al., "Adaptive Federated Optimization", arXiv:2003.00295: the gradient is the old value minus the mean.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .optimizer import SGD, Optimizer, clip
+from .tree import tree as node
+
+T = TypeVar("T")
+
+
+@node
+class Memory:
+    """What a server's optimizer keeps from round to round.
+
+    Attributes:
+        tensors: its running means.
+        count: steps taken.
+    """
+
+    tensors: list[list[Tensor]]
+    count: int
+
+
+def fresh_memory() -> Memory:
+    """Before the first step."""
+    return Memory([], 0)
+
+
+def server_step(optimizer: Optimizer, old: T, mean: T, memory: Memory, round: int) -> tuple[T, Memory]:
+    """One step on the pseudo-gradient old - mean.
+
+    Args:
+        optimizer: of the server; SGD with lr 1 and nothing else takes the mean, bit for bit.
+        old: the server's tree.
+        mean: of the replies, a tree like it.
+        memory: of the optimizer.
+        round: counted from 0, for its schedule.
+    """
+    if isinstance(optimizer, SGD) and optimizer == SGD(lr=1.0):
+        return mean, memory
+    params = [t.detach().clone() for _, t in tree.leaves(old)]
+    paths = [path for path, _ in tree.leaves(old)]
+    towards = dict(tree.leaves(mean))
+    gradient = [_moved(p, towards[path]) for path, p in zip(paths, params, strict=True)]
+    if optimizer.clip is not None:
+        gradient = clip(gradient, optimizer.clip)
+    kept = [[t.clone() for t in ts] for ts in memory.tensors]
+    with torch.no_grad():
+        optimizer.step(params, gradient, kept, optimizer.rates(paths, round), memory.count)
+    new = iter(params)
+    return tree.map(lambda _: next(new), old), Memory(kept, memory.count + 1)
+
+
+def _moved(old: Tensor, mean: Tensor) -> Tensor:
+    """Old minus mean; 0 where they differ by rounding alone, which an optimizer that divides by its size would blow up."""
+    gap = old - mean
+    return torch.where(gap.abs() <= 4 * torch.finfo(gap.dtype).eps * old.abs(), 0.0, gap)

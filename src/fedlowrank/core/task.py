@@ -1,0 +1,161 @@
+"""What both sides know of a federated task: examples of a step, passes over data, clients, models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import TaskError
+from .key import Key
+from .model import Model
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples of one step.
+
+    Attributes:
+        x: inputs, a tensor ``[b, ...]`` or a dict of such tensors.
+        y: targets: labels ``[b]``; real values ``[b, d]`` of a regression; or labels of tokens, int64 ``[b, T]``, -100 where
+            none counts.
+        mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
+        step: place among the steps of its pass, counted from 0, for what a method draws anew at each of them.
+    """
+
+    x: Any
+    y: Tensor
+    mask: Tensor | None = None
+    step: int = 0
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    @property
+    def weights(self) -> Tensor | None:
+        """What each example counts in a mean ``[b]``: the number of tokens to be predicted, or None where all count one."""
+        if self.y.ndim < 2 or self.y.is_floating_point():
+            return None
+        return (self.y[:, 1:] >= 0).sum(1)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean over the examples, padding left out, of ``values [b]``. Every loss must average by this.
+
+        Where examples are sequences of tokens it is the mean over tokens, if each value is a mean over its own.
+        """
+        weights = self.weights
+        if weights is not None:
+            weights = weights.to(values.dtype)
+            return self.total(values * weights) / self.total(weights).clamp(min=1)
+        if self.mask is None:
+            return values.mean()
+        return self.total(values) / self.mask.sum().clamp(min=1)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over the examples, padding left out, of ``values [b, ...]``."""
+        if self.mask is None:
+            return values.sum(0)
+        mask = self.mask.reshape(-1, *[1] * (values.ndim - 1))
+        # where, not a product: padding may hold infinities, and 0 * inf is NaN
+        return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(0)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One sweep over the local data of a client.
+
+    Attributes:
+        epochs: times every example is seen.
+        batch_size: examples a step; the last step of an epoch takes what is left.
+        steps: end after so many steps, or None.
+    """
+
+    epochs: int = 1
+    batch_size: int = 64
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What both sides know of a client.
+
+    Attributes:
+        id: identifier, its place in the federation.
+        examples: training examples, the usual weight of its reply.
+        architecture: name of its model.
+        rank: rank of its low-rank parts, or None where the method decides.
+        cluster: which of the ground-truth tasks its data come from, or None where nobody knows. Methods with optimal
+            routing use it, and reports compare learned routes with it.
+    """
+
+    id: int
+    examples: int
+    architecture: str
+    rank: int | None = None
+    cluster: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be learnt: the models on offer, the clients, the number of classes and rounds.
+
+    Attributes:
+        architectures: by name, each with its initial parameters.
+        clients: all clients of the federation.
+        classes: number of classes; 0 for a regression.
+        rounds: rounds of the whole run, for methods whose settings depend on progress.
+        key: randomness of initial values, common to server and clients.
+    """
+
+    architectures: Mapping[str, Model]
+    clients: Sequence[ClientInfo]
+    classes: int
+    rounds: int
+    key: Key
+
+    def model(self, client: ClientInfo) -> Model:
+        """The architecture of a client."""
+        return self.architectures[client.architecture]
+
+    def common_model(self, method: str) -> Model:
+        """The one architecture of all clients.
+
+        Raises:
+            TaskError: if the clients hold different ones.
+        """
+        if len(self.architectures) > 1:
+            owners = {c.architecture: c.id for c in reversed(self.clients)}
+            held = ", ".join(f"client {i} holds {a}" for a, i in sorted(owners.items(), key=lambda item: item[1]))
+            raise TaskError(
+                f"{method} averages whole models, so all clients must hold the same architecture, but {held}. "
+                "Give model.names one name, or choose a method for heterogeneous models "
+                "(`fedlowrank list` says which)."
+            )
+        return next(iter(self.architectures.values()))
+
+    def common_width(self, method: str) -> int:
+        """The width of the representation, equal in all architectures.
+
+        Raises:
+            TaskError: if it differs; the message names clients and widths.
+        """
+        first = self.clients[0]
+        for client in self.clients:
+            if self.model(client).width != self.model(first).width:
+                raise TaskError(
+                    f"{method} needs representations of one width, but client {first.id} ({first.architecture}) has "
+                    f"{self.model(first).width} and client {client.id} ({client.architecture}) has "
+                    f"{self.model(client).width}. Choose another split point (model.split) or other models."
+                )
+        return self.model(first).width
+
+    def smallest_model(self, name: str | None = None) -> Model:
+        """The architecture of that name, or the one with the fewest parameters."""
+        if name is None:
+            return min(self.architectures.values(), key=lambda a: a.parameters)
+        if name not in self.architectures:
+            raise TaskError(f"there is no model {name!r} in this federation; it holds {sorted(self.architectures)}")
+        return self.architectures[name]

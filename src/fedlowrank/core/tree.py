@@ -1,0 +1,353 @@
+"""Trees of tensors: the one data type that is stored, sent and averaged.
+
+A *tree* is a tensor, ``None``, a bool, int, float or str, a dict with string keys, a list, a tuple, or an instance of a
+class made by :func:`tree`. Every tree encodes to bytes without pickle: the tensors as safetensors, all the rest as JSON
+in the safetensors header. Boolean tensors travel as bits.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, dataclass_transform
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from . import safetensors_writer as one_buffer
+from .errors import FedlowrankError
+
+T = TypeVar("T")
+
+Params = dict[str, Tensor]
+"""Parameters of a model by their names, as ``nn.Module.named_parameters`` spells them."""
+
+_CLASSES: dict[str, type[Any]] = {}
+_DAMAGE = (
+    ValueError, LookupError, TypeError, AttributeError, RecursionError, RuntimeError, ArithmeticError, AssertionError,
+    safetensors.SafetensorError, FedlowrankError,
+)  # fmt: skip
+"""What damaged bytes make the parsers below raise, and the classes that are made of what they found."""
+_PLAIN = (bool, int, float, str)
+
+
+class TreeError(FedlowrankError):
+    """A value is not a tree, two trees differ in structure, or bytes are not an encoded tree."""
+
+
+@dataclass_transform(frozen_default=True)
+def tree(cls: type[T]) -> type[T]:
+    """Make ``cls`` a frozen dataclass that can be mapped over, stored and sent.
+
+    Only classes registered by this decorator are ever decoded, so a message cannot name arbitrary code.
+    """
+    made = dataclasses.dataclass(frozen=True)(cls)
+    _CLASSES[_name(made)] = made
+    return made
+
+
+def _name(cls: type[Any]) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _items(value: Any, path: str) -> list[tuple[str, Any]] | None:
+    """Children of a node by name, or None if the value is a leaf."""
+    if value is None or isinstance(value, Tensor) or type(value) in _PLAIN:
+        return None
+    if type(value) is dict:
+        for key in value:
+            if not isinstance(key, str):
+                raise TreeError(f"the key {key!r} at {path or 'the top'} of a tree is not a string")
+        return list(value.items())
+    if type(value) in (list, tuple):
+        return [(str(i), child) for i, child in enumerate(value)]
+    if _CLASSES.get(_name(type(value))) is type(value):
+        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
+    hint = "; decorate its class with @fedlowrank.core.tree.tree" if dataclasses.is_dataclass(value) else ""
+    raise TreeError(f"a {type(value).__name__} at {path or 'the top'} cannot be part of a tree{hint}")
+
+
+def _rebuild(like: Any, children: list[tuple[str, Any]]) -> Any:
+    if isinstance(like, dict):
+        return dict(children)
+    if isinstance(like, (list, tuple)):
+        return type(like)(child for _, child in children)
+    return type(like)(**dict(children))
+
+
+def join(path: str, key: str) -> str:
+    """A JSON pointer (RFC 6901), so that any spelling of a key gives a path of its own."""
+    return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a tree with their paths (JSON pointers), depth first in the order of fields and keys."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    for key, child in _items(value, path) or ():
+        yield from leaves(child, join(path, key))
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of a tree in the order of :func:`leaves`, several times faster."""
+    found: list[Tensor] = []
+    _each(value, found.append)
+    return found
+
+
+def _each(value: Any, f: Callable[[Tensor], Any]) -> Any:
+    """The tree with every tensor replaced by what f makes of it; what is no tree is left to :func:`_items` to name."""
+    if isinstance(value, Tensor):
+        return f(value)
+    kind = type(value)
+    if kind is dict and all(type(k) is str for k in value):
+        return {k: _each(v, f) for k, v in value.items()}
+    if kind is list or kind is tuple:
+        return kind([_each(v, f) for v in value])
+    items = _items(value, "")
+    return value if items is None else kind(**{k: _each(v, f) for k, v in items})
+
+
+def map(f: Callable[..., Any], first: T, *rest: Any) -> T:  # noqa: A001
+    """Apply ``f`` to the tensors of trees of one structure.
+
+    Args:
+        f: takes one tensor from each tree.
+        first: gives the structure and all that is not a tensor.
+        rest: further trees; what is not a tensor must equal that of ``first``.
+
+    Returns:
+        A tree like ``first`` with the results of ``f``.
+
+    Raises:
+        TreeError: if the structures differ; the message names the path.
+    """
+    if not rest:
+        try:
+            quick: T = _each(first, f)
+            return quick
+        except TreeError:
+            # once more, to say where
+            pass
+    out: T = _map(f, first, rest, "")
+    return out
+
+
+def _map(f: Callable[..., Any], first: Any, rest: tuple[Any, ...], path: str) -> Any:
+    if isinstance(first, Tensor):
+        for other in rest:
+            if not isinstance(other, Tensor):
+                raise TreeError(f"trees differ at {path or 'the top'}: a tensor and a {type(other).__name__}")
+        return f(first, *rest)
+    items = _items(first, path)
+    if items is None:
+        for other in rest:
+            # repr tells 1 from True and takes NaN for equal to itself
+            if repr(other) != repr(first):
+                raise TreeError(f"trees differ at {path or 'the top'}: {first!r} and {other!r}")
+        return first
+    columns: list[dict[str, Any]] = []
+    for other in rest:
+        found = _items(other, path)
+        keys = None if found is None else [k for k, _ in found]
+        if type(other) is not type(first) or keys is None or sorted(keys) != sorted(k for k, _ in items):
+            raise TreeError(
+                f"trees differ at {path or 'the top'}: {type(first).__name__} of {[k for k, _ in items]} and "
+                f"{type(other).__name__} of {keys}"
+            )
+        columns.append(dict(found or ()))
+    return _rebuild(first, [(k, _map(f, v, tuple(c[k] for c in columns), join(path, k))) for k, v in items])
+
+
+def canonical(value: T) -> T:
+    """The tree as a wire would give it: detached and contiguous. Strides change the order of sums, hence the bits."""
+    return map(lambda t: t.detach().contiguous(), value)
+
+
+def zeros_like(value: T) -> T:
+    """The tree with every tensor replaced by zeros."""
+    return map(torch.zeros_like, value)
+
+
+def add(a: T, b: T, scale: float = 1.0) -> T:
+    """``a + scale * b``, tensor by tensor."""
+    return map(lambda x, y: torch.add(x, y, alpha=scale), a, b)
+
+
+def sub(a: T, b: T) -> T:
+    """``a - b``, tensor by tensor."""
+    return map(torch.sub, a, b)
+
+
+def dot(a: Any, b: Any) -> Tensor:
+    """Inner product of two trees of one structure, a scalar tensor through which gradients flow."""
+    terms: list[Tensor] = []
+    map(lambda x, y: terms.append((x * y).sum()), a, b)
+    return torch.stack(terms).sum()
+
+
+def square_distance(a: Any, b: Any) -> Tensor:
+    """Squared Euclidean distance of two trees of one structure, a scalar tensor through which gradients flow."""
+    terms: list[Tensor] = []
+    map(lambda x, y: terms.append((x - y).square().sum()), a, b)
+    return torch.stack(terms).sum()
+
+
+def numel(value: Any) -> int:
+    """Number of floating-point elements in a tree: what the papers count as parameters sent (labels, masks left out)."""
+    return sum([t.numel() for t in tensors(value) if t.is_floating_point()])
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of tensor data in a tree, a boolean counted as one bit."""
+    return sum([-(-t.numel() // 8) if t.dtype == torch.bool else t.nbytes for t in tensors(value)])
+
+
+def skeleton(value: Any, path: str = "") -> Any:
+    """All of a tree that is not tensor data, as JSON: structure, plain values, and for tensors ``"t"``."""
+    if isinstance(value, Tensor):
+        return "t" if value.dtype != torch.bool else {"b": list(value.shape)}
+    items = _items(value, path)
+    if items is None:
+        return {"v": value}
+    children = {k: skeleton(v, join(path, k)) for k, v in items}
+    if isinstance(value, (list, tuple)):
+        return {"l" if isinstance(value, list) else "u": list(children.values())}
+    return {"d": children} if isinstance(value, dict) else {"c": _name(type(value)), "d": children}
+
+
+def encode(value: Any) -> bytes:
+    """Bytes of a tree: a safetensors file whose metadata holds the skeleton as JSON.
+
+    Raises:
+        TreeError: if the value is not a tree.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path, leaf in leaves(value):
+        flat = leaf.detach().cpu().contiguous()
+        if flat.dtype == torch.bool:
+            flat = torch.from_numpy(np.packbits(flat.numpy().reshape(-1)))
+        tensors[path] = flat
+    text = json.dumps(skeleton(value), separators=(",", ":"))
+    try:
+        return one_buffer.save(tensors, {"tree": text})
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise TreeError(f"a tensor or a name in the tree has no safetensors form: {error!r}") from error
+
+
+def decode(data: bytes, bools: int | None = None) -> Any:
+    """Inverse of :func:`encode`.
+
+    Args:
+        data: the bytes.
+        bools: how many booleans there may be, for each takes a byte in memory and only a bit in a message; None for any number.
+
+    Raises:
+        TreeError: if the bytes are cut short, are of another format, or name a class that is not registered.
+    """
+    try:
+        size = int.from_bytes(data[:8], "little")
+        if size > len(data):
+            raise TreeError(f"these {len(data)} bytes are no encoded tree, for their header alone would take {size}")
+        shape = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tree"])
+        return _decode(shape, safetensors.torch.load(data), "", [math.inf if bools is None else bools])
+    except TreeError:
+        raise
+    except _DAMAGE as error:
+        raise TreeError(f"these {len(data)} bytes are not an encoded tree: {error!r}") from error
+
+
+def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]) -> Any:
+    if shape == "t":
+        # bytes other than 0 and 1 in a boolean tensor are undefined behavior; ours travel as bits
+        if tensors[path].dtype == torch.bool:
+            raise TreeError(f"the message holds booleans at {path} that are not packed as bits")
+        return tensors[path]
+    if "v" in shape:
+        if shape["v"] is not None and type(shape["v"]) not in _PLAIN:
+            raise TreeError(f"the message holds a {type(shape['v']).__name__} as a plain value at {path}")
+        return shape["v"]
+    if "b" in shape:
+        count, packed = math.prod(shape["b"]), tensors[path]
+        if min(shape["b"], default=1) < 0 or len(packed) != -(-count // 8):
+            raise TreeError(f"the message holds {len(packed)} bytes for {count} bits at {path}")
+        left[0] -= count
+        if left[0] < 0:
+            raise TreeError(f"the message holds more booleans than it may; the last are the {count} at {path}")
+        bits = np.unpackbits(packed.numpy(), count=count)
+        # seen as booleans, for a copy would take as much once more
+        return torch.from_numpy(bits.view(np.bool_)).reshape(shape["b"])
+    for tag, kind in (("l", list), ("u", tuple)):
+        if tag in shape:
+            return kind(_decode(s, tensors, join(path, str(i)), left) for i, s in enumerate(shape[tag]))
+    children = {k: _decode(s, tensors, join(path, k), left) for k, s in shape["d"].items()}
+    if "c" not in shape:
+        return children
+    if shape["c"] not in _CLASSES:
+        raise TreeError(f"the message holds a {shape['c']}, which is no registered tree here; import its module first")
+    return _CLASSES[shape["c"]](**children)
+
+
+def signature(value: Any) -> str:
+    """Everything the encoded size depends on: skeleton, dtypes and shapes, but no tensor data."""
+    shapes = [(str(t.dtype), tuple(t.shape)) for _, t in leaves(value)]
+    return json.dumps([skeleton(value), shapes])
+
+
+_SIZES: dict[Any, int] = {}
+
+
+def form(value: Any, plain: bool = True) -> Any:
+    """What :func:`signature` says, as something to look up, many times faster.
+
+    Args:
+        value: a tree.
+        plain: whether numbers and words in it count.
+    """
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape
+    kind = type(value)
+    if kind is dict:
+        return kind, tuple(value), tuple([form(v, plain) for v in value.values()])
+    if kind is list or kind is tuple:
+        return kind, tuple([form(v, plain) for v in value])
+    items = _items(value, "")
+    if items is None:
+        # repr tells 1 from True, and takes NaN for equal to itself
+        return kind, repr(value) if plain else None
+    return kind, tuple([form(v, plain) for _, v in items])
+
+
+def encoded_size(value: Any) -> int:
+    """``len(encode(value))``, measured once for each :func:`signature` and remembered."""
+    found = form(value)
+    if found not in _SIZES:
+        _SIZES[found] = len(encode(value))
+    return _SIZES[found]
+
+
+def not_finite(value: Any) -> str | None:
+    """The path of the first tensor that holds a NaN or an infinity, or None."""
+    numbers = [t for t in tensors(value) if t.is_floating_point() and t.numel()]
+    if not numbers:
+        return None
+    # a norm is finite only if all it squares is, and is many times cheaper than to look at every element; only where their sum
+    # is not, a second look is needed, for finite numbers may overflow it
+    norms = list(torch._foreach_norm(numbers))
+    if any(n.dtype != norms[0].dtype for n in norms):
+        norms = [n.double() for n in norms]
+    if math.isfinite(torch.stack(norms).sum().item()):
+        return None
+    found = ((path, t) for path, t in leaves(value) if t.is_floating_point())
+    return next((path for path, t in found if not bool(t.isfinite().all())), None)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two trees are the same bit for bit (NaN equals NaN, -0.0 differs from 0.0)."""
+    return builtins.bool(encode(a) == encode(b))

@@ -1,0 +1,112 @@
+"""What an engine is: a way to map a method's ``local_update`` over the clients of a round."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+from ..core import tree
+from ..core.errors import NonFiniteError
+from ..core.method import ClientInfo, ClientView, Method, Task, Trainer
+from ..data.federation import Federation
+from ..models.client_buffers import collect_buffers, install_buffers
+from ..training.flops import FlopLedger
+from ..training.local_data import LocalData
+from ..training.optimizer_in_backward import Places
+from ..training.trainer import LocalTrainer, Meter
+
+T = TypeVar("T")
+AnyMethod = Method[Any, Any, Any, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One client's work in a round: its state, what it received, and who it is."""
+
+    state: Any
+    down: Any
+    client: ClientInfo
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job came to.
+
+    Attributes:
+        state: the client's next state, to be committed once the server acknowledges the reply.
+        upload: its reply.
+        meter: what the work cost.
+        error: why there is no reply, if training met a NaN.
+        lost: why there is none otherwise, such as a client that cannot be reached.
+    """
+
+    state: Any
+    upload: Any
+    meter: Meter
+    error: NonFiniteError | None = None
+    lost: str | None = None
+
+
+@dataclass
+class Engine(ABC):
+    """Runs the clients of one round, in the order given.
+
+    Attributes:
+        ledger: what steps cost, found once for all clients.
+        places: which matrices can take their steps in the backward pass, found once for all clients.
+        micro_batch: examples of which a gradient is taken at once, or None for all of a batch.
+    """
+
+    name: ClassVar[str]
+    ledger: FlopLedger = field(default_factory=FlopLedger, repr=False)
+    places: dict[Any, Places] = field(default_factory=dict, repr=False)
+    micro_batch: int | None = None
+
+    @abstractmethod
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
+    ) -> Iterator[Outcome]:
+        """Execute the jobs of one round."""
+
+    def each(self, work: Callable[[T], dict[str, Any]], items: Sequence[T]) -> list[dict[str, Any]]:
+        """Look at many things; what is found of each is a value of JSON."""
+        return [work(item) for item in items]
+
+    def close(self) -> None:  # noqa: B027 - most engines hold nothing
+        """Give back what the engine holds beside memory; it can be used again."""
+
+    def boundary(self, value: Any) -> Any:
+        """A value that crosses between server and client, or is stored, as the other side sees it."""
+        return tree.canonical(value)
+
+    def local_update(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job, trainer: Trainer
+    ) -> tuple[Any, Any]:
+        """The client's box of a method with the client's own buffers: its next state, and its upload."""
+        state, task = install_buffers(task, self.boundary(job.state))
+        view = client_view(federation, task, round, job.client, trainer)
+        state, upload = method.local_update(state, self.boundary(job.down), view)
+        return self.boundary(collect_buffers(task, state)), self.boundary(upload)
+
+    def trainer(self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo) -> LocalTrainer:
+        """Execution of training for one client alone."""
+        key = client_key(federation, client.id, round)
+        held = federation.clients[client.id]
+        passes, by_length = method.passes(), federation.by_length
+        data = LocalData(client, held.train, passes, key, federation.augment, held.quarter_turns, by_length)
+        models = federation.architectures
+        mine, others = models[client.architecture], models.values()
+        return LocalTrainer(mine, others, data, round, self.ledger, self.places, self.micro_batch)
+
+
+def client_key(federation: Federation, client: int, round: int) -> Any:
+    """Randomness of one client in one round."""
+    return federation.key / "client" / client / round
+
+
+def client_view(federation: Federation, task: Task, round: int, client: ClientInfo, trainer: Trainer) -> ClientView:
+    """What a method may use at a client."""
+    key = client_key(federation, client.id, round)
+    return ClientView(client, task, task.model(client), round, key, trainer)

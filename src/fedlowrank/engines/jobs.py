@@ -1,0 +1,40 @@
+"""The jobs of a round, made when an engine asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import overload
+
+from ..core.method import ClientInfo
+from .base import Job
+
+
+class Jobs(Sequence[Job]):
+    """The jobs of a round; each is made when an engine asks for it.
+
+    Args:
+        clients: who takes part.
+        make: gives a client's job.
+
+    Attributes:
+        clients: as above.
+    """
+
+    def __init__(self, clients: Sequence[ClientInfo], make: Callable[[ClientInfo], Job]) -> None:
+        self.clients, self._make = clients, make
+
+    def __len__(self) -> int:
+        """How many clients take part."""
+        return len(self.clients)
+
+    @overload
+    def __getitem__(self, place: int) -> Job: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Job]: ...
+
+    def __getitem__(self, place: int | slice) -> Job | Sequence[Job]:
+        """A job, or several."""
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        return self._make(self.clients[place])

@@ -1,0 +1,285 @@
+"""Several clients at a time, each in a process of its own with one thread: as many processes as cores.
+
+The processes are forked when the first round begins, so they have the method, its code and all data in memory that they share
+with their parent until somebody writes to it. A round sends each of them what its clients need and takes back what they made, as
+the bytes of trees, through memory that both map. Jobs go out longest first, by what the client cost the last time, each to the
+process that is free first; the result is the sequential engine's bit for bit, whoever did the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from ..core import tree
+from ..core.errors import ConfigError, FedlowrankError, NonFiniteError
+from ..core.method import ClientInfo, Task
+from ..data.federation import Federation
+from ..training.trainer import Meter
+from .base import AnyMethod, Engine, Job, Outcome
+from .jobs import Jobs
+from .sequential import Sequential
+
+SHARED = 1 << 28
+"""Bytes that two processes map in common, taken from the machine only as they are written; longer messages go through a pipe."""
+
+PATIENCE = 2.0
+"""Seconds after which a process looks whether its parent is still there."""
+
+T = TypeVar("T")
+Words = dict[str, Any]
+Serve = Callable[[Words, list[bytes]], tuple[Words, list[bytes]]]
+
+
+class WorkerError(FedlowrankError):
+    """A process that trains clients failed or died."""
+
+
+class Line:
+    """One end of a line between two processes: words through a pipe, bodies through shared memory.
+
+    Args:
+        pipe: for the words.
+        out: for the bodies that are sent.
+        into: for those that come.
+    """
+
+    def __init__(self, pipe: Connection, out: mmap.mmap, into: mmap.mmap) -> None:
+        self.pipe, self._out, self._into = pipe, out, into
+
+    def send(self, words: Words, bodies: Sequence[bytes]) -> None:
+        """Send; the other end reads before it sends anything."""
+        sizes = [len(b) for b in bodies]
+        shared = sum(sizes) <= len(self._out)
+        self._out.seek(0)
+        for body in bodies if shared else ():
+            self._out.write(body)
+        self.pipe.send_bytes(json.dumps([words, sizes, shared]).encode())
+        for body in () if shared else bodies:
+            self.pipe.send_bytes(body)
+
+    def receive(self) -> tuple[Words, list[bytes]]:
+        """Wait for a message."""
+        words, sizes, shared = json.loads(self.pipe.recv_bytes())
+        if not shared:
+            return words, [self.pipe.recv_bytes() for _ in sizes]
+        self._into.seek(0)
+        return words, [self._into.read(n) for n in sizes]
+
+
+class Worker:
+    """A forked process that answers.
+
+    Args:
+        serve: makes an answer of a question; executed in the process.
+    """
+
+    def __init__(self, serve: Serve) -> None:
+        mine, theirs = multiprocessing.Pipe()
+        there, back = mmap.mmap(-1, SHARED), mmap.mmap(-1, SHARED)
+        parent = os.getpid()
+        self.line = Line(mine, there, back)
+        with warnings.catch_warnings():
+            # of threads in the parent: none of them holds a lock that the child takes, for it only computes
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process = multiprocessing.get_context("fork").Process(
+                target=_answer, args=(Line(theirs, back, there), serve, parent), daemon=True
+            )
+            self.process.start()
+        theirs.close()
+
+    def ask(self, words: Words, bodies: Sequence[bytes]) -> None:
+        """Send a question."""
+        try:
+            self.line.send(words, bodies)
+        except OSError as error:
+            raise self._died() from error
+
+    def answer(self) -> tuple[Words, list[bytes]]:
+        """Wait for the answer; raises WorkerError if there is none."""
+        try:
+            words, bodies = self.line.receive()
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        if "failed" in words:
+            raise WorkerError(f"a worker process failed:\n{words['failed']}")
+        return words, bodies
+
+    def _died(self) -> WorkerError:
+        self.process.join(1)
+        code = self.process.exitcode
+        why = "was killed, perhaps for lack of memory" if code is not None and code < 0 else f"ended with code {code}"
+        return WorkerError(f"a worker process {why}. Set run.engine to 'sequential', which takes one client at a time.")
+
+    def close(self) -> None:
+        """End the process."""
+        self.line.pipe.close()
+        self.process.terminate()
+        self.process.join()
+
+
+def _answer(line: Line, serve: Serve, parent: int) -> None:
+    """Answer questions until nobody asks any more."""
+    # what was garbage in the parent is not for this process to clear away: a lock of a thread that was not forked may be in it
+    gc.freeze()
+    torch.set_num_threads(1)
+    while True:
+        # other workers hold copies of the parent's end, so that its death does not close the pipe
+        while not line.pipe.poll(PATIENCE):
+            if os.getppid() != parent:
+                return
+        try:
+            words, bodies = line.receive()
+        except EOFError:
+            return
+        try:
+            answer = serve(words, bodies)
+        except Exception:  # noqa: BLE001 - whatever a method raises is told to the parent, which raises it
+            answer = {"failed": traceback.format_exc()}, []
+        with contextlib.suppress(BrokenPipeError):
+            line.send(*answer)
+
+
+@dataclass
+class Processes(Engine):
+    """As many processes as cores; the sequential engine's result bit for bit.
+
+    Attributes:
+        workers: how many processes; None for one a core that this process may use.
+        costs: CPU seconds of each client when it was last trained.
+    """
+
+    name: ClassVar[str] = "processes"
+    workers: int | None = None
+    costs: dict[int, float] = field(default_factory=dict, repr=False)
+    _pool: list[Worker] = field(default_factory=list, repr=False)
+    _known: tuple[Any, ...] = field(default=(), repr=False)
+
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
+    ) -> Iterator[Outcome]:
+        """See the base class."""
+        self._prepare(method, federation, task)
+        outcomes: dict[int, Outcome] = {}
+        # the message that was sent last; often the next one is the same
+        sent: tuple[Any, bytes] = None, tree.encode(None)
+        clients = jobs.clients if isinstance(jobs, Jobs) else [job.client for job in jobs]
+        left = sorted(range(len(jobs)), key=lambda i: self._expected(clients[i]))
+        due, busy = 0, dict[Any, tuple[Worker, int]]()
+        free = list(self._pool)
+        try:
+            while left or busy or outcomes:
+                while left and free:
+                    worker, place = free.pop(), left.pop()
+                    job = jobs[place]
+                    if job.down is not sent[0]:
+                        sent = job.down, tree.encode(job.down)
+                    worker.ask({"round": round, "client": job.client.id}, [sent[1], tree.encode(job.state)])
+                    busy[worker.line.pipe] = worker, place
+                while due in outcomes:
+                    yield outcomes.pop(due)
+                    due += 1
+                for pipe in wait(list(busy)) if busy else ():
+                    worker, place = busy.pop(pipe)
+                    outcomes[place] = self._outcome(*worker.answer())
+                    free.append(worker)
+        except BaseException:
+            # what a worker is at is of no use any more, and would be taken for an answer to the next question
+            self.close()
+            raise
+
+    def each(self, work: Callable[[T], Words], items: Sequence[T]) -> list[Words]:
+        """See the base class; by processes that are forked for it, and so have all that ``work`` needs."""
+        count = min(self.workers or cores(), cores(), len(items))
+        if count < 2 or not can_fork():
+            return super().each(work, items)
+        pool = [
+            Worker(lambda words, _: ({"found": [work(items[i]) for i in words["items"]]}, [])) for _ in range(count)
+        ]
+        found: dict[int, Words] = {}
+        try:
+            for k, worker in enumerate(pool):
+                worker.ask({"items": list(range(k, len(items), count))}, [])
+            for k, worker in enumerate(pool):
+                found |= zip(range(k, len(items), count), worker.answer()[0]["found"], strict=True)
+        finally:
+            for worker in pool:
+                worker.close()
+        return [found[i] for i in range(len(items))]
+
+    def close(self) -> None:
+        """End all processes."""
+        for worker in self._pool:
+            worker.close()
+        self._pool, self._known = [], ()
+
+    def _expected(self, client: ClientInfo) -> float:
+        """What a client will cost, or if nobody knows, as if it were costly: it is begun early."""
+        return self.costs.get(client.id, math.inf)
+
+    def _prepare(self, method: AnyMethod, federation: Federation, task: Task) -> None:
+        if not can_fork():
+            raise ConfigError("run.engine 'processes' is for CPUs; on a GPU choose 'vectorized'")
+        # held, so that no other object has the same identity
+        known = (method, federation, task)
+        same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
+        # workers are copies of this process: they would not see what user code reads and has been changed since
+        own = not type(method).__module__.startswith("fedlowrank.")
+        if same and not own and all(a.is_standard for a in task.architectures.values()):
+            return
+        self.close()
+        self._known = known
+        inner = Sequential(self.ledger, self.places, self.micro_batch)
+        for _ in range(min(self.workers or cores(), cores())):
+            self._pool.append(Worker(lambda words, bodies: _trained(inner, method, federation, task, words, bodies)))
+
+    def _outcome(self, words: Words, bodies: list[bytes]) -> Outcome:
+        self.costs[words["client"]] = words["seconds"]
+        meter = Meter(words["steps"], words["flops"], words["losses"])
+        if words["error"] is not None:
+            return Outcome(None, None, Meter(), NonFiniteError(*words["error"]))
+        return Outcome(tree.decode(bodies[0]), tree.decode(bodies[1]), meter)
+
+
+def _trained(
+    engine: Sequential, method: AnyMethod, federation: Federation, task: Task, words: Words, bodies: list[bytes]
+) -> tuple[Words, list[bytes]]:
+    """One client's work, in a worker."""
+    start = time.process_time()
+    info = federation.infos[words["client"]]
+    job = Job(tree.decode(bodies[1]), tree.decode(bodies[0]), info)
+    (outcome,) = engine.run(method, federation, task, words["round"], [job])
+    error = outcome.error
+    found = {
+        "client": info.id,
+        "steps": outcome.meter.steps,
+        "flops": outcome.meter.flops,
+        "losses": outcome.meter.losses,
+        "error": None if error is None else [error.client, error.round, error.name, error.step],
+        "seconds": time.process_time() - start,
+    }
+    return found, [tree.encode(outcome.state), tree.encode(outcome.upload)]
+
+
+def can_fork() -> bool:
+    """Whether a fork of this process can compute: not if it uses a GPU."""
+    return not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

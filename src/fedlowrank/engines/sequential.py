@@ -1,0 +1,45 @@
+"""One client after another in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from ..core import tree
+from ..core.errors import NonFiniteError
+from ..core.method import Task
+from ..data.federation import Federation
+from ..training.trainer import Meter
+from .base import AnyMethod, Engine, Job, Outcome
+
+
+@dataclass
+class Sequential(Engine):
+    """One client after another: private in-place updates inside a pass, pure at its boundary."""
+
+    name: ClassVar[str] = "sequential"
+
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
+    ) -> Iterator[Outcome]:
+        """See the base class."""
+        for job in jobs:
+            trainer = self.trainer(method, federation, round, job.client)
+            try:
+                state, upload = self.local_update(method, federation, task, round, job, trainer)
+            except NonFiniteError as error:
+                yield Outcome(None, None, Meter(), error)
+                continue
+            yield Outcome(state, upload, trainer.meter)
+
+
+@dataclass
+class Wire(Sequential):
+    """Sequential, with every value that crosses a boundary turned into bytes and back."""
+
+    name: ClassVar[str] = "wire"
+
+    def boundary(self, value: Any) -> Any:
+        """The value as it comes out of its bytes."""
+        return tree.decode(tree.encode(value))

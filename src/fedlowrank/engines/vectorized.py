@@ -1,0 +1,246 @@
+"""Clients of like shapes at once, over a leading client axis.
+
+Every client's ``local_update`` runs by itself, as a coroutine, up to its call of ``view.train``. There it waits until all others
+have come to such a call or to their end (a *rendezvous*). Then equal requests are stacked and executed together, and each client
+goes on with its own result. Control flow in a method is therefore free.
+
+Requests are equal if their functions have the same code *and the same captured values*, so a loss that captures what
+differs between clients is executed client by client: slower, never wrong. So are losses that are not this package's own, modules
+with layers that are not standard (:mod:`fedlowrank.models.standard`), which might draw random numbers or count their calls, and
+modules with batch normalization, which padding would disturb. Uneven data is padded and masked; a client with fewer steps stops
+while the others go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from ..core import tree
+from ..core.errors import NonFiniteError
+from ..core.method import Ragged, Request, Task
+from ..data.federation import Federation
+from ..training.captured_variables import identity
+from ..training.cohort import Room, descend_together, ragged_axes
+from ..training.steps import refill
+from ..training.trainer import LocalTrainer, Meter, all_finite, check_finite
+from .base import AnyMethod, Engine, Job, Outcome
+
+CACHE = 8 << 20
+"""Bytes of stacked parameters on a CPU: in a larger stack they leave the cache from one step to the next."""
+
+MEMORY = 4 << 30
+"""Bytes of stacked parameters on a GPU; gradients and activations take a few times as much."""
+
+MEETING = 256
+"""Clients that wait for each other; with more, what they hold meanwhile would fill the memory."""
+
+T = TypeVar("T")
+
+
+class _Client:
+    """A client's ``local_update``, suspended at every ``view.train``; a greenlet runs it.
+
+    Args:
+        work: runs the client's box, given this client as its trainer.
+        local: execution for this client alone.
+
+    Attributes:
+        request: what it waits for; None before it has begun and after its end.
+        result: what its box returned.
+        error: a loss or parameter that was not finite, where that ended its work.
+    """
+
+    def __init__(self, work: Callable[[_Client], tuple[Any, Any]], local: LocalTrainer) -> None:
+        self.local = local
+        self.request: Request | None = None
+        self.result: tuple[Any, Any] | None = None
+        self.error: NonFiniteError | None = None
+        self._engine = getcurrent()
+        self._run = greenlet(lambda: work(self))
+
+    def advance(self, answer: Any = None) -> None:
+        """Go on with an answer to the request, until the next one or the end; an error of the method's comes out here."""
+        self.request = None
+        try:
+            if isinstance(answer, NonFiniteError):
+                found = self._run.throw(answer)
+            else:
+                found = self._run.switch() if answer is None else self._run.switch(answer)
+        except NonFiniteError as error:
+            self.error = error
+            return
+        if self._run.dead:
+            self.result = found
+
+    def cancel(self) -> None:
+        """Leave the box where it waits, if it does."""
+        self._run.throw()
+
+    def train(self, request: Request) -> Any:
+        """Ask, and wait for the answer."""
+        self.request = request
+        return self._engine.switch()
+
+    def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
+        """Statistics are summed client by client."""
+        return self.local.total(statistic, params, given)
+
+    def steps(self, name: str) -> int:
+        """Steps of a pass."""
+        return self.local.steps(name)
+
+
+@dataclass
+class Vectorized(Engine):
+    """Clients of like shapes at once; equal to the sequential engine up to rounding."""
+
+    name: ClassVar[str] = "vectorized"
+    _room: Room = field(default_factory=Room, init=False, repr=False)
+
+    def close(self) -> None:
+        """See the base class: memory of batches."""
+        self._room = Room()
+
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
+    ) -> Iterator[Outcome]:
+        """See the base class."""
+        for first in range(0, len(jobs), MEETING):
+            yield from self._meeting(method, federation, task, round, jobs[first : first + MEETING])
+
+    def _meeting(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
+    ) -> list[Outcome]:
+        """What becomes of clients that are suspended together."""
+        clients = [self._client(method, federation, task, round, job) for job in jobs]
+        try:
+            for client in clients:
+                client.advance()
+            while waiting := [c for c in clients if c.request is not None]:
+                for client, answer in zip(waiting, self._execute(method, waiting, round), strict=True):
+                    client.advance(answer)
+        finally:
+            for client in clients:
+                client.cancel()
+        return [self._outcome(client) for client in clients]
+
+    def _outcome(self, client: _Client) -> Outcome:
+        if client.result is None:
+            return Outcome(None, None, Meter(), client.error)
+        state, upload = client.result
+        return Outcome(state, upload, client.local.meter)
+
+    def _client(self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job) -> _Client:
+        def work(client: _Client) -> tuple[Any, Any]:
+            return self.local_update(method, federation, task, round, job, client)
+
+        return _Client(work, self.trainer(method, federation, round, job.client))
+
+    def _execute(self, method: AnyMethod, clients: list[_Client], round: int) -> list[Any]:
+        groups: dict[Any, list[int]] = {}
+        # clients mostly have the very same one, and a word for each would take as long as a small tree
+        optimizers = {id(_request(c).optimizer): _request(c).optimizer for c in clients}
+        words = {i: repr(optimizer) for i, optimizer in optimizers.items()}
+        for i, client in enumerate(clients):
+            groups.setdefault((words[id(_request(client).optimizer)], *_kind(client)), []).append(i)
+        answers: list[Any] = [None] * len(clients)
+        for members in groups.values():
+            group = [clients[i] for i in members]
+            local = group[0].local
+            if local.model.couples or not local.is_standard(_request(group[0])):
+                found = [_alone(c) for c in group]
+            else:
+                found = []
+                for chunk in _chunks(group):
+                    found += [_alone(chunk[0])] if len(chunk) == 1 else self._together(method.title, chunk, round)
+            for i, answer in zip(members, found, strict=True):
+                answers[i] = answer
+        return answers
+
+    def _together(self, title: str, clients: list[_Client], round: int) -> list[Any]:
+        """The answers to equal requests, executed at once."""
+        order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
+        first = [clients[i] for i in order]
+        ends, losses = descend_together(
+            title, [c.local for c in first], [_request(c) for c in first], round, self._room
+        )
+        kind = first[0].local.kind(_request(first[0]))
+        sound, steps = all_finite(losses, ends), [c.local.steps(_request(c).name) for c in first]
+        means = (losses.sum(1, dtype=torch.float64).cpu() / torch.tensor(steps)).tolist()
+        rows = [t.unbind() for t in tree.tensors(ends)]
+        answers: list[Any] = [None] * len(clients)
+        for place, i in enumerate(order):
+            client, request = clients[i], _request(clients[i])
+            mine = [row[place] for row in rows]
+            if request.ragged.start:
+                # of ragged dimensions, what is the client's, which also costs less than the whole
+                own = zip(mine, tree.tensors(request.start), strict=True)
+                mine, kind = [m[tuple(map(slice, t.shape))] for m, t in own], client.local.kind(request)
+            end = refill(request.start, mine)
+            client.local.count(request, kind)
+            client.local.account(request, kind, means[place])
+            try:
+                if not sound:
+                    check_finite(client.local.data.info, round, request.name, losses[place, : steps[place]], end)
+                answers[i] = tree.canonical(end)
+            except NonFiniteError as error:
+                answers[i] = error
+        return answers
+
+
+def _alone(client: _Client) -> Any:
+    """The answer to one client's request, exactly as the sequential engine gives it."""
+    try:
+        return client.local.train(_request(client))
+    except NonFiniteError as error:
+        return error
+
+
+def _chunks(clients: list[_Client]) -> list[list[_Client]]:
+    """As many clients at once as have room, in parts of like sizes."""
+    start = tree.tensors(_request(clients[0]).start)
+    room = CACHE if all(t.device.type == "cpu" for t in start) else MEMORY
+    most = max(1, room // max(1, sum(t.numel() * t.element_size() for t in start)))
+    parts = -(-len(clients) // most)
+    bounds = [len(clients) * k // parts for k in range(parts + 1)]
+    return [clients[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+def _request(client: _Client) -> Request:
+    if client.request is None:
+        raise AssertionError("the client is not waiting")
+    return client.request
+
+
+def _kind(client: _Client) -> tuple[Any, ...]:
+    """What requests must have in common, beside the optimizer, to be executed at once."""
+    r = _request(client)
+    # what else looks at the parameters would see zeros that are not theirs
+    ragged = r.ragged if r.prox is None and r.precondition is None else Ragged()
+    pull = None
+    if r.pull is not None:
+        pull = r.pull.strength, *(_form(t, ragged.start) for t in (r.pull.towards, r.pull.along))
+    return (
+        *[identity(f) for f in (r.loss, r.precondition, r.prox)],
+        r.name,
+        client.local.model.name,
+        client.local.data.form,
+        _form(r.start, ragged.start),
+        _form(r.given, ragged.given),
+        pull,
+    )
+
+
+def _form(value: Any, ragged: Mapping[str, int]) -> Any:
+    """What trees must have in common to be stacked: all but the sizes of ragged dimensions."""
+    if not ragged:
+        return tree.form(value)
+    leaves = zip(tree.tensors(value), ragged_axes(value, ragged), strict=True)
+    shapes = [(t.dtype, tuple([n for i, n in enumerate(t.shape) if i != axis]), axis) for t, axis in leaves]
+    return tree.form(tree.map(lambda _: None, value)), tuple(shapes)

@@ -1,0 +1,1 @@
+"""Matrices as factors: truncation, thresholding, randomized decompositions, stacking. Nothing here is federated."""

@@ -1,0 +1,96 @@
+"""Matrices as U diag(s) Vᵀ: truncation by energy, and updates of a model sent as factors where that is smaller."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..core.tree import Params, tree
+
+Compressed = dict[str, "Tensor | Factored"]
+
+
+@tree
+class Factored:
+    """A matrix of rank r as U diag(s) Vᵀ.
+
+    Attributes:
+        u: ``[m, r]`` with orthonormal columns.
+        s: ``[r]``, descending, not negative.
+        v: ``[n, r]`` with orthonormal columns.
+    """
+
+    u: Tensor
+    s: Tensor
+    v: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Number of singular values."""
+        return len(self.s)
+
+    def dense(self) -> Tensor:
+        """The matrix ``[m, n]``."""
+        return (self.u * self.s) @ self.v.mT
+
+
+def svd(w: Tensor) -> Factored:
+    """The whole singular value decomposition of a matrix ``[m, n]``, with canonical signs.
+
+    The largest entry of each column of U, by magnitude, is made positive, so that equal inputs give equal factors.
+    """
+    u, s, vt = torch.linalg.svd(w, full_matrices=False)
+    at = u.abs().argmax(0, keepdim=True)
+    sign = torch.where(u.gather(0, at) < 0, -1.0, 1.0).to(w.dtype)
+    return Factored(u * sign, s, vt.mT * sign)
+
+
+def truncate(f: Factored, rank: int) -> Factored:
+    """The best approximation of that rank: the leading triplets."""
+    return Factored(f.u[:, :rank].contiguous(), f.s[:rank].contiguous(), f.v[:, :rank].contiguous())
+
+
+def rank_of_energy(s: Tensor, energy: float) -> int:
+    """The smallest r ≥ 1 with Σ_{i<r} s_i² ≥ energy · Σ_i s_i².
+
+    Args:
+        s: singular values, descending ``[k]``.
+        energy: share in [0, 1] of the squared Frobenius norm to keep.
+    """
+    # relative to the largest, for the squares of very large or very small values are no numbers of float64
+    square = (s.double() / s[0].double().clamp(min=torch.finfo(torch.float64).tiny)).square()
+    # summed from the smallest up, so that a tail far below the leading value is not rounded away
+    tail = square.flip(0).cumsum(0).flip(0)
+    allowed = (1 - energy) * float(tail[0])
+    return max(1, int((tail > allowed).sum()))
+
+
+def compress(update: Params, energy: float) -> Compressed:
+    """A model's update as factors, each weight at the smallest rank that keeps the energy (FedKD, Wu et al., eq. 8).
+
+    A weight of two or more dimensions is a matrix of its first dimension by all others, so a convolution is
+    ``[O, I·k1·k2]``. Where factors would be no smaller than the matrix, r (m + n + 1) ≥ m n, and for vectors, the tensor
+    itself is kept.
+
+    Args:
+        update: tensors by name.
+        energy: share of each weight's squared Frobenius norm to keep; 1 keeps all, and then every tensor as it is.
+    """
+    out: Compressed = {}
+    for name, w in update.items():
+        out[name] = w
+        if w.ndim >= 2 and energy < 1:
+            matrix = w.reshape(w.shape[0], -1)
+            full = svd(matrix)
+            rank = rank_of_energy(full.s, energy)
+            if rank * (sum(matrix.shape) + 1) < matrix.numel():
+                out[name] = truncate(full, rank)
+    return out
+
+
+def decompress(compressed: Compressed, like: Params) -> Params:
+    """Tensors of the shapes of ``like`` from :func:`compress`."""
+    return {
+        n: (c.dense() if isinstance(c, Factored) else c).reshape(like[n].shape).contiguous()
+        for n, c in compressed.items()
+    }

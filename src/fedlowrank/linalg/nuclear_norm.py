@@ -1,0 +1,116 @@
+"""Norms that make the weights of a whole model low-rank or sparse, by their proximal operators."""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from torch import Tensor
+
+from ..core.errors import TaskError
+from ..core.tree import Params, not_finite, tree
+from .matricize import (
+    LowRank,
+    Sparse,
+    Weights,
+    matricize,
+    matrix_shape,
+    pack,
+    pack_sparse,
+    sparse_of,
+    unmatricize,
+    unpack,
+)
+from .svt import shrink_all, shrink_dense, soft
+
+Norm = Literal["low_rank", "sparse"]
+"""Nuclear norm of the matrices (:func:`fedlowrank.linalg.matricize.matricize`), or ℓ1 norm."""
+
+
+@tree
+class Shrunk:
+    """A model after a prox.
+
+    Attributes:
+        weights: of its parameters, as factors or as entries that are not zero where these are fewer.
+        ranks: of every penalized weight, of those kept whole too; the full one where none was computed.
+    """
+
+    weights: Weights
+    ranks: dict[str, int]
+
+    def dense(self, like: Params) -> Params:
+        """The parameters in the shapes of ``like``."""
+        return unpack(self.weights, like)
+
+
+def penalized(params: Params, exclude: tuple[str, ...]) -> list[str]:
+    """Names of the weights of two or more dimensions, but for those excluded by their exact name."""
+    return [n for n, p in params.items() if p.ndim >= 2 and n not in exclude]
+
+
+def check_exclude(params: Params, exclude: tuple[str, ...]) -> None:
+    """Raise TaskError if a name to exclude is no parameter's: else a mistyped one would be penalized."""
+    if unknown := sorted(set(exclude) - set(params)):
+        raise TaskError(f"exclude: the model has no parameter {unknown}; it has {sorted(params)}")
+
+
+def begin(params: Params, exclude: tuple[str, ...]) -> Shrunk:
+    """A model before any prox; raises TaskError as :func:`check_exclude`."""
+    check_exclude(params, exclude)
+    return Shrunk({**params}, {n: min(matrix_shape(params[n].shape)) for n in penalized(params, exclude)})
+
+
+def prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Shrunk:
+    """The prox of c times the sum of the norms of all penalized weights. With c = 0 nothing changes.
+
+    Raises:
+        TaskError: if a parameter holds a NaN or an infinity, or as :func:`check_exclude`.
+    """
+    start = begin(params, exclude)
+    if c == 0:
+        return start
+    if (bad := not_finite(params)) is not None:
+        raise TaskError(
+            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the average. "
+            "Lower the learning rate."
+        )
+    if norm == "sparse":
+        shrunk = prox_in_step(params, c, norm, exclude)
+        return Shrunk({n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks)
+    found = dict(zip(start.ranks, shrink_all([matricize(params[n]) for n in start.ranks], c), strict=True))
+    packed = {n: pack(f, params[n].shape) for n, f in found.items()}
+    return Shrunk({**params, **packed}, {n: f.rank for n, f in found.items()})
+
+
+def prox_in_step(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:
+    """:func:`prox` in a form that can be taken after every step of many clients at once: no shape depends on data."""
+    out = dict(params)
+    for n in penalized(params, exclude):
+        p = params[n]
+        out[n] = soft(p, c) if norm == "sparse" else unmatricize(shrink_dense(matricize(p), c), p.shape)
+    return out
+
+
+def part_of(params: Params, norm: Norm) -> Weights:
+    """Parameters that were penalized as a part of a model: under the ℓ1 norm, of every tensor the entries that are not zero."""
+    return {n: sparse_of(p) if norm == "sparse" else p for n, p in params.items()}
+
+
+def warn_if_dead(title: str, before: Shrunk, after: Shrunk, round: int) -> None:
+    """Say once, in the round in which it happens, that every penalized weight has become zero."""
+    if _dead(after) and not _dead(before):
+        logging.getLogger("fedlowrank").warning(
+            "%s: after round %d every penalized weight is zero; choose a smaller lam or eta_g", title, round + 1
+        )
+
+
+def _dead(model: Shrunk) -> bool:
+    held = [model.weights[n] for n in model.ranks]
+    return bool(held) and not any(_alive(w) for w in held)
+
+
+def _alive(w: Tensor | LowRank | Sparse) -> bool:
+    if isinstance(w, LowRank):
+        return w.rank > 0
+    return bool((w.values if isinstance(w, Sparse) else w).any())

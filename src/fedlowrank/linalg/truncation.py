@@ -1,0 +1,77 @@
+"""The best approximation of an update by factors of a given rank, and how far it is from the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError
+from .delta import split
+from .factored import Factored
+from .pair import Pair
+from .randomized_svd import leading
+
+REAL = torch.float64
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """The best approximation W_r of an update W.
+
+    Attributes:
+        pair: its factors, W_r = B A, in float32.
+        lost: ‖W - W_r‖_F².
+        energy: ‖W‖_F².
+    """
+
+    pair: Pair
+    lost: float
+    energy: float
+
+    @property
+    def error(self) -> float:
+        """‖W - W_r‖_F / ‖W‖_F, 0 of a W that is zero."""
+        return relative_error([self])
+
+
+def truncate_update(update: Pair | Tensor, rank: int) -> Truncated:
+    """The truncated singular value decomposition of an update.
+
+    Args:
+        update: factors, whose product is never formed, or a matrix ``[d, k]``.
+        rank: of the result, at least 1; at most the smaller dimension is used.
+
+    Raises:
+        ConfigError: if the rank is below 1.
+    """
+    if type(rank) is not int or rank < 1:
+        raise ConfigError(f"the rank of an adapter must be a whole number of at least 1; it is {rank!r}")
+    if isinstance(update, Pair):
+        u, s, v = _of_factors(update)
+        lost, energy = (float(t.square().sum()) for t in (s[rank:], s))
+        u, s, v = u[:, :rank], s[:rank], v[:, :rank]
+    else:
+        w = update.detach().to(REAL)
+        u, s, v = leading(w, rank)
+        lost, energy = float((w - (u * s) @ v.mT).square().sum()), float(w.square().sum())
+    pair = split(Factored(u, s, v), min(rank, u.shape[0], v.shape[0]))
+    return Truncated(Pair(pair.b.float(), pair.a.float()), lost, energy)
+
+
+def relative_error(parts: Iterable[Truncated]) -> float:
+    """‖W - W_r‖_F / ‖W‖_F of all layers together, 0 where there is no update."""
+    given = list(parts)
+    energy = sum(p.energy for p in given)
+    return math.sqrt(sum(p.lost for p in given) / energy) if energy > 0 else 0.0
+
+
+def _of_factors(pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
+    """The decomposition of B A from that of a core of its rank."""
+    left, upper = torch.linalg.qr(pair.b.detach().to(REAL))
+    right, lower = torch.linalg.qr(pair.a.detach().to(REAL).mT)
+    x, s, yt = torch.linalg.svd(upper @ lower.mT, full_matrices=False)
+    return left @ x, s, right @ yt.mT

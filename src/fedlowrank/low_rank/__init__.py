@@ -1,1 +1,0 @@
-"""Low-rank parts: factored matrices and adapters."""

@@ -1,0 +1,145 @@
+"""Updates of the frozen base that a server adds round by round (FLoRA, FedEx-LoRA), and clients that follow them.
+
+A server keeps the update of every round as factors, as they travel, and up to which each client has it; it sends those that are
+missing, so a client that sits out some rounds, or joins late, catches up. A client keeps what it received. Clients that are
+simulated in one process hold the very tensors that the server holds, small ones apart, so that their number costs no memory.
+
+A client uses the updates either merged, added to the weights of its base, or stacked, as factors beside them whose rank grows
+with the rounds. Merged updates are added up where the factors take more memory than the weights; the sum, and the weights of a
+base with its updates, are made once for all clients that hold the same updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...adapters.lora import LoRA
+from ...adapters.wire_format import Packed, Wire, pack, unpack
+from ...core import tree as trees
+from ...core.method import ClientInfo, Reply
+from ...core.tree import Params, tree
+from ...linalg.pair import Factors, Pair
+
+Keep = Literal["merged", "stacked"]
+T = TypeVar("T")
+
+
+@tree
+class Ledger:
+    """The server's side: the update of every round as it travels, of scale 1, and how many each client has."""
+
+    updates: list[Packed]
+    at: dict[str, int]
+
+    def missing(self, client: ClientInfo) -> list[Packed]:
+        """The updates that a client lacks, in order."""
+        return self.updates[self.at.get(str(client.id), 0) :]
+
+    def grown(self, update: Factors, replies: Sequence[Reply[Any]], wire: Wire) -> Ledger:
+        """With one more update; those who replied have all before it."""
+        at = self.at | {str(r.client.id): len(self.updates) for r in replies}
+        return Ledger([*self.updates, pack(update, wire)], at)
+
+
+@tree
+class Base:
+    """The client's side: the updates so far.
+
+    Attributes:
+        dense: the sum of the first of them ``[d, k]`` by layer, once it is smaller than their factors; else empty.
+        stacks: those that came after.
+    """
+
+    dense: dict[str, Tensor]
+    stacks: list[Packed]
+
+    def followed(self, updates: Sequence[Packed], keep: Keep, lora: LoRA) -> Base:
+        """With further updates.
+
+        One after another, so that clients hold the same sums whenever they caught up.
+        """
+        now = self
+        for update in updates:
+            now = Base(now.dense, [*now.stacks, update])
+            if keep == "merged" and trees.numel(now.stacks) > sum(d * k for d, k in lora.shapes.values()):
+                now = Base(_memo(lora).get("sum", now, now._sum), [])
+        return now
+
+    def beside(self, keep: Keep, lora: LoRA) -> tuple[Factors, Params]:
+        """What a client's own factors stand beside.
+
+        Returns:
+            The updates as one frozen adapter of scale 1, and weights with the updates added by the name of their parameter.
+            One of both is empty.
+        """
+        if not self.dense and not self.stacks:
+            return {}, {}
+        memo = _memo(lora)
+        if keep == "merged":
+            return {}, memo.get("moved", self, lambda: lora.moved(self._sum()))
+        return memo.get("stack", self, lambda: stacked([unpack(s) for s in self.stacks])), {}
+
+    def _sum(self) -> dict[str, Tensor]:
+        found = dict(self.dense)
+        for factors in map(unpack, self.stacks):
+            for name, pair in factors.items():
+                # in half precision small updates would be lost
+                wide = torch.promote_types(pair.b.dtype, torch.float32)
+                update = pair.b.to(wide) @ pair.a.to(wide)
+                found[name] = found[name] + update if name in found else update
+        return found
+
+
+@dataclass(eq=False)
+class Memo:
+    """The last value of each kind, by the tensors that it was made of."""
+
+    held: dict[str, tuple[list[Tensor], Any]] = field(default_factory=dict)
+
+    def get(self, kind: str, of: Base, make: Callable[[], T]) -> T:
+        """The value that belongs to a base; it is not to be changed."""
+        tensors = [t for _, t in trees.leaves(of)]
+        known = self.held.get(kind)
+        if known is not None and len(known[0]) == len(tensors) and all(map(_same, known[0], tensors)):
+            value: T = known[1]
+            return value
+        # the last value goes before the next one is made
+        known = None
+        self.held.pop(kind, None)
+        # a value that was made for inference could not be trained with
+        with torch.inference_mode(False), torch.no_grad():
+            made = make()
+        self.held[kind] = (tensors, made)
+        return made
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are one place in memory; the values of states and messages never change there."""
+    return (a.data_ptr(), a.shape, a.stride(), a.dtype, a.device) == (
+        b.data_ptr(),
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.device,
+    )
+
+
+def _memo(lora: LoRA) -> Memo:
+    memo: Memo = lora.memo.setdefault("base_updates", Memo())
+    return memo
+
+
+def stacked(factors: Sequence[Factors]) -> Factors:
+    """Factors of the sum of products: the columns of all B, the rows of all A."""
+    names = factors[0]
+    return {n: Pair(torch.cat([f[n].b for f in factors], 1), torch.cat([f[n].a for f in factors])) for n in names}
+
+
+def weighted(factors: Sequence[Factors], weights: Sequence[float]) -> Factors:
+    """Factors of Σ w_i B_i A_i; the weights are on B alone, for on both factors they would count twice."""
+    return stacked([{n: Pair(w * p.b, p.a) for n, p in f.items()} for f, w in zip(factors, weights, strict=True)])

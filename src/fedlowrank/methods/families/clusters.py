@@ -1,0 +1,174 @@
+"""Clusters of clients: how a client mixes them, and how the server averages for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...adapters.router import Router
+from ...core import tree
+from ...core.errors import ConfigError, TaskError
+from ...core.loss import pointwise_loss, task_loss
+from ...core.means import Mean
+from ...core.method import Batch, ClientInfo, ClientView, Reply, Task
+from ...core.model import Model
+from ...core.optimizer import SGD, Group, Optimizer
+from ...core.tree import Params
+
+T = TypeVar("T")
+
+EMPTY = 1e-6
+"""A cluster with a smaller share of the examples of a round has learnt nothing in it."""
+
+
+Apply = Callable[[Any, Tensor, Any], Tensor]
+"""Scores of inputs by a mixture: ``apply(parts, pi, x)``."""
+
+
+def even(parts: Any) -> Tensor:
+    """θ = 0 ``[C]`` of parts whose tensors begin with the axis of clusters."""
+    first = next(t for _, t in tree.leaves(parts))
+    return first.new_zeros(len(first))
+
+
+def train_mixture(
+    router: Router,
+    parts: dict[str, Any],
+    theta: Tensor,
+    apply: Apply,
+    optimizer: Optimizer,
+    view: ClientView,
+    precondition: Callable[..., Any] | None = None,
+) -> tuple[dict[str, Any], Tensor]:
+    """The pass ``"local"``: one SGD on θ and on all parts, of the loss of the mixed model; lines 6 to 8 of Algorithm 1.
+
+    Args:
+        router: how θ moves. With optimal routing it stays; the MFL update sets it before the pass.
+        parts: what is mixed.
+        theta: where θ begins.
+        apply: of the method; may capture nothing that differs between clients.
+        optimizer: of the parts; its group ``theta`` is set from the router.
+        view: of the client.
+        precondition: of the gradient of ``{**parts, "theta": theta}``.
+
+    Returns:
+        The parts and θ.
+    """
+    if router.weighs and view.round > 0:
+        theta = weigh_clusters(router, parts, theta, apply, view)
+    start = {**parts, "theta": theta} if router.descends else parts
+    if router.descends:
+        optimizer = replace(optimizer, groups={**optimizer.groups, "theta": Group(router.lr, 0.0)})
+    noises = router.noises(view.key / "noise", view.steps("local"), theta)
+
+    def loss(p: dict[str, Any], batch: Batch, fixed: Tensor, noises: Tensor) -> Tensor:
+        z = p["theta"] + noises[batch.step if router.noise else 0] if router.descends else fixed
+        return task_loss(apply(p, router.shares(z), batch.x), batch)
+
+    end = view.train(loss, start, "local", optimizer, given=(theta, noises), precondition=precondition)
+    trained = {name: end[name] for name in parts}
+    return trained, end["theta"] if router.descends else theta
+
+
+def weigh_clusters(router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView) -> Tensor:
+    """θ = -η f_k(w_c) of every cluster alone, so that π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
+
+    def lost(parts: dict[str, Any], batch: Batch, pi: Tensor) -> Tensor:
+        return batch.total(pointwise_loss(apply(parts, pi, batch.x), batch.y))
+
+    losses = [view.total(lost, parts, given=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
+    return -router.lr * router.temperature * torch.stack(losses) / view.info.examples
+
+
+def learn_router(router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView) -> Tensor:
+    """θ of a client that holds none: by eq. 5, or the pass ``"router"`` over its training data, everything else frozen."""
+    if router.weighs:
+        return weigh_clusters(router, parts, theta, apply, view)
+    if router.adapt == 0 or len(theta) == 1 or router.routing == "optimal":
+        return theta
+
+    def loss(p: dict[str, Tensor], batch: Batch, frozen: dict[str, Any]) -> Tensor:
+        return task_loss(apply(frozen, router.shares(p["theta"]), batch.x), batch)
+
+    return view.train(loss, {"theta": theta}, "router", SGD(lr=router.lr), given=(parts,))["theta"]
+
+
+def known_cluster(title: str, client: ClientInfo, count: int) -> int:
+    """The client's ground-truth cluster.
+
+    Raises:
+        TaskError: if it is unknown, or there are fewer clusters.
+    """
+    if client.cluster is None:
+        raise TaskError(
+            f"{title}: optimal routing needs to know the cluster of every client, but that of client {client.id} is unknown. "
+            "Set [concept] in the experiment, cluster=... in Federation.from_arrays, or routing = 'learned'."
+        )
+    if client.cluster >= count:
+        raise TaskError(f"{title}: client {client.id} is of cluster {client.cluster}, but clusters is {count}")
+    return client.cluster
+
+
+def known_route(title: str, client: ClientInfo, count: int) -> Tensor:
+    """π* ``[C]``, the one-hot of :func:`known_cluster`."""
+    return torch.eye(count)[known_cluster(title, client, count)]
+
+
+def reply_weights(
+    title: str, replies: Sequence[Reply[Any]], pis: Sequence[Tensor | None], count: int
+) -> list[list[float]]:
+    """π^k_c N^k of every reply; where a client sent no π^k, it is the one-hot of its known cluster."""
+    found = []
+    for reply, pi in zip(replies, pis, strict=True):
+        route = known_route(title, reply.client, count) if pi is None else pi
+        found.append([p * reply.client.examples for p in route.tolist()])
+    return found
+
+
+def cluster_mean(old: T, uploads: Sequence[T], weights: Sequence[Sequence[float]]) -> T:
+    """The mean for each cluster, a_c = Σ_k w_kc a_kc / Σ_k w_kc; a cluster without weight keeps what it had.
+
+    Args:
+        old: a tree whose tensors begin with the axis of clusters, ``[C, ...]``.
+        uploads: trees like it; or with ``[1, ...]``, of clients that were sent the one cluster they have a weight for.
+        weights: w_kc = π^k_c N^k, ``[clients, C]``.
+    """
+    count = len(weights[0])
+    means: list[Mean[T]] = [Mean() for _ in range(count)]
+    for upload, shares in zip(uploads, weights, strict=True):
+        for c, share in enumerate(shares):
+            if share > 0:
+                means[c].add(tree.map(lambda t, c=c: t[c : c + 1] if len(t) == count else t, upload), share)
+    everything = sum(m.total for m in means)
+    parts = [m.value if m.total > EMPTY * everything else select(old, c) for c, m in enumerate(means)]
+    return tree.map(lambda *ts: torch.cat(ts), parts[0], *parts[1:])
+
+
+def select(value: T, cluster: int) -> T:
+    """One cluster of a tree whose tensors begin with the axis of clusters, the axis kept: ``[1, ...]``."""
+    return tree.map(lambda t: t[cluster : cluster + 1], value)
+
+
+def initial_models(title: str, task: Task, count: int) -> Params:
+    """C draws of the initial weights ``[C, ...]``: the first that of every other method, the rest equal in all with clusters.
+
+    Raises:
+        ConfigError: if C < 1.
+        TaskError: if the clients hold different architectures.
+    """
+    if count < 1:
+        raise ConfigError(f"{title}: there must be at least one model; clusters is {count}")
+    model = task.common_model(title)
+    draws = [model.initial, *(model.redrawn(task.key / "ensemble" / c) for c in range(1, count))]
+    return {n: torch.stack([d[n] for d in draws]) for n in model.initial}
+
+
+def losses_of(model: Model, models: Params, batch: Batch) -> Tensor:
+    """The loss of each example under each of C models: ``[C, b]`` of weights ``[C, ...]``."""
+    count = len(next(iter(models.values())))
+    scores = [model.apply({n: t[c] for n, t in models.items()}, batch.x) for c in range(count)]
+    return torch.stack([pointwise_loss(s, batch.y) for s in scores])

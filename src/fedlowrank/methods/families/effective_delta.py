@@ -1,0 +1,187 @@
+"""A server's effective delta between rounds: what clients begin with, how their replies are weighed, the model of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...adapters.lora import lora_of
+from ...core.choices import check_choices
+from ...core.errors import ConfigError
+from ...core.model import Model
+from ...core.tree import Params
+from ...linalg.delta import Delta, Split, split, tail_energy, truncation
+from ...linalg.factored import Factored
+from ...linalg.pair import Factors, Pair
+
+
+def first_components(deltas: Mapping[str, Delta], drawn: Factors, rank: int, how: Split, scale: float) -> Factors:
+    """Factors of the best approximation of a rank, for a client of scale s: s·B A = W^{r}.
+
+    Where W has less rank, the components that nothing fills are those that were drawn, a random row of A and a column of B of
+    zeros (of an embedding the other way round): the product is the same, and a gradient reaches them.
+
+    Args:
+        deltas: W by layer.
+        drawn: factors of the largest rank to begin with, in the type that factors have.
+        rank: r.
+        how: which factor takes the singular values.
+        scale: s.
+    """
+    power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[how]
+    found: Factors = {}
+    for name, delta in deltas.items():
+        triplets, first = truncation(delta, rank), drawn[name]
+        pair, r = split(triplets, rank, how), triplets.rank
+        b, a = (pair.b / scale**power).to(first.b), (pair.a / scale ** (1 - power)).to(first.a)
+        b[:, r:], a[r:] = first.b[:, r:rank], first.a[r:rank]
+        found[name] = Pair(b.contiguous(), a.contiguous())
+    return found
+
+
+def is_half(drawn: Factors) -> bool:
+    """Whether factors are sent in half precision, so that a client begins at something else than the truncation."""
+    return any(torch.finfo(pair.a.dtype).bits < 32 for pair in drawn.values())
+
+
+def whole(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
+    """Parameters of the base with all of W: as factors where it is held so, else added to the weights."""
+    factors: Factors = {}
+    dense: dict[str, Tensor] = {}
+    like = next(iter(model.initial.values()))
+    for name, delta in deltas.items():
+        if delta.whole is not None:
+            # the layer's own adapter, if it has one, must add nothing
+            dense[name] = delta.whole.to(torch.promote_types(like.dtype, torch.float32)).to(like.device)
+            d, k = delta.shape
+            factors[name] = Pair(like.new_zeros(d, 1), like.new_zeros(1, k))
+        else:
+            pair = split(truncation(delta, delta.rank), max(delta.rank, 1))
+            factors[name] = Pair(pair.b.to(like), pair.a.to(like))
+    return lora_of(model).place(factors, 1.0, moved=lora_of(model).moved(dense)) | rest
+
+
+def remainder(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
+    """Factors of W - W^{r} by layer, in the type of ``like``; W must be held as factors."""
+    found: Factors = {}
+    for name, d in deltas.items():
+        left = Factored(d.u[:, rank:], d.s[rank:].to(d.u.dtype), d.v[:, rank:])
+        pair = split(left, left.rank)
+        found[name] = Pair(pair.b.to(like[name].b), pair.a.to(like[name].a))
+    return found
+
+
+def weighted_blocks(
+    weights: Mapping[str, Sequence[float]], scales: Sequence[float], factors: Sequence[Factors]
+) -> dict[str, list[tuple[float, Pair]]]:
+    """The terms p_i s_i B_i A_i of every layer, for :func:`fedlowrank.linalg.delta.advance`.
+
+    Args:
+        weights: p_i of every reply, by layer.
+        scales: s_i of every reply.
+        factors: of every reply.
+    """
+    return {n: [(p * s, f[n]) for p, s, f in zip(ps, scales, factors, strict=True)] for n, ps in weights.items()}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a round's replies.
+
+    Attributes:
+        weights: p_i of every reply by layer, each adding up to 1.
+        errors: ‖W - W^{r_i}‖² / ‖W‖² over all layers, of every reply.
+    """
+
+    weights: dict[str, list[float]]
+    errors: list[float]
+
+    def told(self, clients: Sequence[int]) -> dict[str, dict[str, float]]:
+        """For the record: weight (the mean over layers) and truncation error of every client."""
+        rows = list(self.weights.values())
+        mean = [sum(p[i] for p in rows) / len(rows) for i in range(len(clients))]
+        return {
+            "weights": {str(c): p for c, p in zip(clients, mean, strict=True)},
+            "truncation": {str(c): e for c, e in zip(clients, self.errors, strict=True)},
+        }
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """Weights p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T) (Peng et al., FedHL, eq. 15).
+
+    Attributes:
+        by: truncation, as above; or, for comparison (Table VIII), examples or ranks: p_i ∝ n_i or r_i, not smoothed.
+        error: r̂_i: relative ‖W - W^{r_i}‖² / ‖W‖²; absolute, without the divisor; or squared, the square of the absolute one, as
+            eq. 8 and eq. 15 read together.
+        eps: ε.
+        temperature: T; 0 leaves eq. 15 as it is.
+        per_layer: weights of their own for every layer; else errors are summed over layers.
+        by_examples: multiply p_i by n_i.
+    """
+
+    by: Literal["truncation", "examples", "ranks"] = "truncation"
+    error: Literal["relative", "absolute", "squared"] = "relative"
+    eps: float = 1e-2
+    temperature: float = 1.0
+    per_layer: bool = False
+    by_examples: bool = False
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.eps <= 0 or self.temperature < 0:
+            raise ConfigError(
+                f"weighing: need eps > 0 and temperature >= 0; they are {self.eps} and {self.temperature}"
+            )
+
+    def weigh(self, deltas: Mapping[str, Delta], ranks: Sequence[int], examples: Sequence[float]) -> Weights:
+        """The weights of replies.
+
+        Args:
+            deltas: W_t by layer.
+            ranks: r_i of every reply.
+            examples: n_i of every reply.
+        """
+        errors = {n: tail_energy(d, ranks) for n, d in deltas.items()}
+        energy = {n: d.energy for n, d in deltas.items()}
+        together, total = [sum(e) for e in zip(*errors.values(), strict=True)], sum(energy.values())
+        if self.by != "truncation":
+            plain = [float(r) for r in ranks] if self.by == "ranks" else examples
+            weights = {n: [w / sum(plain) for w in plain] for n in deltas}
+        elif self.per_layer:
+            weights = {n: self._of(errors[n], energy[n], examples) for n in deltas}
+        else:
+            weights = dict.fromkeys(deltas, self._of(together, total, examples))
+        return Weights(weights, [e / total if total > 0 else 0.0 for e in together])
+
+    def _of(self, errors: Sequence[float], energy: float, examples: Sequence[float]) -> list[float]:
+        # W = 0 truncates to itself at any rank: all errors are 0 and all weights equal
+        unit = energy if self.error == "relative" and energy > 0 else 1.0
+        r = torch.tensor(errors, dtype=torch.float64) / unit
+        p = 1 / ((r.square() if self.error == "squared" else r) + self.eps)
+        p = p / p.sum()
+        if self.temperature > 0:
+            p = torch.softmax(p / self.temperature, 0)
+        if self.by_examples:
+            p = p * torch.tensor(examples, dtype=torch.float64)
+        weights: list[float] = (p / p.sum()).tolist()
+        return weights
+
+
+def ranks_of(deltas: Mapping[str, Delta]) -> dict[str, int]:
+    """Rank of every layer's W; the smaller dimension where W is a matrix whose further triplets nobody knows."""
+    return {n: d.rank if d.complete else min(d.shape) for n, d in deltas.items()}
+
+
+def energies(deltas: Mapping[str, Delta]) -> dict[str, float]:
+    """‖W‖_F² of every layer."""
+    return {n: d.energy for n, d in deltas.items()}
+
+
+def discarded(deltas: Mapping[str, Delta]) -> dict[str, float]:
+    """‖·‖_F² of what a cap on the rank cut off in the last round, of every layer."""
+    return {n: d.discarded for n, d in deltas.items()}

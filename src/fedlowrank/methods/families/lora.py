@@ -1,0 +1,250 @@
+"""What the methods of federated LoRA share: how a client's factors begin, are trained and are sent (Hu et al. 2021).
+
+A client of rank r holds factors B ``[d, r]`` and A ``[r, k]`` of every adapted weight; its model is W_0 + s·B A. A server works
+on updates in the unit of the weights: an upload is multiplied by s, what is sent is divided by it, so that no aggregator
+knows of α or r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...adapters.lora import LoRA, first, lora_of, rest_of
+from ...adapters.wire_format import Packed, Wire, pack, unpack
+from ...core.choices import check_choices
+from ...core.errors import ConfigError, TaskError
+from ...core.loss import task_loss
+from ...core.method import Batch, ClientInfo, ClientView, Ragged, Task
+from ...core.model import Model
+from ...core.optimizer import Optimizer
+from ...core.tree import Params, join, tree
+from ...core.tree import leaves as tensors_of
+from ...linalg.pair import Factors, Pair
+
+Leaves = dict[str, dict[str, Tensor]]
+"""What is trained: ``a`` and ``b``, the factors by layer, and ``rest``, parameters trained whole, by name."""
+
+Penalty = Callable[[Leaves], Tensor]
+
+_RANK = ("/a", 0), ("/b", 1)
+"""The dimension of each factor of a :class:`~fedlowrank.linalg.pair.Pair` that is the rank."""
+
+
+@tree
+class Scaling:
+    """The scale s of a client's update by its rank: ``scale · (rank0 / r)^power``.
+
+    Attributes:
+        scale: s at rank0.
+        rank0: the rank that the adapter's configuration names.
+        power: 0 for equal scales; 1 for α/r and 1/2 for α/√r with one α.
+    """
+
+    scale: float
+    rank0: int
+    power: float
+
+    def at(self, rank: int) -> float:
+        """S of a client of that rank."""
+        return self.scale * float((self.rank0 / rank) ** self.power)
+
+
+@tree
+class Message:
+    """What travels: factors, and where they are shared the parameters that are trained whole."""
+
+    factors: Packed
+    rest: Params
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How LoRA clients train and what they send.
+
+    Attributes:
+        rank: of clients that do not bring one.
+        scaling: equal: all clients have the scale of the configuration, α_i = c·r_i; alpha: they have its α, so that the
+            scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
+        head: what is trained beside the factors, a classification head say: shared, averaged by examples; personal, kept by
+            each client; frozen, at its initial values.
+        wire: the form in which factors travel: float32 (as they are), bfloat16 or int8.
+    """
+
+    rank: int = 8
+    scaling: Literal["equal", "alpha"] = "equal"
+    head: Literal["shared", "personal", "frozen"] = "shared"
+    wire: Wire = "float32"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.rank < 1:
+            raise ConfigError(f"tuning.rank must be at least 1; it is {self.rank}")
+
+    def rank_of(self, client: ClientInfo) -> int:
+        """Rank of a client's factors."""
+        return self.rank if client.rank is None else client.rank
+
+    def ranks(self, task: Task, method: str) -> list[int]:
+        """The rank of every client, after it was checked against the layers.
+
+        Raises:
+            TaskError: if models differ, or a rank is above a dimension.
+        """
+        lora = lora_of(task.common_model(method))
+        found = [self.rank_of(client) for client in task.clients]
+        for client, rank in {r: (c, r) for c, r in zip(task.clients, found, strict=True)}.values():
+            lora.check_rank(rank, f"client {client.id}")
+        return found
+
+    def equal_rank(self, task: Task, method: str) -> int:
+        """The one rank of all clients.
+
+        Raises:
+            TaskError: if ranks differ.
+        """
+        found = self.ranks(task, method)
+        if len(set(found)) > 1:
+            other = next(i for i, r in enumerate(found) if r != found[0])
+            raise TaskError(
+                f"{method} averages factors entry by entry, so all clients need one rank, but client {task.clients[0].id} has "
+                f"{found[0]} and client {task.clients[other].id} has {found[other]}. Give all the same rank, or choose a method "
+                "for unequal ranks: fedhl, hetlora, flexlora or flora."
+            )
+        return found[0]
+
+    def scaling_of(self, lora: LoRA) -> Scaling:
+        """The scale of each rank under a model's configuration."""
+        power = 0.0 if self.scaling == "equal" else 0.5 if lora.rslora else 1.0
+        return Scaling(lora.scale, self.rank if lora.rank is None else lora.rank, power)
+
+    def scale(self, view: ClientView) -> float:
+        """S of a client at its own rank."""
+        return self.scaling_of(lora_of(view.model)).at(self.rank_of(view.info))
+
+    def kept(self, leaves: Leaves) -> Params:
+        """What a client keeps of its trained leaves: a personal rest."""
+        return leaves["rest"] if self.head == "personal" else {}
+
+    def shared_rest(self, model: Model) -> Params:
+        """What is trained whole and lies with the server."""
+        return rest_of(model) if self.head == "shared" else {}
+
+    def own_rest(self, model: Model) -> Params:
+        """What is trained whole and lies with each client."""
+        return rest_of(model) if self.head == "personal" else {}
+
+    def message(self, factors: Factors, rest: Params) -> Message:
+        """Factors and rest as they travel; a personal rest does not."""
+        return Message(pack(factors, self.wire), rest if self.head == "shared" else {})
+
+
+def initial_factors(task: Task, rank: int) -> Factors:
+    """Factors to begin with, the same for all clients and methods, in the type of the model; see :meth:`LoRA.draw`."""
+    model = next(iter(task.architectures.values()))
+    return lora_of(model).draw(rank, task.key / "lora", next(iter(model.initial.values())))
+
+
+def scaled(factors: Factors, scale: float) -> Factors:
+    """Factors of ``scale`` times the product. B takes all of it, so that A keeps the size that it was drawn with."""
+    return {n: Pair(p.b * scale, p.a) for n, p in factors.items()}
+
+
+def cut(factors: Factors, rank: int) -> Factors:
+    """The first columns of every B and rows of every A."""
+    return {n: first(p, rank) for n, p in factors.items()}
+
+
+def leaves_of(factors: Factors, rest: Params) -> Leaves:
+    """Factors and rest as they are trained."""
+    return {"a": {n: p.a for n, p in factors.items()}, "b": {n: p.b for n, p in factors.items()}, "rest": rest}
+
+
+def factors_of(leaves: Leaves) -> Factors:
+    """The factors among trained leaves."""
+    return {n: Pair(b, leaves["a"][n]) for n, b in leaves["b"].items()}
+
+
+def placed(model: Model, leaves: Leaves, scale: float | Tensor, frozen: Factors, moved: Params) -> Params:
+    """The parameters of a client's model.
+
+    Args:
+        model: its architecture.
+        leaves: factors and rest.
+        scale: s.
+        frozen: a second adapter that is not trained, of scale 1; may be empty.
+        moved: weights of the base that are no longer the initial ones; may be empty.
+    """
+    return lora_of(model).place(factors_of(leaves), scale, frozen, moved) | leaves["rest"]
+
+
+def tune(
+    view: ClientView,
+    start: Leaves,
+    scale: float,
+    optimizer: Optimizer,
+    *,
+    fixed: Leaves | None = None,
+    frozen: Factors | None = None,
+    moved: Params | None = None,
+    penalty: Penalty | None = None,
+) -> Leaves:
+    """Train some leaves by the pass ``local``.
+
+    Args:
+        view: the client's.
+        start: what is trained.
+        scale: s.
+        optimizer: of the pass.
+        fixed: leaves that are not trained.
+        frozen: see :func:`placed`.
+        moved: see :func:`placed`.
+        penalty: added to the loss, a function of the trained leaves.
+
+    Returns:
+        The trained leaves.
+
+    Raises:
+        TaskError: if no factor changed although the learning rate is not 0: no gradient reaches them.
+    """
+    model, held, more = view.model, fixed or {}, frozen or {}
+    # a scale of its own differs between clients, which are to be trained together all the same
+    own = (
+        None
+        if scale == lora_of(model).scale
+        else next(iter(start["b"].values())).new_tensor(scale, dtype=torch.float64)
+    )
+
+    def loss(leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params, own: Tensor | None) -> Tensor:
+        params = placed(model, fixed | leaves, lora_of(model).scale if own is None else own, frozen, moved)
+        value = task_loss(model.apply(params, batch.x), batch)
+        return value if penalty is None else value + penalty(leaves)
+
+    ranks = Ragged({"/a": 0, "/b": 1}, {"/0/a": 0, "/0/b": 1} | {join("/1", n) + f: i for n in more for f, i in _RANK})
+    given = held, more, moved or {}, own
+    end: Leaves = view.train(loss, start, "local", optimizer, given=given, ragged=ranks)
+    paths = [path for path, _ in tensors_of(start)]
+    rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
+    if any(lr for path, lr in rates if path.startswith(("/a/", "/b/"))) and not _any_changed(
+        lora_of(model), start, end
+    ):
+        raise TaskError(
+            f"client {view.info.id}, round {view.round}: training changed no LoRA factor. No gradient reaches them; is the "
+            "adapted layer used in the forward pass, and is the adapter active?"
+        )
+    return end
+
+
+def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
+    """Whether a factor changed that began at zero: weight decay moves the other, even where no gradient reaches it."""
+    zero = [("a" if site.embedding else "b", name) for name, site in lora.sites.items()]
+    return any(name in start.get(f, {}) and not torch.equal(start[f][name], end[f][name]) for f, name in zero)
+
+
+def received(message: Message) -> Factors:
+    """The factors of a message."""
+    return unpack(message.factors)

@@ -1,0 +1,186 @@
+"""What a client remembers on its own disk: the states the server has acknowledged, and one that it has not yet.
+
+    RUN/000004.tree   after the round by which 4 were completed: the client's state, and what it sent then
+
+A state becomes the one to build on only when a later order names its stamp, for methods with duals break otherwise; until then
+the one before stays beside it. So there is nothing to write when a state is acknowledged. Some acknowledged states of before
+stay, too, for a server that goes back to an earlier checkpoint. A file is written whole or not at all, and is on the disk before
+the reply leaves. It holds digests of all its parts, which are verified when it is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ..core import tree
+from ..core.errors import CheckpointError
+from ..core.files import as_checkpoint_error, write_atomically
+from ..simulation.digest import KEY, check_seal, digest_of, sealed
+
+
+class ForgottenError(CheckpointError):
+    """The server expects a client to build on a state that it has not got."""
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The first line of a file.
+
+    Attributes:
+        order: digest of the order that was answered.
+        answer: the words of the answer.
+        state: bytes of the state, which comes next.
+        upload: bytes of what was sent, which is the rest.
+        branch: of the order.
+        digests: of state and upload.
+    """
+
+    order: str
+    answer: str
+    state: int
+    upload: int
+    branch: int
+    digests: list[str]
+
+
+class Memory:
+    """One client's memory of one run.
+
+    Args:
+        folder: of the run; made if it does not exist.
+        keep: how many acknowledged states to keep.
+
+    Attributes:
+        stamps: of the states that are kept, ascending; the last may not be acknowledged yet.
+
+    Raises:
+        CheckpointError: if the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, keep: int = 1) -> None:
+        self.folder, self.keep = folder, keep
+        with as_checkpoint_error(f"cannot make {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.stamps = sorted(int(p.stem) for p in folder.glob("*.tree") if p.stem.isdecimal())
+
+    @property
+    def branch(self) -> int:
+        """Of the order that was answered last; 0 if none was."""
+        if not self.stamps:
+            return 0
+        with _opened(self._path(self.stamps[-1])) as (head, _):
+            return head.branch
+
+    def answered(self, order: str) -> tuple[str, bytes] | None:
+        """The words and the upload by which an order of that digest was answered before, or None."""
+        if not self.stamps:
+            return None
+        path = self._path(self.stamps[-1])
+        with _opened(path) as (head, file):
+            if head.order != order:
+                return None
+            file.seek(head.state, os.SEEK_CUR)
+            upload = file.read()
+        if len(upload) != head.upload:
+            raise CheckpointError(f"{path} is damaged: it holds {len(upload)} bytes of an upload of {head.upload}")
+        _check(upload, head.digests[1], path)
+        return head.answer, upload
+
+    def at(self, stamp: int) -> Any | None:
+        """The state with that stamp, None for stamp 0. Of the states before it the newest are kept, the others removed.
+
+        Raises:
+            ForgottenError: if there is no such state.
+            CheckpointError: if it cannot be read.
+        """
+        if stamp == 0:
+            # so it is for the server, whatever was acknowledged here before it was told to begin anew
+            return None
+        if stamp not in self.stamps:
+            kept = " and ".join(map(str, self.stamps)) or "none"
+            raise ForgottenError(
+                f"the server expects the state after round {stamp}, but those kept here are of round: {kept}; {self.folder} "
+                "was lost or is of another machine"
+            )
+        path = self._path(stamp)
+        with _opened(path) as (head, file):
+            encoded = file.read(head.state)
+        _check(encoded, head.digests[0], path)
+        try:
+            state = tree.decode(encoded)
+        except tree.TreeError as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        self._keep([*self._acknowledged(stamp), *(s for s in self.stamps if s > stamp)])
+        return state
+
+    def propose(
+        self, base: int, stamp: int, state: Any, upload: bytes, order: str, answer: str, branch: int = 0
+    ) -> None:
+        """Keep a state and a reply beside the state that it builds on, until the server acknowledges it.
+
+        Args:
+            base: stamp of the latter; 0 where the client begins, maybe anew: then the oldest states stay.
+            stamp: rounds completed once the reply is accepted.
+            state: the new one.
+            upload: bytes of the reply.
+            order: digest of the order that it answers.
+            answer: words of the reply.
+            branch: of the order.
+
+        Raises:
+            CheckpointError: if the disk is full; nothing has changed then.
+        """
+        encoded = tree.encode(state)
+        digests = [digest_of(encoded), digest_of(upload)]
+        head = _Head(order, answer, len(encoded), len(upload), branch, digests)
+        line = json.dumps(sealed(vars(head))).encode() + b"\n"
+        # those between base and stamp were never acknowledged, or the server went back to before them
+        kept = self._acknowledged(base) if base else self.stamps[: self.keep]
+        write_atomically(self._path(stamp), line, encoded, upload)
+        self.stamps = sorted({*self.stamps, stamp})
+        self._keep(sorted({*kept, stamp}))
+
+    def _acknowledged(self, stamp: int) -> list[int]:
+        """The newest acknowledged states, that of the stamp being the last."""
+        return [s for s in self.stamps if s <= stamp][-self.keep :]
+
+    def _keep(self, stamps: list[int]) -> None:
+        """Remove all other states, and what was half written; what cannot be removed now is removed the next time."""
+        gone = [self._path(s) for s in self.stamps if s not in stamps]
+        for path in [*gone, *self.folder.glob("*.part")]:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        self.stamps = stamps
+
+    def _path(self, stamp: int) -> Path:
+        return self.folder / f"{stamp:06d}.tree"
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[_Head, IO[bytes]]]:
+    """A state's file, read up to the end of its first line."""
+    with as_checkpoint_error(f"cannot read {path}"), path.open("rb") as file:
+        try:
+            found = json.loads(file.readline())
+            check_seal(found, path)
+            head = _Head(**{name: value for name, value in found.items() if name != KEY})
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {error!r}") from error
+        kinds = {"order": str, "answer": str, "state": int, "upload": int, "branch": int, "digests": list}
+        if any(type(getattr(head, name)) is not kind for name, kind in kinds.items()) or head.state < 0:
+            raise CheckpointError(f"{path} is damaged: its first line does not tell what follows")
+        yield head, file
+
+
+def _check(content: bytes, digest: object, path: Path) -> None:
+    if digest_of(content) != digest:
+        raise CheckpointError(
+            f"{path} is damaged: its digest is not the one in its first line. Restore the file from a copy, or remove it: the "
+            "client is then left out, or begins anew where the server has network.forgotten = 'begin'."
+        )

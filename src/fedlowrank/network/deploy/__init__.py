@@ -1,0 +1,1 @@
+"""Processes, keys and access control of a deployment."""

@@ -1,0 +1,229 @@
+"""A client's node: pulls messages from the server, answers each by the installed fedlowrank, and executes nothing it is sent.
+
+Flower's own SuperNode unpacks the app that the server names and runs its code. This program speaks the same protocol to the
+server, but has no way to run an app: it never fetches one. It hands a message to :data:`.flower.client` of the installed
+package, and only if the message belongs to the app that fedlowrank itself submits (same identifier, same SHA-256 of the
+packed app). Any other message is refused with an error to the server and a line in the log.
+
+One process answers all messages, so PyTorch is imported once. :class:`.processes.SuperNode` starts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.cli.build import build_fab_from_disk
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectPushError,
+    inflate_object_from_contents,
+    pull_objects,
+    push_objects,
+)
+from flwr.supercore.run import Run, RunNotRunningException
+from flwr.supernode.fleet_http_connection import http_request_response
+
+from ...core.errors import ConfigError
+from .. import flower
+from ..messages import plain
+from .flower_app import write_own_app
+from .processes import WORKING
+
+PAUSE = 0.5
+"""Seconds between two looks for a message."""
+
+
+class Connection(NamedTuple):
+    """Calls to the server, as Flower's connection gives them.
+
+    Attributes:
+        node: number of this node at the server.
+        receive: the next message without its content, and the tree of its objects; None if there is none.
+        send: announces a reply; returns the objects that the server lacks, and a session to push them by.
+        get_run: what the server says of a run.
+        get_app: the packed app of a run. It is never called.
+        pull: an object of a message.
+        push: an object of a reply.
+        confirm: says that all objects of a message have arrived.
+    """
+
+    node: int
+    receive: Callable[[], tuple[Message, Any] | None]
+    send: Callable[[Message, Any, float], tuple[set[str], str]]
+    get_run: Callable[[int], Run]
+    get_app: Callable[[str, int], Any]
+    pull: Callable[[int, str], bytes]
+    push: Callable[[int, str, str, bytes], None]
+    confirm: Callable[[int, str], None]
+
+
+class PinnedApp(NamedTuple):
+    """The one app whose messages are answered.
+
+    Attributes:
+        name: publisher and name.
+        digest: SHA-256 of the packed app.
+    """
+
+    name: str
+    digest: str
+
+    @classmethod
+    def installed(cls) -> PinnedApp:
+        """The app that the installed fedlowrank submits."""
+        with tempfile.TemporaryDirectory() as folder:
+            name = write_own_app(Path(folder))
+            return cls(name, hashlib.sha256(build_fab_from_disk(Path(folder))).hexdigest())
+
+    def refusal(self, run: Run) -> str | None:
+        """Why messages of a run are refused, or None if they are answered."""
+        if (run.fab_id, run.fab_hash) == self:
+            return None
+        found = plain(f"{run.fab_id} with the digest {run.fab_hash}", 200)
+        return (
+            f"this client answers messages of the app {self.name} with the digest {self.digest} only, not of {found}. If the "
+            "server is a `fedlowrank serve`, install the same releases of fedlowrank and Flower on both."
+        )
+
+
+class Node:
+    """Answers the messages of a server.
+
+    Args:
+        connection: to the server.
+        app: answers a message; it belongs to the installed package.
+        pinned: the app whose messages are answered.
+        folder: of the client.
+        home: where the file :data:`.processes.WORKING` lies.
+    """
+
+    def __init__(self, connection: Connection, app: ClientApp, pinned: PinnedApp, folder: Path, home: Path) -> None:
+        self.connection, self.app, self.pinned, self.folder, self.home = connection, app, pinned, folder, home
+        self._refusals: dict[int, str | None] = {}
+
+    def step(self) -> bool:
+        """Answer the next message; whether there was one."""
+        try:
+            received = self.connection.receive()
+            if received is None:
+                return False
+            with self._working():
+                began = time.monotonic()
+                reply = self._reply(*received)
+                self._send(reply, time.monotonic() - began)
+        except (RunNotRunningException, httpx.HTTPError, ObjectPullError, ObjectPushError) as error:
+            # the run may be over, or the message too old; the server asks again for what it still needs
+            _log(f"a message was given up: {error!r}")
+        return True
+
+    def _reply(self, message: Message, objects: Any) -> Message:
+        metadata, run = message.metadata, message.metadata.run_id
+        _log(f"message {metadata.message_type} {metadata.group_id} of run {run}")
+        if run not in self._refusals:
+            self._refusals[run] = self.pinned.refusal(self.connection.get_run(run))
+        refusal = self._refusals[run]
+        if refusal is not None:
+            _log(f"refused: {refusal}")
+            return Message(Error(ErrorCode.INVALID_FAB, refusal), reply_to=message)
+        wanted = [tree.object_id for tree in iterate_object_tree(objects)]
+        contents = pull_objects(wanted, functools.partial(self.connection.pull, run))
+        self.connection.confirm(run, metadata.message_id)
+        whole = inflate_object_from_contents(objects.object_id, contents)
+        if not isinstance(whole, Message):
+            raise TypeError(f"the server sent a {type(whole).__name__} for a message")
+        # the content does not say by which identifier the server knows it
+        whole.metadata.__dict__["_message_id"] = metadata.message_id
+        node: dict[str, Any] = {"folder": str(self.folder)}
+        context = Context(run, self.connection.node, node, RecordDict(), {})
+        try:
+            return self.app(whole, context)
+        except Exception as error:  # noqa: BLE001 - whatever a method raises, the server is told and the node stays
+            traceback.print_exc()
+            reason = plain(f"{type(error).__name__}: {error}")
+            return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=whole)
+
+    def _send(self, reply: Message, seconds: float) -> None:
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        with no_object_id_recompute():
+            wanted, session = self.connection.send(reply, get_object_tree(reply), seconds)
+            push = functools.partial(self.connection.push, reply.metadata.run_id, session)
+            push_objects(get_all_nested_objects(reply), push, object_ids_to_push=wanted)
+        _log(f"replied after {seconds:.1f} s")
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        (self.home / WORKING).touch()
+        try:
+            yield
+        finally:
+            (self.home / WORKING).unlink(missing_ok=True)
+
+
+def _log(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    sys.exit(0)
+
+
+def _private_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey]:
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no private key that can be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} is a key of another kind; make keys by `fedlowrank keys`")
+    return key, key.public_key()
+
+
+def main() -> None:
+    """Connects to the server and answers its messages until told to end."""
+    parser = argparse.ArgumentParser(description="the node of a client; `fedlowrank join` starts it")
+    parser.add_argument("--server", required=True, metavar="HOST:PORT")
+    parser.add_argument("--folder", type=Path, required=True, help="of the client")
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--authority", type=Path, help="certificate that vouches for the server's")
+    parser.add_argument("--key", type=Path, help="private key of the client")
+    args = parser.parse_args()
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, _end)
+    (args.home / WORKING).unlink(missing_ok=True)
+    pinned = PinnedApp.installed()
+    keys = None if args.key is None else _private_key(args.key)
+    authority = None if args.authority is None else args.authority.read_bytes()
+    with http_request_response(args.server, authority is None, authority, keys) as calls:
+        node = Node(Connection(*calls), flower.client, pinned, args.folder, args.home)
+        _log(f"SuperNode ID: {node.connection.node}")
+        while True:
+            if not node.step():
+                time.sleep(PAUSE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,394 @@
+"""The SuperLink of the server and the SuperNode of a client.
+
+Flower's command line is spoken to in its JSON form; nothing here imports Flower.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import secrets
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ...core.errors import ConfigError
+from ...core.files import write_atomically, write_json
+from . import guard
+from .flower_app import Value, as_toml
+from .keys import ClientKeys, ServerKeys
+from .program import ProcessError, Program, Say, environment, find_program, free_port, listen
+
+__all__ = ["ProcessError", "RunStatus", "SuperLink", "SuperNode", "environment"]
+
+WORKING = "working"
+"""A file in a node's home while it answers a message."""
+_CONNECTION = "federation"
+_ANSWER_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """How a run stands.
+
+    Attributes:
+        status: pending, starting, running, finished:completed, finished:failed or finished:stopped.
+        details: why, in Flower's words; empty if there is nothing to say.
+    """
+
+    status: str
+    details: str
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.status.startswith("finished")
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether it came to its end without an error."""
+        return self.status == "finished:completed"
+
+
+class SuperLink(Program):
+    """The server's program, which clients connect to. As a context manager it is started and closed.
+
+    What it knows (clients, runs, messages on their way) is kept in its home, so that it can be started again. Calls other than
+    clients' are answered only if they carry a token that nobody but this object and what it starts has; see :mod:`.guard`.
+
+    Args:
+        home: its folder.
+        keys: with them it speaks TLS only and takes only clients that are registered.
+        insecure: True to do without, which is for trials on one machine: everyone may join, everything is readable.
+        host: address to listen on; ``0.0.0.0`` for all of this machine's.
+        port: to listen on, or None for a free one, which it then keeps.
+        variables: for its environment and the ServerApp's.
+        say: is told in a line when something of note happens.
+
+    Raises:
+        ConfigError: if neither or both of keys and insecure are given.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        keys: ServerKeys | None = None,
+        *,
+        insecure: bool = False,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        variables: Mapping[str, str] | None = None,
+        say: Say | None = None,
+    ) -> None:
+        super().__init__(home, "superlink", variables, say)
+        _check_security(keys, insecure)
+        self.keys = keys
+        self.host = host
+        self.port = free_port(host) if port is None else port
+        # for what it starts and for nobody else
+        self.variables[guard.TOKEN] = secrets.token_hex(32)
+        self._database = self.home / "superlink.db"
+        self._registered = self.home / "registered.json"
+
+    @property
+    def address(self) -> str:
+        """Under which a program of this machine reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+    def _own_address(self) -> str:
+        return self.address
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, seconds: float = 60.0) -> None:
+        """Start it, with what it knew when it ended, and wait until it answers.
+
+        Args:
+            seconds: to wait at most.
+
+        Raises:
+            ConfigError: if Flower is not installed.
+            ProcessError: if it does not come up, or another program listens on its port.
+            CheckpointError: if its home cannot be written.
+        """
+        find_program("flower-superlink")
+        self._prepare()
+        try:
+            # the system frees the port of a killed process a moment later
+            listen(self.host, self.port, 20.0 if self.ended_orphans else 0.0).close()
+        except OSError as error:
+            raise ProcessError(
+                f"cannot listen on {self.host}, port {self.port}: {error.strerror}. Choose another, or end the program that "
+                "has it."
+            ) from error
+        if not self._database.exists():
+            self._registered.unlink(missing_ok=True)
+        security: dict[str, Value] = {"insecure": True}
+        command = [*guard.command("flower-superlink"), "--database", str(self._database)]
+        command += ["--host", self.host, "--port", str(self.port)]
+        if self.keys is None:
+            command += ["--insecure"]
+        else:
+            security = {"root-certificates": str(self.keys.authority)}
+            command += ["--enable-supernode-auth", "--ssl-ca-certfile", str(self.keys.authority)]
+            command += ["--ssl-certfile", str(self.keys.certificate), "--ssl-keyfile", str(self.keys.key)]
+        # where Flower's commands look for it
+        connection = f"[superlink.{_CONNECTION}]\n{as_toml({'address': self.address, **security})}"
+        write_atomically(self.home / "config.toml", connection.encode())
+        self._launch(command)
+        self._await(self._answers, "it answered", seconds)
+
+    def register(self, public_key: Path) -> int:
+        """Let a client join. One that is registered already stays so.
+
+        Args:
+            public_key: its file, as :func:`.keys.make_keys` makes it.
+
+        Returns:
+            The number by which Flower calls it from now on.
+
+        Raises:
+            ConfigError: if the file is missing.
+            ProcessError: if Flower refuses.
+        """
+        if not public_key.is_file():
+            raise ConfigError(f"there is no public key {public_key}")
+        key = public_key.read_text().strip()
+        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        if key not in known:
+            known[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
+            write_json(self._registered, known)
+        return known[key]
+
+    def keep_only(self, public_keys: Iterable[Path]) -> list[int]:
+        """Forget every registered client but those with these keys; it cannot connect any more.
+
+        Args:
+            public_keys: files of the keys that stay.
+
+        Returns:
+            Flower's numbers of the clients that were forgotten.
+
+        Raises:
+            ProcessError: if Flower refuses.
+        """
+        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        stay = {path.read_text().strip() for path in public_keys}
+        gone = [key for key in known if key not in stay]
+        forgotten = [known[key] for key in gone]
+        for key in gone:
+            self._flwr("supernode", "unregister", str(known.pop(key)))
+            write_json(self._registered, known)
+        return forgotten
+
+    def nodes(self) -> dict[int, str]:
+        """Every client by Flower's number: registered (never seen yet), online or offline."""
+        found = self._flwr("supernode", "list")["nodes"]
+        return {int(node["node-id"]): node["status"] for node in found if node["status"] != "unregistered"}
+
+    def submit(self, app: Path) -> int:
+        """Start a run of an app that :func:`.flowerapp.write_app` wrote.
+
+        Args:
+            app: its folder.
+
+        Returns:
+            Flower's number of the run.
+
+        Raises:
+            ProcessError: if Flower refuses it, in Flower's words.
+        """
+        return int(self._flwr("run", str(app.absolute()))["run-id"])
+
+    def status(self, run: int) -> RunStatus:
+        """How a run stands. To ask costs a second of processor time, so ask seldom.
+
+        After a kill the SuperLink takes a run that was going on for running still, for about a minute; stop such a run.
+
+        Args:
+            run: number from :meth:`submit`.
+
+        Raises:
+            ProcessError: if there is no such run.
+        """
+        found = self._flwr("list", "--run-id", str(run))["runs"][0]
+        return RunStatus(found["status"], {"N/A": ""}.get(found["status-details"], found["status-details"]))
+
+    def stop(self, run: int) -> None:
+        """End a run.
+
+        Args:
+            run: number from :meth:`submit`.
+
+        Raises:
+            ProcessError: if there is no such run or it has ended.
+        """
+        self._flwr("stop", str(run))
+
+    def run_log(self, run: int) -> str:
+        """What the ServerApp of a run has said, which is in no file.
+
+        Args:
+            run: number from :meth:`submit`.
+
+        Raises:
+            ProcessError: if there is no such run.
+        """
+        done = self._call("log", str(run), _CONNECTION, "--show")
+        if done.returncode:
+            raise ProcessError(f"Flower does not show the log of run {run}: {done.stderr.strip()}")
+        return done.stdout
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        """The answer of one of Flower's commands."""
+        done = self._call(*arguments, _CONNECTION, "--format", "json")
+        try:
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            said = (done.stdout + done.stderr).strip()[-2000:]
+            raise ProcessError(f"`flwr {arguments[0]}` gave no answer that can be read: {said}") from None
+        if not answer.get("success"):
+            raise ProcessError(f"`flwr {arguments[0]}` failed: {str(answer.get('error-message', answer)).strip()}")
+        return answer
+
+    def _call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        if not self.alive():
+            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._last_words()}")
+        try:
+            return subprocess.run(
+                [*guard.command("flwr"), *arguments],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=self.variables,
+                timeout=_ANSWER_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise ProcessError(f"`flwr {arguments[0]}` had no answer within {_ANSWER_SECONDS} s") from None
+
+    def _answers(self) -> bool:
+        """Whether it is up, with its guard."""
+        host, _, port = self.address.rpartition(":")
+        place = (host.strip("[]"), int(port))
+        connection = http.client.HTTPConnection(*place, timeout=5)
+        if self.keys is not None:
+            trusted = ssl.create_default_context(cafile=self.keys.authority)
+            connection = http.client.HTTPSConnection(*place, timeout=5, context=trusted)
+        try:
+            connection.request("GET", guard.PROBE, headers={guard.HEADER: self.variables[guard.TOKEN]})
+            status = connection.getresponse().status
+        except ssl.SSLCertVerificationError as error:
+            raise ProcessError(
+                f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one with this host "
+                "(`fedlowrank keys FOLDER --renew --host NAME`)."
+            ) from error
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        if status != 204:
+            raise ProcessError(
+                f"the SuperLink at {self.address} would let everyone register clients and start runs: its guard is not "
+                "installed, perhaps because this package does not know this release of Flower."
+            )
+        return True
+
+
+class SuperNode(Program):
+    """A client's program: it connects to the server, waits for messages and answers them; see :mod:`.node`.
+
+    Args:
+        home: its folder.
+        address: of the server, as in ``fl.example.org:8000``.
+        folder: of the client, as :func:`.party.prepare` makes it.
+        keys: with them it speaks TLS, and proves to the server who it is.
+        insecure: True to do without, which is for trials on one machine.
+        variables: for its environment.
+        say: is told in a line when something of note happens.
+
+    Raises:
+        ConfigError: if neither or both of keys and insecure are given.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        address: str,
+        folder: Path,
+        keys: ClientKeys | None = None,
+        *,
+        insecure: bool = False,
+        variables: Mapping[str, str] | None = None,
+        say: Say | None = None,
+    ) -> None:
+        super().__init__(home, "supernode", variables, say)
+        _check_security(keys, insecure)
+        self.address = address
+        self.folder = folder.absolute()
+        self.keys = keys
+
+    def start(self) -> None:
+        """Start it. It may be there before the server is, and connects when it can.
+
+        Raises:
+            ConfigError: if Flower is not installed.
+            ProcessError: if it runs already.
+            CheckpointError: if its home cannot be written.
+        """
+        find_program("flwr")
+        self._prepare()
+        command = [sys.executable, "-P", "-m", "fedlowrank.network.deploy.node", "--server", self.address]
+        command += ["--folder", str(self.folder), "--home", str(self.home)]
+        if self.keys is not None:
+            command += ["--authority", str(self.keys.authority), "--key", str(self.keys.key)]
+        self._launch(command)
+
+    def node_id(self) -> int | None:
+        """The number by which the server calls it; None until it has connected."""
+        if self.pid is None:
+            return None
+        with self.log.open("rb") as file:
+            file.seek(self._begin)
+            found = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
+        return int(found[1]) if found else None
+
+    def wait_connected(self, seconds: float = 60.0) -> int:
+        """Wait until it has connected.
+
+        Args:
+            seconds: to wait at most; then it is ended.
+
+        Returns:
+            The number by which the server calls it.
+
+        Raises:
+            ProcessError: if it ends or takes longer.
+        """
+        self._await(lambda: self.node_id() is not None, "it had connected", seconds)
+        number = self.node_id()
+        assert number is not None
+        return number
+
+    def is_working(self) -> bool:
+        """Whether it is answering a message at present."""
+        return self.alive() and (self.home / WORKING).exists()
+
+
+def _check_security(keys: object, insecure: bool) -> None:
+    if (keys is None) != insecure:
+        raise ConfigError(
+            "give keys (`make_keys` makes them), or insecure=True for a trial on a machine that nobody else reaches"
+            if keys is None
+            else "keys and insecure=True contradict each other; give one of them"
+        )

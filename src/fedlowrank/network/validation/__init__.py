@@ -1,0 +1,1 @@
+"""Checks of what clients send: form, size, norm."""

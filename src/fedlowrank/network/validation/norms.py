@@ -1,0 +1,238 @@
+"""Bounds the norm of an update by what is usual: a reply far above it is refused for the round, and its client named.
+
+An update is what a reply changes. Each part of an upload (the fields of a dataclass; an upload of another type is one part) is
+measured twice: as the upload minus that part of the download which has the same form, and as the upload itself. A method that
+sends weights is close to its download, one that sends differences is close to zero, so the smaller of the two medians over the
+replies of a round tells which of the two is the update.
+
+A reply is refused if a part of its update is longer than
+
+    update_ratio · max(median of this round, median of the past rounds' medians) · max(1, steps of the client / median of steps).
+
+The steps are those that its registered number of examples implies. Of an even number of values the lower one of the middle two
+counts, so that one of two clients cannot raise the median. A single reply has nothing beside it, and is compared with past rounds
+alone. In the first round, and where all usual updates are zero, an update may be as long as the download itself, that of a single
+client update_ratio times as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...core import tree
+
+N = TypeVar("N", int, float)
+
+WINDOW = 10
+"""Past rounds whose medians are remembered."""
+
+CHUNK = 2**16
+"""Numbers that are converted to float64 together: few enough to stay in a core's cache."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Norms of a part of an upload.
+
+    Attributes:
+        itself: of the part.
+        change: of the part minus the part of the download of the same form; None where the download has none.
+        download: of that part of the download; 0 where there is none.
+    """
+
+    itself: float
+    change: float | None = None
+    download: float = 0.0
+
+
+def measure(upload: Any, down: Any) -> dict[str, Measured]:
+    """The norms of all parts of an upload that hold floating-point numbers, by the path of the part.
+
+    Args:
+        upload: a tree of finite numbers.
+        down: what the client was sent.
+    """
+    references = list(_parts(down))
+    found = {}
+    for path, part in _parts(upload):
+        numbers = list(floats(part))
+        if not numbers:
+            continue
+        itself = hypot(norm(number) for _, number in numbers)
+        form = _form(part)
+        same = sorted((p for p in references if _form(p[1]) == form), key=lambda p: p[0] != path)
+        if not same:
+            found[path] = Measured(itself)
+            continue
+        others = [number for _, number in floats(same[0][1])]
+        change = hypot(norm(number, other) for (_, number), other in zip(numbers, others, strict=True))
+        found[path] = Measured(itself, change, hypot(map(norm, others)))
+    return found
+
+
+def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """A tree and the fields of its dataclasses, the outer ones last; of an upload only those that are no dataclass."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from _parts(getattr(value, f.name), tree.join(path, f.name))
+    else:
+        yield path, value
+
+
+def _form(value: Any) -> list[tuple[str, torch.dtype | None, tuple[int, ...]]]:
+    return [(p, x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else (p, None, ()) for p, x in floats(value)]
+
+
+def floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
+    """The floating-point tensors and numbers of a tree with their paths."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield path, value
+        return
+    if type(value) is float:
+        yield path, value
+    for key, child in tree._items(value, path) or ():
+        yield from floats(child, tree.join(path, key))
+
+
+def hypot(values: Iterable[float]) -> float:
+    """The norm of norms."""
+    return math.hypot(*values)
+
+
+def norm(number: Tensor | float, minus: Tensor | float | None = None) -> float:
+    """Euclidean norm in float64; not finite if a number is not (or the norm of finite ones exceeds float64).
+
+    Args:
+        number: a tensor or a number.
+        minus: of the same shape, to be subtracted in float64.
+    """
+    if not isinstance(number, Tensor):
+        return abs(number - (0.0 if minus is None else float(minus)))
+    total = 0.0
+    # not in one go: a tensor in float64 would take twice as much as the tensor itself
+    parts = torch.split(number.detach().reshape(-1), CHUNK)
+    others: Iterable[Tensor | None] = itertools.repeat(None)
+    if isinstance(minus, Tensor):
+        others = torch.split(minus.detach().reshape(-1).to(number.device), CHUNK)
+    for part, other in zip(parts, others, strict=False):
+        wide = part.double() if other is None else part.double() - other.double()
+        here = float(torch.linalg.vector_norm(wide))
+        if not math.isfinite(here):
+            # squares of large numbers in float64 overflow where the numbers do not
+            top = float(wide.abs().amax())
+            here = top * float(torch.linalg.vector_norm(wide / top)) if math.isfinite(top) else math.nan
+        total = math.hypot(total, here)
+    return total
+
+
+def low_median(values: Iterable[N]) -> N:
+    """The median; of an even number of values the lower one of the middle two."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+@dataclass
+class NormBound:
+    """Compares updates with those of the round and of past rounds.
+
+    Attributes:
+        ratio: see the module; 0 for no bound.
+        past: by completed rounds and part: the median of the changes (None where there were none), and of the parts themselves.
+    """
+
+    ratio: float
+    past: dict[int, dict[str, tuple[float | None, float]]] = field(default_factory=dict)
+
+    def refused(
+        self, replies: Mapping[int, Mapping[str, Measured]], steps: Mapping[int, int], round: int
+    ) -> dict[int, str]:
+        """The clients whose updates are too long, with the reason.
+
+        Args:
+            replies: of every client whose reply is otherwise in order, what :func:`measure` found.
+            steps: of every client, the optimizer steps that its registered examples imply.
+            round: rounds completed; later ones of :attr:`past` do not count.
+        """
+        found: dict[int, str] = {}
+        if not self.ratio or not replies:
+            return found
+        usual_steps = max(1, low_median(steps[c] for c in replies))
+        for part in sorted({p for measured in replies.values() for p in measured}):
+            held = {c: measured[part] for c, measured in replies.items() if part in measured}
+            for client, (size, bound, usual) in self._judged(part, held, round).items():
+                scale = max(1.0, steps[client] / usual_steps)
+                if size > bound * scale:
+                    found.setdefault(client, (
+                        f"its update has the norm {size:.4g}{f' at {part}' if part else ''}, above {bound * scale:.4g}; "
+                        f"{usual:.4g} is usual (network.limits.update_ratio = {self.ratio:g})"
+                    ))  # fmt: skip
+        return found
+
+    def _judged(self, part: str, held: Mapping[int, Measured], round: int) -> dict[int, tuple[float, float, float]]:
+        """Of every client the size of its update, its bound before steps count, and what is usual."""
+        changes, parts = medians(held.values())
+        past = [self.past[t][part] for t in sorted(self.past) if t < round and part in self.past[t]]
+        # past rounds tell weights from differences; a liar has no say in that
+        both = [(change, whole) for change, whole in past if change is not None]
+        both = both or [(m.change, m.itself) for m in held.values() if m.change is not None]
+        by_change = bool(both) and low_median(c for c, _ in both) <= low_median(w for _, w in both)
+        found = {}
+        for client, m in held.items():
+            if by_change and m.change is not None:
+                size, now, before = m.change, changes, [change for change, _ in past if change is not None]
+            else:
+                size, now, before = m.itself, parts, [whole for _, whole in past]
+            known = [low_median(before)] if before else []
+            if now is not None and len(held) > 1:
+                known.append(now)
+            usual = max(known, default=0.0)
+            bound = self.ratio * usual
+            if not before or usual == 0:
+                bound = max(bound, self._first(m, by_change, alone=not known, moved=usual > 0))
+            found[client] = size, bound, usual
+        return found
+
+    def _first(self, m: Measured, by_change: bool, alone: bool, moved: bool) -> float:
+        """What an update may measure where past rounds say nothing of it."""
+        if m.change is not None and m.download > 0 and (by_change or alone):
+            return m.download * (self.ratio if alone else 1.0)
+        # differences without any to compare them with
+        return math.inf if alone else 0.0 if moved else self.ratio
+
+    def learn(self, replies: Mapping[int, Mapping[str, Measured]], round: int) -> None:
+        """Remember the medians of a round, of all replies that were compared, the refused ones included."""
+        parts = sorted({p for measured in replies.values() for p in measured})
+        self.past = {t: p for t, p in self.past.items() if t < round}
+        if parts:
+            self.past[round] = {p: medians(m[p] for m in replies.values() if p in m) for p in parts}
+        for old in sorted(self.past)[:-WINDOW]:
+            del self.past[old]
+
+    def to_json(self) -> dict[str, dict[str, list[float | None]]]:
+        """The medians of past rounds, to be stored."""
+        return {str(t): {part: list(both) for part, both in found.items()} for t, found in self.past.items()}
+
+    @classmethod
+    def from_json(cls, ratio: float, stored: Mapping[str, Mapping[str, Sequence[float | None]]]) -> NormBound:
+        """Inverse of :meth:`to_json`."""
+        past = {
+            int(t): {part: (change, itself or 0.0) for part, (change, itself) in found.items()}
+            for t, found in stored.items()
+        }
+        return cls(ratio, past)
+
+
+def medians(held: Iterable[Measured]) -> tuple[float | None, float]:
+    """Of the changes, None where there are none, and of the parts themselves."""
+    found = list(held)
+    changes = [m.change for m in found if m.change is not None]
+    return low_median(changes) if changes else None, low_median(m.itself for m in found)

@@ -1,0 +1,250 @@
+"""Validation of what a client sends: checked before a method sees it.
+
+Validation has two stages. :func:`inspect` accepts what has the form that the method declares
+(:func:`.shape_tracing.expected_upload`), is no larger than that and holds finite numbers only. What no form can tell, such as a
+class that does not exist, shows when the server works with it: :func:`update_or_name` finds the reply to blame, drops it and
+goes on with the others. A client with too many refused replies is put on a blocklist (:class:`Bans`).
+
+Neither stage stops a client that lies within the form, by numbers that are plausible and wrong. What it can do is bounded by the
+norm of its update (:mod:`.norms`) and by the number of examples by which its reply is weighted (``examples_ratio``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...config.network_settings import Limits
+from ...core import tree
+from ...core.errors import CheckpointError, FedlowrankError
+from ...core.method import ClientInfo, Reply, ServerView, Task
+from .forms import Misfit, Template, fitted, short
+from .norms import floats, norm
+from .shape_tracing import AnyMethod, expected_upload
+
+__all__ = [
+    "FAULTS",
+    "Bans",
+    "Refused",
+    "Template",
+    "Templates",
+    "expected_upload",
+    "inspect",
+    "update_or_name",
+]
+
+FAULTS = (
+    RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, FedlowrankError
+)  # fmt: skip
+"""What a method may raise on numbers that it did not foresee."""
+
+SLACK = 2**16
+"""Bytes that an upload, or its header, may have beyond twice what is expected: other versions of a library write it otherwise."""
+
+_KEPT = 256
+"""Templates remembered; a method that sends clients what they missed has one for every number of missed rounds."""
+
+
+class Refused(FedlowrankError):  # noqa: N818 - says what happened to the reply, as the report of a round does
+    """A client's reply, or what it says of itself, was refused; nothing of it was used.
+
+    Args:
+        client: identifier of the client.
+        path: of what is wrong, a JSON pointer; empty for all of it.
+        reason: what is wrong.
+        counts: towards a ban; a reply does not that may be of an honest client whose training diverges.
+    """
+
+    def __init__(self, client: int, path: str, reason: str, counts: bool = True) -> None:
+        where = f" at {path}" if path else ""
+        super().__init__(f"the reply of client {client} was refused{where}: {reason}")
+        self.client = client
+        self.path = path
+        self.reason = reason
+        self.counts = counts
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[int, str, str, bool]]:
+        return type(self), (self.client, self.path, self.reason, self.counts)
+
+
+class Templates:
+    """:func:`expected_upload` of many clients, computed once for all that are alike and were sent what looks alike.
+
+    Args:
+        method: whose uploads.
+        task: what is to be learnt.
+    """
+
+    def __init__(self, method: AnyMethod, task: Task) -> None:
+        self.method, self.task = method, task
+        self._known: dict[tuple[Any, ...], Template] = {}
+
+    def of(self, info: ClientInfo, down: Any) -> Template:
+        """The template of a client's next upload.
+
+        Args:
+            info: of the client.
+            down: what it is sent.
+
+        Raises:
+            Refused: if the method fails on what the client is sent. Before the first round that is a fault of the method or its
+                settings; later what this client sent before may be to blame.
+        """
+        key = (info.architecture, info.rank, info.cluster, tree.signature(down))
+        found = self._known.pop(key, None)
+        if found is None:
+            try:
+                found = expected_upload(self.method, self.task, info, down)
+            except FAULTS as error:
+                reason = f"{self.method.title} cannot work with what it would be sent: {short(repr(error))}"
+                raise Refused(info.id, "", reason) from error
+        # at the end are those that were asked for last
+        self._known[key] = found
+        if len(self._known) > _KEPT:
+            del self._known[next(iter(self._known))]
+        return found
+
+
+def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> Any:
+    """The upload in these bytes, if it may be handed to the method.
+
+    Args:
+        data: as it came.
+        template: what it has to look like.
+        client: who sent it.
+        limits: what is taken from a client.
+
+    Returns:
+        A tree of the template's structure, types and shapes, keys in the template's order, all numbers finite.
+
+    Raises:
+        Refused: if it is anything else.
+    """
+    _check_size(data, template, client, limits)
+    try:
+        found = tree.decode(data if isinstance(data, bytes) else bytes(data), template.bools)
+        upload = fitted(template.form, found)
+    except tree.TreeError as error:
+        raise Refused(client.id, "", short(str(error))) from error
+    except Misfit as error:
+        raise Refused(client.id, error.path, f"expected {error.expected}, found {error.found}") from error
+    total = 0.0
+    for path, number in floats(upload):
+        total = math.hypot(total, norm(number))
+        if not math.isfinite(total):
+            raise Refused(client.id, path, "it holds a NaN or an infinity")
+    if limits.max_norm is not None and total > limits.max_norm:
+        reason = f"its norm is {total:.4g}, above limits.max_norm = {limits.max_norm:.4g}"
+        raise Refused(client.id, "", reason, counts=False)
+    return upload
+
+
+def most_bytes(template: Template, limits: Limits) -> int:
+    """Bytes that an upload may have."""
+    return 2 * template.bytes + SLACK if limits.max_bytes is None else limits.max_bytes
+
+
+def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> None:
+    """Whatever can be told without a look at what the bytes say."""
+    if limits.max_examples is not None and client.examples > limits.max_examples:
+        claim = f"it claims {client.examples} training examples, above limits.max_examples = {limits.max_examples}"
+        raise Refused(client.id, "", claim)
+    size, most = memoryview(data).nbytes, most_bytes(template, limits)
+    if size > most:
+        raise Refused(client.id, "", f"it has {size} bytes; at most {most} are taken (limits.max_bytes)")
+    # a header of many small parts takes many times its size in memory once it is read
+    header, most = int.from_bytes(data[:8], "little"), 2 * template.header + SLACK
+    if header > most:
+        raise Refused(client.id, "", f"its header has {header} bytes, where about {template.header} are expected")
+
+
+def update_or_name(
+    method: AnyMethod, server: Any, replies: Sequence[Reply[Any]], view: ServerView
+) -> tuple[Any, dict[int, str]]:
+    """The server's next state, without the replies that nothing can be computed from.
+
+    If the method fails on all replies together, or the new state holds a NaN or an infinity, each is tried alone. Those that fail
+    alone are dropped, and the others are used.
+
+    Args:
+        method: whose ``server_update``.
+        server: its state.
+        replies: at least one, inspected.
+        view: of the server.
+
+    Returns:
+        The new state, and for every client whose reply was dropped the reason. If all were dropped the state is the old one.
+
+    Raises:
+        FedlowrankError: if the state is not finite and no single reply is to blame, or is still so without those to blame.
+        Exception: one of :data:`FAULTS` that the method raised, likewise.
+    """
+    try:
+        return _updated(method, server, replies, view), {}
+    except FAULTS:
+        dropped = {r.client.id: reason for r in replies if (reason := _fault(method, server, r, view)) is not None}
+        if not dropped:
+            raise
+    rest = [r for r in replies if r.client.id not in dropped]
+    return (_updated(method, server, rest, view) if rest else server), dropped
+
+
+def _fault(method: AnyMethod, server: Any, reply: Reply[Any], view: ServerView) -> str | None:
+    try:
+        _updated(method, server, [reply], view)
+    except FAULTS as error:
+        return f"{method.title} cannot use the reply of client {reply.client.id}: {short(f'{type(error).__name__}: {error}')}"
+    return None
+
+
+def _updated(method: AnyMethod, server: Any, replies: Sequence[Reply[Any]], view: ServerView) -> Any:
+    new = method.server_update(server, replies, view)
+    for path, number in floats(new):
+        if not math.isfinite(norm(number)):
+            raise FedlowrankError(
+                f"{method.title}, round {view.round}: the server's new state would hold a NaN or an infinity at "
+                f"{path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or set limits.max_norm."
+            )
+    return new
+
+
+@dataclass
+class Bans:
+    """Which clients take no further part, because their replies were refused too often.
+
+    Attributes:
+        after: how often is too often; 0 for never.
+        counts: refused replies by client.
+    """
+
+    after: int
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def refuse(self, client: int) -> bool:
+        """Count a refused reply; whether its client is banned now."""
+        self.counts[client] = self.counts.get(client, 0) + 1
+        return self.banned(client)
+
+    def banned(self, client: int) -> bool:
+        """Whether the client takes no further part."""
+        return 0 < self.after <= self.counts.get(client, 0)
+
+    def to_json(self) -> dict[str, int]:
+        """The counts, to be stored with a checkpoint."""
+        return {str(client): count for client, count in sorted(self.counts.items())}
+
+    @classmethod
+    def from_json(cls, after: int, stored: Mapping[str, Any]) -> Bans:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            CheckpointError: if what was stored is not that.
+        """
+        sound = isinstance(stored, Mapping) and all(
+            isinstance(i, str) and i.isdecimal() and type(n) is int and n >= 0 for i, n in stored.items()
+        )
+        if not sound:
+            raise CheckpointError(f"the counts of refused replies are damaged: {short(repr(stored))}")
+        return cls(after, {int(i): n for i, n in stored.items()})

@@ -1,0 +1,53 @@
+"""Digests by which a damaged file is recognized before anything of it is used."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.errors import CheckpointError
+
+KEY = "digest"
+"""Where a sealed table holds the digest of all else that is in it."""
+
+
+def digest_of(*parts: bytes | memoryview) -> str:
+    """The BLAKE2b digest of bytes, 128 bits as hexadecimal digits.
+
+    Args:
+        parts: the bytes, one part after another.
+    """
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def sealed(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table of JSON with the digest of its content, for :func:`check_seal`."""
+    return {**table, KEY: _content(table)}
+
+
+def check_seal(table: Mapping[str, Any], name: object) -> None:
+    """Compare a table that was read with the digest that :func:`sealed` entered into it.
+
+    Args:
+        table: as it was read.
+        name: of the file, for the message.
+
+    Raises:
+        CheckpointError: if the table has no digest or another one.
+    """
+    if table.get(KEY) != _content(table):
+        raise CheckpointError(
+            f"{name} is damaged: its digest is {str(table.get(KEY))[:40]}, but its content has {_content(table)}. "
+            "Restore it from a copy."
+        )
+
+
+def _content(table: Mapping[str, Any]) -> str:
+    # as it is read back: keys are strings, tuples are lists
+    rest = json.loads(json.dumps({key: value for key, value in table.items() if key != KEY}))
+    return digest_of(json.dumps(rest, sort_keys=True).encode())

@@ -1,0 +1,115 @@
+"""One process at a time writes a folder; others are told which process that is."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import FileLock, Timeout
+
+from ..core.errors import CheckpointError
+
+LOCK = "lock"
+"""The file of a folder that is locked. It holds which process has the lock, and nothing once that has released it."""
+
+
+class FolderInUseError(CheckpointError):
+    """Another process writes the folder."""
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder; the system releases it however the process ends.
+
+    Args:
+        folder: it must exist.
+
+    Raises:
+        FolderInUseError: if another process, or another thread of this one, holds it; the message names the process.
+        CheckpointError: if the folder cannot be written.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"cannot lock {folder}: there is no such folder")
+    path = folder / LOCK
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        pid = read_holder(folder).get("pid")
+        who = "another process" if pid is None else f"process {pid}"
+        end = "end it" if pid is None else f"end it (`kill {pid}`)"
+        raise FolderInUseError(
+            f"{folder} is in use by {who}. Wait until that ends, or {end}, and start this again."
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot lock {folder}: {error.strerror or error}") from error
+    try:
+        with _noted(path):
+            yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def _noted(path: Path) -> Iterator[None]:
+    """Keeps in a file which process this is. Failing to, as on a full disk, is no error: others then see no number."""
+    # by number and not by name, for the folder may be renamed meanwhile
+    handle = None
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDWR)
+    try:
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, 0)
+                os.write(handle, (json.dumps(identify(os.getpid())) + "\n").encode())
+        yield
+    finally:
+        if handle is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(handle, 0)
+            os.close(handle)
+
+
+def identify(pid: int) -> dict[str, Any]:
+    """What tells a living process from all others, of this and other machines, that had or will have its number."""
+    return {
+        "pid": pid,
+        "started": psutil.Process(pid).create_time(),
+        "host": _host(),
+    }
+
+
+def _host() -> str:
+    # the name itself would travel with a run folder that is given to others
+    return hashlib.blake2b(platform.node().encode(), digest_size=8).hexdigest()
+
+
+def is_alive(identity: dict[str, Any]) -> bool:
+    """Whether a process that :func:`identify` described lives; one of another machine is taken to live."""
+    if not isinstance(identity.get("pid"), int) or not isinstance(identity.get("started"), float):
+        return False
+    if identity.get("host") != _host():
+        return True
+    try:
+        process = psutil.Process(identity["pid"])
+        # the system may give the time with another rounding after its clock was set
+        same = abs(process.create_time() - identity["started"]) < 2
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def read_holder(folder: Path) -> dict[str, Any]:
+    """Which process has the lock of a folder, as :func:`identify` describes it; empty if none. It may have been killed."""
+    try:
+        found = json.loads((folder / LOCK).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

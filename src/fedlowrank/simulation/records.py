@@ -1,0 +1,152 @@
+"""What a run leaves behind: one folder, readable by a person and by the report.
+
+RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the experiment has any
+RUN/clients.json      one row a client: architecture, examples in train/val/test, class counts, true cluster (null where
+                      nobody knows), whether it never trains
+RUN/metrics.jsonl     one :class:`RoundRecord` a line; round 0 is the state before any training
+RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
+RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
+RUN/lock              which process writes the folder, or wrote it last; see :mod:`fedlowrank.simulation.lock`
+RUN/checkpoint/       see :mod:`fedlowrank.simulation.checkpoint`
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from ..core.errors import CheckpointError
+from .lock import is_alive, read_holder
+
+FORMAT = 1
+Accuracy = dict[str, dict[str, list[float | None]]]
+"""``accuracy[series][split][i]``: of client i, in [0, 1]; None where the client has no example in that split, or no classes."""
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """Everything measured in one round.
+
+    Attributes:
+        round: rounds completed, so 1 for the first round of training and 0 for the state before it.
+        participants: clients that trained.
+        lost: participants whose reply did not arrive or was dropped, with the reason.
+        bytes_down: bytes of the encoded messages from the server to the participants.
+        bytes_up: bytes of the encoded messages back, lost ones included (they were sent).
+        parameters_down: floating-point elements in the messages to the participants.
+        parameters_up: floating-point elements in the messages back.
+        steps: optimizer steps of all participants.
+        flops: floating-point operations of training, forward and backward, of all participants.
+        seconds: wall-clock seconds of ``train``, ``server`` and ``evaluate``.
+        cpu_seconds: the same in CPU time of this process.
+        loss: mean loss over the steps of each pass, over all participants.
+        accuracy: see :data:`Accuracy`; None in rounds without evaluation.
+        risk: the mean loss of every client's model on its own examples, in the same form.
+        routes: of every client its share of each cluster; None if the method has no clusters, or without evaluation.
+        parameters: of each series, how many numbers the model of each client takes
+            (:func:`fedlowrank.linalg.matricize.numbers`); None in rounds without evaluation.
+        ranks: of the server's low-rank weights by name, after the round.
+        observed: what the method says of its server after the round, such as the weight of each client's reply.
+    """
+
+    round: int
+    participants: list[int] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    bytes_down: int = 0
+    bytes_up: int = 0
+    parameters_down: int = 0
+    parameters_up: int = 0
+    steps: int = 0
+    flops: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    cpu_seconds: dict[str, float] = field(default_factory=dict)
+    loss: dict[str, float] = field(default_factory=dict)
+    accuracy: Accuracy | None = None
+    risk: Accuracy | None = None
+    routes: list[list[float]] | None = None
+    parameters: dict[str, list[int]] | None = None
+    ranks: dict[str, int] = field(default_factory=dict)
+    observed: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def validation(self) -> float | None:
+        """Mean over clients of the headline's validation accuracy, of a regression minus its loss; None if not evaluated."""
+        for measured, sign in ((self.accuracy, 1.0), (self.risk, -1.0)):
+            values = [v for v in next(iter((measured or {}).values()), {}).get("val", []) if v is not None]
+            if values:
+                return sign * sum(values) / len(values)
+        return None
+
+    def untimed(self) -> dict[str, Any]:
+        """All fields but the clocks: what must be equal between two runs of one configuration."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if "seconds" not in k}
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run folder, read.
+
+    Attributes:
+        folder: where it lies.
+        config: contents of ``run.json``.
+        clients: contents of ``clients.json``.
+        rounds: contents of ``metrics.jsonl``.
+        status: contents of ``status.json``.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    clients: list[dict[str, Any]]
+    rounds: list[RoundRecord]
+    status: dict[str, Any]
+
+    @classmethod
+    def load(cls, folder: Path) -> RunRecord:
+        """Read a run folder.
+
+        Raises:
+            CheckpointError: if the folder or a file in it is missing, damaged or of another format.
+        """
+        if not (folder / "run.json").is_file():
+            raise CheckpointError(f"{folder} is not a run folder: it holds no run.json")
+        try:
+            config = json.loads((folder / "run.json").read_text())
+            clients = json.loads((folder / "clients.json").read_text())
+            status = believed(folder, json.loads((folder / "status.json").read_text()))
+            lines = (folder / "metrics.jsonl").read_text().splitlines()
+            rounds = [RoundRecord(**json.loads(line)) for line in lines]
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"the run folder {folder} cannot be read: {error}") from error
+        if config.get("format") != FORMAT:
+            raise CheckpointError(f"{folder} has format {config.get('format')}; this version reads format {FORMAT}")
+        return cls(folder, config, clients, rounds, status)
+
+    def representations(self) -> dict[str, Tensor] | None:
+        """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None if the run saved none."""
+        path = self.folder / "representations.safetensors"
+        return safetensors.torch.load_file(path) if path.is_file() else None
+
+
+def run_folders(folders: Sequence[Path]) -> list[Path]:
+    """Run folders among folders and directly below them, without those that were moved aside."""
+    found: list[Path] = []
+    for folder in folders:
+        inner = sorted(p.parent for p in folder.glob("*/run.json")) if folder.is_dir() else []
+        inner = [p for p in inner if not re.search(r"\.old-\d+$", p.name)]
+        found += [folder] if (folder / "run.json").exists() or not inner else inner
+    return found
+
+
+def believed(folder: Path, status: dict[str, Any]) -> dict[str, Any]:
+    """The status of a run folder, corrected where it says running although the process that wrote it is gone."""
+    if status.get("state") != "running" or is_alive(read_holder(folder)):
+        return status
+    why = "its process ended without a word: it was killed, or the disk was full"
+    return {**status, "state": "stopped", "message": why}

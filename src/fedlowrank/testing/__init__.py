@@ -1,0 +1,1 @@
+"""What a method is tested and timed by."""

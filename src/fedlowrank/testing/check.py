@@ -1,0 +1,310 @@
+"""The battery that every method passes, for one's own methods too."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core import tree
+from ..core.errors import TaskError
+from ..core.method import Method, Reply, ServerView
+from ..core.optimizer import SGD
+from ..data.federation import Federation
+from ..engines import Sequential, Vectorized, Wire
+from ..engines.base import Engine, Job
+from ..linalg.matricize import total
+from ..simulation.checkpoint import load, save
+from ..simulation.evaluation import measure
+from ..simulation.run import Run, RunSettings
+
+AnyMethod = Method[Any, Any, Any, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Outcome of one check."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+class _Net(nn.Module):
+    """A small network whose body differs between clients and whose representation and head do not."""
+
+    head_name = "head"
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 5), nn.ReLU())
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.body(x))
+        return scores
+
+
+def federation(mixed: bool, seed: int = 0, clients: int = 5, scale: int = 1, shift: int = 1) -> Federation:
+    """A small federation with clients of uneven size.
+
+    Args:
+        mixed: two architectures, or one.
+        seed: of everything.
+        clients: their number.
+        scale: factor on their examples.
+        shift: by how much every second client's labels differ.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rule = torch.randn(6, 3, generator=generator)
+    data = []
+    for i in range(clients):
+        x = torch.randn(scale * (24 + 7 * i), 6, generator=generator)
+        data.append((x, ((x @ rule).argmax(-1) + shift * (i % 2)) % 3))
+    models = {"small": lambda: _Net(4), "wide": lambda: _Net(7)} if mixed else {"small": lambda: _Net(4)}
+    # ranks as small as the layers: methods that have a default of their own may ask for more
+    return Federation.from_arrays(data, models, classes=3, seed=seed, rank=[2] * clients)
+
+
+def check_method(method: AnyMethod) -> list[Finding]:
+    """Test a method against the contract of :mod:`fedlowrank.core.method`.
+
+    Args:
+        method: with settings under which it trains (learning rate not 0).
+
+    Returns:
+        One finding a check; a check that raises fails, with the error as its detail.
+    """
+    found = []
+    for name, test in CHECKS.items():
+        try:
+            detail = test(method)
+        except Exception as error:  # noqa: BLE001 - a third party's method may raise anything; the finding reports it
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            detail = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+        found.append(Finding(name, detail is None, detail or ""))
+    return found
+
+
+def go(method: AnyMethod, engine: Engine, rounds: int = 3, total: int = 6, **settings: Any) -> Run:
+    """The first few of ``total`` rounds on a small federation."""
+    protocol = RunSettings(rounds=total, participation=0.8, **settings)
+    run = Run(method, federation(method.heterogeneous), protocol, engine)
+    for _ in range(rounds):
+        run.step()
+    return run
+
+
+def _states(run: Run) -> Any:
+    return run.state.server, {str(i): c for i, c in sorted(run.state.clients.items())}
+
+
+def _first_difference(a: Any, b: Any, rtol: float, atol: float) -> str | None:
+    theirs = dict(tree.leaves(b))
+    mine = dict(tree.leaves(a))
+    if mine.keys() != theirs.keys():
+        return f"the states differ in structure at {sorted(mine.keys() ^ theirs.keys())[0]}"
+    for path, x in mine.items():
+        y = theirs[path]
+        if x.shape != y.shape or not torch.allclose(x.double(), y.double(), rtol=rtol, atol=atol, equal_nan=True):
+            gap = (x.double() - y.double()).abs().max() if x.shape == y.shape else math.nan
+            return f"{path} differs by {float(gap):.2g}"
+    return None
+
+
+def _same(a: Any, b: Any) -> str | None:
+    return None if tree.equal(a, b) else _first_difference(a, b, 0, 0) or "some bits differ"
+
+
+def _wire(method: AnyMethod) -> str | None:
+    return _same(_states(go(method, Sequential())), _states(go(method, Wire())))
+
+
+def _vectorized(method: AnyMethod) -> str | None:
+    return _first_difference(_states(go(method, Sequential())), _states(go(method, Vectorized())), 1e-3, 1e-4)
+
+
+def _resume(method: AnyMethod) -> str | None:
+    whole = go(method, Sequential(), 4)
+    half = go(method, Sequential(), 2)
+    again = Run(method, half.federation, half.settings, Sequential())
+    with tempfile.TemporaryDirectory() as folder:
+        save(Path(folder), half.round, half.state.server, half.state.clients)
+        again.restore(load(Path(folder)))
+    for _ in range(2):
+        again.step()
+    return _same(_states(whole), _states(again))
+
+
+def _extended(method: AnyMethod) -> str | None:
+    if method.uses_rounds:
+        return None
+    # a schedule over 2 rounds has come to its end where one over 40 has hardly begun
+    few, many = (_states(go(method, Sequential(), 2, total)) for total in (2, 40))
+    differs = _same(few, many)
+    return (
+        None if differs is None else f"a round depends on the number of all rounds; set uses_rounds = True: {differs}"
+    )
+
+
+def _pure(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 2)
+    before = tree.encode((_states(run), [a.initial for a in run.federation.architectures.values()]))
+    random = torch.get_rng_state()
+    run.step()
+    fresh = go(method, Sequential(), 2)
+    if before != tree.encode((_states(fresh), [a.initial for a in fresh.federation.architectures.values()])):
+        return "two equal runs end in different states"
+    if not torch.equal(random, torch.get_rng_state()):
+        return "a round draws from torch's global generator; use view.key"
+    held = tree.encode(_states(run))
+    replies = _replies(run)
+    if replies:
+        method.server_update(run.state.server, replies, ServerView(run.task, run.round, run.federation.key))
+    run.start()
+    return None if held == tree.encode(_states(run)) else "a function of the method changes its input in place"
+
+
+def _replies(run: Run) -> list[Reply[Any]]:
+    """What the participants of the next round would send, without the round being taken."""
+    infos = run.participants(run.round)
+    jobs = [Job(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
+    outcomes = Sequential().run(run.method, run.federation, run.task, run.round, jobs)
+    return [Reply(i, o.upload) for i, o in zip(infos, outcomes, strict=True) if o.upload is not None]
+
+
+def _order(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 2)
+    replies = _replies(run)
+    if not replies:
+        return None
+    view = ServerView(run.task, run.round, run.federation.key)
+    one, other = (method.server_update(run.state.server, r, view) for r in (replies, replies[::-1]))
+    return _first_difference(one, other, 1e-4, 1e-5)
+
+
+def _still(method: AnyMethod) -> str | None:
+    changed = {
+        f.name: dataclasses.replace(value, lr=0.0, weight_decay=0.0, groups={})
+        for f in dataclasses.fields(method)
+        if hasattr(value := getattr(method, f.name), "learning_rate")
+    }
+    # a penalty goes on acting when nobody learns; a method says which of its settings to put aside for this check
+    still = dataclasses.replace(method, **changed, **type(method).at_rest)
+    run = Run(still, federation(method.heterogeneous), RunSettings(rounds=6), Sequential())
+    first = {i.id: run.personal(i) for i in run.federation.infos}
+    run.step()
+    for info in run.federation.infos:
+        gap = _first_difference(run.personal(info), first[info.id], 1e-5, 1e-6)
+        if gap is not None:
+            return f"with a learning rate of 0 the model of client {info.id} changes: {gap}"
+    return None
+
+
+def _learns(method: AnyMethod) -> str | None:
+    faster = method
+    if isinstance(method.optimizer, SGD):
+        faster = dataclasses.replace(method, optimizer=dataclasses.replace(method.optimizer, lr=0.1), batch_size=8)
+    on = federation(method.heterogeneous, scale=8, shift=0)
+    run = Run(faster, on, RunSettings(rounds=30, evaluate_every=100), Sequential())
+    before = after = _mean_accuracy(run)
+    while run.round < 30 and after <= before + 0.1:
+        for _ in range(10):
+            run.step()
+        after = _mean_accuracy(run)
+    return None if after > before + 0.1 else f"accuracy goes from {before:.2f} to {after:.2f} in {run.round} rounds"
+
+
+def _mean_accuracy(run: Run) -> float:
+    """Of the headline series, over all examples of all clients."""
+    shares = []
+    for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
+        made = run.at_client(info)
+        predict = next(iter(made.predictors.values()))
+        with torch.inference_mode():
+            shares += [s for e in (data.train, data.val, data.test) if (s := measure(predict, e).accuracy) is not None]
+    return sum(shares) / len(shares)
+
+
+def _unseen(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 1)
+    seen = set(run.state.clients)
+    unseen = [i for i in run.federation.infos if i.id not in seen]
+    if not unseen and run.state.clients:
+        return "every client took part; nothing was tested"
+    accuracy = run.start().accuracy or {}
+    values = [series["test"][i.id] for series in accuracy.values() for i in unseen]
+    return None if all(v is not None and 0 <= v <= 1 for v in values) else "a client that never took part cannot infer"
+
+
+def _lost(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 0, lost_replies=0.4)
+    for _ in range(4):
+        # encoded, for a method that changes its state in place would change a mere reference too
+        before = {i: tree.encode(s) for i, s in run.state.clients.items()}
+        record = run.step()
+        after = {i: tree.encode(s) for i, s in run.state.clients.items()}
+        for client in map(int, record.lost):
+            if before.get(client) != after.get(client):
+                return f"client {client} changed its state although its reply was lost"
+    return None
+
+
+def _measured(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 2)
+    for info in run.federation.infos:
+        down = method.download(run.state.server, info)
+        if tree.encoded_size(down) != len(tree.encode(down)):
+            return "the size of a download depends on more than its structure"
+    return None
+
+
+def _adds_up(method: AnyMethod) -> str | None:
+    run = go(method, Sequential(), 2)
+    for info in run.federation.infos:
+        made = run.at_client(info)
+        x = run.federation.clients[info.id].train.inputs
+        for name, parts in made.parts.items():
+            if name not in made.predictors:
+                return f"parts() names the series {name!r}; predictor() has {sorted(made.predictors)}"
+            with torch.inference_mode():
+                whole = made.model.apply(total(parts, made.model.initial), x)
+                if not torch.allclose(whole, made.predictors[name](x), rtol=1e-4, atol=1e-5):
+                    return f"the parts of series {name!r} do not add up to the model that client {info.id} infers by"
+    return None
+
+
+def _refuses(method: AnyMethod) -> str | None:
+    if method.heterogeneous:
+        return None
+    try:
+        Run(method, federation(True), RunSettings(rounds=1), Sequential())
+    except TaskError:
+        return None
+    return "a federation of unequal models is accepted; use task.common_model, or set heterogeneous = True"
+
+
+CHECKS: dict[str, Callable[[AnyMethod], str | None]] = {
+    "every message survives its bytes (wire = sequential, bit for bit)": _wire,
+    "a resumed run ends as an unbroken one (bit for bit)": _resume,
+    "a run of more rounds begins like one of fewer (bit for bit)": _extended,
+    "clients at once = one by one (to 1e-3)": _vectorized,
+    "functions are pure and draw from named keys": _pure,
+    "the order of replies does not matter": _order,
+    "a learning rate of 0 changes no model": _still,
+    "it learns": _learns,
+    "a client that never took part can infer": _unseen,
+    "a lost reply leaves its client as it was": _lost,
+    "messages are measured": _measured,
+    "the parts of a model add up to it": _adds_up,
+    "unequal models are refused where they must be": _refuses,
+}
+"""Every check: None if it passes, else what is wrong."""

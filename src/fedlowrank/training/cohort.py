@@ -1,0 +1,257 @@
+"""One pass of many clients at once: their tensors stacked over a leading client axis, their steps taken together.
+
+What a method's functions compute for one client, ``vmap`` computes for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..core import tree
+from ..core.errors import TaskError
+from ..core.loss import IGNORE_INDEX
+from ..core.method import Batch, Pull, Request
+from ..data.pixels import Pixels
+from .local_data import LocalData, gather
+from .steps import Work, refill, tensors_like
+from .trainer import LocalTrainer
+
+
+class Stack(Work):
+    """The work of clients whose requests are equal but for their tensors.
+
+    Args:
+        requests: one a client.
+        round: counted from 0.
+    """
+
+    def __init__(self, requests: Sequence[Request], round: int) -> None:
+        first = requests[0]
+        pull = None
+        if first.pull is not None:
+            towards, along = (
+                stacked(filled([getattr(r.pull, n) for r in requests], first.ragged.start))
+                for n in ("towards", "along")
+            )
+            pull = Pull(first.pull.strength, towards, along)
+        start = stacked(filled([r.start for r in requests], first.ragged.start))
+        given = stacked(filled([r.given for r in requests], first.ragged.given))
+        whole = Request(first.loss, start, first.name, first.optimizer, given, first.precondition, first.prox, pull)
+        # a stack is a copy already
+        super().__init__(whole, round, frozenset(range(len(list(tree.leaves(start))))))
+        self.borrowed = frozenset()
+        self._all = self.params, self.given, self.towards, self.along
+
+    @property
+    def ends(self) -> Any:
+        """What all clients have come to; of ragged dimensions, with what filled them up."""
+        return refill(self.request.start, self._all[0])
+
+    def narrow(self, clients: int) -> None:
+        """Go on with the first clients alone; their parameters are leaves that share memory with those of all."""
+        params, given, towards, along = self._all
+        self.params = [p[:clients].detach().requires_grad_() for p in params]
+        self.now = refill(self.now, self.params)
+        self.given = tree.map(lambda t: t[:clients], given)
+        self.towards, self.along = (None if ts is None else [t[:clients] for t in ts] for ts in (towards, along))
+        self.memory = [[m[:clients] for m in ms] for ms in self.memory]
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Of a batch of each client ``[clients]``."""
+        like, step = (self.now, self.given), batch.step
+
+        def one(params: list[Tensor], given: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
+            return self.request.loss(refill(like[0], params), Batch(x, y, mask, step), *refill(like[1], given))
+
+        given = tree.tensors(self.given)
+        over = (0, 0, 0, 0, None if batch.mask is None else 0)
+        value: Tensor = torch.vmap(one, in_dims=over)(self.params, given, batch.x, batch.y, batch.mask)
+        return value
+
+    def gradient(self, value: Tensor, allow_unused: bool = False) -> list[Tensor]:
+        """Of each client's loss by its own parameters."""
+        return super().gradient(value.sum(), allow_unused)
+
+    def mapped(self, f: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+        """The tensors of ``f(a, now, *given)`` client by client."""
+        like, inner = self.now, self.given
+
+        def one(a: list[Tensor], now: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+            return tensors_like(like, f(refill(like, a), refill(like, now), *refill(inner, given)))
+
+        result: list[Tensor] = torch.vmap(one)(tensors, self.params, tree.tensors(inner))
+        return result
+
+    def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
+        """Gradients scaled so that the norm of each client's is at most ``bound``."""
+        square = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0)
+        scale = torch.clamp(bound / (square.sqrt() + 1e-6), max=1.0)
+        return [g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in grads]
+
+
+def descend_together(
+    title: str, trainers: Sequence[LocalTrainer], requests: Sequence[Request], round: int, room: Room
+) -> tuple[Any, Tensor]:
+    """Take the steps of all clients, those with the most steps first.
+
+    Args:
+        title: of the method, for messages.
+        trainers: one a client.
+        requests: equal but for their tensors.
+        round: counted from 0.
+        room: for batches.
+
+    Returns:
+        The trained trees with a leading client axis, and the losses ``[clients, steps]``, 0 after a client's last step.
+
+    Raises:
+        TaskError: if a function of the method is not one that ``vmap`` can handle.
+    """
+    name = requests[0].name
+    steps = [t.steps(name) for t in trainers]
+    feed = Feed([t.data for t in trainers], name, room)
+    losses: list[Tensor] = []
+    work, active = Stack(requests, round), len(trainers)
+    for count in range(steps[0]):
+        while steps[active - 1] <= count:
+            active -= 1
+            work.narrow(active)
+        batch = feed.batch(count, active)
+        try:
+            found = work.loss(batch)
+            work.step(work.gradient(found), count)
+            values = found.detach()
+            work.proximal()
+        except RuntimeError as error:
+            raise TaskError(
+                f"{title}: the pass {name!r} cannot be vectorized ({error}). Use engine = 'sequential'."
+            ) from error
+        losses.append(values if active == len(steps) else functional.pad(values, (0, len(steps) - active)))
+    return work.ends, torch.stack(losses, 1)
+
+
+def stacked(trees: list[Any]) -> Any:
+    """Equal trees as one, whose tensors have a leading client axis."""
+    return tree.map(lambda *ts: torch.stack(ts).detach(), trees[0], *trees[1:])
+
+
+def filled(trees: list[Any], ragged: Mapping[str, int]) -> list[Any]:
+    """Trees that differ in ragged dimensions alone, with zeros up to the largest of each.
+
+    Args:
+        trees: one a client.
+        ragged: the dimension by the path of a part, see :class:`fedlowrank.core.method.Ragged`.
+    """
+    if not ragged or all(tree.form(t) == tree.form(trees[0]) for t in trees[1:]):
+        return trees
+    columns = zip(ragged_axes(trees[0], ragged), *(tree.tensors(t) for t in trees), strict=True)
+    full = [ts if axis is None else _to_one_size(ts, axis) for axis, *ts in columns]
+    return [refill(t, [ts[i] for ts in full]) for i, t in enumerate(trees)]
+
+
+def ragged_axes(value: Any, ragged: Mapping[str, int]) -> list[int | None]:
+    """The ragged dimension of each tensor of a tree, None for those that have none."""
+
+    def axis(path: str) -> int | None:
+        return next((a for part, a in ragged.items() if path == part or path.startswith(f"{part}/")), None)
+
+    return [axis(path) for path, _ in tree.leaves(value)]
+
+
+def _to_one_size(tensors: list[Tensor], axis: int) -> list[Tensor]:
+    most = max(t.shape[axis] for t in tensors)
+    return [
+        torch.cat([t, t.new_zeros(*t.shape[:axis], most - t.shape[axis], *t.shape[axis + 1 :])], axis) for t in tensors
+    ]
+
+
+class Room:
+    """Memory that is written over and over, for the system takes as long to give new pages as a batch takes to be copied."""
+
+    def __init__(self) -> None:
+        self._held: dict[Any, Tensor] = {}
+
+    def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
+        """A tensor with anything in it, of the type of another; the one of that purpose that was given out before is lost."""
+        key = purpose, t.dtype, t.device
+        if key not in self._held or self._held[key].numel() < math.prod(shape):
+            self._held[key] = t.new_empty(math.prod(shape))
+        return self._held[key][: math.prod(shape)].view(shape)
+
+
+class Feed:
+    """The batches of clients, step by step; where all it takes is to pick examples, each is copied once, to its place.
+
+    A batch is there until the next one is asked for.
+
+    Args:
+        data: of the clients.
+        name: of the pass.
+        room: for batches.
+    """
+
+    def __init__(self, data: Sequence[LocalData], name: str, room: Room) -> None:
+        self._room = room
+        self._examples = [d.examples for d in data]
+        self._orders = [d.indices(name) for d in data]
+        self._feeds = [d.batches(name) for d in data]
+        # images take another layout on their way
+        self._picks = all(not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data) and not any(
+            d.augment.active for d in data
+        )
+
+    def batch(self, step: int, active: int) -> Batch:
+        """That of the first clients at a step; steps come one after another."""
+        if not self._picks:
+            return joined([next(feed) for feed in self._feeds[:active]])
+        examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
+        if any(len(i) != len(index[0]) for i in index):
+            return joined([gather(e, i, step) for e, i in zip(examples, index, strict=True)])
+        x, y = (self._picked(part, [getattr(e, part) for e in examples], index) for part in ("x", "y"))
+        return Batch(x, y, step=step)
+
+    def _picked(self, part: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
+        """Rows of tensors, as many of each, stacked over a leading axis."""
+        first: Any = tensors[0]
+        if isinstance(first, Pixels):
+            if all(p.table is first.table for p in tensors):
+                return first.images(self._picked(part, [p.codes for p in tensors], index))
+            return torch.stack([p.index_select(0, i) for p, i in zip(tensors, index, strict=True)])
+        out = self._room.like(part, first, len(tensors), index[0].numel(), *first.shape[1:])
+        for row, t, i in zip(out.unbind(), tensors, index, strict=True):
+            torch.index_select(t, 0, i, out=row)
+        return out
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """Batches stacked over a leading client axis, short ones filled up with masked zeros."""
+    sizes = [len(b) for b in batches]
+    longest = max(sizes)
+
+    def join(tensors: list[Tensor], fill: int = 0) -> Tensor:
+        if all(t.shape == tensors[0].shape for t in tensors):
+            return torch.stack(tensors)
+        # texts of unequal length differ in their second dimension too
+        shape = [max(ns) for ns in zip(*(t.shape for t in tensors), strict=True)]
+        out = tensors[0].new_full((len(tensors), *shape), fill)
+        for row, t in zip(out, tensors, strict=True):
+            row[tuple(slice(n) for n in t.shape)] = t
+        return out
+
+    x = [b.x for b in batches]
+    inputs = {n: join([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
+    mask = None
+    if min(sizes) != longest:
+        # written where it lies: numbers that are copied to a device wait for the steps before
+        mask = torch.ones(len(sizes), longest, dtype=torch.bool, device=batches[0].y.device)
+        for i, size in enumerate(sizes):
+            if size < longest:
+                mask[i, size:].fill_(False)
+    labels = join([b.y for b in batches], IGNORE_INDEX if batches[0].weights is not None else 0)
+    return Batch(inputs, labels, mask, batches[0].step)

@@ -1,0 +1,194 @@
+"""The training examples of one client, in the order and form in which its passes see them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.errors import TaskError
+from ..core.key import Key
+from ..core.method import Batch, ClientInfo, Pass
+from ..data.augment import UNCHANGED, Augment
+from ..data.dataset import Examples
+from ..data.text.batches import MULTIPLE, columns, cut, ends, length_buckets, trim
+
+CHUNK = 256
+"""Examples at once where no gradient is taken: large enough to keep a core busy, small enough for its cache."""
+
+TOKENS = 4096
+"""Tokens at once where no gradient is taken: their scores over a vocabulary of 32,000 take half a gigabyte."""
+
+
+def chunk_size(examples: Examples) -> int:
+    """Examples at once where no gradient is taken."""
+    width = _width(examples)
+    return CHUNK if width is None else max(1, min(CHUNK, TOKENS // width))
+
+
+def _width(examples: Examples) -> int | None:
+    """Tokens of the longest example, or None where examples are no texts."""
+    mask = examples.x.get("attention_mask") if isinstance(examples.x, dict) else None
+    return None if mask is None or mask.ndim != 2 else mask.shape[1]
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """Training examples of one client and the order in which each pass sees them.
+
+    Attributes:
+        info: whose.
+        examples: inputs and labels.
+        passes: of the method.
+        key: of this client and round; the order and the augmentation depend on the place of a pass among the passes
+            and not on its name, so that all methods see the same.
+        augment: what happens to the images of the batches of a pass.
+        quarter_turns: by how many the images are turned already, so that they are mirrored along their own axis.
+        by_length: of texts: whether a batch is of examples of like length, the batches in random order.
+    """
+
+    info: ClientInfo
+    examples: Examples
+    passes: Mapping[str, Pass]
+    key: Key
+    augment: Augment = UNCHANGED
+    quarter_turns: int = 0
+    by_length: bool = False
+    _orders: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _placed: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def of(self, name: str) -> Pass:
+        """The pass of that name."""
+        if name not in self.passes:
+            raise TaskError(f"the method trains in a pass {name!r} but its passes() are {list(self.passes)}")
+        return self.passes[name]
+
+    def order(self, name: str) -> list[Tensor]:
+        """Indices of the examples of every step, on the CPU."""
+        if name not in self._orders:
+            sweep = self.of(name)
+            generator = self._generator("order", name)
+            n = len(self.examples)
+            if self.by_length and (lengths := self.lengths) is not None:
+                steps = [i for _ in range(sweep.epochs) for i in length_buckets(lengths, sweep.batch_size, generator)]
+            else:
+                epochs = (torch.randperm(n, generator=generator) for _ in range(sweep.epochs))
+                steps = [i for whole in epochs for i in torch.split(whole, sweep.batch_size)]
+            self._orders[name] = steps[: sweep.steps]
+        return self._orders[name]
+
+    def indices(self, name: str) -> list[Tensor]:
+        """The :meth:`order` on the device of the examples: it goes there in one piece, so that no step waits for it."""
+        order, device = self.order(name), self.examples.y.device
+        if device.type == "cpu" or not order:
+            return order
+        if name not in self._placed:
+            self._placed[name] = list(torch.split(torch.cat(order).to(device), [len(i) for i in order]))
+        return self._placed[name]
+
+    def steps(self, name: str) -> int:
+        """Steps of a pass."""
+        sweep = self.of(name)
+        whole = sweep.epochs * -(-len(self.examples) // sweep.batch_size)
+        return whole if sweep.steps is None else min(whole, sweep.steps)
+
+    def batches(self, name: str) -> Iterator[Batch]:
+        """The batches of a pass, as it trains on them."""
+        order, indices = self.order(name), self.indices(name)
+        if not self.augment.active:
+            texts = self._ends is not None
+            for step, index in enumerate(indices):
+                yield gather(self.examples, index, step, self._columns(order[step].numpy()) if texts else None)
+            return
+        self.augment.check(self.examples.x)
+        # of all steps at once: a copy to the device in a step would wait for all steps before
+        sizes = [len(index) for index in order]
+        drawn = self.augment.draw(sum(sizes), self._generator("augment", name)).to(self.examples.y.device)
+        for step, (index, draw) in enumerate(zip(indices, torch.split(drawn, sizes), strict=True)):
+            batch = gather(self.examples, index, step)
+            yield replace(batch, x=self.augment.change(batch.x, draw, self.quarter_turns))
+
+    def chunks(self) -> Iterator[Batch]:
+        """All examples once, in their own order and as they are, in chunks of like sizes."""
+        n, start = len(self.examples), 0
+        every = torch.arange(n, device=self.examples.y.device)
+        for index in every.tensor_split(-(-n // chunk_size(self.examples))):
+            yield gather(self.examples, index, columns=self._columns(slice(start, start + len(index))))
+            start += len(index)
+
+    @cached_property
+    def form(self) -> Any:
+        """Name, shape and type of each input of an example."""
+        x = self.examples.x
+        return tuple([(n, t.shape[1:], t.dtype) for n, t in (x.items() if isinstance(x, dict) else [("", x)])])
+
+    @cached_property
+    def lengths(self) -> Tensor | None:
+        """Tokens of each example ``[n]``, on the CPU, or None where examples are no texts."""
+        if _width(self.examples) is None or not isinstance(self.examples.x, dict):
+            return None
+        return self.examples.x["attention_mask"].sum(1).cpu()
+
+    @cached_property
+    def _ends(self) -> np.ndarray | None:
+        """Where the last token of each example ends ``[n]``, or None where examples are no texts."""
+        if _width(self.examples) is None or not isinstance(self.examples.x, dict):
+            return None
+        found: np.ndarray = ends(self.examples.x["attention_mask"]).cpu().numpy()
+        return found
+
+    def _columns(self, some: np.ndarray | slice) -> int | None:
+        """Columns of the batch of some examples, known without a look at the device; None where they are no texts."""
+        return None if self._ends is None else columns(int(self._ends[some].max()))
+
+    def size(self, index: Tensor) -> Size:
+        """The size of the batch of these examples."""
+        if self.lengths is None:
+            return (index.numel(),)
+        longest = max(1, int(self.lengths.numpy()[index.numpy()].max()))
+        return len(index), min(-(-longest // MULTIPLE) * MULTIPLE, _width(self.examples) or 0)
+
+    def _generator(self, purpose: str, name: str) -> torch.Generator:
+        return (self.key / purpose / list(self.passes).index(name)).generator()
+
+
+def gather(examples: Examples, index: Tensor, step: int = 0, columns: int | None = None) -> Batch:
+    """The batch of some examples: images in the fastest layout, texts without needless padding.
+
+    Args:
+        examples: all.
+        index: places of those in the batch ``[b]``; if they are not on the device of the examples, they are copied there.
+        step: see :class:`Batch`.
+        columns: of texts, how many are needed; None to look, which on a GPU waits for all that is under way.
+    """
+    index = index.to(examples.y.device)
+    x, y = examples.x, examples.y.index_select(0, index)
+    if isinstance(x, dict):
+        picked = {n: t.index_select(0, index) for n, t in x.items()}
+        if _width(examples) is not None:
+            picked, y = trim(picked, y) if columns is None else cut(picked, y, columns)
+        return Batch(picked, y, step=step)
+    return Batch(channels_last(x.index_select(0, index)), y, step=step)
+
+
+Size = tuple[int, ...]
+"""Examples of a batch; of texts, examples and tokens of each."""
+
+
+def size_of(batch: Batch) -> Size:
+    """What the cost of a step depends on in a batch."""
+    return (len(batch), *batch.x["attention_mask"].shape[1:]) if _text(batch.x) else (len(batch),)
+
+
+def _text(x: Any) -> bool:
+    return isinstance(x, dict) and "attention_mask" in x and x["attention_mask"].ndim == 2
+
+
+def channels_last(t: Tensor) -> Tensor:
+    """Images in the layout in which convolutions are fastest."""
+    return t.contiguous(memory_format=torch.channels_last) if t.ndim == 4 else t

@@ -1,0 +1,265 @@
+"""The verb that engines supply: one pass of a client over its own data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.errors import NonFiniteError
+from ..core.key import Key
+from ..core.method import Batch, ClientInfo, Request
+from ..models.architecture import Architecture
+from .captured_variables import code_of
+from .flops import FlopLedger
+from .local_data import LocalData, Size, gather, size_of
+from .optimizer_in_backward import Places, find_places, step_in_backward, takes_plain_steps
+from .steps import Work, layout
+
+T = TypeVar("T")
+
+
+@dataclass
+class Meter:
+    """What one client's work of a round cost.
+
+    Attributes:
+        steps: optimizer steps.
+        flops: floating-point operations of training passes and statistics.
+        losses: of each pass, the mean over its steps.
+    """
+
+    steps: int = 0
+    flops: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+
+
+class LocalTrainer:
+    """Executes training passes for one client, one after another.
+
+    Args:
+        model: architecture of the client.
+        models: all architectures of the task.
+        data: of the client.
+        round: counted from 0.
+        ledger: shared by all clients of a run.
+        places: likewise, by the kind of steps: which matrices take their steps in the backward pass.
+        micro_batch: examples at once in a step, or None for all of its batch.
+    """
+
+    def __init__(
+        self,
+        model: Architecture,
+        models: Iterable[Architecture],
+        data: LocalData,
+        round: int,
+        ledger: FlopLedger,
+        places: dict[Any, Places] | None = None,
+        micro_batch: int | None = None,
+    ) -> None:
+        self.model = model
+        self.models = list(models)
+        self.data = data
+        self.round = round
+        self.ledger = ledger
+        self.places = {} if places is None else places
+        self.micro_batch = micro_batch
+        self.meter = Meter()
+
+    def steps(self, name: str) -> int:
+        """See :meth:`fedlowrank.core.method.ClientView.steps`."""
+        return self.data.steps(name)
+
+    def train(self, request: Request) -> Any:
+        """See :meth:`fedlowrank.core.method.ClientView.train`."""
+        name, kind = request.name, self.kind(request)
+        standard = self.is_standard(request)
+        places = self._places(request, kind) if standard else frozenset()
+        if standard:
+            self.count(request, kind)
+        with contextlib.nullcontext() if standard else self._in_training(self.data.key / name):
+            end, losses = descend(
+                request,
+                self.data.batches(name),
+                self.round,
+                self.micro_batch,
+                places,
+                self._counting(kind, standard),
+            )
+        self.account(request, kind, float(losses.mean()))
+        check_finite(self.data.info, self.round, name, losses, end)
+        return tree.canonical(end)
+
+    def is_standard(self, request: Request) -> bool:
+        """Whether a step does nothing but compute: the functions are this package's, and all layers are standard.
+
+        Only then may an engine evaluate the loss once more than the user's own loop would, or for many clients at once.
+        """
+        return self._is_standard(request.loss, request.precondition, request.prox)
+
+    def _is_standard(self, *functions: Callable[..., Any] | None) -> bool:
+        own = all((getattr(f, "__module__", None) or "").startswith("fedlowrank.") for f in functions if f is not None)
+        return own and all(m.is_standard for m in self.models)
+
+    def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
+        """What is entered around each step, to count its operations.
+
+        Steps of standard layers have been counted without being taken. All others are counted as they are taken, the first of
+        each size in every pass: counting may change the order of sums, and a result must not depend on what a process did before.
+        """
+        seen: set[Size] = set()
+
+        def around(batch: Batch) -> AbstractContextManager[None]:
+            size = size_of(batch)
+            if standard or size in seen:
+                return contextlib.nullcontext()
+            seen.add(size)
+            return self.ledger.counting(kind, size)
+
+        return around
+
+    def account(self, request: Request, kind: Any, loss: float) -> None:
+        """Enter a pass of that :meth:`kind`, whose steps have been counted, into the meter, with its mean loss."""
+        index = self.data.order(request.name)
+        self.meter.flops += self.ledger.total(kind, Counter(self.data.size(i) for i in index))
+        self.meter.steps += len(index)
+        self.meter.losses[request.name] = loss
+
+    def count(self, request: Request, kind: Any) -> None:
+        """Count steps of a request of standard layers, one of each size, without taking them."""
+        work = None
+        for size, i in {self.data.size(i): i for i in self.data.order(request.name)}.items():
+            if not self.ledger.knows(kind, size):
+                work = work or Work(request, self.round)
+                with self.ledger.counting(kind, size):
+                    work.gradient(work.loss(gather(self.data.examples, i)))
+
+    def _places(self, request: Request, kind: Any) -> Places:
+        """The matrices that can take their steps in the backward pass of a request of that :meth:`kind`."""
+        if not takes_plain_steps(request):
+            return frozenset()
+        if kind not in self.places:
+            self.places[kind] = find_places(Work(request, self.round), next(self.data.batches(request.name)))
+        return self.places[kind]
+
+    @contextlib.contextmanager
+    def _in_training(self, key: Key) -> Iterator[None]:
+        """Put all models in training mode, and let user code draw from generators seeded by ``key``."""
+        with key.global_generators(self.data.examples.y.device):
+            for model in self.models:
+                model.training(True)
+            try:
+                yield
+            finally:
+                for model in self.models:
+                    model.training(False)
+
+    def kind(self, request: Request) -> Any:
+        """What the cost of a step depends on, but for its batch."""
+        return self._kind(request.loss, request.start, request.given)
+
+    def _kind(self, function: Callable[..., Any], params: Any, given: Any) -> Any:
+        forms = [tree.form(t, plain=False) for t in (params, given)]
+        return code_of(function), self.model.name, self.data.form, *forms
+
+    def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
+        """See :meth:`fedlowrank.core.method.ClientView.total`."""
+        sums: list[T] = []
+        sizes: Counter[Size] = Counter()
+        params = layout(params)
+        kind = self._kind(statistic, params, given)
+        standard = self._is_standard(statistic)
+        counting = self._counting(kind, standard)
+        draws = (
+            contextlib.nullcontext()
+            if standard
+            else (self.data.key / "total").global_generators(self.data.examples.y.device)
+        )
+        with torch.no_grad(), draws:
+            for batch in self.data.chunks():
+                size = size_of(batch)
+                if standard and not self.ledger.knows(kind, size):
+                    with self.ledger.counting(kind, size):
+                        statistic(params, batch, *given)
+                with counting(batch):
+                    part = statistic(params, batch, *given)
+                sizes[size] += 1
+                sums = [part if not sums else tree.add(sums[0], part)]
+        self.meter.flops += self.ledger.total(kind, sizes)
+        return tree.canonical(sums[0])
+
+
+def descend(
+    request: Request,
+    batches: Iterator[Batch],
+    round: int,
+    micro_batch: int | None = None,
+    places: Places = frozenset(),
+    counting: Callable[[Batch], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+) -> tuple[Any, Tensor]:
+    """Take one step a batch.
+
+    Args:
+        request: what is trained.
+        batches: one a step.
+        round: counted from 0.
+        micro_batch: examples of which a gradient is taken at once; those of a batch add up to its own.
+        places: of the matrices that take their steps in the backward pass; all other steps are taken by gradients.
+        counting: entered around each loss and its gradient.
+
+    Returns:
+        The trained tree, and the loss of every step ``[steps]``.
+    """
+    work = Work(request, round, places)
+    losses: list[Tensor] = []
+    for count, batch in enumerate(batches):
+        with counting(batch):
+            if places and (micro_batch is None or len(batch) <= micro_batch):
+                value, grads = step_in_backward(work, places, batch), None
+            else:
+                value, grads = _gradient(work, batch, micro_batch)
+        if grads is not None:
+            work.step(grads, count)
+        work.proximal()
+        losses.append(value)
+    return work.now, torch.stack(losses)
+
+
+def _gradient(work: Work, batch: Batch, micro_batch: int | None) -> tuple[Tensor, list[Tensor]]:
+    """The loss of a batch and its gradient."""
+    if micro_batch is None or len(batch) <= micro_batch:
+        value = work.loss(batch)
+        return value.detach(), work.gradient(value)
+    weights, device = batch.weights, batch.y.device
+    total, grads = torch.zeros((), device=device), [torch.zeros_like(p) for p in work.params]
+    for part in torch.split(torch.arange(len(batch), device=device), micro_batch):
+        x = {n: t[part] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[part]
+        value = work.loss(Batch(x, batch.y[part], step=batch.step))
+        if weights is None:
+            value = value * (len(part) / len(batch))
+        else:
+            # stays on the device: a number of Python would wait for the steps before
+            value = value * (weights[part].sum().double() / weights.sum().clamp(min=1)).to(value.dtype)
+        torch._foreach_add_(grads, work.gradient(value))
+        total = total + value.detach()
+    return total, grads
+
+
+def check_finite(client: ClientInfo, round: int, name: str, losses: Tensor, end: Any) -> None:
+    """Raise :class:`NonFiniteError` if a loss or a parameter is NaN or infinite."""
+    if all_finite(losses, end):
+        return
+    bad = (~torch.isfinite(losses)).nonzero()
+    raise NonFiniteError(client.id, round, name, int(bad[0]) if len(bad) else None)
+
+
+def all_finite(losses: Tensor, ends: Any) -> bool:
+    """Whether losses and parameters, of one client or of many, are finite."""
+    return tree.not_finite([losses, ends]) is None
