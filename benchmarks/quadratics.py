@@ -62,7 +62,7 @@ def errors(name: str, seed: int, disagreement: float, rounds: int, lr: float) ->
     found = []
     for _ in range(rounds):
         run.step()
-        server = run.at_client(federation.infos[0]).server
+        server = run.local_model(federation.infos[0]).server
         if server is None:
             raise AssertionError(f"{name} has no model of the server's own")
         w = next(w for n, w in server.items() if n.endswith("weight")).double()

@@ -13,7 +13,7 @@ from .adapters.floral_module import Floral
 from .core.errors import FedlowrankError
 from .core.key import Key
 from .core.loss import cross_entropy, task_loss
-from .core.method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
+from .core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from .core.optimizer import SGD, AdamW, Group, Schedule
 from .data.augment import Augment
 from .data.federation import Federation
@@ -36,7 +36,6 @@ __all__ = [
     "Key",
     "Method",
     "Pass",
-    "Reply",
     "Result",
     "RunSettings",
     "Schedule",

@@ -43,7 +43,10 @@ Capsys = pytest.CaptureFixture[str]
             "optimizer.schedule.kind: 'cosin' is no choice. Did you mean 'cosine'?",
         ),
         ("defaults.optimizer.momentun=0.9", "optimizer.momentun: there is no such field. Did you mean 'momentum'?"),
-        ("methods.fedavg.weights=example", "methods.fedavg.weights: 'example' is no choice. Did you mean 'examples'?"),
+        (
+            "methods.fedavg.weighting=example",
+            "methods.fedavg.weighting: 'example' is no choice. Did you mean 'examples'?",
+        ),
         ("methods.floral.kinds=[linea]", "methods.floral.kinds: a list is needed"),
         ('methods.floral.kinds=["linea"]', "methods.floral.kinds.0: 'linea' is no choice. Did you mean 'linear'?"),
         ("model.names=iris:net", 'model.names: a list is needed, such as ["iris:net"]'),

@@ -272,8 +272,8 @@ def test_data_shows_and_draws(capsys: Capsys) -> None:
 OWN = """
 from dataclasses import dataclass
 from fedlowrank import Method, cross_entropy
-from fedlowrank.core.method import by_examples
-from fedlowrank.core.means import mean
+
+from fedlowrank.core.contribution import mean
 
 
 @dataclass(frozen=True)
@@ -298,19 +298,16 @@ class Own(Method):
 
         return None, view.train(loss, down, "local", self.optimizer)
 
-    def server_update(self, server, replies, view):
-        return mean([r.upload for r in replies], by_examples(replies))
-
-    def personal(self, state, down, view):
-        return down
+    def server_update(self, server, total, view):
+        return total
 
 
 @dataclass(frozen=True)
 class Wrong(Own):
     title = "My wrong one"
 
-    def server_update(self, server, replies, view):
-        return replies[-1].upload
+    def server_update(self, server, total, view):
+        return {name: 0.99 * p for name, p in total.items()}
 """
 
 
@@ -322,7 +319,7 @@ def test_check_a_class_of_ones_own(capsys: Capsys) -> None:
     assert main(["check", "own_method:Wrong"]) == 1
     out = capsys.readouterr().out
     assert out.count("FAILED") == 1
-    assert "order of replies" in next(line for line in out.splitlines() if "FAILED" in line)
+    assert "learning rate of 0" in next(line for line in out.splitlines() if "FAILED" in line)
 
 
 def test_check_a_built_in_method(capsys: Capsys) -> None:

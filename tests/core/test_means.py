@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedlowrank.core.means import Mean, mean, mean_of
-from fedlowrank.core.method import ClientInfo, Reply
+from fedlowrank.core.contribution import RunningMean, mean
 from fedlowrank.core.tree import TreeError
 
 
@@ -35,7 +34,7 @@ def test_equal_trees_have_themselves_for_a_mean_bit_for_bit(weights: list[float]
 
 def test_what_came_is_left_alone_and_not_kept() -> None:
     a, b = torch.ones(2), torch.zeros(2)
-    found: Mean[Tensor] = Mean()
+    found: RunningMean[Tensor] = RunningMean()
     found.add(a)
     found.add(b, 3.0)
     assert torch.equal(found.value, torch.full((2,), 0.25))
@@ -66,10 +65,3 @@ def test_a_tree_whose_fields_come_in_another_order_is_the_same_tree() -> None:
 def test_what_has_no_mean_is_refused(trees: list[object], weights: list[float], what: str) -> None:
     with pytest.raises(TreeError, match=what):
         mean(trees, weights)
-
-
-def test_replies_weigh_by_examples_or_equally() -> None:
-    replies = [Reply(ClientInfo(i, n, "net"), (torch.tensor(float(i)), i)) for i, n in enumerate((10, 20, 70))]
-    by_examples = mean_of(iter(replies), lambda upload: upload[0])
-    assert float(by_examples) == pytest.approx((0 * 10 + 1 * 20 + 2 * 70) / 100)
-    assert float(mean_of(iter(replies), lambda upload: upload[0], equally=True)) == pytest.approx(1.0)

@@ -55,7 +55,7 @@ def by_hand(params: dict[str, Tensor], train: Tensor, x: Tensor) -> np.ndarray:
 def test_a_client_infers_by_the_statistics_of_its_own_training_data() -> None:
     result = simulate("fedavg", Federation.from_arrays(clients([40, 60, 50]), Net), rounds=2)
     for info, data in zip(result.run.federation.infos, result.run.federation.clients, strict=True):
-        made = result.run.at_client(info)
+        made = result.run.local_model(info)
         scores = made.predictors["personal"](data.test.x)
         expected = by_hand(result.run.state.server, data.train.x, data.test.x)
         np.testing.assert_allclose(scores.numpy(), expected, atol=1e-5)

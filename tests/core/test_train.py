@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank.core import tree
+from fedlowrank.core.contribution import mean
 from fedlowrank.core.errors import NonFiniteError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.loss import cross_entropy
-from fedlowrank.core.means import mean
 from fedlowrank.core.method import Batch, ClientInfo, ClientView, Pass
 from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.core.tree import TreeError

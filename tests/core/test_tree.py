@@ -19,8 +19,8 @@ from torch import Tensor
 
 import fedlowrank
 from fedlowrank.core import tree
+from fedlowrank.core.contribution import mean
 from fedlowrank.core.errors import FedlowrankError
-from fedlowrank.core.means import mean
 from fedlowrank.core.tree import TreeError
 
 # the same examples in every run: what fails here fails for everyone

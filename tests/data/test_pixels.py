@@ -24,7 +24,6 @@ from fedlowrank.data.augment import UNCHANGED, Augment
 from fedlowrank.data.dataset import Dataset, Examples, normalize
 from fedlowrank.data.pixels import Pixels, pack
 from fedlowrank.engines import ENGINES
-from fedlowrank.engines.auto import fingerprint
 from fedlowrank.methods import METHODS
 from fedlowrank.models.cnn import CNN
 from fedlowrank.models.mlp import MLP
@@ -283,11 +282,6 @@ def test_a_run_prints_why_it_keeps_float32(capsys: pytest.CaptureFixture[str]) -
     assert "run.pixels = 'bytes', but the inputs stay float32" in capsys.readouterr().err
     simulate("fedavg", table, rounds=1)
     assert capsys.readouterr().err == ""
-
-
-def test_a_choice_of_engine_is_kept_apart_for_bytes() -> None:
-    on, method = federation(), METHODS["fedavg"]()
-    assert fingerprint(method, on, 3) != fingerprint(method, on.packed(), 3)
 
 
 # Runs

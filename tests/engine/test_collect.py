@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import time
 import weakref
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
+from fedlowrank.core.client_model import ClientModel
+from fedlowrank.core.contribution import Sum
 from fedlowrank.core.errors import NonFiniteError, TaskError
-from fedlowrank.core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from fedlowrank.core.method import ClientInfo, ClientView, Method, ServerView, Task
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
@@ -59,18 +60,18 @@ class Sums(Method[Tensor, Tensor, Tensor, Tensor]):
         value = float("nan") if view.info.id == self.bad else float(2**view.info.id)
         return state + 1, torch.full((self.size,), value, dtype=torch.float64)
 
-    def server_update(self, server: Tensor, replies: Iterable[Reply[Tensor]], view: ServerView) -> Tensor:
-        server = server.clone()
-        for k, reply in enumerate(replies):
-            server += reply.upload
-            SEEN.append(weakref.ref(reply.upload))
-            ALIVE.append(sum(ref() is not None for ref in SEEN))
-            if k + 1 == self.most:
-                break
-        return server
+    def contribution(self, upload: Tensor, client: ClientInfo, server: Tensor) -> Sum:
+        SEEN.append(weakref.ref(upload))
+        ALIVE.append(sum(ref() is not None for ref in SEEN))
+        if len(SEEN) == self.most:
+            raise TaskError("Sums: enough")
+        return Sum(upload)
 
-    def personal(self, state: Tensor, down: Tensor, view: ClientView) -> dict[str, Tensor]:
-        return view.model.initial
+    def server_update(self, server: Tensor, total: Tensor, view: ServerView) -> Tensor:
+        return server + total
+
+    def client_model(self, state: Tensor, down: Tensor, view: ClientView) -> ClientModel:
+        return ClientModel(view.model.initial)
 
 
 SEEN: list[Any] = []
@@ -109,29 +110,17 @@ def test_replies_are_let_go_one_after_another(engine: str) -> None:
     assert sorted(run.state.clients) == list(range(CLIENTS))
 
 
-def test_a_method_that_does_not_stream_is_given_all() -> None:
-    @dataclass(frozen=True)
-    class All(Sums):
-        streams = False
+def test_the_server_is_told_who_replied() -> None:
+    seen: list[list[int]] = []
 
-        def server_update(self, server: Tensor, replies: Any, view: ServerView) -> Tensor:
-            assert len(replies) == CLIENTS
-            assert [r.client.id for r in replies] == list(range(CLIENTS))
+    @dataclass(frozen=True)
+    class Told(Sums):
+        def server_update(self, server: Tensor, total: Tensor, view: ServerView) -> Tensor:
+            seen.append([client.id for client in view.replied])
             return server
 
-    run_of(All()).step()
-
-
-def test_a_server_must_go_to_the_end_of_the_replies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sums, "most", 5)
-    run = run_of(Sums())
-    before = run.state
-    with pytest.raises(TaskError, match="Sums: server_update has not gone over all replies"):
-        run.step()
-    assert run.state is before
-    # to stop exactly at the last is to have gone over all
-    monkeypatch.setattr(Sums, "most", CLIENTS)
-    run_of(Sums()).step()
+    run_of(Told(bad=4), on_nan="drop").step()
+    assert seen == [[i for i in range(CLIENTS) if i != 4]]
 
 
 def test_a_nan_half_way_stops_the_run_or_is_left_out() -> None:

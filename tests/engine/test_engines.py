@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.core import tree
+from fedlowrank.core.client_model import ClientModel
 from fedlowrank.core.errors import NonFiniteError, TaskError
 from fedlowrank.core.loss import cross_entropy
-from fedlowrank.core.means import mean
-from fedlowrank.core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from fedlowrank.core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from fedlowrank.core.optimizer import SGD, AdamW, Group
 from fedlowrank.core.tree import Params
 from fedlowrank.data.dataset import ClientData, Examples
@@ -76,11 +76,8 @@ class Plain(Method[Params, Any, Params, Any]):
 
         return view.train(loss, down, "local", self.optimizer)
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Any]], view: ServerView) -> Params:
-        return mean([r.upload for r in replies], by_examples(replies))
-
-    def personal(self, state: Any, down: Params, view: ClientView) -> Params:
-        return down
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
+        return total
 
 
 def failed(method: Method[Any, Any, Any, Any]) -> dict[str, str]:
@@ -165,10 +162,9 @@ class ChangesDownload(Plain):
 
 @dataclass(frozen=True)
 class ChangesServer(Plain):
-    def server_update(self, server: Params, replies: Sequence[Reply[Any]], view: ServerView) -> Params:
-        new = mean([r.upload for r in replies], by_examples(replies))
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         for name, p in server.items():
-            p.copy_(new[name])
+            p.copy_(total[name])
         return server
 
 
@@ -192,12 +188,6 @@ class RemembersInItself(Plain):
 class GlobalNoise(Plain):
     def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
         return state, {n: p + 0.001 * torch.randn_like(p) for n, p in self.trained(down, view).items()}
-
-
-@dataclass(frozen=True)
-class LastReplyWins(Plain):
-    def server_update(self, server: Params, replies: Sequence[Reply[Any]], view: ServerView) -> Params:
-        return replies[-1].upload
 
 
 @dataclass(frozen=True)
@@ -231,8 +221,8 @@ class NeedsAState(Plain):
     def local_update(self, state: Any, down: Params, view: ClientView) -> tuple[Any, Any]:
         return {"count": torch.ones(1)}, self.trained(down, view)
 
-    def personal(self, state: Any, down: Params, view: ClientView) -> Params:
-        return down if float(state["count"]) else {}
+    def client_model(self, state: Any, down: Params, view: ClientView) -> ClientModel:
+        return ClientModel(down if float(state["count"]) else {})
 
 
 @dataclass(frozen=True)
@@ -265,7 +255,6 @@ class PlainMean(Plain):
         (RemembersInItself(), "resume", "differs"),
         (GlobalNoise(), "pure", ""),
         (GlobalNoise(), "still", "learning rate of 0"),
-        (LastReplyWins(), "order", "differs"),
         (SendsASet(), "wire", "set"),
         (OwnRate(), "still", "learning rate of 0"),
         (ClimbsTheLoss(), "learns", ""),

@@ -93,7 +93,7 @@ def test_a_module_that_loads_it_infers_as_the_client(method: str, kind: str) -> 
         # strict: every key is there, and none that the module does not have
         loaded.load_state_dict(state)
         x = data.clients[info.id].test.x
-        predict = next(iter(result.run.at_client(info).predictors.values()))
+        predict = next(iter(result.run.local_model(info).predictors.values()))
         torch.testing.assert_close(loaded(x), predict(x), rtol=1e-4, atol=1e-5)
         assert float((loaded(x) - start(x)).detach().abs().max()) > 1e-3
         # using the module changes neither the federation's nor what was given

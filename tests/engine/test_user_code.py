@@ -330,13 +330,8 @@ class OwnLoss(Method[dict[str, Tensor], None, dict[str, Tensor], dict[str, Tenso
 
         return None, view.train(loss, down, "local", self.optimizer)
 
-    def server_update(self, server: Any, replies: Any, view: Any) -> Any:
-        found = list(replies)
-        total = sum(r.client.examples for r in found)
-        return {n: sum(r.upload[n] * (r.client.examples / total) for r in found) for n in server}
-
-    def personal(self, state: None, down: Any, view: Any) -> Any:
-        return down
+    def server_update(self, server: Any, total: Any, view: Any) -> Any:
+        return total
 
 
 def user_loss(model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -424,7 +419,7 @@ def test_buffers_belong_to_the_client(kind: type[Base], engine: str) -> None:
         if isinstance(fresh, ModeCounter):
             assert int(fresh.passes) == ROUNDS * 2 * -(-SIZES[k] // 5)
         x = runs[0].federation.clients[k].test.inputs
-        scores = runs[0].at_client(info).predictors["personal"](x)
+        scores = runs[0].local_model(info).predictors["personal"](x)
         torch.testing.assert_close(scores, fresh.eval()(x).detach())
 
 

@@ -38,7 +38,7 @@ def by_peft(base: Path, adapter: Path, x: dict[str, Tensor]) -> Tensor:
 
 def live(run: Run, client: int | None) -> Tensor:
     info = run.federation.infos[client or 0]
-    params = run.personal(info) if client is not None else run.at_client(info).server
+    params = run.personal(info) if client is not None else run.local_model(info).server
     assert params is not None
     with torch.no_grad():
         return run.federation.architectures["language"].apply(params, inputs(run))
@@ -74,7 +74,7 @@ def test_layers_that_are_matrices_are_kept_whole_and_the_others_are_factors(llam
     dense = {n for n, d in deltas.items() if d.whole is not None}
     assert dense
     assert dense != set(deltas)
-    folder = language_of(run).write_one(tmp_path / "server", run.at_client(run.federation.infos[0]).server, 3, None)
+    folder = language_of(run).write_one(tmp_path / "server", run.local_model(run.federation.infos[0]).server, 3, None)
     torch.testing.assert_close(by_peft(llama, folder, inputs(run)), live(run, None), rtol=0, atol=1e-5)
     read = read_adapter(folder)
     assert set(read.pairs) == set(deltas) - dense

@@ -168,7 +168,7 @@ def test_adapters_of_a_run_load_in_peft_and_give_the_same_scores(llama: Path, tm
     run = opened(tmp_path / "run", "")
     x = {n: t[:4] for n, t in run.federation.clients[0].train.x.items()}
     model = run.federation.architectures["language"]
-    server = run.at_client(run.federation.infos[0]).server
+    server = run.local_model(run.federation.infos[0]).server
     assert server is not None
     expected = {"server": server} | {f"client_{i.id:04d}": run.personal(i) for i in run.federation.infos}
     for name, params in expected.items():

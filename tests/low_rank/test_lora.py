@@ -327,7 +327,9 @@ def test_means_over_the_holders_alone() -> None:
     wide = [padded(p, 4) for p in replies]
     mean_b, mean_a = (sum(w * getattr(p, f) for w, p in zip(weights, wide, strict=True)) / 4 for f in ("b", "a"))
     means = {"l": Pair(mean_b, mean_a)}
-    found = undiluted(means, {"l": Pair(b.nan_to_num(9), a.nan_to_num(8))}, [1, 3], weights)["l"]
+    found = undiluted(
+        means, {"l": Pair(b.nan_to_num(9), a.nan_to_num(8))}, torch.tensor([4.0, 3.0, 3.0, 0.0], dtype=torch.float64)
+    )["l"]
     # (1 + 3·4)/4, then the second client's own, then what nobody holds
     torch.testing.assert_close(found.b, torch.tensor([[3.25, 4, 4, 9]] * 2, dtype=torch.float64))
     torch.testing.assert_close(found.a, torch.tensor([[-3.25] * 3, [-4] * 3, [-4] * 3, [8] * 3], dtype=torch.float64))

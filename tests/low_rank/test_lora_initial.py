@@ -131,7 +131,7 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
     info, x, y = federation.infos[0], federation.clients[0].train.x, federation.clients[0].train.y
 
     def scores() -> Tensor:
-        return run.at_client(info).predictors["personal"](x).detach()
+        return run.local_model(info).predictors["personal"](x).detach()
 
     first = base(x).detach()
     torch.testing.assert_close(scores(), first)

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from contract import Reply, predictor, routes, server_update
 from fedlowrank.adapters.mixture import Pairs
 from fedlowrank.adapters.router import Router
 from fedlowrank.core import tree
+from fedlowrank.core.contribution import Aggregator
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import Batch, ClientInfo, Reply, ServerView
+from fedlowrank.core.method import Batch, ClientInfo, ServerView
 from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.core.server_optimizer import Memory, fresh_memory, server_step
 from fedlowrank.data.federation import Federation
@@ -23,19 +25,20 @@ from fedlowrank.engines.sequential import Sequential, Wire
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.ensemble import Ensemble
 from fedlowrank.methods.families.clusters import (
-    cluster_mean,
+    by_cluster,
+    cluster_means,
+    cluster_weights,
     even,
     initial_models,
     known_cluster,
     losses_of,
-    reply_weights,
     select,
 )
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedem import FedEM
 from fedlowrank.methods.ifca import IFCA, nearest
 from fedlowrank.methods.local_adaptor import LocalAdaptor
-from fedlowrank.simulation.client_store import Shelf
+from fedlowrank.simulation.client_store import ClientStore
 from fedlowrank.simulation.run import Run, RunSettings, State
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import federation as small
@@ -161,9 +164,8 @@ def test_a_known_cluster_or_what_is_missing() -> None:
 
 
 def test_weights_of_replies_are_shares_times_examples() -> None:
-    replies = [Reply(ClientInfo(0, 20, "a"), None), Reply(ClientInfo(1, 5, "a", cluster=2), None)]
-    found = reply_weights("X", replies, [torch.tensor([0.5, 0.25, 0.25]), None], 3)
-    assert found == [[10, 5, 5], [0, 0, 5]]
+    assert cluster_weights("X", ClientInfo(0, 20, "a"), torch.tensor([0.5, 0.25, 0.25]), 3) == [10, 5, 5]
+    assert cluster_weights("X", ClientInfo(1, 5, "a", cluster=2), None, 3) == [0, 0, 5]
 
 
 # -- averages ----------------------------------------------------------------------------------------------------------
@@ -175,6 +177,13 @@ def some(seed: int, count: int = 3) -> dict[str, Any]:
         "w": Pairs(*(torch.randn(count, n, 2, generator=g, dtype=torch.float64) for n in (5, 4))),
         "b": torch.randn(count, 5, generator=g, dtype=torch.float64),
     }
+
+
+def cluster_mean(old: Any, ups: Any, weights: Any) -> Any:
+    aggregator = Aggregator(range(len(ups)))
+    for k, (up, of_clusters) in enumerate(zip(ups, weights, strict=True)):
+        aggregator.add(k, by_cluster(up, of_clusters))
+    return cluster_means(old, aggregator.finish())
 
 
 def test_the_mean_of_each_cluster_by_hand() -> None:
@@ -375,7 +384,7 @@ def test_ensemble(mixed: str, known: Any, engine: type[Engine]) -> None:
         pi = np.eye(3)[known[k]] if known else reference.shares(thetas[k])
         if known is None:
             same(state, thetas[k])
-        same(run.method.routes(*at(run, k)).double(), pi)
+        same(routes(run.method, *at(run, k)).double(), pi)
         x = train_data(federation)[k][0]
         scores = sum(p * forward(net, x)[1] for p, net in zip(pi, models, strict=True))
         if mixed == "weights":
@@ -384,14 +393,14 @@ def test_ensemble(mixed: str, known: Any, engine: type[Engine]) -> None:
             same(layers(run.personal(federation.infos[k])), whole)
         else:
             same(layers(run.personal(federation.infos[k])), models[int(pi.argmax())])
-        same(run.method.predictor(*at(run, k))(federation.clients[k].train.x).detach(), scores)
+        same(predictor(run.method, *at(run, k))(federation.clients[k].train.x).detach(), scores)
 
 
 def alone(models: dict[str, Tensor], c: int, members: list[int]) -> Run:
     """FedAvg of these clients from the c-th of C models; with full batches the order of examples does not matter."""
     parts = arrays()
     run = run_of(FedAvg(**FULL), alike(clients=[parts[k] for k in members]), steps=0)
-    run.state = State(0, {n: t[c].clone() for n, t in models.items()}, Shelf())
+    run.state = State(0, {n: t[c].clone() for n, t in models.items()}, ClientStore())
     for _ in range(3):
         run.step()
     return run
@@ -416,10 +425,10 @@ def test_a_single_model_is_fedavg(method: Any, optimizer: Any) -> None:
     close({n: t[0] for n, t in a.state.server.items()}, b.state.server)
     for k, info in enumerate(a.federation.infos):
         close(a.personal(info), b.state.server)
-        assert a.method.routes(*at(a, k)).tolist() == [1]
+        assert routes(a.method, *at(a, k)).tolist() == [1]
         x = a.federation.clients[k].test.x
-        found = a.method.predictor(*at(a, k))(x).detach()
-        close(found.log_softmax(-1), b.method.predictor(*at(b, k))(x).detach().log_softmax(-1))
+        found = predictor(a.method, *at(a, k))(x).detach()
+        close(found.log_softmax(-1), predictor(b.method, *at(b, k))(x).detach().log_softmax(-1))
 
 
 # -- FedEM -------------------------------------------------------------------------------------------------------------
@@ -433,11 +442,11 @@ def test_fedem(engine: type[Engine]) -> None:
     same(nets(run.state.server), models)
     same(states(run), [pis[k] for k in range(len(SIZES))])
     for k, info in enumerate(federation.infos):
-        same(run.method.routes(*at(run, k)), pis[k])
+        same(routes(run.method, *at(run, k)), pis[k])
         same(layers(run.personal(info)), models[int(pis[k].argmax())])
         x = train_data(federation)[k][0]
         mixture = sum(p * softmax(forward(net, x)[1]) for p, net in zip(pis[k], models, strict=True))
-        same(run.method.predictor(*at(run, k))(federation.clients[k].train.x).detach(), np.log(mixture))
+        same(predictor(run.method, *at(run, k))(federation.clients[k].train.x).detach(), np.log(mixture))
     assert max(abs(pi - 1 / 3).max() for pi in pis.values()) > 0.05
 
 
@@ -463,7 +472,7 @@ def test_a_newcomer_takes_em_steps_on_its_shares_alone(adapt: int) -> None:
     pi = np.full(3, 1 / 3)
     for _ in range(adapt):
         pi = reference.likelihoods(nets(run.state.server), pi, *train_data(federation)[k]).mean(0)
-    same(run.method.routes(*at(run, k)), pi)
+    same(routes(run.method, *at(run, k)), pi)
     assert (abs(pi - 1 / 3).max() > 1e-3) == (adapt > 0)
 
 
@@ -505,7 +514,7 @@ def test_fedem_of_a_regression_mixes_outputs() -> None:
         pi = (density / density.sum(1, keepdims=True)).mean(0)
         same(run.state.clients[info.id], pi)
         mean = sum(p * forward(net, x)[1] for p, net in zip(pi, nets(run.state.server), strict=True))
-        same(run.method.predictor(*at(run, k))(federation.clients[k].train.x).detach(), mean)
+        same(predictor(run.method, *at(run, k))(federation.clients[k].train.x).detach(), mean)
 
 
 def test_fedem_counts_steps_of_em() -> None:
@@ -522,7 +531,7 @@ def test_an_impossible_component_stays_impossible_and_makes_no_nan() -> None:
     assert tree.equal({n: t[1] for n, t in up.items()}, {n: t[1] for n, t in down.items()})
     x = run.federation.clients[0].test.x
     alone = view.model.apply({n: t[0] for n, t in down.items()}, x).log_softmax(-1)
-    close(run.method.predictor(one, down, view)(x), alone)
+    close(predictor(run.method, one, down, view)(x), alone)
 
 
 # -- IFCA --------------------------------------------------------------------------------------------------------------
@@ -531,7 +540,7 @@ def test_an_impossible_component_stays_impossible_and_makes_no_nan() -> None:
 @pytest.mark.parametrize("weights", ["examples", "uniform"])
 def test_ifca(weights: str, engine: type[Engine]) -> None:
     federation = alike()
-    method = IFCA(clusters=2, weights=weights, **LOCAL)
+    method = IFCA(clusters=2, weighting=weights, **LOCAL)
     run = run_of(method, federation, engine=engine, **SAMPLE)
     models, chosen = reference.ifca(
         nets(method.server_init(run.task)), train_data(federation), plan(run), LR, weights == "examples"
@@ -546,7 +555,7 @@ def test_ifca(weights: str, engine: type[Engine]) -> None:
             np.argmin([cross_entropy(forward(net, x)[1], y) for net in models for x, y in [train_data(federation)[k]]])
         )
         same(layers(run.personal(info)), models[own])
-        assert method.routes(*at(run, k)).tolist() == np.eye(2)[own].tolist()
+        assert routes(method, *at(run, k)).tolist() == np.eye(2)[own].tolist()
         assert nearest(*at(run, k)[1:]) == own
 
 
@@ -568,7 +577,7 @@ def test_a_model_that_nobody_picks_stays_bit_for_bit() -> None:
     run = run_of(IFCA(clusters=2, **LOCAL), alike(), steps=0)
     # a model that no one could want
     awful = {n: torch.stack([t[0], t[1] + 5]) for n, t in run.state.server.items()}
-    run.state = State(0, awful, Shelf())
+    run.state = State(0, awful, ClientStore())
     for _ in range(3):
         run.step()
     assert tree.equal(select(run.state.server, 1), select(awful, 1))
@@ -584,7 +593,7 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
     run = Run(method, federation, RunSettings(rounds=6, unseen=0.34), Sequential())
     w = torch.tensor([[-1.0, 0.0], [1.0, 0.0]], dtype=torch.float64)
     models = {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)}
-    run.state = State(0, models, Shelf())
+    run.state = State(0, models, ClientStore())
     for _ in range(3):
         record = run.step()
         assert record.routes == [[float(c == k % 2) for c in range(2)] for k in range(6)]
@@ -601,7 +610,7 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
     run = Run(method, opposed(), RunSettings(rounds=3, unseen=0.34), Sequential())
     w = torch.tensor([[-4.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
     run.state = State(
-        0, {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)}, Shelf()
+        0, {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)}, ClientStore()
     )
     record = run.start()
     for k, route in enumerate(record.routes):
@@ -620,7 +629,7 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
         Ensemble(clusters=2, router=OPTIMAL),
         Ensemble(clusters=2, mixed="weights", router=Router(update="mfl", lr=2.0, keep=False)),
         FedEM(clusters=2, adapt=0),
-        IFCA(clusters=2, weights="uniform"),
+        IFCA(clusters=2, weighting="uniform"),
     ],
     ids=["optimal", "mfl", "fedem", "ifca"],
 )
@@ -639,7 +648,7 @@ def test_an_ensemble_with_known_routes_needs_known_clusters() -> None:
 
 @pytest.mark.parametrize("make", [Ensemble, IFCA])
 def test_choices_are_checked(make: Any) -> None:
-    name = "mixed" if make is Ensemble else "weights"
+    name = "mixed" if make is Ensemble else "weighting"
     with pytest.raises(ConfigError, match=name):
         make(**{name: "both"})
 
@@ -650,7 +659,7 @@ def test_the_order_of_replies_moves_no_bit_of_an_empty_cluster() -> None:
     picked = {int(r.upload.choice.argmax()) for r in replies}
     view = ServerView(run.task, 1, run.federation.key)
     for order in (replies, replies[::-1]):
-        after = run.method.server_update(run.state.server, order, view)
+        after = server_update(run.method, run.state.server, order, view)
         for c in set(range(3)) - picked:
             assert tree.equal(select(after, c), select(run.state.server, c))
     assert dataclasses.is_dataclass(replies[0].upload)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from contract import personal, predictors
 from fedlowrank.core import tree
+from fedlowrank.core.contribution import mean
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.means import mean
 from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_key, client_view
@@ -82,7 +83,8 @@ def inference(run: Run, client: int) -> tuple[Any, Any]:
     trainer = run.engine.trainer(run.method, run.federation, run.round, info)
     view = client_view(run.federation, run.task, run.round, info, trainer)
     of = (run.state_of(info), run.method.download(run.state.server, info), view)
-    return run.method.personal(*of), run.method.predictor(*of)
+    made = predictors(run.method, *of)
+    return personal(run.method, *of), made if len(made) > 1 else made["personal"]
 
 
 # -- against the references --------------------------------------------------------------------------------------------
@@ -191,7 +193,7 @@ def test_lost_replies_leave_the_dual_of_the_server_the_mean_over_all_clients(mak
 
 def test_the_first_round_of_scaffold_is_fedavg_of_equal_clients() -> None:
     a = run_of(SCAFFOLD(**LOCAL), alike(), steps=1, **SAMPLE)
-    b = run_of(FedAvg(weights="uniform", **LOCAL), alike(), steps=1, **SAMPLE)
+    b = run_of(FedAvg(weighting="uniform", **LOCAL), alike(), steps=1, **SAMPLE)
     same(a.state.server.model, b.state.server, 1e-14)
     # not that of clients weighted by their examples, and no later round is
     weighted = run_of(FedAvg(**LOCAL), alike(), steps=1, **SAMPLE)
@@ -336,7 +338,7 @@ def test_duals_find_a_stationary_point_of_the_mean_objective_and_hold_the_gradie
         assert tree.dot(gradient, gradient) > 1e-3
         same(run.state.clients[k], gradient, 1e-6)
     # without duals the clients' own minima pull the mean of their models away
-    drifted = run_of(FedAvg(weights="uniform", **whole), federation, rounds=60, evaluate_every=1000).state.server
+    drifted = run_of(FedAvg(weighting="uniform", **whole), federation, rounds=60, evaluate_every=1000).state.server
     average = mean(gradients(federation, drifted), [1.0] * len(each))
     assert tree.dot(average, average) > 1e-6
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fedlowrank.core import tree
+from fedlowrank.core.contribution import mean
 from fedlowrank.core.errors import ConfigError, NonFiniteError, TaskError
-from fedlowrank.core.means import mean
 from fedlowrank.core.optimizer import SGD, Schedule
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
@@ -25,7 +25,7 @@ from fedlowrank.linalg.matricize import LowRank, unpack
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
 from fedlowrank.methods.lpgd import LPGD
-from fedlowrank.simulation.evaluation import at_client
+from fedlowrank.simulation.evaluation import local_model
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.testing.check import CHECKS
 from fedlowrank.testing.check import federation as check_federation
@@ -234,8 +234,8 @@ def test_a_sparse_global_model_travels_as_its_entries() -> None:
 def test_a_client_that_never_took_part_infers_by_the_global_model() -> None:
     run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float32), rounds=1, participation=0.5)
     for info in run.federation.infos:
-        made = at_client(
-            run.method, run.federation, run.task, run.engine, run.state.server, run.state_of(info), info, 0
+        made = local_model(
+            run.method, run.federation, run.task, run.engine, run.state_of(info), info, 0, server=run.state.server
         ).predictors
         assert list(made) == ["mixed", "gkr"]
         x = run.federation.clients[info.id].test.x
@@ -247,7 +247,7 @@ def test_the_mixed_model_is_the_sum() -> None:
     run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float64), rounds=2)
     info = run.federation.infos[2]
     state, model = run.state_of(info), run.task.model(info)
-    made = at_client(run.method, run.federation, run.task, run.engine, run.state.server, state, info, 1).predictors
+    made = run.local_model(info).predictors
     x = run.federation.clients[2].test.x
     w = w_of(run)
     torch.testing.assert_close(made["gkr"](x), model.apply(w, x))
@@ -284,7 +284,7 @@ def test_a_personal_part_that_starts_at_w_leaves_the_scale_of_normalizations() -
     federation = Federation.from_arrays(arrays(), Normed, classes=4)
     run = Run(FedSLR(personal_start="initial"), federation, RunSettings(rounds=1), Sequential())
     initial = run.task.common_model("").initial
-    start = run.at_client(federation.infos[0]).personal()
+    start = run.local_model(federation.infos[0]).personal()
     norms = {"body.1.weight", "body.1.bias", "body.3.weight"}
     assert norms < {*initial}
     for n, w in initial.items():

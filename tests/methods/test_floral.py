@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from contract import personal, routes
 from fedlowrank.adapters.mixture import Pairs
 from fedlowrank.adapters.router import Router
 from fedlowrank.core import tree
@@ -23,7 +24,7 @@ from fedlowrank.methods.families.clusters import select
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.floral import Floral
 from fedlowrank.methods.local_adaptor import LocalAdaptor
-from fedlowrank.simulation.client_store import Shelf
+from fedlowrank.simulation.client_store import ClientStore
 from fedlowrank.simulation.run import Run, RunSettings, State
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import federation as small
@@ -126,7 +127,7 @@ def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None
         theta = reference.mfl_router(net, adaptors, x, y, 4.0, 0.5, 1.7)
         pi = reference.shares(theta, 0.5, None)
         assert pi.max() - pi.min() > 0.02
-        np.testing.assert_allclose(run.at_client(info).routes, pi, rtol=1e-9)
+        np.testing.assert_allclose(run.local_model(info).client_model.routes, pi, rtol=1e-9)
         if info.id in thetas:
             # what went into the last average is of the models before
             assert np.abs(reference.shares(thetas[info.id], 0.5, None) - pi).max() > 1e-3
@@ -218,11 +219,11 @@ def test_the_inference_of_a_newcomer_learns_its_router_on_the_frozen_mixture() -
         temperature=0.5, freeze=True,
     )  # fmt: skip
     pi = reference.shares(theta, 0.5)
-    same(method.routes(None, run.state.server.model, view), pi)
-    same(layers(method.personal(None, run.state.server.model, view)), reference.mixed(net, a, pi, 1.7))
+    same(routes(method, None, run.state.server.model, view), pi)
+    same(layers(personal(method, None, run.state.server.model, view)), reference.mixed(net, a, pi, 1.7))
     assert abs(pi - 1 / 3).max() > 1e-4
     even = dataclasses.replace(method, router=dataclasses.replace(router, adapt=0))
-    same(even.routes(None, run.state.server.model, view), np.full(3, 1 / 3))
+    same(routes(even, None, run.state.server.model, view), np.full(3, 1 / 3))
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ def test_known_routes_on_a_frozen_base_are_a_run_in_every_cluster() -> None:
         alone = run_of(Floral(clusters=1, rank=2, router=OPTIMAL, **local), together(members, 0), steps=0)
         begin = alone.state.server
         model = {"base": run.federation.architectures["small"].initial, "adaptors": select(start, c)}
-        alone.state = State(0, dataclasses.replace(begin, model=model), Shelf())
+        alone.state = State(0, dataclasses.replace(begin, model=model), ClientStore())
         for _ in range(3):
             alone.step()
         found = select(run.state.server.model["adaptors"], c)
@@ -278,7 +279,7 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
     # the random factors of all clusters those of the first, which are a lone adaptor's
     model = run.state.server.model
     first = tree.map(lambda t: t[:1].expand(4, *t.shape[1:]).clone(), model["adaptors"])
-    run.state = State(0, dataclasses.replace(run.state.server, model={**model, "adaptors": first}), Shelf())
+    run.state = State(0, dataclasses.replace(run.state.server, model={**model, "adaptors": first}), ClientStore())
     for _ in range(3):
         run.step()
     alone = run_of(LocalAdaptor(**settings), alike())
@@ -411,7 +412,7 @@ def separated(method: Floral, run: Run) -> Any:
 def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     federation = opposed()
     run = Run(Floral(clusters=2, rank=1, router=router), federation, RunSettings(rounds=3, unseen=0.34), Sequential())
-    run.state = State(0, separated(run.method, run), Shelf())
+    run.state = State(0, separated(run.method, run), ClientStore())
     assert len(run.unseen) == 2
     record = run.start()
     for k, route in enumerate(record.routes or ()):
@@ -524,7 +525,7 @@ def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
     for schedule in (Schedule(kind="exponential", factor=0.5), Schedule()):
         method = Floral(clusters=2, rank=1, optimizer=SGD(lr=LR, schedule=schedule), batch_size=max(SIZES))
         run = run_of(method, alike(), steps=0)
-        run.state = State(1, dataclasses.replace(begin, model=moved), Shelf())
+        run.state = State(1, dataclasses.replace(begin, model=moved), ClientStore())
         run.step()
         thetas.append(run.state.clients[0])
     torch.testing.assert_close(2 * thetas[0], thetas[1], rtol=0, atol=1e-12)

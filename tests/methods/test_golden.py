@@ -148,7 +148,7 @@ def test_fd(gamma: float, engine: type[Engine]) -> None:
 @pytest.mark.parametrize(("lam", "weights"), [(1.0, "examples"), (0.3, "uniform")])
 def test_fedproto(lam: float, weights: str, engine: type[Engine]) -> None:
     federation = unlike()
-    run = run_of(FedProto(lam=lam, weights=weights, **LOCAL), federation, engine=engine, **SAMPLE)
+    run = run_of(FedProto(lam=lam, weighting=weights, **LOCAL), federation, engine=engine, **SAMPLE)
     known, nets = reference.fedproto(
         start_of(federation), train_data(federation), plan(run), LR, lam, weighted=weights == "examples"
     )

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from contract import Reply, personal, server_update
 from fedlowrank.adapters.lora import lora_of, rest_of
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.core.method import Reply, ServerView
+from fedlowrank.core.method import ServerView
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import client_view
@@ -156,8 +157,8 @@ def test_one_client_with_all_data_is_plain_sgd(make, momentum: float) -> None:
     assert [len(r) for r in rounds] == [2 * -(-sum(SIZES) // 16)] * 3
     trained = bare_loop(model, torch.as_tensor(x), torch.as_tensor(y), rounds, lr=0.1, momentum=momentum)
     view = run.engine.trainer(method, federation, 0, federation.infos[0])
-    found = method.personal(
-        run.state_of(federation.infos[0]), method.download(run.state.server, federation.infos[0]), view
+    found = personal(
+        method, run.state_of(federation.infos[0]), method.download(run.state.server, federation.infos[0]), view
     )
     for name, p in trained.named_parameters():
         torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-12)
@@ -218,14 +219,14 @@ def test_training_changes_every_parameter_of_the_personal_model(name: str) -> No
     for info in federation.infos:
         down = run.method.download(run.state.server, info)
         trainer = run.engine.trainer(run.method, federation, 0, info)
-        personal = run.method.personal(run.state_of(info), down, client_view(federation, run.task, 0, info, trainer))
+        params = personal(run.method, run.state_of(info), down, client_view(federation, run.task, 0, info, trainer))
         initial = federation.architectures[info.architecture].initial
-        assert list(personal) == list(initial) or set(personal) == set(initial)
+        assert list(params) == list(initial) or set(params) == set(initial)
         model = federation.architectures[info.architecture]
         trained = (
             {s.weight for s in lora_of(model).sites.values()} | set(rest_of(model)) if name in LORA else set(initial)
         )
-        assert {n for n in initial if not torch.equal(personal[n], initial[n])} == trained
+        assert {n for n in initial if not torch.equal(params[n], initial[n])} == trained
 
 
 # -- labels that nobody else owns --------------------------------------------------------------------------------------
@@ -254,7 +255,7 @@ def test_a_label_of_one_owner_has_that_owners_prototype_under_fedproto() -> None
     # it holds its prototype when its owner is absent
     lone = FedProto(**LOCAL)
     replies = [Reply(federation.infos[0], lone_upload(lone, run, 0))]
-    after = lone.server_update(run.state.server, replies, ServerView(run.task, 3, federation.key))
+    after = server_update(lone, run.state.server, replies, ServerView(run.task, 3, federation.key))
     assert_bits(after.mean[3], run.state.server.mean[3])
     assert after.known.all()
 
@@ -276,7 +277,7 @@ def test_the_mean_of_equal_replies_is_that_reply(name: str) -> None:
     run = run_of(METHODS[name](**LOCAL), federation, steps=1)
     upload = lone_upload(run.method, run, 1)
     view = ServerView(run.task, 1, federation.key)
-    after = run.method.server_update(run.state.server, [Reply(i, upload) for i in federation.infos], view)
+    after = server_update(run.method, run.state.server, [Reply(i, upload) for i in federation.infos], view)
     tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-14), after, upload)
 
 
@@ -286,8 +287,11 @@ def test_the_weight_of_a_reply_is_its_number_of_examples(name: str) -> None:
     run = run_of(METHODS[name](**LOCAL), federation, steps=1)
     view = ServerView(run.task, 1, federation.key)
     uploads = [lone_upload(run.method, run, k) for k in (0, 2)]
-    after = run.method.server_update(
-        run.state.server, [Reply(federation.infos[k], u) for k, u in zip((0, 2), uploads, strict=True)], view
+    after = server_update(
+        run.method,
+        run.state.server,
+        [Reply(federation.infos[k], u) for k, u in zip((0, 2), uploads, strict=True)],
+        view,
     )
 
     def mixed(found: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -303,8 +307,8 @@ def test_the_order_of_replies_does_not_matter_to_the_server(name: str) -> None:
     run = run_of(METHODS[name](**LOCAL), federation, steps=1)
     replies = [Reply(i, lone_upload(run.method, run, i.id)) for i in federation.infos]
     view = ServerView(run.task, 1, federation.key)
-    straight = run.method.server_update(run.state.server, replies, view)
-    turned = run.method.server_update(run.state.server, [replies[i] for i in (2, 0, 3, 1)], view)
+    straight = server_update(run.method, run.state.server, replies, view)
+    turned = server_update(run.method, run.state.server, [replies[i] for i in (2, 0, 3, 1)], view)
     if name == "fedkd":
         straight, turned = straight.mentee, turned.mentee
     if name == "fd":

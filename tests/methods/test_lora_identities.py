@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from contract import Reply, server_update
 from fedlowrank.adapters.lora import lora_of
 from fedlowrank.adapters.lora_layers import lora
 from fedlowrank.adapters.wire_format import unpack
 from fedlowrank.core import tree
 from fedlowrank.core.key import Key
-from fedlowrank.core.method import Method, Reply, ServerView
+from fedlowrank.core.method import Method, ServerView
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import client_key, client_view
@@ -37,7 +38,7 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.simulation.client_store import Shelf
+from fedlowrank.simulation.client_store import ClientStore
 from fedlowrank.simulation.run import Run, RunSettings, State
 
 from .setting import CLASSES, Net, arrays, order_of, run_of
@@ -72,7 +73,7 @@ def view_of(run: Run, client: int) -> Any:
     return client_view(run.federation, run.task, run.round, info, trainer)
 
 
-def replies_of(run: Run, clients: Sequence[int] = range(4)) -> list[Reply[Any]]:
+def replies_of(run: Run, clients: Sequence[int] = range(4)) -> list[Reply]:
     """What these clients would send now."""
     out = []
     for info in (run.federation.infos[k] for k in clients):
@@ -83,7 +84,7 @@ def replies_of(run: Run, clients: Sequence[int] = range(4)) -> list[Reply[Any]]:
 
 def scores(run: Run, client: int, series: str = "personal") -> Tensor:
     return (
-        run.at_client(run.federation.infos[client]).predictors[series](run.federation.clients[client].test.x).detach()
+        run.local_model(run.federation.infos[client]).predictors[series](run.federation.clients[client].test.x).detach()
     )
 
 
@@ -167,7 +168,7 @@ def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
     b = run_of(FedAvg(**local), federation([3] * 4, held), steps=0, participation=0.75, **QUIET)
     start = a.personal(a.federation.infos[0])
     assert start.keys() == b.state.server.keys()
-    b.state = State(0, {n: start[n] for n in b.state.server}, Shelf())
+    b.state = State(0, {n: start[n] for n in b.state.server}, ClientStore())
     for _ in range(3):
         a.step()
         b.step()
@@ -359,7 +360,7 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
         for n in NAMES:
             change = arrived[n].b.double() @ arrived[n].a.double() - sent[n].b.double() @ sent[n].a.double()
             changed[n].append(8 / ranks[info.id] * change)
-    new = method.server_update(server, replies, ServerView(run.task, 0, Key((0,))))
+    new = server_update(method, server, replies, ServerView(run.task, 0, Key((0,))))
     for n in NAMES:
         p = weighing.weigh(server.delta, [ranks[r.client.id] for r in replies], [r.client.examples for r in replies])
         assert sum(p.weights[n]) == pytest.approx(1, abs=1e-14)

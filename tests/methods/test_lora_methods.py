@@ -104,7 +104,7 @@ def head_is(run: Run, net: Layers, atol: float) -> None:
 def predicts(run: Run, client: int, net: Layers, atol: float, series: str = "personal") -> None:
     """A client's scores on its test examples."""
     x = run.federation.clients[client].test.x
-    found = run.at_client(run.federation.infos[client]).predictors[series](x)
+    found = run.local_model(run.federation.infos[client]).predictors[series](x)
     same(found, forward(net, x.double().numpy())[1], atol)
 
 
@@ -152,9 +152,9 @@ def test_zero_padding(engine: type[Engine]) -> None:
 @pytest.mark.parametrize(
     ("method", "wanted"),
     [
-        ({"weights": "norm"}, {"by_norm": True}),
+        ({"weighting": "norm"}, {"by_norm": True}),
         ({"per_index": True}, {"per_index": True}),
-        ({"weights": "norm", "per_index": True}, {"by_norm": True, "per_index": True}),
+        ({"weighting": "norm", "per_index": True}, {"by_norm": True, "per_index": True}),
     ],
     ids=["norm", "index", "both"],
 )
@@ -213,7 +213,7 @@ def test_fedhl(engine: type[Engine]) -> None:
     run = go(FedHL(tuning=TUNING, **LOCAL), engine, RANKS)
     ws, net, history = reference.fedhl(setting_of(run))
     updates_are(run, ws, net, RANKS, close(engine))
-    found = run.method.observed(run.state.server)
+    found = run.method.metrics(run.state.server)
     ids = list(plan(run)[-1])
     assert found["weights"] == pytest.approx({str(k): p for k, p in zip(ids, history[-1][0], strict=True)}, abs=1e-9)
     s = setting_of(run)

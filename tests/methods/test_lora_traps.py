@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from contract import Reply, server_update
 from fedlowrank.adapters.wire_format import unpack
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import Reply, ServerView
+from fedlowrank.core.method import ServerView
 from fedlowrank.core.optimizer import SGD, AdamW, Group
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Outcome, client_view
@@ -66,18 +67,18 @@ def box(run: Run, client: int) -> tuple[Any, Any]:
     return method.local_update(run.state_of(info), method.download(run.state.server, info), view)
 
 
-def replies_of(run: Run, clients: Sequence[int]) -> list[Reply[Any]]:
+def replies_of(run: Run, clients: Sequence[int]) -> list[Reply]:
     return [Reply(run.federation.infos[k], box(run, k)[1]) for k in clients]
 
 
-def answered(run: Run, replies: list[Reply[Any]]) -> Any:
+def answered(run: Run, replies: list[Reply]) -> Any:
     view = ServerView(run.task, run.round, run.federation.key / "server" / run.round)
-    return tree.canonical(run.method.server_update(run.state.server, replies, view))
+    return tree.canonical(server_update(run.method, run.state.server, replies, view))
 
 
 def scores(run: Run, client: int, series: str = "personal") -> Tensor:
     return (
-        run.at_client(run.federation.infos[client]).predictors[series](run.federation.clients[client].test.x).detach()
+        run.local_model(run.federation.infos[client]).predictors[series](run.federation.clients[client].test.x).detach()
     )
 
 
@@ -115,7 +116,7 @@ def test_every_reply_counts(kind: Any) -> None:
 
 
 def test_norms_that_are_all_zero_leave_the_weights_by_examples() -> None:
-    run = run_of(HetLoRA(weights="norm", optimizer=SGD(lr=0.0)), unequal(), steps=0, **QUIET)
+    run = run_of(HetLoRA(weighting="norm", optimizer=SGD(lr=0.0)), unequal(), steps=0, **QUIET)
     before = run.state.server.factors
     run.step()
     # the first component is everyone's; a mean of equal values is that value

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from contract import personal
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.method import Batch, Request
@@ -25,7 +26,7 @@ from fedlowrank.methods.fedrep import FedRep
 from fedlowrank.methods.fedspa import FedSpa, layer_counts, next_mask
 from fedlowrank.methods.per_fedavg import PerFedAvg, half
 from fedlowrank.models.resnet import ResNet18
-from fedlowrank.simulation.evaluation import at_client
+from fedlowrank.simulation.evaluation import local_model
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.testing.check import check_method
 from golden import personal_reference, reference
@@ -72,8 +73,8 @@ def state_of(run: Run, client: int) -> Any:
     return run.state_of(run.federation.infos[client])
 
 
-def personal(run: Run, client: int, round: int | None = None) -> Any:
-    return run.method.personal(state_of(run, client), download(run, client), view_of(run, client, round))
+def personal_of(run: Run, client: int, round: int | None = None) -> Any:
+    return personal(run.method, state_of(run, client), download(run, client), view_of(run, client, round))
 
 
 # -- against NumPy -----------------------------------------------------------------------------------------------------
@@ -82,7 +83,7 @@ def personal(run: Run, client: int, round: int | None = None) -> Any:
 @pytest.mark.parametrize("weights", ["uniform", "examples"])
 def test_per_fedavg_of_first_order(weights: str, engine: type[Engine]) -> None:
     federation = alike()
-    run = run_of(PerFedAvg(alpha=0.4, weights=weights, **LOCAL), federation, engine=engine, **SAMPLE)
+    run = run_of(PerFedAvg(alpha=0.4, weighting=weights, **LOCAL), federation, engine=engine, **SAMPLE)
     # one client's last batch is a single example
     assert any(len(step) == 1 for clients in plan(run) for steps, _ in clients.values() for step in steps)
     wanted = personal_reference.per_fedavg(
@@ -113,7 +114,7 @@ def test_fedper(engine: type[Engine]) -> None:
     same(layers(run.state.server), body)
     same([layers(s) for s in states(run)], heads)
     for k in range(len(SIZES)):
-        same(layers(personal(run, k)), body + heads[k])
+        same(layers(personal_of(run, k)), body + heads[k])
 
 
 @pytest.mark.parametrize("head_epochs", [1, 3])
@@ -127,7 +128,7 @@ def test_fedrep(head_epochs: int, engine: type[Engine]) -> None:
     same(layers(run.state.server), body)
     same([layers(s) for s in states(run)], heads)
     for k in range(len(SIZES)):
-        same(layers(personal(run, k)), body + heads[k])
+        same(layers(personal_of(run, k)), body + heads[k])
 
 
 @pytest.mark.parametrize(("density", "prune"), [(0.5, 0.5), (0.6, 1.0), (0.5, 0.0)])
@@ -144,7 +145,7 @@ def test_fedspa(density: float, prune: float, engine: type[Engine]) -> None:
         for n, m in zip(names, masks[k], strict=True):
             assert np.array_equal(state[n].numpy(), m)
             assert torch.equal(state[n], first[k][n]) == (prune == 0)
-        same(layers(personal(run, k)), personal_reference.on(net, masks[k]))
+        same(layers(personal_of(run, k)), personal_reference.on(net, masks[k]))
 
 
 # -- Per-FedAvg --------------------------------------------------------------------------------------------------------
@@ -215,8 +216,15 @@ def test_per_fedavg_without_an_inner_step_is_sgd_on_every_second_example() -> No
 def predictors(run: Run, client: int) -> Any:
     info = run.federation.infos[client]
     with torch.inference_mode():
-        return at_client(
-            run.method, run.federation, run.task, run.engine, run.state.server, state_of(run, client), info, run.round
+        return local_model(
+            run.method,
+            run.federation,
+            run.task,
+            run.engine,
+            state_of(run, client),
+            info,
+            run.round,
+            server=run.state.server,
         ).predictors
 
 
@@ -229,7 +237,7 @@ def test_per_fedavg_infers_after_one_step_on_a_batch_of_the_training_data(engine
         (first,) = order_of(run, run.round, federation.infos[k])[1]
         assert len(first) == 8
         wanted = reference.descended(net, reference.gradient(net, x[first], y[first]), 0.4)
-        same(layers(personal(run, k)), wanted)
+        same(layers(personal_of(run, k)), wanted)
         found = predictors(run, k)
         assert list(found) == ["adapted", "global"]
         probe = federation.clients[k].test.x
@@ -247,7 +255,7 @@ def test_no_model_depends_on_test_data(make) -> None:
     probe = torch.randn(5, INPUTS, generator=torch.Generator().manual_seed(0))
     for k in range(len(SIZES)):
         assert not torch.equal(*(r.federation.clients[k].test.x for r in runs))
-        assert tree.equal(*(personal(r, k) for r in runs))
+        assert tree.equal(*(personal_of(r, k) for r in runs))
         for a, b in zip(*(predictors(r, k).values() for r in runs), strict=True):
             assert torch.equal(a(probe), b(probe))
 
@@ -312,7 +320,7 @@ def test_one_client_with_all_data_trains_by_plain_sgd_under_fedper(momentum: flo
             optimizer.zero_grad()
             functional.cross_entropy(model(torch.as_tensor(x)[i]), torch.as_tensor(y)[i]).backward()
             optimizer.step()
-    found = personal(run, 0)
+    found = personal_of(run, 0)
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-12)
 
@@ -327,7 +335,7 @@ def test_only_the_body_crosses_in_both_directions(make) -> None:
     # heads part, bodies do not
     assert not tree.equal(state_of(run, 0), state_of(run, 1))
     model = run.federation.architectures["small"]
-    assert tree.equal(*(model.body_of(personal(run, k)) for k in (0, 1)))
+    assert tree.equal(*(model.body_of(personal_of(run, k)) for k in (0, 1)))
 
 
 @pytest.mark.parametrize("make", [FedRep, FedPer])
@@ -445,7 +453,7 @@ def test_density_is_constant_and_all_is_zero_outside_the_mask(optimizer, engine_
     for _ in range(4):
         run.step()
         for k in range(len(SIZES)):
-            masks, model = state_of(run, k), personal(run, k)
+            masks, model = state_of(run, k), personal_of(run, k)
             assert {n: int(m.sum()) for n, m in masks.items()} == counts
             # the server cuts by what the client holds, also where a reply was lost
             assert tree.equal(masks, run.state.server.masks[str(k)])
@@ -493,7 +501,7 @@ def test_masked_values_and_new_masks_as_bits_are_all_that_crosses(prune: float) 
 
 def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
     dense = run_of(FedSpa(density=1.0, **LOCAL), alike(), **SAMPLE)
-    plain = run_of(FedAvg(weights="uniform", **LOCAL), alike(), **SAMPLE)
+    plain = run_of(FedAvg(weighting="uniform", **LOCAL), alike(), **SAMPLE)
     tree.map(
         lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), dense.state.server.model, plain.state.server
     )
@@ -517,7 +525,7 @@ def test_the_battery_with_more_epochs_of_the_head() -> None:
         (PerFedAvg, {"alpha": float("inf")}, "alpha"),
         (PerFedAvg, {"delta": 0.0}, "delta"),
         (PerFedAvg, {"variant": "hessian"}, "hessian_free"),
-        (PerFedAvg, {"weights": "example"}, "examples"),
+        (PerFedAvg, {"weighting": "example"}, "examples"),
         (FedRep, {"head_epochs": 0}, "head_epochs"),
         (FedRep, {"epochs": 0}, "epochs"),
         (FedPer, {"batch_size": 0}, "batch_size"),
@@ -535,6 +543,6 @@ def test_bad_settings_are_refused_by_name(make, settings: dict[str, Any], words:
 
 def test_defaults_are_those_of_the_papers() -> None:
     assert PerFedAvg().optimizer == SGD(lr=0.001)
-    assert (PerFedAvg().alpha, PerFedAvg().weights) == (0.01, "uniform")
+    assert (PerFedAvg().alpha, PerFedAvg().weighting) == (0.01, "uniform")
     assert FedRep().head_epochs == 10
     assert FedSpa().density == 0.5

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from contract import Reply, personal, predictor, server_update
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.loss import kl_divergence, soft_cross_entropy, square_error
-from fedlowrank.core.method import Batch, Reply, ServerView
+from fedlowrank.core.method import Batch, ServerView
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import client_view
@@ -64,7 +65,7 @@ def view_of(run: Run, client: int) -> Any:
 
 def predictor_of(run: Run, client: int) -> Any:
     info = run.federation.infos[client]
-    return run.method.predictor(run.state_of(info), run.method.download(run.state.server, info), view_of(run, client))
+    return predictor(run.method, run.state_of(info), run.method.download(run.state.server, info), view_of(run, client))
 
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
@@ -226,8 +227,8 @@ def test_updates_and_not_weights_are_decomposed() -> None:
     assert torch.linalg.matrix_rank(before["body.0.weight"]) == WIDTH
     update = {n: torch.zeros_like(p) for n, p in before.items()}
     update["body.0.weight"] = matrix(1, WIDTH, 12)
-    after = method.server_update(
-        run.state.server, [Reply(federation.infos[0], update)], ServerView(run.task, 0, federation.key)
+    after = server_update(
+        method, run.state.server, [Reply(federation.infos[0], update)], ServerView(run.task, 0, federation.key)
     )
     assert after.updates[0]["body.0.weight"].rank == 1
     # a rank-one update arrives whole and leaves the weights' own rank alone
@@ -336,9 +337,9 @@ def test_the_share_of_energy_rises_linearly_to_the_last_round() -> None:
     seen = []
 
     class Spied(FedKD):
-        def server_update(self, server, replies, view):
+        def server_update(self, server, total, view):
             seen.append(self._energy(view))
-            return super().server_update(server, replies, view)
+            return super().server_update(server, total, view)
 
     run_of(Spied(energy_start=0.5, energy_end=0.9, **LOCAL), alike(), rounds=5)
     assert seen == pytest.approx([0.5, 0.6, 0.7, 0.8, 0.9])
@@ -378,8 +379,8 @@ def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: 
     record = run.step()
     for info, data in zip(federation.infos, federation.clients, strict=True):
         down = run.method.download(run.state.server, info)
-        personal = run.method.personal(run.state_of(info), down, view_of(run, info.id))
-        in_order = {n: personal[n] for n in federation.architectures[info.architecture].initial}
+        params = personal(run.method, run.state_of(info), down, view_of(run, info.id))
+        in_order = {n: params[n] for n in federation.architectures[info.architecture].initial}
         scores = reference.forward(layers(in_order), data.test.x.double().numpy())[1]
         headline = next(iter(record.accuracy.values()))
         assert headline["test"][info.id] == (scores.argmax(1) == data.test.y.numpy()).mean()
@@ -414,7 +415,7 @@ def test_fd_leaves_out_the_clients_own_outputs() -> None:
         server = copy.deepcopy(run.state.server)
         own = server.latest[str(info.id)]
         other = type(own)(own.labels, torch.full_like(own.mean, 0.25))
-        moved = run.method.server_update(server, [Reply(info, other)], ServerView(run.task, 3, federation.key))
+        moved = server_update(run.method, server, [Reply(info, other)], ServerView(run.task, 3, federation.key))
         again = run.method.download(moved, info)
         torch.testing.assert_close(again.mean, down.mean, rtol=0, atol=1e-12)
         assert torch.equal(again.known, down.known)
@@ -439,7 +440,7 @@ def test_the_nearest_prototype_is_never_of_a_class_without_one(known: list[bool]
     r = reference.forward(layers(small), x.double().numpy())[0][-1]
     gap = ((r[:, None, :] - protos.mean.numpy()[None]) ** 2).sum(2)
     gap[:, ~np.array(known)] = np.inf
-    found = run.method.predictor(state, protos, view_of(run, 0))(x).argmax(1)
+    found = predictor(run.method, state, protos, view_of(run, 0))(x).argmax(1)
     assert found.tolist() == gap.argmin(1).tolist()
 
 
@@ -447,7 +448,7 @@ def test_the_nearest_own_prototype_is_of_a_class_the_client_has() -> None:
     run, protos = proto_run("nearest_own", [True] * CLASSES)
     x = torch.cat([c.test.x for c in run.federation.clients])
     for k, owned in enumerate(OWNED):
-        found = run.method.predictor(run.state.clients[k], protos, view_of(run, k))(x).argmax(1)
+        found = predictor(run.method, run.state.clients[k], protos, view_of(run, k))(x).argmax(1)
         r = reference.forward(layers(run.state.clients[k].model), x.double().numpy())[0][-1]
         gap = ((r[:, None, :] - protos.mean.numpy()[None]) ** 2).sum(2)
         wanted = [min(owned, key=lambda j, row=row: row[j]) for row in gap]
@@ -567,13 +568,13 @@ def test_a_setting_that_is_not_a_number_is_refused(method, setting: str) -> None
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: FedAvg(weights="example"),
+        lambda: FedAvg(weighting="example"),
         lambda: FedProto(infer="neares"),
-        lambda: FedProto(weights="example"),
+        lambda: FedProto(weighting="example"),
         lambda: PFedLoRA(start="SVD"),
         lambda: RunSettings(on_nan="stopp"),
     ],
-    ids=["FedAvg weights", "FedProto infer", "FedProto weights", "pFedLoRA start", "on_nan"],
+    ids=["FedAvg weighting", "FedProto infer", "FedProto weighting", "pFedLoRA start", "on_nan"],
 )
 def test_a_choice_that_does_not_exist_is_refused(make) -> None:
     # it would otherwise be taken for the other one, without a word

@@ -218,15 +218,15 @@ def test_a_reply_that_the_method_cannot_use_is_dropped_named_and_counted(tmp_pat
     made = small("scaffold", rounds=3, network={"limits": {"ban_after": 2}})
     odd = upload(lambda u: tree.map(lambda t: torch.full_like(t, 0.0625), u))
     carrier = local(made, tmp_path, lambda t, p: [odd(t.answered(p)) if trains(p) and p.node == 101 else t.answered(p)])
-    update = SCAFFOLD.server_update
+    contribution = SCAFFOLD.contribution
 
-    def picky(self: Any, server: Any, replies: Any, view: Any) -> Any:
-        if any(bool((t == 0.0625).any()) for r in replies for _, t in tree.leaves(r.upload)):
+    def picky(self: Any, upload: Any, client: Any, server: Any) -> Any:
+        if any(bool((t == 0.0625).any()) for _, t in tree.leaves(upload)):
             raise ArithmeticError("odd")
-        return update(self, server, replies, view)
+        return contribution(self, upload, client, server)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SCAFFOLD, "server_update", picky)
+        patch.setattr(SCAFFOLD, "contribution", picky)
         result = served(carrier, made, tmp_path / "run")
     assert lost(result) == [{1}] * 3
     assert "cannot use the reply of client 1: ArithmeticError: odd" in result.rounds[1].lost["1"]

@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from contract import Reply
 from fedlowrank.adapters.router import Router
 from fedlowrank.config.network_settings import Limits
 from fedlowrank.core import tree
-from fedlowrank.core.method import ClientInfo, Reply, ServerView, Task
+from fedlowrank.core.method import ClientInfo, ServerView, Task
 from fedlowrank.core.optimizer import SGD, AdamW, Schedule
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
@@ -28,10 +29,12 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.network.validation.shape_tracing import DryTrainer
-from fedlowrank.network.validation.uploads import Templates, expected_upload, inspect, update_or_name
+from fedlowrank.network.validation.uploads import Templates, expected_upload, inspect
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.testing.check import federation as small
 from methods.setting import Net, alike, arrays, unlike
+
+from .trust_cases import aggregate
 
 torch.set_num_threads(1)
 
@@ -87,7 +90,7 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
         replies = [Reply(i, u) for i, u in found if u is not None]
         if replies:
             view = ServerView(run.task, t, federation.key / "server" / t)
-            server, dropped = update_or_name(method, before, replies, view)
+            server, dropped = aggregate(method, before, replies, view)
             assert not dropped
             assert tree.equal(server, run.state.server)
     return guarded
@@ -145,7 +148,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedhl with the residual": ("fedhl", {"residual": True, "form": Form("exact")}),
     "fedhl dense": ("fedhl", {"form": Form("dense")}),
     "flexlora capped": ("flexlora", {"form": Form("capped", cap=2)}),
-    "hetlora per index by norm": ("hetlora", {"per_index": True, "weights": "norm"}),
+    "hetlora per index by norm": ("hetlora", {"per_index": True, "weighting": "norm"}),
     "fedspa with fixed masks": ("fedspa", {"prune": 0.0}),
     "fedspa": ("fedspa", {"density": 0.6}),
     "fedslr of low rank": ("fedslr", {"lam": 0.06, "eta_g": 5.0}),
@@ -156,8 +159,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "floral, optimal": ("floral", {"router": Router(routing="optimal")}),
     "ensemble, eq. 5": ("ensemble", {"router": Router(update="mfl"), "mixed": "weights"}),
     "ensemble, optimal": ("ensemble", {"router": Router(routing="optimal")}),
-    "ifca": ("ifca", {"weights": "uniform"}),
-    "fedproto": ("fedproto", {"infer": "nearest", "weights": "uniform"}),
+    "ifca": ("ifca", {"weighting": "uniform"}),
+    "fedproto": ("fedproto", {"infer": "nearest", "weighting": "uniform"}),
     "feddyn": ("feddyn", {"evaluate": "mean_of_clients"}),
     "per-fedavg": ("per_fedavg", {"variant": "hessian_free"}),
     "pfedlora": ("pfedlora", {"width": 3, "relu": True, "start": "svd"}),

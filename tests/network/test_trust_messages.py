@@ -313,9 +313,10 @@ BOMBS = """
 import json, resource, sys, time
 import safetensors.torch, torch
 torch.set_num_threads(1)
-from fedlowrank import tree
-from fedlowrank.method import ClientInfo
-from fedlowrank.network.trust import Limits, Refused, Template, inspect
+from fedlowrank.config.network_settings import Limits
+from fedlowrank.core import tree
+from fedlowrank.core.method import ClientInfo
+from fedlowrank.network.validation.uploads import Refused, Template, inspect
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 client, size = ClientInfo(0, 1, "m"), 48_000_000

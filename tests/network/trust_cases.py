@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -14,16 +15,27 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from contract import Reply
 from fedlowrank.config.network_settings import Limits
 from fedlowrank.core import tree
-from fedlowrank.core.method import ClientInfo, Reply, ServerView
+from fedlowrank.core.contribution import Aggregator
+from fedlowrank.core.method import ClientInfo, ServerView
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Job
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
-from fedlowrank.network.validation.uploads import FAULTS, Refused, Template, Templates, inspect, update_or_name
+from fedlowrank.network.validation.uploads import (
+    FAULTS,
+    Refused,
+    Template,
+    Templates,
+    checked_contribution,
+    checked_update,
+    inspect,
+    update_without_faulty,
+)
 from fedlowrank.simulation.run import Run, RunSettings
 from methods.setting import Net, arrays
 
@@ -45,12 +57,37 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def aggregate(method: Any, server: Any, replies: list[Reply], view: Any) -> tuple[Any, dict[int, str]]:
+    """The server's next state and the refused replies, as :class:`NetworkRun` goes about it."""
+    found, refused, known = Aggregator([r.client.id for r in replies]), {}, {r.client.id: r for r in replies}
+    for client, upload in replies:
+        try:
+            found.add(client.id, checked_contribution(method, upload, client, server))
+        except Refused as error:
+            refused[client.id] = str(error)
+            found.skip(client.id)
+    if not found.contributed:
+        return server, refused
+    view = dataclasses.replace(view, replied=[known[i].client for i in found.contributed])
+    try:
+        return checked_update(method, server, found.finish(), view), refused
+    except FAULTS:
+
+        def contribution(client: ClientInfo) -> Any:
+            return method.contribution(known[client.id].upload, client, server)
+
+        new, faulty = update_without_faulty(method, server, contribution, view)
+        if not faulty:
+            raise
+        return new, refused | faulty
+
+
 @dataclass(frozen=True)
 class Situation:
     """A round of which one reply is the attacker's."""
 
     run: Run
-    replies: list[Reply[Any]]
+    replies: list[Reply]
     template: Template
     view: ServerView
 
@@ -68,7 +105,7 @@ class Situation:
         with warnings.catch_warnings():
             # of numbers that kill a model; a warning is no harm
             warnings.simplefilter("ignore")
-            return update_or_name(self.run.method, self.run.state.server, replies, self.view)
+            return aggregate(self.run.method, self.run.state.server, replies, self.view)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ times the ratio of both.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -373,17 +373,15 @@ def first(pair: Pair, rank: int) -> Pair:
     return Pair(pair.b[:, :rank].contiguous(), pair.a[:rank].contiguous())
 
 
-def undiluted(means: Factors, before: Factors, ranks: Sequence[int], weights: Sequence[float]) -> Factors:
-    """Means of padded factors over those clients alone that hold a component.
+def undiluted(means: Factors, before: Factors, reached: Tensor) -> Factors:
+    """Means of padded factors over those clients alone that have a component.
 
     Args:
-        means: weighted means of all clients' factors, padded with zeros.
-        before: what a component stays at that nobody holds.
-        ranks: of every client.
-        weights: of every client in the means.
+        means: weighted means of all clients' zero-padded factors.
+        before: value of a component that no client has.
+        reached: sum of the weights of the clients that have each component ``[rank]``, descending; the first is that of all.
     """
-    top, total = max(p.rank for p in means.values()), sum(weights)
-    shares = [sum(w for w, r in zip(weights, ranks, strict=True) if r > j) / total for j in range(top)]
+    shares = (reached / reached[0]).tolist()
     found: Factors = {}
     for name, pair in means.items():
         share = pair.a.new_tensor(shares)

@@ -148,14 +148,14 @@ def _opened(folder: Path, best: bool, allow_code: bool) -> Run:
 
 
 def _default(run: Run) -> str:
-    return "server" if run.at_client(run.federation.infos[0]).server is not None else "0"
+    return "server" if run.local_model(run.federation.infos[0]).server is not None else "0"
 
 
 def _params(run: Run, name: str) -> Params:
     if name == "base":
         return {}
     if name == "server":
-        found = run.at_client(run.federation.infos[0]).server
+        found = run.local_model(run.federation.infos[0]).server
         if found is None:
             raise ConfigError(f"{run.method.title} has no model of the server's own; name a client")
         return found

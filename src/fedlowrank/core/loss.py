@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch.nn import functional
 
+from .model import Model
 from .task import Batch
+from .tree import Params
 
 IGNORE_INDEX = -100
 """Label of a token that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""
@@ -31,6 +35,15 @@ def pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
 def task_loss(scores: Tensor, batch: Batch) -> Tensor:
     """Mean over the batch (of texts, over tokens) of :func:`pointwise_loss`: what a client minimizes, whatever its task."""
     return batch.mean(pointwise_loss(scores, batch.y))
+
+
+def supervised_loss(model: Model) -> Callable[[Params, Batch], Tensor]:
+    """The loss of a model's parameters on a batch: :func:`task_loss` of its scores."""
+
+    def loss(params: Params, batch: Batch) -> Tensor:
+        return task_loss(model.apply(params, batch.x), batch)
+
+    return loss
 
 
 def cross_entropy(scores: Tensor, batch: Batch) -> Tensor:

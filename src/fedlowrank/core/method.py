@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from .choices import check_choices
+from .client_model import ClientModel
+from .contribution import Mean
 from .errors import ConfigError
 from .key import Key
 from .model import Model
@@ -25,13 +27,10 @@ __all__ = [
     "Method",
     "OneOf",
     "Pass",
-    "Predictor",
-    "Reply",
     "Request",
     "ServerView",
     "Task",
     "Trainer",
-    "by_examples",
 ]
 
 S = TypeVar("S")  # server state
@@ -184,19 +183,18 @@ class ServerView:
         task: what is to be learnt.
         round: counted from 0.
         key: randomness of the server in this round.
+        replied: clients whose replies contributed to the total, in the order of their identifiers.
     """
 
     task: Task
     round: int
     key: Key
+    replied: Sequence[ClientInfo] = ()
 
-
-@dataclass(frozen=True)
-class Reply(Generic[U]):
-    """What one client sent back."""
-
-    client: ClientInfo
-    upload: U
+    @property
+    def share(self) -> float:
+        """Share of all clients whose replies contributed."""
+        return len(self.replied) / len(self.task.clients)
 
 
 class OneOf:
@@ -223,10 +221,6 @@ class Lengths:
     most: int
 
 
-Predictor = Callable[[Any], Tensor]
-"""From inputs ``[b, ...]`` to scores ``[b, classes]``."""
-
-
 @dataclass(frozen=True)
 class Method(ABC, Generic[S, C, D, U]):
     """A federated method. Its fields are hyper-parameters; its functions are pure.
@@ -246,8 +240,6 @@ class Method(ABC, Generic[S, C, D, U]):
     title: ClassVar[str]
     citation: ClassVar[str]
     heterogeneous: ClassVar[bool] = False
-    streams: ClassVar[bool] = False
-    """Whether ``server_update`` goes over the replies once, so that each can be let go before the next is there."""
     needs_classes: ClassVar[bool] = False
     """Whether it works on class labels or scores, so that it cannot learn a regression."""
     uses_rounds: ClassVar[bool] = False
@@ -288,13 +280,17 @@ class Method(ABC, Generic[S, C, D, U]):
     def server_init(self, task: Task) -> S:
         """State of the server before the first round; raises TaskError if the method does not fit the task."""
 
-    @abstractmethod
     def client_init(self, task: Task, client: ClientInfo) -> C:
-        """State of a client before its first round."""
+        """State of a client before its first round; by default a client keeps nothing."""
+        del task, client
+        nothing: Any = None
+        return nothing  # type: ignore[no-any-return]
 
-    @abstractmethod
     def download(self, server: S, client: ClientInfo) -> D:
-        """What is sent to this client. Selects; computes nothing costly."""
+        """What is sent to this client, by default the server's state. Selects; computes nothing costly."""
+        del client
+        message: Any = server
+        return message  # type: ignore[no-any-return]
 
     @abstractmethod
     def local_update(self, state: C, down: D, view: ClientView) -> tuple[C, U]:
@@ -314,39 +310,56 @@ class Method(ABC, Generic[S, C, D, U]):
         del task
         return expected
 
+    def contribution(self, upload: U, client: ClientInfo, server: S) -> Any:
+        """What an upload adds to the round: a leaf, or dicts and lists of leaves, of :mod:`fedlowrank.core.contribution`.
+
+        By default the upload in a mean weighted by the client's number of training examples n_k.
+
+        Args:
+            upload: of the client.
+            client: who sent it.
+            server: its state, as the client's download was made from it.
+        """
+        del server
+        return Mean(upload, client.examples)
+
     @abstractmethod
-    def server_update(self, server: S, replies: Sequence[Reply[U]], view: ServerView) -> S:
-        """The server's box, given the replies in the order of client ids.
+    def server_update(self, server: S, total: Any, view: ServerView) -> S:
+        """The server's box: its next state.
 
-        A method that :attr:`streams` is given them one by one, as an iterable that can be gone over once, and must go to its end.
+        Args:
+            server: its state.
+            total: the contributions of the round reduced: a tree of the same structure, with the mean for each Mean (None if all
+                weights are zero), the sum for each Sum, and ``{client id: value}`` for each Each. Without any reply this function
+                is not called and the server keeps its state.
+            view: the task, and who replied.
         """
 
-    @abstractmethod
-    def personal(self, state: C, down: D, view: ClientView) -> Params:
-        """Parameters of the whole model this client would use now, for inference and export."""
+    def reference(self, down: D, client: ClientInfo) -> Any:
+        """What an upload is compared with: an upload minus its reference is the update, whose norm is bounded or clipped.
 
-    def predictor(self, state: C, down: D, view: ClientView) -> Predictor | dict[str, Predictor]:
-        """How this client infers: a function of inputs, or several by name, the first being the headline.
+        By default the download, of which those fields count that have the form of a field of the upload.
 
-        Anything costly is done here once, not in the function, which is called for every chunk of examples.
+        Args:
+            down: what the client was sent.
+            client: who it is.
         """
-        params = self.personal(state, down, view)
-        return lambda x: view.model.apply(params, x)
+        del client
+        return down
 
-    def parts(self, state: C, down: D, view: ClientView) -> dict[str, tuple[dict[str, Any], ...]]:
-        """Of each series whose model can be held in fewer numbers than its weights: the parts it is the sum of.
+    def client_model(self, state: C, down: D, view: ClientView) -> ClientModel:
+        """The model that a client would use now; by default the download is its parameters.
 
-        A part holds each weight as factors, as the entries that are not zero (:class:`fedlowrank.linalg.matricize.Sparse`), or
-        dense, and then all its entries count. Measured by :func:`fedlowrank.linalg.matricize.numbers`, exported by
-        :mod:`fedlowrank.adapters.deployment`. A series that is not named is a dense model.
+        Costly work is done here once and not in a predictor, which is called for every chunk of examples.
+
+        Args:
+            state: of the client.
+            down: what it was sent last.
+            view: of the client; its training data may be used, as for a step of adaptation.
         """
-        del state, down, view
-        return {}
-
-    def routes(self, state: C, down: D, view: ClientView) -> Tensor | None:
-        """This client's share of each cluster ``[C]``, adding up to 1, for the record; None if the method has no clusters."""
-        del state, down, view
-        return None
+        del state, view
+        params: Any = down
+        return ClientModel(params)
 
     def server_model(self, server: S, state: C, view: ClientView) -> Params | None:
         """Parameters of the server's own model, where it is not what clients are sent; None where it is.
@@ -357,17 +370,7 @@ class Method(ABC, Generic[S, C, D, U]):
         del server, state, view
         return None
 
-    def observed(self, server: S) -> dict[str, dict[str, float]]:
-        """Numbers by name to record of the server after a round, such as the weight of each reply; keys are strings."""
+    def metrics(self, server: S) -> dict[str, dict[str, float]]:
+        """Numbers to record of the server after a round, by name and key; ``ranks`` holds ranks of its weights by name."""
         del server
         return {}
-
-    def ranks(self, server: S) -> dict[str, int]:
-        """Ranks of the server's low-rank weights by name, for the record; empty if the method has none."""
-        del server
-        return {}
-
-
-def by_examples(replies: Sequence[Reply[Any]]) -> list[float]:
-    """The weights n_k of FedAvg."""
-    return [float(r.client.examples) for r in replies]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -61,7 +61,7 @@ class Auto(Engine):
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome, None, None]:
         """See the base class."""
         if self.chosen is None:
             kind, reason = choose(method, federation, len(jobs), self.micro_batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -67,7 +67,7 @@ class Engine(ABC):
     @abstractmethod
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome, None, None]:
         """Execute the jobs of one round."""
 
     def each(self, work: Callable[[T], dict[str, Any]], items: Sequence[T]) -> list[dict[str, Any]]:

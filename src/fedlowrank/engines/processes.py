@@ -18,7 +18,7 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any, ClassVar, TypeVar
@@ -171,7 +171,7 @@ class Processes(Engine):
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome, None, None]:
         """See the base class."""
         self._prepare(method, federation, task)
         outcomes: dict[int, Outcome] = {}

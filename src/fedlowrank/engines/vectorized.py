@@ -14,7 +14,7 @@ while the others go on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -109,7 +109,7 @@ class Vectorized(Engine):
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome, None, None]:
         """See the base class."""
         for first in range(0, len(jobs), MEETING):
             yield from self._meeting(method, federation, task, round, jobs[first : first + MEETING])

@@ -113,7 +113,7 @@ class Language:
                 written.append(folders.write(folder / name, model))
 
         for info in run.federation.infos:
-            made = run.at_client(info)
+            made = run.local_model(info)
             if info.id == 0 and made.server is not None:
                 server = folders.model(made.server, run.round, None)
                 write("server", server)

@@ -21,15 +21,14 @@ three together. Departure: w is averaged with weights n_k, as FedAvg, where the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from ..core.client_model import ClientModel
 from ..core.errors import ConfigError
 from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import Group
 from ..core.tree import Params, map, tree  # noqa: A004
 
@@ -70,7 +69,6 @@ class APFL(Method[Params, Own, Params, Params]):
 
     title = "APFL"
     citation = "Deng et al. 2020, arXiv:2003.13461"
-    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,11 +84,6 @@ class APFL(Method[Params, Own, Params, Params]):
         initial = task.model(client).initial
         # one element rather than none: the vectorized engine flattens what follows the client axis
         return Own(initial, next(iter(initial.values())).new_full((1,), self.alpha))
-
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """w^t."""
-        del client
-        return server
 
     def local_update(self, state: Own, down: Params, view: ClientView) -> tuple[Own, Params]:
         """Simultaneous SGD on w, v and a."""
@@ -110,12 +103,12 @@ class APFL(Method[Params, Own, Params, Params]):
         end = view.train(loss, Joint(down, state.v, state.a), "local", optimizer, prox=clipped)
         return Own(end.v, end.a), end.w
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
         del server, view
-        return mean_of(replies)
+        return total
 
-    def personal(self, state: Own, down: Params, view: ClientView) -> Params:
+    def client_model(self, state: Own, down: Params, view: ClientView) -> ClientModel:
         """v̄ with the global w received."""
         del view
-        return mixture(state.a, state.v, down)
+        return ClientModel(mixture(state.a, state.v, down))

@@ -16,15 +16,12 @@ Departure: w is averaged with weights n_k, as FedAvg, where the paper leaves the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from ..core.client_model import ClientModel
 from ..core.errors import ConfigError
-from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, Pass, Pull, ServerView, Task
 from ..core.tree import Params
 
 
@@ -42,7 +39,6 @@ class Ditto(Method[Params, Params, Params, Params]):
 
     title = "Ditto"
     citation = "Li et al., ICML 2021, arXiv:2012.04221"
-    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,33 +60,19 @@ class Ditto(Method[Params, Params, Params, Params]):
         """v_k starts at the common initial weights."""
         return task.model(client).initial
 
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """w^t."""
-        del client
-        return server
-
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """FedAvg's box, then SGD on F_k(v) + λ/2 ‖v - w^t‖²."""
-        model = view.model
-
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
+        loss = supervised_loss(view.model)
         w = view.train(loss, down, "global", self.optimizer)
         v = view.train(loss, state, "personal", self.optimizer, pull=Pull(self.lam, towards=down))
         return v, w
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
         del server, view
-        return mean_of(replies)
+        return total
 
-    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
-        """v_k."""
-        del down, view
-        return state
-
-    def predictor(self, state: Params, down: Params, view: ClientView) -> dict[str, Predictor]:
+    def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """v_k, and w as a second series."""
-        model = view.model
-        return {"personal": lambda x: model.apply(state, x), "global": lambda x: model.apply(down, x)}
+        del view
+        return ClientModel(state, {"personal": state, "global": down})

@@ -12,7 +12,6 @@ With optimal routing π^k is the one-hot of the known cluster and only that mode
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,18 +19,20 @@ import torch
 from torch import Tensor
 
 from ..adapters.router import Router
-from ..core.method import ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
+from ..core.client_model import ClientModel
+from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
 from ..core.tree import Params, map, tree  # noqa: A004
 from .families.clusters import (
     Apply,
-    cluster_mean,
+    by_cluster,
+    cluster_means,
+    cluster_weights,
     even,
     initial_models,
     known_cluster,
-    known_route,
     learn_router,
-    reply_weights,
+    routes_of,
     select,
     train_mixture,
 )
@@ -93,34 +94,30 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
             end["models"], self.router.shares(theta)
         )
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Upload]], view: ServerView) -> Params:
+    def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
+        """Each w^k_c weighted by π^k_c N^k."""
+        del server
+        return by_cluster(upload.models, cluster_weights(self.title, client, upload.pi, self.clusters))
+
+    def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """Line 3."""
         del view
-        weights = reply_weights(self.title, replies, [r.upload.pi for r in replies], self.clusters)
-        return cluster_mean(server, [r.upload.models for r in replies], weights)
+        return cluster_means(server, total)
 
-    def personal(self, state: Tensor | None, down: Params, view: ClientView) -> Params:
-        """Σ_c π^k_c w_c; with mixed outputs the model with the largest share, for one model is not their mixture."""
-        pi = self.router.shares(self._theta(state, down, view))
-        if self.mixed == "outputs":
-            return map(lambda t: t[int(pi.argmax())], down)
-        return map(lambda t: torch.tensordot(pi, t, 1), down)
+    def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
+        """The mixture; for export of mixed outputs the model with the largest share, since one model is not the mixture."""
+        apply, theta = self._apply(view.model), state
+        if theta is None:
+            theta = learn_router(self.router, {"models": down}, even(down), apply, view)
+        pi = self.router.shares(theta)
+        routes = routes_of(self.title, self.router, view.info, pi, self.clusters)
 
-    def predictor(self, state: Tensor | None, down: Params, view: ClientView) -> Predictor:
-        """The mixture."""
-        pi, apply = self.router.shares(self._theta(state, down, view)), self._apply(view.model)
-        return lambda x: apply({"models": down}, pi, x)
+        def params() -> Params:
+            if self.mixed == "outputs":
+                return map(lambda t: t[int(pi.argmax())], down)
+            return map(lambda t: torch.tensordot(pi, t, 1), down)
 
-    def routes(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:
-        """π^k, over all clusters also where only one was sent."""
-        if self.router.routing == "optimal":
-            return known_route(self.title, view.info, self.clusters)
-        return self.router.shares(self._theta(state, down, view))
-
-    def _theta(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:
-        if state is not None:
-            return state
-        return learn_router(self.router, {"models": down}, even(down), self._apply(view.model), view)
+        return ClientModel(params, {"personal": lambda x: apply({"models": down}, pi, x)}, routes=routes)
 
     def _apply(self, model: Model) -> Apply:
         outputs = self.mixed == "outputs"

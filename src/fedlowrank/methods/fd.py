@@ -15,15 +15,16 @@ the mean is over each client's latest reply. Choice: clients of one architecture
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..core.client_model import ClientModel
+from ..core.contribution import Each
 from ..core.errors import ConfigError
 from ..core.loss import cross_entropy, soft_cross_entropy
-from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
 from ..core.tree import Params, map, tree  # noqa: A004
 
 
@@ -114,17 +115,22 @@ class FD(Method[Server, Params, Targets, Outputs]):
         """A row for every label that the client owns."""
         return Lengths(map(lambda t: t[:0], expected), task.classes)
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Outputs]], view: ServerView) -> Server:
+    def contribution(self, upload: Outputs, client: ClientInfo, server: Server) -> Each:
+        """The client's own outputs: the next download to it leaves them out."""
+        del client, server
+        return Each(upload)
+
+    def server_update(self, server: Server, total: dict[int, Outputs], view: ServerView) -> Server:
         """Replace the share of every client that replied."""
         del view
-        latest = server.latest | {str(r.client.id): r.upload for r in replies}
-        total, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
+        latest = server.latest | {str(client): outputs for client, outputs in total.items()}
+        summed, count = torch.zeros_like(server.total), torch.zeros_like(server.count)
         for own in latest.values():
-            total.index_add_(0, own.labels, own.mean)
+            summed.index_add_(0, own.labels, own.mean)
             count.index_add_(0, own.labels, torch.ones_like(own.mean[:, 0]))
-        return Server(total, count, latest)
+        return Server(summed, count, latest)
 
-    def personal(self, state: Params, down: Targets, view: ClientView) -> Params:
+    def client_model(self, state: Params, down: Targets, view: ClientView) -> ClientModel:
         """θ_k."""
         del down, view
-        return state
+        return ClientModel(state)

@@ -20,16 +20,14 @@ comparisons, where it is the inverse of the proximal step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean
 from ..core.errors import ConfigError
-from ..core.loss import task_loss
-from ..core.means import Mean
-from ..core.method import Batch, ClientInfo, ClientView, Method, Predictor, Pull, Reply, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, Pull, ServerView, Task
 from ..core.tree import Params, add, sub, tree, zeros_like
 
 
@@ -64,7 +62,6 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     title = "FedDyn"
     citation = "Acar et al., ICLR 2021, arXiv:2111.04263"
-    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,36 +84,24 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     def local_update(self, state: Params, down: Down, view: ClientView) -> tuple[Params, Params]:
         """SGD on F_k(θ) - ⟨g_k, θ⟩ + α/2 ‖θ - θ^t‖²."""
-        model = view.model
-
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
+        loss = supervised_loss(view.model)
         pull = Pull(self.alpha, towards=down.model, along=state)
         theta = view.train(loss, down.model, "local", self.optimizer, pull=pull)
         return add(state, sub(theta, down.model), -self.alpha), theta
 
-    def server_update(self, server: Cloud, replies: Iterable[Reply[Params]], view: ServerView) -> Cloud:
+    def contribution(self, upload: Params, client: ClientInfo, server: Cloud) -> Mean:
+        """θ_k, all with the same weight."""
+        del client, server
+        return Mean(upload)
+
+    def server_update(self, server: Cloud, total: Params, view: ServerView) -> Cloud:
         """The dual h moves by the share of clients that replied, θ leaves their mean by h / α."""
-        average: Mean[Params] = Mean()
-        for reply in replies:
-            average.add(reply.upload)
-        share = average.count / len(view.task.clients)
-        h = add(server.h, sub(average.value, server.model), -self.alpha * share)
-        return Cloud(add(average.value, h, -1 / self.alpha), average.value, h)
+        h = add(server.h, sub(total, server.model), -self.alpha * view.share)
+        return Cloud(add(total, h, -1 / self.alpha), total, h)
 
-    def personal(self, state: Params, down: Down, view: ClientView) -> Params:
-        """θ, or the mean of the last replies."""
+    def client_model(self, state: Params, down: Down, view: ClientView) -> ClientModel:
+        """θ; or the mean of the last replies, with θ as a second series."""
         del state, view
-        return down.model if down.mean is None else down.mean
-
-    def predictor(self, state: Params, down: Down, view: ClientView) -> Predictor | dict[str, Predictor]:
-        """By θ; or by the mean of the last replies, with θ as a second series."""
-        del state
-        model, mean_of_clients = view.model, down.mean
-        if mean_of_clients is None:
-            return lambda x: model.apply(down.model, x)
-        return {
-            "mean_of_clients": lambda x: model.apply(mean_of_clients, x),
-            "cloud": lambda x: model.apply(down.model, x),
-        }
+        if down.mean is None:
+            return ClientModel(down.model)
+        return ClientModel(down.mean, {"mean_of_clients": down.mean, "cloud": down.model})

@@ -17,18 +17,17 @@ begins at even shares; one that never took part takes ``adapt`` EM steps on π_k
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ..core.client_model import ClientModel
 from ..core.errors import ConfigError
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Predictor, Reply, ServerView, Task
+from ..core.method import Batch, ClientView, Method, ServerView, Task
 from ..core.model import Model
-from ..core.tree import Params, map  # noqa: A004
+from ..core.tree import Params
 from .families.clusters import even, initial_models, losses_of
 
 
@@ -61,7 +60,6 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
     title = "FedEM"
     citation = "Marfoq et al., NeurIPS 2021, arXiv:2108.10252"
-    streams = True
     at_rest: ClassVar[dict[str, int]] = {"adapt": 1}  # the one EM step of a round moves the shares, whoever learns
 
     def __post_init__(self) -> None:
@@ -73,16 +71,6 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         """C draws of the initial weights ``[C, ...]``."""
         return initial_models(self.title, task, self.clusters)
 
-    def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
-        """No shares until the client has trained."""
-        del task, client
-        return None
-
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """All components."""
-        del client
-        return server
-
     def local_update(self, state: Tensor | None, down: Params, view: ClientView) -> tuple[Tensor | None, Params]:
         """The E-step, then the M-step of π and of the components."""
         pi, model = even(down).softmax(0) if state is None else state, view.model
@@ -93,32 +81,28 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
         return mixture(down, pi, view), view.train(loss, down, "local", self.optimizer, given=(down, pi))
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
-        """The mean of every component, weighted by n_k and not by the shares."""
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
+        """Mean of the components, weighted by n_k and not by the shares."""
         del server, view
-        return mean_of(replies)
+        return total
 
-    def personal(self, state: Tensor | None, down: Params, view: ClientView) -> Params:
-        """The component with the largest share, for one model is not their mixture."""
-        chosen = int(self.routes(state, down, view).argmax())
-        return map(lambda t: t[chosen], down)
-
-    def predictor(self, state: Tensor | None, down: Params, view: ClientView) -> Predictor:
-        """The mixture."""
-        pi, model, regression = self.routes(state, down, view), view.model, view.task.classes == 0
+    def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
+        """The mixture; for export the component with the largest share, since one model is not the mixture."""
+        pi = self._shares(state, down, view)
+        model, regression = view.model, view.task.classes == 0
         components = [{n: t[c] for n, t in down.items()} for c in range(len(pi))]
 
         def predict(x: Any) -> Tensor:
             outputs = torch.stack([model.apply(component, x) for component in components])
-            # of texts there are scores for every token [C, b, T, V], and no classes either
+            # texts have scores for every token [C, b, T, V], and no classes either
             if regression and outputs.ndim == 3:
                 return pi @ outputs.movedim(0, 1)
             return (outputs.log_softmax(-1) + pi.log().reshape(-1, *[1] * (outputs.ndim - 1))).logsumexp(0)
 
-        return predict
+        return ClientModel(lambda: components[int(pi.argmax())], {"personal": predict}, routes=pi)
 
-    def routes(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:
-        """π_k."""
+    def _shares(self, state: Tensor | None, down: Params, view: ClientView) -> Tensor:
+        """π_k; a client that never took part finds it by EM steps."""
         if state is not None:
             return state
         pi = even(down).softmax(0)

@@ -13,13 +13,14 @@ The second form of the residual has rank Σ r_i, not Σ r_i + r. It travels as f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..adapters.lora import LoRA, lora_of
 from ..adapters.wire_format import Packed
-from ..core.means import mean
-from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.client_model import ClientModel
+from ..core.contribution import Each, Mean
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors, Pair
 from .families.base_updates import Base, Keep, Ledger, weighted
@@ -100,25 +101,27 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
         kept = self.tuning.kept(end)
         return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
-        """Means, and what they miss."""
-        del view
-        # the place of a client in the stack must not depend on when its reply came
-        replies = sorted(replies, key=lambda r: r.client.id)
-        weights = by_examples(replies)
-        held = [received(r.upload) for r in replies]
-        means: Factors = mean(held, weights)
-        apart = [{n: Pair(p.b, p.a - means[n].a) for n, p in f.items()} for f in held]
-        scale = server.scaling.at(next(iter(means.values())).rank)
-        residual = weighted(apart, [scale * w / sum(weights) for w in weights])
-        rest = mean([r.upload.rest for r in replies], weights)
-        return Server(means, server.ledger.grown(residual, replies, self.tuning.wire), rest, server.scaling)
+    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
+        """The factors, in their mean and each for the residual; and what is shared beside; weighted by n_i."""
+        del server
+        factors, n = received(upload), client.examples
+        return {"mean": Mean(factors, n), "each": Each(factors), "rest": Mean(upload.rest, n)}
 
-    def personal(self, state: Own, down: Download, view: ClientView) -> Params:
+    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+        """Means, and what they miss: Σ_i p_i B_i A_i - B̄ Ā = Σ_i p_i B_i (A_i - Ā)."""
+        means, weights = total["mean"], [float(c.examples) for c in view.replied]
+        gaps = [{n: Pair(p.b, p.a - means[n].a) for n, p in factors.items()} for factors in total["each"].values()]
+        scale = server.scaling.at(next(iter(means.values())).rank)
+        residual = weighted(gaps, [scale * w / sum(weights) for w in weights])
+        return Server(
+            means, server.ledger.grown(residual, view.replied, self.tuning.wire), total["rest"], server.scaling
+        )
+
+    def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all residuals, and the mean factors."""
         base, leaves = self._now(state, down, lora_of(view.model))
         frozen, moved = base.beside(self.keep, lora_of(view.model))
-        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), frozen, moved)
+        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), frozen, moved))
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""

@@ -21,15 +21,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..adapters.lora import lora_of
+from ..core.client_model import ClientModel
+from ..core.contribution import Each, Mean
 from ..core.errors import ConfigError
-from ..core.means import mean
-from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
-from ..linalg.delta import Delta, Form, Split, advance, start
+from ..linalg.delta import Delta, Form, Split, start
 from ..linalg.pair import Factors
 from .families.effective_delta import (
+    Truncated,
     Weighing,
     discarded,
     energies,
@@ -37,7 +40,7 @@ from .families.effective_delta import (
     is_half,
     ranks_of,
     remainder,
-    weighted_blocks,
+    weighted_sum,
     whole,
 )
 from .families.lora import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
@@ -116,36 +119,34 @@ class FedHL(Method[Server, Params, Download, Message]):
         kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
-        """Lines 15 and 17."""
-        del view
-        held = [received(r.upload) for r in replies]
-        ranks = [self.tuning.rank_of(r.client) for r in replies]
-        scales = [server.scaling.at(r) for r in ranks]
-        found = self.weighing.weigh(server.delta, ranks, by_examples(replies))
-        blocks = weighted_blocks(found.weights, scales, held)
-        sent = {n: list(zip(p, ranks, strict=True)) for n, p in found.weights.items()}
-        if self.tuning.wire != "float32" or is_half(server.drawn):
-            exact = [received(self.download(server, r.client).message) for r in replies]
-            minus = weighted_blocks(found.weights, [-s for s in scales], exact)
-            blocks, sent = {n: b + minus[n] for n, b in blocks.items()}, {}
-        rest = mean([r.upload.rest for r in replies], by_examples(replies))
-        said = found.told([r.client.id for r in replies])
-        return Server(advance(server.delta, blocks, held=sent), server.drawn, rest, server.scaling, said)
+    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
+        """Line 15: the factors of W_{t+1}^i; and what is shared beside, weighted by n_i."""
+        del server
+        return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
 
-    def personal(self, state: Params, down: Download, view: ClientView) -> Params:
+    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+        """Line 17."""
+        ranks = [self.tuning.rank_of(c) for c in view.replied]
+        p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied])
+        updates = [(server.scaling.at(r), factors) for r, factors in zip(ranks, total["factors"].values(), strict=True)]
+        truncated: Sequence[Truncated] = ranks
+        if self.tuning.wire != "float32" or is_half(server.drawn):
+            # rounded on its way: subtract W_t^{r_i} as it was sent
+            truncated = [received(self.download(server, client).message) for client in view.replied]
+        # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))]
+        delta = weighted_sum(server.delta, p.weights, updates, truncated)
+        return Server(delta, server.drawn, total["rest"], server.scaling, p.told([c.id for c in view.replied]))
+
+    def client_model(self, state: Params, down: Download, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down.message), state | down.message.rest)
-        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), down.residual, {})
+        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), down.residual, {}))
+
+    def metrics(self, server: Server) -> dict[str, dict[str, float]]:
+        """Rank of W; p_i and relative truncation errors of the last round; energy of W and what a cap cut off."""
+        delta = server.delta
+        return {**server.last, "ranks": dict(ranks_of(delta)), "energy": energies(delta), "discarded": discarded(delta)}
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
         return whole(view.model, server.delta, state | server.rest)
-
-    def ranks(self, server: Server) -> dict[str, int]:
-        """Rank of W."""
-        return ranks_of(server.delta)
-
-    def observed(self, server: Server) -> dict[str, dict[str, float]]:
-        """p_i and relative truncation errors of the last round, energy of W and what a cap cut off."""
-        return server.last | {"energy": energies(server.delta), "discarded": discarded(server.delta)}

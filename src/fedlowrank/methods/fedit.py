@@ -12,12 +12,12 @@ known error. Entry by entry means need one rank, and one scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..adapters.lora import lora_of
-from ..core.means import mean_of
-from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors
 from .families.lora import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
@@ -44,7 +44,6 @@ class FedIT(Method[Server, Params, Message, Message]):
 
     title = "FedIT"
     citation = "Zhang et al., ICASSP 2024, arXiv:2305.05644"
-    streams = True
 
     def server_init(self, task: Task) -> Server:
         """A random A, and B = 0."""
@@ -69,13 +68,18 @@ class FedIT(Method[Server, Params, Message, Message]):
         kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 
-    def server_update(self, server: Server, replies: Iterable[Reply[Message]], view: ServerView) -> Server:
+    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> Mean:
+        """Both factors and what is shared beside, weighted by n_i."""
+        del server
+        return Mean((received(upload), upload.rest), client.examples)
+
+    def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """Means, weighted by n_i."""
         del view
-        factors, rest = mean_of(replies, lambda upload: (received(upload), upload.rest))
+        factors, rest = total
         return Server(factors, rest, server.scaling)
 
-    def personal(self, state: Params, down: Message, view: ClientView) -> Params:
+    def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean factors."""
         leaves = leaves_of(received(down), state | down.rest)
-        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {})
+        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {}))

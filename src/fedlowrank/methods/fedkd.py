@@ -23,16 +23,16 @@ clients of one architecture begin with the same initial weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean
 from ..core.errors import ConfigError
 from ..core.loss import cross_entropy, kl_divergence, square_error
-from ..core.means import mean
-from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, Reply, ServerView, Task, by_examples
+from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, ServerView, Task
 from ..core.tree import Params, add, nbytes, sub, tree
 from ..linalg.factored import Compressed, Factored, compress, decompress
 
@@ -148,14 +148,17 @@ class FedKD(Method[Server, Models, Download, Compressed]):
         mentee = task.smallest_model(self.mentee).initial
         return {n: OneOf(w, factors_of(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Compressed]], view: ServerView) -> Server:
+    def contribution(self, upload: Compressed, client: ClientInfo, server: Server) -> Mean:
+        """The update of the mentee, weighted by n_k."""
+        return Mean(decompress(upload, server.mentee), client.examples)
+
+    def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """s^{t+1} is what clients can rebuild from the compressed mean update; those that replied hold s^t."""
-        whole = mean([decompress(r.upload, server.mentee) for r in replies], by_examples(replies))
-        update = compress(whole, self._energy(view))
-        at = server.at | {str(r.client.id): len(server.updates) for r in replies}
+        update = compress(total, self._energy(view))
+        at = server.at | {str(client.id): len(server.updates) for client in view.replied}
         return Server(add(server.mentee, decompress(update, server.mentee)), [*server.updates, update], at)
 
-    def personal(self, state: Models, down: Download, view: ClientView) -> Params:
+    def client_model(self, state: Models, down: Download, view: ClientView) -> ClientModel:
         """The mentor T_k."""
         del down, view
-        return state.mentor
+        return ClientModel(state.mentor)

@@ -15,14 +15,11 @@ each client; here all start from the common initial weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.client_model import ClientModel
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params
 
 
@@ -32,7 +29,6 @@ class FedPer(Method[Params, Params, Params, Params]):
 
     title = "FedPer"
     citation = "Arivazhagan et al. 2019, arXiv:1912.00818"
-    streams = True
 
     def server_init(self, task: Task) -> Params:
         """φ^0, of the common initial weights."""
@@ -44,27 +40,18 @@ class FedPer(Method[Params, Params, Params, Params]):
         model = task.model(client)
         return model.head_of(model.initial)
 
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """φ^t."""
-        del client
-        return server
-
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Joint SGD on φ and h_k."""
         model = view.model
-
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
-        end = view.train(loss, down | state, "local", self.optimizer)
+        end = view.train(supervised_loss(model), down | state, "local", self.optimizer)
         return model.head_of(end), model.body_of(end)
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the bases, weighted by n_k."""
         del server, view
-        return mean_of(replies)
+        return total
 
-    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
+    def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """Fresh common base, own head."""
         del view
-        return down | state
+        return ClientModel(down | state)

@@ -14,22 +14,23 @@ nearest prototype over all classes (the paper's) or over the client's own; befor
 classifier infers.
 
 Choices: the squared distance is divided by d, as in the authors' code, where λ = 1; owners of a prototype have the weights
-n_{k,j} (``weights = "uniform"`` gives each the same); clients of one architecture begin with the same initial weights.
+n_{k,j} (``weighting = "uniform"`` gives each the same); clients of one architecture begin with the same initial weights.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..core.client_model import ClientModel
+from ..core.contribution import Sum
 from ..core.errors import ConfigError
 from ..core.loss import cross_entropy
-from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, Predictor, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
 from ..core.tree import Params, map, tree  # noqa: A004
 
 
@@ -65,12 +66,12 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
     Attributes:
         lam: λ ≥ 0, weight of the distance to the global prototype.
         infer: by the classifier, by the nearest prototype of all classes, or of the client's own classes.
-        weights: of owners in a prototype: their examples of the class, or uniform.
+        weighting: of owners in a prototype: their examples of the class, or uniform.
     """
 
     lam: float = 1.0
     infer: Literal["classifier", "nearest", "nearest_own"] = "classifier"
-    weights: Literal["examples", "uniform"] = "examples"
+    weighting: Literal["examples", "uniform"] = "examples"
 
     title = "FedProto"
     citation = "Tan et al., AAAI 2022, arXiv:2105.00243"
@@ -93,11 +94,6 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         initial = task.model(client).initial
         device = next(iter(initial.values())).device
         return Client(initial, torch.zeros(task.classes, dtype=torch.bool, device=device))
-
-    def download(self, server: Prototypes, client: ClientInfo) -> Prototypes:
-        """c̄."""
-        del client
-        return server
 
     def local_update(self, state: Client, down: Prototypes, view: ClientView) -> tuple[Client, Local]:
         """SGD towards the global prototypes, then the client's own."""
@@ -123,34 +119,33 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
         """A row for every class that the client owns."""
         return Lengths(map(lambda t: t[:0], expected), task.classes)
 
-    def server_update(self, server: Prototypes, replies: Sequence[Reply[Local]], view: ServerView) -> Prototypes:
-        """Mean over the owners of each class."""
+    def contribution(self, upload: Local, client: ClientInfo, server: Prototypes) -> dict[str, Sum]:
+        """The sum of the prototypes of each class, and their weights."""
+        # over a network a client could claim any count; it has no more examples of a class than in all
+        count = upload.count.clamp(max=client.examples)
+        w = (count if self.weighting == "examples" else torch.ones_like(count)).to(server.mean)
+        prototypes = torch.zeros_like(server.mean).index_add(0, upload.labels, w[:, None] * upload.mean)
+        return {
+            "sum": Sum(prototypes),
+            "weight": Sum(torch.zeros_like(server.mean[:, 0]).index_add(0, upload.labels, w)),
+        }
+
+    def server_update(self, server: Prototypes, total: dict[str, Tensor], view: ServerView) -> Prototypes:
+        """Mean over the owners of each class; a class without owners keeps its prototype."""
         del view
-        total, weight = torch.zeros_like(server.mean), torch.zeros_like(server.mean[:, 0])
-        for up, most in ((r.upload, r.client.examples) for r in replies):
-            # over a network a client could claim any count; of no class it has more examples than in all
-            count = up.count.clamp(max=most)
-            w = (count if self.weights == "examples" else torch.ones_like(count)).to(total)
-            total.index_add_(0, up.labels, w[:, None] * up.mean)
-            weight.index_add_(0, up.labels, w)
-        seen = weight > 0
-        mean = torch.where(seen[:, None], total / torch.where(seen, weight, 1.0)[:, None], server.mean)
-        return Prototypes(mean, server.known | seen)
+        seen = total["weight"] > 0
+        mean = total["sum"] / torch.where(seen, total["weight"], 1.0)[:, None]
+        return Prototypes(torch.where(seen[:, None], mean, server.mean), server.known | seen)
 
-    def personal(self, state: Client, down: Prototypes, view: ClientView) -> Params:
-        """θ_k."""
-        del down, view
-        return state.model
-
-    def predictor(self, state: Client, down: Prototypes, view: ClientView) -> Predictor:
-        """The classifier, or minus the distance to each usable prototype."""
+    def client_model(self, state: Client, down: Prototypes, view: ClientView) -> ClientModel:
+        """θ_k with its classifier, or with minus the distance to each usable prototype as scores."""
         model = view.model
         usable = down.known & state.own if self.infer == "nearest_own" else down.known
         if self.infer == "classifier" or not bool(usable.any()):
-            return lambda x: model.apply(state.model, x)
+            return ClientModel(state.model)
 
         def nearest(x: Any) -> Tensor:
             gap = torch.cdist(model.represent(state.model, x), down.mean)
             return torch.where(usable, -gap, -torch.inf)
 
-        return nearest
+        return ClientModel(state.model, {"personal": nearest})

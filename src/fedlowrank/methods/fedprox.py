@@ -14,15 +14,11 @@ with probability n_k/n and averages uniformly; here the sample is uniform and th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ..core.errors import ConfigError
-from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientView, Method, Pull, ServerView, Task
 from ..core.tree import Params
 
 
@@ -38,7 +34,6 @@ class FedProx(Method[Params, None, Params, Params]):
 
     title = "FedProx"
     citation = "Li et al., MLSys 2020, arXiv:1812.06127"
-    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,31 +44,14 @@ class FedProx(Method[Params, None, Params, Params]):
         """θ^0, the common initial weights."""
         return task.common_model(self.title).initial
 
-    def client_init(self, task: Task, client: ClientInfo) -> None:
-        """A client keeps nothing."""
-        del task, client
-
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """θ^t."""
-        del client
-        return server
-
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """SGD on F_k(θ) + μ/2 ‖θ - θ^t‖²."""
         del state
-        model = view.model
+        return None, view.train(
+            supervised_loss(view.model), down, "local", self.optimizer, pull=Pull(self.mu, towards=down)
+        )
 
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
-        return None, view.train(loss, down, "local", self.optimizer, pull=Pull(self.mu, towards=down))
-
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies, weighted by n_k."""
         del server, view
-        return mean_of(replies)
-
-    def personal(self, state: None, down: Params, view: ClientView) -> Params:
-        """The global model."""
-        del state, view
-        return down
+        return total

@@ -16,15 +16,14 @@ Choice: all heads begin with the same initial weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..core.client_model import ClientModel
 from ..core.errors import ConfigError
 from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.tree import Params
 
 
@@ -41,7 +40,6 @@ class FedRep(Method[Params, Params, Params, Params]):
 
     title = "FedRep"
     citation = "Collins et al., ICML 2021, arXiv:2102.07078"
-    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,11 +60,6 @@ class FedRep(Method[Params, Params, Params, Params]):
         model = task.model(client)
         return model.head_of(model.initial)
 
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """φ^t."""
-        del client
-        return server
-
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """The head on the frozen representation, then the representation below the frozen head."""
         model = view.model
@@ -77,12 +70,12 @@ class FedRep(Method[Params, Params, Params, Params]):
         head = view.train(loss, state, "head", self.optimizer, given=(down,))
         return head, view.train(loss, down, "base", self.optimizer, given=(head,))
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the representations, weighted by n_k."""
         del server, view
-        return mean_of(replies)
+        return total
 
-    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
+    def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """Fresh common representation, own head."""
         del view
-        return down | state
+        return ClientModel(down | state)

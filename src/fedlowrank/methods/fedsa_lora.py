@@ -9,13 +9,13 @@ Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..core.means import mean_of
-from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors, Pair
 from .families.lora import Leaves, Message, Tuning, initial_factors, placed, received, tune
@@ -49,7 +49,6 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
 
     title = "FedSA-LoRA"
     citation = "Guo et al., ICLR 2025, arXiv:2410.01463"
-    streams = True
 
     def server_init(self, task: Task) -> Server:
         """A random A."""
@@ -74,15 +73,21 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         kept = self.tuning.kept(end)
         return Own(end["b"], kept), self.tuning.message(_without_b(end["a"]), end["rest"])
 
-    def server_update(self, server: Server, replies: Iterable[Reply[Message]], view: ServerView) -> Server:
+    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> Mean:
+        """A and what is shared beside, weighted by n_i."""
+        del server
+        return Mean((received(upload), upload.rest), client.examples)
+
+    def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """The mean of A, weighted by n_i."""
         del server, view
-        factors, rest = mean_of(replies, lambda upload: (received(upload), upload.rest))
+        factors, rest = total
         return Server(factors, rest)
 
-    def personal(self, state: Own, down: Message, view: ClientView) -> Params:
+    def client_model(self, state: Own, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean A and the client's own B."""
-        return view.model.initial | placed(view.model, self._leaves(state, down), self.tuning.scale(view), {}, {})
+        leaves = self._leaves(state, down)
+        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {}))
 
     def _leaves(self, state: Own, down: Message) -> Leaves:
         a = {n: p.a for n, p in received(down).items()}

@@ -23,16 +23,16 @@ they are); of a sparse w its entries travel, and a bit for each place. Those of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
+from ..core.client_model import ClientModel
+from ..core.contribution import Each, Mean, mean
 from ..core.errors import ConfigError
 from ..core.loss import task_loss
-from ..core.means import Mean, mean
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Pull, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Pull, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 from ..linalg.matricize import Weights, unpack
@@ -90,7 +90,6 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     title = "FedSLR"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
-    streams = True
     at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
 
     def __post_init__(self) -> None:
@@ -137,37 +136,31 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         p = view.train(fused, state.p, "phase2", self.optimizer, given=(w,), prox=threshold)
         return Client(add(state.gamma, sub(w, end), 1 / eta_g), p), end
 
-    def server_update(self, server: Server, replies: Iterable[Reply[Params]], view: ServerView) -> Server:
+    def contribution(self, upload: Params, client: ClientInfo, server: Server) -> dict[str, Any]:
+        """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
+        del client, server
+        return {"w": Mean(upload)} if self.memory_efficient else {"w": Mean(upload), "each": Each(upload)}
+
+    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
-        w = server.w.dense(view.task.common_model(self.title).initial)
-        average, clients = Mean[Params](), [str(c.id) for c in view.task.clients]
-        each = {i: server.each.get(i, zeros_like(w)) for i in clients if not self.memory_efficient}
-        for reply in replies:
-            average.add(reply.upload)
-            if (i := str(reply.client.id)) in each:
-                each[i] = add(each[i], sub(w, reply.upload), 1 / self.eta_g)
-        gamma = add(server.gamma, sub(w, average.value), average.count / len(clients) / self.eta_g)
-        if not self.memory_efficient:
-            gamma = mean(each.values(), [1.0] * len(clients))
-        new = prox(add(average.value, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
+        w, mean_w = server.w.dense(view.task.common_model(self.title).initial), total["w"]
+        each = {}
+        if self.memory_efficient:
+            gamma = add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
+        else:
+            each = {str(c.id): server.each.get(str(c.id), zeros_like(w)) for c in view.task.clients}
+            each |= {str(i): add(each[str(i)], sub(w, w_i), 1 / self.eta_g) for i, w_i in total["each"].items()}
+            gamma = mean(each.values(), [1.0] * len(each))
+        new = prox(add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
         warn_if_dead(self.title, server.w, new, view.round)
         return Server(new, gamma, each)
 
-    def personal(self, state: Client, down: Weights, view: ClientView) -> Params:
-        """The mixed model w + p_i."""
-        return add(unpack(down, view.model.initial), state.p)
+    def client_model(self, state: Client, down: Weights, view: ClientView) -> ClientModel:
+        """The mixed model w + p_i, and w alone."""
+        w = unpack(down, view.model.initial)
+        mixed, parts = add(w, state.p), (down, part_of(state.p, self.private))
+        return ClientModel(mixed, {"mixed": mixed, "gkr": w}, {"mixed": parts, "gkr": (down,)})
 
-    def predictor(self, state: Client, down: Weights, view: ClientView) -> dict[str, Predictor]:
-        """The mixed model, and w alone."""
-        model, w = view.model, unpack(down, view.model.initial)
-        mixed = add(w, state.p)
-        return {"mixed": lambda x: model.apply(mixed, x), "gkr": lambda x: model.apply(w, x)}
-
-    def parts(self, state: Client, down: Weights, view: ClientView) -> dict[str, tuple[Weights, ...]]:
-        """Of the mixed model w and p_i; of the other w alone."""
-        del view
-        return {"mixed": (down, part_of(state.p, self.private)), "gkr": (down,)}
-
-    def ranks(self, server: Server) -> dict[str, int]:
-        """Of w."""
-        return server.w.ranks
+    def metrics(self, server: Server) -> dict[str, dict[str, float]]:
+        """Rank of w."""
+        return {"ranks": dict(server.w.ranks)}

@@ -27,19 +27,20 @@ moves where nothing is learnt. The gradient comes from one step of plain SGD on 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.client_model import ClientModel
+from ..core.contribution import Each, Mean
 from ..core.errors import ConfigError, TaskError
 from ..core.loss import task_loss
-from ..core.means import mean
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD
 from ..core.tree import Params, add, sub, tree, zeros_like
-from ..linalg.matricize import Sparse, Weights
+from ..linalg.matricize import Sparse
 
 Masks = dict[str, Tensor]
 
@@ -159,19 +160,19 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Upload]], view: ServerView) -> Server:
+    def contribution(self, upload: Upload, client: ClientInfo, server: Server) -> dict[str, Any]:
+        """The update, zero outside the client's mask, all with the same weight; and its next mask."""
+        update = Mean(spread(upload.update, server.masks[str(client.id)]))
+        return {"update": update, "masks": Each(upload.masks)} if self.prune > 0 else {"update": update}
+
+    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """One step along the mean update."""
         del view
-        updates = [spread(r.upload.update, server.masks[str(r.client.id)]) for r in replies]
-        masks = {str(r.client.id): r.upload.masks for r in replies if r.upload.masks}
-        return Server(sub(server.model, mean(updates, [1.0] * len(updates))), server.masks | masks)
+        masks = {str(client): masks for client, masks in total.get("masks", {}).items()}
+        return Server(sub(server.model, total["update"]), server.masks | masks)
 
-    def personal(self, state: Masks, down: Params, view: ClientView) -> Params:
-        """m_k ⊙ w."""
+    def client_model(self, state: Masks, down: Params, view: ClientView) -> ClientModel:
+        """m_k ⊙ w, of which the values on the mask are stored."""
         del view
-        return spread(down, state)
-
-    def parts(self, state: Masks, down: Params, view: ClientView) -> dict[str, tuple[Weights, ...]]:
-        """The values and m_k."""
-        del view
-        return {"personal": ({n: Sparse(v, state[n]) if n in state else v for n, v in down.items()},)}
+        sparse = {n: Sparse(v, state[n]) if n in state else v for n, v in down.items()}
+        return ClientModel(spread(down, state), parts={"personal": (sparse,)})

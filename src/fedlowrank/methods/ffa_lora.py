@@ -11,13 +11,13 @@ A_0 is drawn from the seed that all share, so it never travels. Σ p_i B_i A_0 =
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..adapters.lora import lora_of
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean
 from ..core.errors import TaskError
-from ..core.means import mean_of
-from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors, Pair
 from .families.lora import Leaves, Message, Tuning, initial_factors, leaves_of, placed, received, tune
@@ -43,7 +43,6 @@ class FFALoRA(Method[Server, Params, Message, Message]):
 
     title = "FFA-LoRA"
     citation = "Sun et al., ICLR 2024, arXiv:2403.12313"
-    streams = True
 
     def server_init(self, task: Task) -> Server:
         """B = 0.
@@ -77,16 +76,21 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         factors = {n: Pair(b, b.new_zeros(0, 1)) for n, b in end["b"].items()}
         return kept, self.tuning.message(factors, end["rest"])
 
-    def server_update(self, server: Server, replies: Iterable[Reply[Message]], view: ServerView) -> Server:
+    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> Mean:
+        """B and what is shared beside, weighted by n_i."""
+        del server
+        return Mean((received(upload), upload.rest), client.examples)
+
+    def server_update(self, server: Server, total: tuple[Factors, Params], view: ServerView) -> Server:
         """The mean of B, weighted by n_i."""
         del server, view
-        factors, rest = mean_of(replies, lambda upload: (received(upload), upload.rest))
+        factors, rest = total
         return Server(factors, rest)
 
-    def personal(self, state: Params, down: Message, view: ClientView) -> Params:
+    def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean B."""
         fixed, start = self._leaves(state, down, view)
-        return view.model.initial | placed(view.model, fixed | start, self.tuning.scale(view), {}, {})
+        return ClientModel(view.model.initial | placed(view.model, fixed | start, self.tuning.scale(view), {}, {}))
 
     def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """A, which is not trained, and the rest, which is."""

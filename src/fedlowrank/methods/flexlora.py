@@ -12,12 +12,13 @@ What a client's rank cuts off is lost with the next mean: the bias that FedHL re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..adapters.lora import lora_of
-from ..core.means import mean
-from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.client_model import ClientModel
+from ..core.contribution import Each, Mean
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.delta import Delta, Form, Split, advance, start
 from ..linalg.pair import Factors
@@ -75,26 +76,28 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
-        """W = Σ p_i s_i B_i A_i."""
-        del view
-        weights = by_examples(replies)
-        held = [received(r.upload) for r in replies]
-        scales = [server.scaling.at(next(iter(f.values())).rank) for f in held]
-        shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
-        blocks = weighted_blocks(shares, scales, held)
-        rest = mean([r.upload.rest for r in replies], weights)
-        return Server(advance(server.delta, blocks, previous=0.0), server.drawn, rest, server.scaling)
+    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
+        """The factors, for their products are averaged; and what is shared beside, weighted by n_i."""
+        del server
+        return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
 
-    def personal(self, state: Params, down: Message, view: ClientView) -> Params:
+    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+        """W = Σ p_i s_i B_i A_i."""
+        factors, weights = list(total["factors"].values()), [float(c.examples) for c in view.replied]
+        scales = [server.scaling.at(next(iter(f.values())).rank) for f in factors]
+        shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
+        blocks = weighted_blocks(shares, scales, factors)
+        return Server(advance(server.delta, blocks, previous=0.0), server.drawn, total["rest"], server.scaling)
+
+    def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down), state | down.rest)
-        return view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {})
+        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), {}, {}))
+
+    def metrics(self, server: Server) -> dict[str, dict[str, float]]:
+        """Rank of W."""
+        return {"ranks": dict(ranks_of(server.delta))}
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all of W."""
         return whole(view.model, server.delta, state | server.rest)
-
-    def ranks(self, server: Server) -> dict[str, int]:
-        """Rank of W."""
-        return ranks_of(server.delta)

@@ -13,13 +13,14 @@ The sum B A = Σ p_i s_i B_i A_i is exact. p_i stands on one side only (on both 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..adapters.lora import LoRA, lora_of
 from ..adapters.wire_format import Packed
-from ..core.means import mean
-from ..core.method import ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.client_model import ClientModel
+from ..core.contribution import Each, Mean
+from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors
 from .families.base_updates import Base, Keep, Ledger, weighted
@@ -93,22 +94,22 @@ class FLoRA(Method[Server, Own, Download, Message]):
         kept = self.tuning.kept(end)
         return Own(base, kept), self.tuning.message(factors_of(end), end["rest"])
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
-        """One more stack."""
-        del view
-        # the place of a client in the stack must not depend on when its reply came
-        replies = sorted(replies, key=lambda r: r.client.id)
-        weights = by_examples(replies)
-        held = [received(r.upload) for r in replies]
-        scales = [server.scaling.at(next(iter(f.values())).rank) for f in held]
-        stack = weighted(held, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
-        rest = mean([r.upload.rest for r in replies], weights)
-        return Server(server.ledger.grown(stack, replies, self.tuning.wire), rest, server.scaling)
+    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
+        """The factors, to be stacked; and what is shared beside, weighted by n_i."""
+        del server
+        return {"factors": Each(received(upload)), "rest": Mean(upload.rest, client.examples)}
 
-    def personal(self, state: Own, down: Download, view: ClientView) -> Params:
+    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+        """One more stack."""
+        factors, weights = list(total["factors"].values()), [float(c.examples) for c in view.replied]
+        scales = [server.scaling.at(next(iter(f.values())).rank) for f in factors]
+        stack = weighted(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
+        return Server(server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling)
+
+    def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all stacks; the fresh adapter changes nothing."""
         frozen, moved = self._base(state, down, lora_of(view.model)).beside(self.keep, lora_of(view.model))
-        return view.model.initial | _params(view, frozen, moved, state.rest | down.rest)
+        return ClientModel(view.model.initial | _params(view, frozen, moved, state.rest | down.rest))
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The base with all stacks, as every client that has them."""

@@ -19,31 +19,31 @@ the first round's π^k is even. Adaptors add to the weights, so line 5 is one fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..adapters.budget import adaptor_remarks
 from ..adapters.floral_adaptors import KINDS, Kind, Spot, adaptors, centered, mix, preconditioned, trained_spots
 from ..adapters.mixture import Construction, Factor
 from ..adapters.router import Router
-from ..core.means import mean
-from ..core.method import ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task, by_examples
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean
+from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.model import Model
 from ..core.optimizer import SGD, Optimizer
 from ..core.server_optimizer import Memory, fresh_memory, server_step
-from ..core.tree import Params, tree
+from ..core.tree import tree
 from .families.clusters import (
     Apply,
-    cluster_mean,
+    by_cluster,
+    cluster_means,
+    cluster_weights,
     even,
     known_cluster,
-    known_route,
     learn_router,
-    reply_weights,
+    routes_of,
     select,
     train_mixture,
 )
@@ -139,37 +139,36 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
             return None, Upload(model, None)
         return theta if self.router.keep and self.router.descends else None, Upload(model, self.router.shares(theta))
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Upload]], view: ServerView) -> Server:
+    def contribution(self, upload: Upload, client: ClientInfo, server: Server) -> dict[str, Any]:
+        """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""
+        del server
+        weights = cluster_weights(self.title, client, upload.pi, self.clusters)
+        return {
+            "base": Mean(upload.model["base"], client.examples),
+            "adaptors": by_cluster(upload.model["adaptors"], weights),
+        }
+
+    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Lines 6 and 7, and a step of the server's optimizer towards what they give."""
-        weights = reply_weights(self.title, replies, [r.upload.pi for r in replies], self.clusters)
-        u = mean([r.upload.model["base"] for r in replies], by_examples(replies))
-        a = cluster_mean(server.model["adaptors"], [r.upload.model["adaptors"] for r in replies], weights)
-        new = {"base": u, "adaptors": a}
+        new = {"base": total["base"], "adaptors": cluster_means(server.model["adaptors"], total["adaptors"])}
         model, memory = server_step(self.server_optimizer, server.model, new, server.memory, view.round)
         if self.center:
-            p = torch.tensor(weights, dtype=torch.float64).sum(0)
+            p = total["adaptors"]["weights"]
             u, a = centered(model["base"], model["adaptors"], p / p.sum(), self.alpha, self.construction)
             model = {"base": u, "adaptors": a}
         return Server(model, memory)
 
-    def personal(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> Params:
+    def client_model(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
-        theta = self._theta(state, down, view)
-        return mix(down["base"], down["adaptors"], self.router.shares(theta), self.alpha, self.construction)
-
-    def routes(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> Tensor:
-        """π^k, over all clusters also where only one was sent."""
-        if self.router.routing == "optimal":
-            return known_route(self.title, view.info, self.clusters)
-        return self.router.shares(self._theta(state, down, view))
+        theta = state
+        if theta is None:
+            theta = learn_router(self.router, down, even(down["adaptors"]), self._apply(view.model), view)
+        pi = self.router.shares(theta)
+        params = mix(down["base"], down["adaptors"], pi, self.alpha, self.construction)
+        return ClientModel(params, routes=routes_of(self.title, self.router, view.info, pi, self.clusters))
 
     def _spots(self, task: Task) -> dict[str, Spot]:
         return trained_spots(task.common_model(self.title), self.rank, self.construction, self.kinds)
-
-    def _theta(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> Tensor:
-        if state is not None:
-            return state
-        return learn_router(self.router, down, even(down["adaptors"]), self._apply(view.model), view)
 
     def _apply(self, model: Model) -> Apply:
         alpha, construction = self.alpha, self.construction

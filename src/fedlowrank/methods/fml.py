@@ -19,15 +19,14 @@ clients of one architecture begin with the same initial weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..core.client_model import ClientModel
 from ..core.errors import ConfigError
 from ..core.loss import cross_entropy, kl_divergence
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 
 
@@ -55,7 +54,6 @@ class FML(Method[Params, Params, Params, Params]):
 
     title = "FML"
     citation = "Shen et al. 2020, arXiv:2006.16765"
-    streams = True
     needs_classes = True
     heterogeneous = True
 
@@ -72,11 +70,6 @@ class FML(Method[Params, Params, Params, Params]):
         """p_k starts at its architecture's initial weights."""
         return task.model(client).initial
 
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """m^t."""
-        del client
-        return server
-
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Simultaneous SGD on both models; each gradient comes from its own loss because teachers are detached."""
         alpha, beta, model, small = self.alpha, self.beta, view.model, view.task.smallest_model(self.meme)
@@ -90,12 +83,12 @@ class FML(Method[Params, Params, Params, Params]):
         end = view.train(loss, Pair(state, down), "local", self.optimizer)
         return end.private, end.meme
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the memes, weighted by n_k."""
         del server, view
-        return mean_of(replies)
+        return total
 
-    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
+    def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """The private model p_k."""
         del down, view
-        return state
+        return ClientModel(state)

@@ -14,16 +14,16 @@ threshold, λ η_g as in FedSLR, is our reading: the local steps have several si
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean
 from ..core.errors import ConfigError
 from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.matricize import Weights, unpack
@@ -51,7 +51,6 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
 
     title = "GPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
-    streams = True
     at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
 
     def __post_init__(self) -> None:
@@ -62,10 +61,6 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
     def server_init(self, task: Task) -> Shrunk:
         """w^0, the common initial weights."""
         return begin(task.common_model(self.title).initial, self.exclude)
-
-    def client_init(self, task: Task, client: ClientInfo) -> None:
-        """A client keeps nothing."""
-        del task, client
 
     def download(self, server: Shrunk, client: ClientInfo) -> Weights:
         """w^t."""
@@ -82,23 +77,22 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
 
         return None, view.train(loss, unpack(down, model.initial), "local", self.optimizer)
 
-    def server_update(self, server: Shrunk, replies: Iterable[Reply[Params]], view: ServerView) -> Shrunk:
+    def contribution(self, upload: Params, client: ClientInfo, server: Shrunk) -> Mean:
+        """w_i, all with the same weight."""
+        del client, server
+        return Mean(upload)
+
+    def server_update(self, server: Shrunk, total: Params, view: ServerView) -> Shrunk:
         """Prox at the mean of the replies."""
-        average: Params = mean_of(replies, equally=True)
-        new = prox(average, self.lam * self.eta_g, self.shared, self.exclude)
+        new = prox(total, self.lam * self.eta_g, self.shared, self.exclude)
         warn_if_dead(self.title, server, new, view.round)
         return new
 
-    def personal(self, state: None, down: Weights, view: ClientView) -> Params:
-        """The global model."""
+    def client_model(self, state: None, down: Weights, view: ClientView) -> ClientModel:
+        """The global model, as factors."""
         del state
-        return unpack(down, view.model.initial)
+        return ClientModel(unpack(down, view.model.initial), parts={"personal": (down,)})
 
-    def parts(self, state: None, down: Weights, view: ClientView) -> dict[str, tuple[Weights, ...]]:
-        """The factors of w."""
-        del state, view
-        return {"personal": (down,)}
-
-    def ranks(self, server: Shrunk) -> dict[str, int]:
-        """Of w."""
-        return server.ranks
+    def metrics(self, server: Shrunk) -> dict[str, dict[str, float]]:
+        """Rank of w."""
+        return {"ranks": dict(server.ranks)}

@@ -18,17 +18,18 @@ at most.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..adapters.lora import lora_of, padded, undiluted
+from ..core.client_model import ClientModel
+from ..core.contribution import Each, Mean, Sum
 from ..core.errors import ConfigError
-from ..core.means import mean
-from ..core.method import ClientInfo, ClientView, Method, OneOf, Reply, ServerView, Task, by_examples
+from ..core.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.delta import product_norms
 from ..linalg.pair import Factors
@@ -63,14 +64,14 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     """Zero padding, truncation and self-pruning.
 
     Attributes:
-        weights: p_i by examples, or by the norm of each client's update.
+        weighting: p_i by examples, or by the norm of each client's update.
         per_index: whether each component is averaged over those clients alone that hold it.
         prune: γ, share of a client's rank that it keeps when it prunes; 1 prunes never.
         penalty: λ on the tail of the factors, where it may be pruned.
         tuning: rank, scale, head and form on the wire.
     """
 
-    weights: Literal["examples", "norm"] = "examples"
+    weighting: Literal["examples", "norm"] = "examples"
     per_index: bool = False
     prune: float = 1.0
     penalty: float = 1e-3
@@ -108,11 +109,11 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         rank = next(iter(start["a"].values())).shape[0]
         kept = max(1, int(self.prune * rank)) if self.prune < 1 else rank
         penalty = _penalty(self.penalty, kept) if kept < rank and self.penalty > 0 else None
-        end = tune(view, start, self._scaling(view).at(rank), self.optimizer, penalty=penalty)
+        end = tune(view, start, self.tuning.scale(view, rank), self.optimizer, penalty=penalty)
         factors = factors_of(end)
         if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
             # the scale of a smaller rank may differ, the update must not
-            factors = scaled(cut(factors, kept), self._scaling(view).at(rank) / self._scaling(view).at(kept))
+            factors = scaled(cut(factors, kept), self.tuning.scale(view, rank) / self.tuning.scale(view, kept))
         return self.tuning.kept(end), self.tuning.message(factors, end["rest"])
 
     def upload_form(self, expected: Message, task: Task) -> OneOf:
@@ -121,38 +122,39 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         kept = max(1, int(self.prune * next(iter(expected.factors.values())).b.shape[1]))
         return OneOf(expected, self.tuning.message(cut(received(expected), kept), expected.rest))
 
-    def server_update(self, server: Server, replies: Sequence[Reply[Message]], view: ServerView) -> Server:
-        """Means of padded factors."""
-        del view
-        held = [received(r.upload) for r in replies]
-        ranks = [next(iter(f.values())).rank for f in held]
-        units = [scaled(f, server.scaling.at(r)) for f, r in zip(held, ranks, strict=True)]
-        weights = by_examples(replies)
-        if self.weights == "norm":
-            norms = [math.hypot(*product_norms(list(f.values()))) for f in units]
-            weights = norms if sum(norms) > 0 else weights
-        top = max(p.rank for p in server.factors.values())
-        factors: Factors = mean([{n: padded(p, top) for n, p in f.items()} for f in units], weights)
-        if self.per_index:
-            factors = undiluted(factors, server.factors, ranks, weights)
-        rest = mean([r.upload.rest for r in replies], by_examples(replies))
-        pruned = {
-            str(r.client.id): k for r, k in zip(replies, ranks, strict=True) if k != self.tuning.rank_of(r.client)
+    def contribution(self, upload: Message, client: ClientInfo, server: Server) -> dict[str, Any]:
+        """The zero-padded factors of scale 1, weighted; what of that weight reaches each component; the rank, if pruned."""
+        factors, n = received(upload), float(client.examples)
+        rank, top = next(iter(factors.values())).rank, max(p.rank for p in server.factors.values())
+        unit = scaled(factors, server.scaling.at(rank))
+        weight = n if self.weighting == "examples" else math.hypot(*product_norms(list(unit.values())))
+        reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)
+        found: dict[str, Any] = {
+            "factors": Mean({name: padded(p, top) for name, p in unit.items()}, weight),
+            "reached": Sum(reached),
+            "rest": Mean(upload.rest, n),
         }
-        return Server(factors, rest, server.scaling, server.ranks | pruned)
+        return {**found, "ranks": Each(rank)} if self.prune < 1 else found
 
-    def personal(self, state: Params, down: Message, view: ClientView) -> Params:
+    def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
+        """Means of padded factors."""
+        # without weight, as where all products are zero, the factors stay
+        factors: Factors = server.factors if total["factors"] is None else total["factors"]
+        if self.per_index and total["factors"] is not None:
+            factors = undiluted(factors, server.factors, total["reached"])
+        ranks = total.get("ranks", {})
+        pruned = {str(c.id): ranks[c.id] for c in view.replied if ranks and ranks[c.id] != self.tuning.rank_of(c)}
+        return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
+
+    def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down), state | down.rest)
         rank = next(iter(leaves["a"].values())).shape[0]
-        return view.model.initial | placed(view.model, leaves, self._scaling(view).at(rank), {}, {})
+        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view, rank), {}, {}))
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all r_max components."""
         return placed(view.model, leaves_of(server.factors, state | server.rest), 1.0, {}, {})
-
-    def _scaling(self, view: ClientView) -> Scaling:
-        return self.tuning.scaling_of(lora_of(view.model))
 
 
 def _penalty(weight: float, kept: int) -> Callable[[Leaves], Tensor]:

@@ -9,23 +9,23 @@ A. Ghosh, J. Chung, D. Yin, K. Ramchandran. NeurIPS 2020. arXiv:2006.04088, Algo
     inference:              θ_ĵ, with ĵ chosen anew from the models received                     personal
 
 F_k is the mean loss over all training examples of the client. A model that nobody picked stays as it was. The paper takes
-the plain mean of the members; so does ``weights = "uniform"``. The models begin at different draws, all layers are their
+the plain mean of the members; so does ``weighting = "uniform"``. The models begin at different draws, all layers are their
 own, and a client keeps nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..core.client_model import ClientModel
 from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task, by_examples
+from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, map, tree  # noqa: A004
-from .families.clusters import cluster_mean, initial_models, losses_of, select
+from .families.clusters import by_cluster, cluster_means, initial_models, losses_of, select
 
 
 @tree
@@ -52,11 +52,11 @@ class IFCA(Method[Params, None, Params, Upload]):
 
     Attributes:
         clusters: C, number of models.
-        weights: of a reply: the client's number of training examples n_k, or uniform.
+        weighting: of a reply: the client's number of training examples n_k, or uniform.
     """
 
     clusters: int = 4
-    weights: Literal["examples", "uniform"] = "examples"
+    weighting: Literal["examples", "uniform"] = "examples"
 
     title = "IFCA"
     citation = "Ghosh et al., NeurIPS 2020, arXiv:2006.04088"
@@ -64,15 +64,6 @@ class IFCA(Method[Params, None, Params, Upload]):
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``."""
         return initial_models(self.title, task, self.clusters)
-
-    def client_init(self, task: Task, client: ClientInfo) -> None:
-        """A client keeps nothing."""
-        del task, client
-
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """All models."""
-        del client
-        return server
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Upload]:
         """Choose, and train what was chosen."""
@@ -85,23 +76,22 @@ class IFCA(Method[Params, None, Params, Upload]):
         trained = view.train(loss, select(down, chosen), "local", self.optimizer)
         return None, Upload(trained, self._one_hot(chosen, down))
 
-    def server_update(self, server: Params, replies: Sequence[Reply[Upload]], view: ServerView) -> Params:
+    def contribution(self, upload: Upload, client: ClientInfo, server: Params) -> dict[str, Any]:
+        """The trained model, in the mean of the cluster that the client chose."""
+        del server
+        examples = client.examples if self.weighting == "examples" else 1.0
+        return by_cluster(upload.model, [s * examples for s in upload.choice.tolist()])
+
+    def server_update(self, server: Params, total: dict[str, Any], view: ServerView) -> Params:
         """The mean of the members of each cluster."""
         del view
-        sizes = by_examples(replies) if self.weights == "examples" else [1.0] * len(replies)
-        weights = [[s * n for s in r.upload.choice.tolist()] for r, n in zip(replies, sizes, strict=True)]
-        return cluster_mean(server, [r.upload.model for r in replies], weights)
+        return cluster_means(server, total)
 
-    def personal(self, state: None, down: Params, view: ClientView) -> Params:
+    def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
         """The model that fits the client's training data best."""
         del state
         chosen = nearest(down, view)
-        return map(lambda t: t[chosen], down)
-
-    def routes(self, state: None, down: Params, view: ClientView) -> Tensor:
-        """The one-hot of the client's choice."""
-        del state
-        return self._one_hot(nearest(down, view), down)
+        return ClientModel(map(lambda t: t[chosen], down), routes=self._one_hot(chosen, down))
 
     def _one_hot(self, chosen: int, like: Params) -> Tensor:
         return torch.eye(self.clusters)[chosen].to(next(iter(like.values())))

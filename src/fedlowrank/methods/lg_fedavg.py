@@ -17,15 +17,14 @@ architecture; the φ_k of one architecture begin with the same initial weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..core.client_model import ClientModel
 from ..core.errors import TaskError
 from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params
 
 
@@ -35,7 +34,6 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
 
     title = "LG-FedAvg"
     citation = "Liang et al. 2020, arXiv:2001.01523"
-    streams = True
     heterogeneous = True
 
     def server_init(self, task: Task) -> Params:
@@ -57,11 +55,6 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
         model = task.model(client)
         return model.body_of(model.initial)
 
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """h^t."""
-        del client
-        return server
-
     def local_update(self, state: Params, down: Params, view: ClientView) -> tuple[Params, Params]:
         """Joint SGD on φ_k and h."""
         model = view.model
@@ -72,15 +65,15 @@ class LGFedAvg(Method[Params, Params, Params, Params]):
         end = view.train(loss, state | down, "local", self.optimizer)
         return model.body_of(end), model.head_of(end)
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the heads, weighted by n_k."""
         del server, view
-        return mean_of(replies)
+        return total
 
-    def personal(self, state: Params, down: Params, view: ClientView) -> Params:
+    def client_model(self, state: Params, down: Params, view: ClientView) -> ClientModel:
         """Own representation, fresh global head."""
         del view
-        return state | down
+        return ClientModel(state | down)
 
 
 def _shapes(params: Params) -> str:

@@ -10,7 +10,6 @@ The baseline of Almansoori, Horváth, Takáč, arXiv:2410.03497, Table 1: FLoRAL
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,9 @@ from torch import Tensor
 from ..adapters.budget import adaptor_remarks
 from ..adapters.floral_adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, trained_spots
 from ..adapters.mixture import Construction
+from ..core.client_model import ClientModel
 from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params
 
 
@@ -45,7 +44,6 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
     title = "Local Adaptor"
     citation = "Almansoori et al. 2024, arXiv:2410.03497"
-    streams = True
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""
@@ -62,11 +60,6 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         where = trained_spots(model, self.rank, self.construction, self.kinds)
         return adaptors(where, 1, task.key / "adaptors", self.construction, next(iter(model.initial.values())))
 
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """U."""
-        del client
-        return server
-
     def local_update(self, state: Adaptors, down: Params, view: ClientView) -> tuple[Adaptors, Params]:
         """Line 2: one SGD on both."""
         model, alpha, construction = view.model, self.alpha, self.construction
@@ -82,15 +75,15 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         end = view.train(loss, start, "local", self.optimizer, given=(_one(down),), precondition=how)
         return end["adaptors"], end["base"]
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Line 3."""
         del server, view
-        return mean_of(replies)
+        return total
 
-    def personal(self, state: Adaptors, down: Params, view: ClientView) -> Params:
+    def client_model(self, state: Adaptors, down: Params, view: ClientView) -> ClientModel:
         """U + a_k."""
         del view
-        return mix(down, state, _one(down), self.alpha, self.construction)
+        return ClientModel(mix(down, state, _one(down), self.alpha, self.construction))
 
 
 def _one(weights: Params) -> Tensor:

@@ -14,15 +14,14 @@ is sent whole, as FedSLR's is. Matrices and settings are FedSLR's; there is no p
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..core.contribution import Mean
 from ..core.errors import ConfigError
 from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.nuclear_norm import Norm, check_exclude, prox_in_step
@@ -47,7 +46,6 @@ class LPGD(Method[Params, None, Params, Params]):
 
     title = "LPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
-    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,15 +57,6 @@ class LPGD(Method[Params, None, Params, Params]):
         w = task.common_model(self.title).initial
         check_exclude(w, self.exclude)
         return w
-
-    def client_init(self, task: Task, client: ClientInfo) -> None:
-        """A client keeps nothing."""
-        del task, client
-
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """w^t."""
-        del client
-        return server
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """A proximal step after every gradient step."""
@@ -83,12 +72,12 @@ class LPGD(Method[Params, None, Params, Params]):
 
         return None, view.train(loss, down, "local", self.optimizer, prox=prox)
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
+        """w_i, all with the same weight."""
+        del client, server
+        return Mean(upload)
+
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies."""
         del server, view
-        return mean_of(replies, equally=True)
-
-    def personal(self, state: None, down: Params, view: ClientView) -> Params:
-        """The global model."""
-        del state, view
-        return down
+        return total

@@ -15,23 +15,23 @@ A. Fallah, A. Mokhtari, A. Ozdaglar. NeurIPS 2020. arXiv:2002.07948, Algorithm 1
 β is the learning rate of ``optimizer``, 0.001 by default. B1 and B2 are every other example of a batch, which is in random
 order; a batch of one example is both. The first order variant takes the inner gradient as a constant. The Hessian-free one
 takes its Hessian-vector product on B1, where the paper draws a third batch; so its step is the gradient of f_k(θ'(θ); B2) up
-to the error of the finite difference. Replies weigh the same, as in the paper; ``weights = "examples"`` is n_k.
+to the error of the finite difference. Replies weigh the same, as in the paper; ``weighting = "examples"`` is n_k.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean
 from ..core.errors import ConfigError
-from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Predictor, Reply, ServerView, Task
+from ..core.loss import supervised_loss, task_loss
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD, Optimizer
 from ..core.tree import Params, add, dot, map, sub  # noqa: A004
 
@@ -58,18 +58,17 @@ class PerFedAvg(Method[Params, None, Params, Params]):
         alpha: α ≥ 0, size of the inner step and of the one before inference.
         variant: first_order, or hessian_free with a product by finite differences.
         delta: δ > 0, of the finite difference.
-        weights: of a reply: uniform, or the client's number of training examples n_k.
+        weighting: of a reply: uniform, or the client's number of training examples n_k.
     """
 
     optimizer: Optimizer = SGD(lr=0.001)
     alpha: float = 0.01
     variant: Literal["first_order", "hessian_free"] = "first_order"
     delta: float = 0.001
-    weights: Literal["uniform", "examples"] = "uniform"
+    weighting: Literal["uniform", "examples"] = "uniform"
 
     title = "Per-FedAvg"
     citation = "Fallah et al., NeurIPS 2020, arXiv:2002.07948"
-    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,15 +82,6 @@ class PerFedAvg(Method[Params, None, Params, Params]):
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights."""
         return task.common_model(self.title).initial
-
-    def client_init(self, task: Task, client: ClientInfo) -> None:
-        """A client keeps nothing."""
-        del task, client
-
-    def download(self, server: Params, client: ClientInfo) -> Params:
-        """θ^t."""
-        del client
-        return server
 
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """Steps on the loss after the inner step."""
@@ -115,22 +105,18 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
         return None, view.train(loss, down, "local", self.optimizer)
 
-    def server_update(self, server: Params, replies: Iterable[Reply[Params]], view: ServerView) -> Params:
+    def contribution(self, upload: Params, client: ClientInfo, server: Params) -> Mean:
+        """θ_k, all with the same weight, or weighted by n_k."""
+        del server
+        return Mean(upload, client.examples if self.weighting == "examples" else 1.0)
+
+    def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the replies."""
         del server, view
-        return mean_of(replies, equally=self.weights != "examples")
+        return total
 
-    def personal(self, state: None, down: Params, view: ClientView) -> Params:
-        """θ after one step of size α on a batch of the client's training data."""
+    def client_model(self, state: None, down: Params, view: ClientView) -> ClientModel:
+        """θ after one step of size α on a batch of the client's training data, and the common θ."""
         del state
-        model = view.model
-
-        def risk(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
-        return view.train(risk, down, "adapt", SGD(lr=self.alpha))
-
-    def predictor(self, state: None, down: Params, view: ClientView) -> dict[str, Predictor]:
-        """The adapted model, and the common one."""
-        adapted = self.personal(state, down, view)
-        return {"adapted": lambda x: view.model.apply(adapted, x), "global": lambda x: view.model.apply(down, x)}
+        adapted = view.train(supervised_loss(view.model), down, "adapt", SGD(lr=self.alpha))
+        return ClientModel(adapted, {"adapted": adapted, "global": down})

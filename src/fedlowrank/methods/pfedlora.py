@@ -23,7 +23,6 @@ Clients of one architecture begin with the same initial weights (in the paper ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,10 +30,10 @@ import torch
 from torch import Tensor
 
 from ..adapters.pfedlora_adapter import Adapter, random_adapter, svd_adapter
+from ..core.client_model import ClientModel
 from ..core.errors import ConfigError
 from ..core.loss import task_loss
-from ..core.means import mean_of
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import Optimizer
 from ..core.tree import Params
 
@@ -59,7 +58,6 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
 
     title = "pFedLoRA"
     citation = "Yi et al. 2023, arXiv:2310.13283"
-    streams = True
     heterogeneous = True
     needs_classes = True
 
@@ -89,11 +87,6 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
         """ω_k at its architecture's initial weights."""
         return task.model(client).initial
 
-    def download(self, server: Adapter, client: ClientInfo) -> Adapter:
-        """θ^{t-1}."""
-        del client
-        return server
-
     def local_update(self, state: Params, down: Adapter, view: ClientView) -> tuple[Params, Adapter]:
         """Model and adapter in turn."""
         model, mu, relu = view.model, self.mu, self.relu
@@ -112,12 +105,12 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
         optimizer = self.adapter_optimizer or self.optimizer
         return omega, view.train(of_adapter, down, "adapter", optimizer, given=(omega,))
 
-    def server_update(self, server: Adapter, replies: Iterable[Reply[Adapter]], view: ServerView) -> Adapter:
+    def server_update(self, server: Adapter, total: Adapter, view: ServerView) -> Adapter:
         """Mean of the adapters, weighted by n_k."""
         del server, view
-        return mean_of(replies)
+        return total
 
-    def personal(self, state: Params, down: Adapter, view: ClientView) -> Params:
+    def client_model(self, state: Params, down: Adapter, view: ClientView) -> ClientModel:
         """ω_k alone; the adapter only carries knowledge."""
         del down, view
-        return state
+        return ClientModel(state)

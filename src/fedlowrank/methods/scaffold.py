@@ -20,15 +20,13 @@ gradients and leaves every c_k as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean
 from ..core.errors import ConfigError
-from ..core.loss import task_loss
-from ..core.means import Mean
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pull, Reply, ServerView, Task
+from ..core.loss import supervised_loss
+from ..core.method import ClientInfo, ClientView, Method, Pull, ServerView, Task
 from ..core.optimizer import AdamW
 from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 
@@ -53,7 +51,6 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
 
     title = "SCAFFOLD"
     citation = "Karimireddy et al., ICML 2020, arXiv:1910.06378"
-    streams = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,20 +74,10 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         """c_k = 0."""
         return zeros_like(task.model(client).initial)
 
-    def download(self, server: Controlled, client: ClientInfo) -> Controlled:
-        """Both x and c."""
-        del client
-        return server
-
     def local_update(self, state: Params, down: Controlled, view: ClientView) -> tuple[Params, Controlled]:
         """Corrected SGD, then option II."""
-        model = view.model
-
-        def loss(y: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(y, batch.x), batch)
-
         correction = Pull(along=sub(state, down.control))
-        y = view.train(loss, down.model, "local", self.optimizer, pull=correction)
+        y = view.train(supervised_loss(view.model), down.model, "local", self.optimizer, pull=correction)
         way = view.steps("local") * self.optimizer.learning_rate(view.round)
         if way == 0:
             return state, Controlled(sub(y, down.model), zeros_like(state))
@@ -98,17 +85,16 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
         change = map(lambda x, end, c: (x - end) / way - c, down.model, y, down.control)
         return add(state, change), Controlled(sub(y, down.model), change)
 
-    def server_update(self, server: Controlled, replies: Iterable[Reply[Controlled]], view: ServerView) -> Controlled:
-        """A step along the mean; c moves by the share of the clients that replied."""
-        step: Mean[Controlled] = Mean()
-        for reply in replies:
-            step.add(reply.upload)
-        share = step.count / len(view.task.clients)
-        return Controlled(
-            add(server.model, step.value.model, self.eta_g), add(server.control, step.value.control, share)
-        )
+    def contribution(self, upload: Controlled, client: ClientInfo, server: Controlled) -> Mean:
+        """Both differences, all clients with the same weight."""
+        del client, server
+        return Mean(upload)
 
-    def personal(self, state: Params, down: Controlled, view: ClientView) -> Params:
+    def server_update(self, server: Controlled, total: Controlled, view: ServerView) -> Controlled:
+        """A step along the mean; c moves by the share of the clients that replied."""
+        return Controlled(add(server.model, total.model, self.eta_g), add(server.control, total.control, view.share))
+
+    def client_model(self, state: Params, down: Controlled, view: ClientView) -> ClientModel:
         """The global model x."""
         del state, view
-        return down.model
+        return ClientModel(down.model)

@@ -11,13 +11,13 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..core.client_model import ClientModel
 from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Reply, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params
 
 
@@ -47,10 +47,6 @@ class Standalone(Method[None, Params, None, None]):
         """θ_k starts at its architecture's initial weights."""
         return task.model(client).initial
 
-    def download(self, server: None, client: ClientInfo) -> None:
-        """Nothing is sent."""
-        del server, client
-
     def local_update(self, state: Params, down: None, view: ClientView) -> tuple[Params, None]:
         """SGD on θ_k."""
         del down
@@ -61,11 +57,11 @@ class Standalone(Method[None, Params, None, None]):
 
         return view.train(loss, state, "local", self.optimizer), None
 
-    def server_update(self, server: None, replies: Sequence[Reply[None]], view: ServerView) -> None:
+    def server_update(self, server: None, total: None, view: ServerView) -> None:
         """Nothing to do."""
-        del server, replies, view
+        del server, total, view
 
-    def personal(self, state: Params, down: None, view: ClientView) -> Params:
+    def client_model(self, state: Params, down: None, view: ClientView) -> ClientModel:
         """θ_k."""
         del down, view
-        return state
+        return ClientModel(state)

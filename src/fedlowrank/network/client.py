@@ -32,7 +32,7 @@ from ..data.federation import Federation
 from ..engines.base import Job
 from ..engines.sequential import Sequential
 from ..simulation.digest import check_seal, digest_of, sealed
-from ..simulation.evaluation import AtClient, evaluate_client, inference
+from ..simulation.evaluation import LocalModel, evaluate_client, local_model
 from ..simulation.run import placed
 from ..simulation.run_folder import versions
 from .client_memory import ForgottenError, Memory
@@ -189,8 +189,8 @@ class Party:
         if state is None:
             state = self.engine.boundary(method.client_init(task, info))
         if order.evaluate or order.last:
-            place = (method, federation, task, self.engine, down, state, info, max(order.round - 1, 0))
-            here = inference(*place)
+            before_last = max(order.round - 1, 0)
+            here = local_model(method, federation, task, self.engine, state, info, before_last, down=down)
             if order.evaluate:
                 reply = dataclasses.replace(reply, evaluation=evaluate_client(here, self.data))
             if order.last:
@@ -213,7 +213,7 @@ class Party:
         shares = elsewhere(Shares((self.data,), self.classes, (), self.language), self.client, self.clients)
         return placed(assemble(self.made, shares, here=frozenset({self.client})), self.made.run)
 
-    def _write_model(self, folder: Path, here: AtClient, round: int) -> None:
+    def _write_model(self, folder: Path, here: LocalModel, round: int) -> None:
         params = {n: t.detach().cpu().contiguous() for n, t in here.personal().items()}
         with as_checkpoint_error(f"cannot make {folder}"):
             folder.mkdir(exist_ok=True)

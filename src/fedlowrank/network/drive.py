@@ -159,7 +159,7 @@ def _write_model(run: NetworkRun, out: Path) -> None:
     state = run.method.client_init(task, info)
     params = run.method.server_model(run.state.server, state, view)
     if params is None:
-        params = run.method.personal(state, run.method.download(run.state.server, info), view)
+        params = run.method.client_model(state, run.method.download(run.state.server, info), view).whole()
     folder = out / "adapters" / f"round-{run.round:04d}"
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)

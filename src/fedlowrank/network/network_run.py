@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 from ..core.errors import ConfigError
-from ..core.method import ClientInfo, Reply, ServerView
+from ..core.method import ClientInfo, ServerView
 from ..data.federation import Federation
 from ..engines.base import AnyMethod, Job
-from ..simulation.evaluation import ClientEvaluation, Evaluation, together
+from ..simulation.evaluation import ClientEvaluation, Evaluation, gather_evaluations
 from ..simulation.records import RoundRecord
+from ..simulation.round_results import RefusedError, RoundResults
 from ..simulation.run import Run, RunSettings
 from .server import Remote
-from .validation.uploads import Refused, update_or_name
+from .validation.uploads import FAULTS, Refused, checked_contribution, checked_update, update_without_faulty
 
 
 class NetworkRun(Run):
@@ -56,14 +56,29 @@ class NetworkRun(Run):
         self.engine.fresh.clear()
         return record
 
-    def updated(self, replies: Iterable[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
-        """The server's next state without the replies that nothing can be computed from; to leave one out, all are needed."""
-        server, dropped = update_or_name(self.method, self.state.server, list(replies), view)
-        refused = {}
-        for client, why in dropped.items():
-            self.engine.refuse(Refused(client, "", why), view.round)
-            refused[str(client)] = why
-        return self.engine.boundary(server), refused
+    def contribute(self, info: ClientInfo, upload: Any) -> Any:
+        """See the base class; a reply that the method cannot use is refused."""
+        try:
+            return checked_contribution(self.method, upload, info, self.state.server)
+        except Refused as error:
+            raise RefusedError(self.engine.refuse(error, self.round)) from error
+
+    def server_update(self, total: Any, view: ServerView, found: RoundResults) -> Any:
+        """See the base class; a reply on which the update fails is refused, and the others are used."""
+        try:
+            server = checked_update(self.method, self.state.server, total, view)
+        except FAULTS:
+
+            def contribution(client: ClientInfo) -> Any:
+                return self.method.contribution(self.engine.spool.get(client.id), client, self.state.server)
+
+            server, faulty = update_without_faulty(self.method, self.state.server, contribution, view)
+            if not faulty:
+                raise
+            for client, reason in faulty.items():
+                self.engine.refuse(Refused(client, "", reason), view.round)
+                found.drop(client, reason)
+        return self.engine.boundary(server)
 
     def evaluation(self) -> Evaluation | None:
         """Not known before the next wave."""
@@ -80,7 +95,7 @@ class NetworkRun(Run):
             if _form(found[client]) != usual:
                 self.engine.say(f"client {client} measures other things than most clients; what it found is left out")
                 del found[client]
-        return together([found.get(info.id) for info in self.federation.infos])
+        return gather_evaluations([found.get(info.id) for info in self.federation.infos])
 
     def finish(self) -> None:
         """Tell the clients, so that they take their last state for good and write their models down."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..config.network_settings import Limits, NetworkSettings
@@ -24,6 +24,7 @@ from .audit import Audit
 from .messages import Answer, Order, plain
 from .registry import Roster, StrangerError
 from .silence import Silence
+from .spool import Spool
 from .transport import LOOK, PATIENCE, Delivery, Exchange, Parcel, Transport
 from .validation.norms import Measured, NormBound, measure
 from .validation.uploads import Bans, Refused, Templates, inspect, most_bytes
@@ -55,6 +56,7 @@ class Remote(Engine):
         bound: compares the norms of updates.
         silence: clients that let orders pass without a reply.
         excluded: clients that take no part, with the reason.
+        spool: uploads of the round.
         branch: how often the run went back to an earlier checkpoint.
         refusals: round, client and reason of every refused reply.
         sent: bytes of words and bodies sent and received, by what they were.
@@ -79,6 +81,7 @@ class Remote(Engine):
     branch: int = 0
     refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     sent: dict[str, int] = dataclasses.field(default_factory=lambda: {"words": 0, "down": 0, "up": 0})
+    spool: Spool = dataclasses.field(default_factory=Spool, repr=False)
     _templates: Templates | None = None
     _norms: dict[int, dict[str, Measured]] = dataclasses.field(default_factory=dict)
     _capped: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -88,12 +91,13 @@ class Remote(Engine):
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Iterator[Outcome]:
+    ) -> Generator[Outcome, None, None]:
         """Ask the clients of a round; who cannot be reached or is too slow is lost to it."""
         del federation  # the clients know it
         self.begin(method, task)
         outcomes: dict[int, Outcome] = {}
         self.found, self._norms = {}, {}
+        self.spool.clear()
         left, needed = list(jobs), min(self.settings.min_replies, len(jobs))
         for attempt in range(self.settings.attempts):
             if attempt:
@@ -114,7 +118,12 @@ class Remote(Engine):
                 f"{len(jobs)} clients: {reasons}. Mend what is wrong and resume, or lower network.min_replies."
             )
         self.bound.learn(self._norms, round)
-        yield from (outcomes[j.client.id] for j in jobs)
+        for job in jobs:
+            outcome = outcomes[job.client.id]
+            if outcome.lost is None:
+                # one upload in memory at a time
+                outcome = dataclasses.replace(outcome, upload=self.spool.get(job.client.id))
+            yield outcome
 
     def begin(self, method: AnyMethod, task: Task) -> None:
         """Learn by what the replies of the next round trips are judged."""
@@ -298,8 +307,9 @@ class Remote(Engine):
             self.found[client.id] = answer.evaluation
         if not trains:
             return lost
-        self._norms[client.id] = measure(upload, job.down)
-        return Outcome({"stamp": round + 1}, upload, Meter(answer.steps, answer.flops, answer.losses))
+        self._norms[client.id] = measure(upload, self._templates.method.reference(job.down, client))
+        self.spool.put(client.id, upload)
+        return Outcome({"stamp": round + 1}, None, Meter(answer.steps, answer.flops, answer.losses))
 
     def _problem(self, answer: Answer, client: ClientInfo) -> str:
         if answer.kind == "state" and self.settings.forgotten == "begin":

@@ -20,7 +20,7 @@ from typing import Any
 from ..core import tree
 from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, write_atomically, write_json
-from .client_store import Lazily, Shelf
+from .client_store import ClientStore, LazyMapping
 from .digest import KEY, check_seal, digest_of, sealed
 from .run import State
 
@@ -82,12 +82,12 @@ def tidy(folder: Path) -> None:
                 path.unlink()
 
 
-def load(folder: Path, shelf: Shelf | None = None) -> State:
+def load(folder: Path, store: ClientStore | None = None) -> State:
     """Read a checkpoint.
 
     Args:
         folder: where it is.
-        shelf: an empty one, for the states of clients; None for one that keeps all in memory.
+        store: an empty one, for the states of clients; None for one that keeps all in memory.
 
     Raises:
         CheckpointError: if there is none, or a file of it is missing or has another digest than when it was written.
@@ -95,9 +95,9 @@ def load(folder: Path, shelf: Shelf | None = None) -> State:
     manifest = _manifest(folder)
     digests = manifest.get("digests", {})
     files = {int(c): name for c, name in manifest["clients"].items()}
-    clients = Lazily(files, lambda c: _read(folder / files[c], digests.get(files[c])))
+    clients = LazyMapping(files, lambda c: _read(folder / files[c], digests.get(files[c])))
     server = _read(folder / manifest["server"], digests.get(manifest["server"]))
-    return State(int(manifest["round"]), server, (Shelf() if shelf is None else shelf) | clients)
+    return State(int(manifest["round"]), server, (ClientStore() if store is None else store) | clients)
 
 
 def rounds_kept(folder: Path) -> list[int]:

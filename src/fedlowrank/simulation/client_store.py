@@ -45,7 +45,7 @@ class _Held:
     bytes: int
 
 
-class Lazily(Mapping[int, Any]):
+class LazyMapping(Mapping[int, Any]):
     """States that are made when they are asked for.
 
     Args:
@@ -69,7 +69,7 @@ class Lazily(Mapping[int, Any]):
         return len(self._clients)
 
 
-class Shelf(Mapping[int, Any]):
+class ClientStore(Mapping[int, Any]):
     """A mapping from clients to states that never changes; ``shelf | {client: state}`` is another one.
 
     Args:
@@ -117,19 +117,19 @@ class Shelf(Mapping[int, Any]):
         """Whether a client has a state; none is read for that."""
         return client in self._places
 
-    def empty(self) -> Shelf:
+    def empty(self) -> ClientStore:
         """One without states that uses the same folder."""
-        made = Shelf(self._limit, self._device)
+        made = ClientStore(self._limit, self._device)
         made._store, made._names = self._store, self._names
         return made
 
-    def only(self, clients: Set[int]) -> Shelf:
+    def only(self, clients: Set[int]) -> ClientStore:
         """The shelf with the states of these clients alone."""
         made = self.empty()
         made._places = {c: p for c, p in self._places.items() if c in clients}
         return made
 
-    def __or__(self, new: Mapping[int, Any]) -> Shelf:
+    def __or__(self, new: Mapping[int, Any]) -> ClientStore:
         """The shelf with other states of some clients.
 
         Raises:
@@ -137,7 +137,7 @@ class Shelf(Mapping[int, Any]):
         """
         made = self.empty()
         made._places = {c: p for c, p in self._places.items() if c not in new}
-        if isinstance(new, Shelf):
+        if isinstance(new, ClientStore):
             # those on the disk stay there
             made._places |= new._places
             made._store, made._names = new._store or self._store, new._names if new._store else self._names

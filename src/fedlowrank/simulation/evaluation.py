@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core import tree
+from ..core.client_model import ClientModel, Parts, Predictor
 from ..core.key import Key
 from ..core.loss import pointwise_loss
-from ..core.method import ClientInfo, ClientView, Method, Predictor, Task
+from ..core.method import ClientInfo, Method, Task
 from ..core.model import Model
 from ..core.tree import Params
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from ..engines.base import Engine, client_view
-from ..linalg.matricize import Weights, numbers
+from ..linalg.matricize import numbers
 from ..models.client_buffers import install_buffers
 from ..training.local_data import chunk_size, gather
 from .records import Accuracy
@@ -84,13 +86,13 @@ def evaluate(
     """
 
     def one(info: ClientInfo) -> dict[str, Any]:
-        client = at_client(method, federation, task, engine, server, state_of(info), info, round)
+        client = local_model(method, federation, task, engine, state_of(info), info, round, server=server)
         return asdict(evaluate_client(client, federation.clients[info.id]))
 
-    return together([ClientEvaluation(**found) for found in engine.each(one, federation.infos)])
+    return gather_evaluations([ClientEvaluation(**found) for found in engine.each(one, federation.infos)])
 
 
-def evaluate_client(client: AtClient, data: ClientData) -> ClientEvaluation:
+def evaluate_client(client: LocalModel, data: ClientData) -> ClientEvaluation:
     """What one client's models are worth on its own examples."""
     accuracy: dict[str, dict[str, float | None]] = {}
     risk: dict[str, dict[str, float | None]] = {}
@@ -98,17 +100,19 @@ def evaluate_client(client: AtClient, data: ClientData) -> ClientEvaluation:
     # a layer that is not standard may draw random numbers in evaluation, too
     draws = contextlib.nullcontext() if client.model.is_standard else client.key.global_generators(device)
     with torch.inference_mode(), draws:
-        for name, predict in client.predictors.items():
+        predictors = client.predictors
+        for name, predict in predictors.items():
             scores = {split: measure(predict, getattr(data, split)) for split in SPLITS}
             accuracy[name] = {split: s.accuracy for split, s in scores.items()}
             risk[name] = {split: s.risk for split, s in scores.items()}
-        sizes = {name: client.numbers(name) for name in client.predictors}
+        sizes = {name: client.numbers(name) for name in predictors}
         # four digits tell a route; all of a float would make the records of many clients large
-        routes = None if client.routes is None else [float(f"{p:.4f}") for p in client.routes.tolist()]
+        shares = client.client_model.routes
+        routes = None if shares is None else [float(f"{p:.4f}") for p in shares.tolist()]
     return ClientEvaluation(accuracy, risk, sizes, routes)
 
 
-def together(found: Sequence[ClientEvaluation | None]) -> Evaluation:
+def gather_evaluations(found: Sequence[ClientEvaluation | None]) -> Evaluation:
     """The evaluations of all clients in the order of their identifiers, None for a client that is not heard of.
 
     Raises:
@@ -132,106 +136,80 @@ def together(found: Sequence[ClientEvaluation | None]) -> Evaluation:
 
 
 @dataclass(frozen=True)
-class AtClient:
-    """One client's inference.
+class LocalModel:
+    """The model of one client, with what its use needs.
 
     Attributes:
-        predictors: by name of the series, the headline first.
-        parts: see :meth:`fedlowrank.core.method.Method.parts`.
-        model: its architecture.
-        key: randomness of its inference.
-        routes: see :meth:`fedlowrank.core.method.Method.routes`.
-        personal: parameters of the whole model, see :meth:`fedlowrank.core.method.Method.personal`, with the client's own
-            statistics of batch normalizations.
+        client_model: as the method gives it.
+        model: the client's architecture, with its own buffers and normalization statistics.
+        key: randomness of inference.
         server: parameters of the server's own model, where it is not what clients are sent.
     """
 
-    predictors: Mapping[str, Predictor]
-    parts: Mapping[str, tuple[Weights, ...]]
+    client_model: ClientModel
     model: Model
     key: Key
-    routes: Tensor | None
-    personal: Callable[[], Params]
     server: Params | None = None
 
+    @property
+    def predictors(self) -> dict[str, Predictor]:
+        """Functions from inputs to scores by series, the headline first."""
+        series: dict[str, Params | Predictor] = dict(self.client_model.series)
+        if not series:
+            series["personal"] = self.client_model.whole()
+        if self.server is not None:
+            series["server"] = self.server
+        return {name: value if callable(value) else partial(self.model.apply, value) for name, value in series.items()}
+
+    @property
+    def parts(self) -> Mapping[str, Parts]:
+        """The parts of each series whose model takes fewer numbers than its weights."""
+        return self.client_model.parts
+
+    def personal(self) -> Params:
+        """Parameters of the whole model, with the client's own statistics of batch normalizations."""
+        return self.model.whole(self.client_model.whole())
+
     def numbers(self, series: str) -> int:
-        """How many numbers the model of a series takes."""
+        """Parameter count of the model of a series."""
         return numbers(self.parts[series], self.model.initial) if series in self.parts else self.model.parameters
 
 
-def at_client(
+def local_model(
     method: AnyMethod,
     federation: Federation,
     task: Task,
     engine: Engine,
-    server: Any,
     state: Any,
     info: ClientInfo,
     round: int,
-) -> AtClient:
-    """How one client infers, and what its models are made of, where the server's state is at hand."""
-    with torch.inference_mode(False):
-        down = tree.canonical(method.download(server, info))
-    return inference(
-        method,
-        federation,
-        task,
-        engine,
-        down,
-        state,
-        info,
-        round,
-        lambda own, view: method.server_model(server, own, view),
-    )
-
-
-def inference(
-    method: AnyMethod,
-    federation: Federation,
-    task: Task,
-    engine: Engine,
-    down: Any,
-    state: Any,
-    info: ClientInfo,
-    round: int,
-    server_model: Callable[[Any, ClientView], Params | None] | None = None,
-) -> AtClient:
-    """How one client infers by what it was sent, and what its models are made of.
+    *,
+    server: Any = None,
+    down: Any = None,
+) -> LocalModel:
+    """The model that a client would use now.
 
     Args:
-        method: says how.
+        method: says which.
         federation: the clients.
         task: what is learnt.
-        engine: executes what a method does to its model before it infers.
-        down: what the server sends to this client.
+        engine: executes what a method does to its model before it infers, such as adaptation on *training* data.
         state: of the client.
         info: who it is.
         round: counted from 0.
-        server_model: parameters of the server's own model by the method's state of the client, where it is known here and is not
-            what clients are sent.
+        server: state of the server, where it is known here.
+        down: what the client was sent, where the server is elsewhere.
     """
     trainer = engine.trainer(method, federation, round, info)
+    known = server is not None or down is None
     state, task = install_buffers(task, state)
     view = client_view(federation, task, round, info, trainer)
     view = replace(view, model=view.model.locally(lambda: (b.x for b in trainer.data.chunks())))
     with torch.inference_mode(False):
-        made = method.predictor(state, down, view)
-        parts = method.parts(state, down, view)
-        routes = method.routes(state, down, view)
-        whole = None if server_model is None else server_model(state, view)
-    named = {**(made if isinstance(made, Mapping) else {"personal": made})}
-    if whole is not None:
-        named["server"] = lambda x: view.model.apply(whole, x)
-    # the personal model only when it is asked for: it may be dear
-    return AtClient(
-        named,
-        parts,
-        view.model,
-        view.key / "evaluation",
-        routes,
-        lambda: view.model.whole(method.personal(state, down, view)),
-        whole,
-    )
+        message = tree.canonical(method.download(server, info)) if known else down
+        made = method.client_model(state, message, view)
+        whole = method.server_model(server, state, view) if known else None
+    return LocalModel(made, view.model, view.key / "evaluation", whole)
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def _parts(run: Run, client: int, series: str | None) -> tuple[Model, tuple[Weig
     if not 0 <= client < len(infos):
         raise ConfigError(f"there is no client {client}; they are numbered from 0 to {len(infos) - 1}")
     info = infos[client]
-    made = run.at_client(info)
+    made = run.local_model(info)
     headline = next(iter(made.predictors))
     name = headline if series is None else series
     if name not in made.predictors:

@@ -1,8 +1,8 @@
-"""What the clients of a round come to, one after another, so that not all of it need be in memory at once."""
+"""Streams the results of a round's clients to the aggregator. Peak memory: one upload."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from time import perf_counter, process_time
 from typing import Any
@@ -10,26 +10,27 @@ from typing import Any
 from torch import Tensor
 
 from ..core import tree
-from ..core.method import ClientInfo, Reply
+from ..core.contribution import Aggregator
+from ..core.method import ClientInfo
 from ..engines.base import Outcome
 from ..training.trainer import Meter
-from .client_store import Shelf
+from .client_store import ClientStore
 from .communication import Volume
 
-AT_ONCE = 256
-"""States that are put on the shelf together, for each time all its places are copied."""
+BATCH = 256
+"""States that are stored together: each time, the whole index of the store is copied."""
 
 
 SMALL = 1 << 20
 """Bytes of a tensor up to which it lies among others in memory; the system gives larger ones pages of their own."""
 
 
-def _moved(t: Tensor) -> Tensor:
+def _compacted(t: Tensor) -> Tensor:
     return t.clone() if t.nbytes <= SMALL else t
 
 
 class Clock:
-    """Seconds by what they were spent on; within a block that is timed another one may be, whose time is not the outer's too."""
+    """Seconds spent by name. Timed blocks may be nested; the time of an inner block is not counted to the outer one."""
 
     def __init__(self) -> None:
         self.wall: dict[str, float] = {}
@@ -57,23 +58,26 @@ class Clock:
         self._since = wall, cpu
 
 
-class Collection:
-    """Outcomes on their way to the server, and what is noted of each.
+class RefusedError(Exception):
+    """A reply that the server cannot use."""
+
+
+class RoundResults:
+    """Collects the results of a round's clients as they come and adds their contributions. Peak memory: one upload.
 
     Args:
-        clients: in the order of the outcomes.
+        clients: who takes part.
         losses: replies that are lost whatever happens, by client, with the reason.
-        unlucky: clients whose reply is lost if nothing else happens to it.
-        drop: whether a client whose training met a NaN is left out; else its error is raised.
-        shelf: an empty one, for states.
-        clock: to tell training from the rest.
+        unlucky: clients whose reply is lost unless it is lost for another reason.
+        drop: whether a client whose training diverged is left out; otherwise its error is raised.
+        store: an empty one, for the states of clients.
 
     Attributes:
-        lost: clients whose reply does not arrive, with the reason.
+        aggregator: of the contributions.
+        lost: reason for each client whose reply did not arrive or was refused.
         meters: of all clients.
         volume: sizes of the replies, the lost ones included.
-        states: of those whose reply arrived.
-        arrived: who they are.
+        arrived: clients whose replies arrived and were used.
     """
 
     def __init__(
@@ -82,68 +86,70 @@ class Collection:
         losses: Mapping[str, str],
         unlucky: Set[int],
         drop: bool,
-        shelf: Shelf,
-        clock: Clock,
+        store: ClientStore,
     ) -> None:
-        self._clients, self._losses, self._unlucky, self._drop, self._clock = clients, losses, unlucky, drop, clock
+        self._losses, self._unlucky, self._drop = losses, unlucky, drop
+        self._states, self._waiting = store, dict[int, Any]()
+        self.aggregator = Aggregator([info.id for info in clients])
         self.volume = Volume()
-        self._waiting: dict[int, Any] = {}
         self.lost: dict[str, str] = {}
         self.meters: list[Meter] = []
-        self.states = shelf
         self.arrived: set[int] = set()
 
-    def replies(self, outcomes: Iterator[Outcome]) -> Generator[Reply[Any], None, None]:
-        """Those that arrive, in the order of the clients; to be closed, for an engine must know when nobody waits any more.
+    def add(self, info: ClientInfo, result: Outcome, contribute: Callable[[ClientInfo, Any], Any]) -> None:
+        """Add the result of the next client.
+
+        Args:
+            info: the client.
+            result: of its work.
+            contribute: maps its upload to a contribution.
 
         Raises:
-            NonFiniteError: if a client's training met a NaN, and that is to stop the run.
+            NonFiniteError: if its training diverged, and that is to stop the run.
         """
-        try:
-            yield from self._arriving(outcomes)
-        finally:
-            if isinstance(outcomes, Generator):
-                outcomes.close()
+        self.meters.append(result.meter)
+        self.volume.add(info.id, result.upload)
+        reason = self._reason_lost(info, result)
+        if reason is None and result.upload is not None:
+            try:
+                self.aggregator.add(info.id, contribute(info, result.upload))
+            except RefusedError as error:
+                reason = str(error)
+        if reason is not None or result.upload is None:
+            self.aggregator.skip(info.id)
+        if reason is not None:
+            self.lost[str(info.id)] = reason
+            return
+        self.arrived.add(info.id)
+        self._waiting[info.id] = result.state
+        if len(self._waiting) >= BATCH:
+            self._store()
 
-    def _arriving(self, outcomes: Iterator[Outcome]) -> Iterator[Reply[Any]]:
-        for info in self._clients:
-            with self._clock("train"):
-                outcome = next(outcomes)
-            self.meters.append(outcome.meter)
-            self.volume.add(info.id, outcome.upload)
-            why = self._why_lost(info, outcome)
-            if why is not None:
-                self.lost[str(info.id)] = why
-                continue
-            self._keep(info.id, outcome.state)
-            if outcome.upload is not None:
-                yield Reply(info, outcome.upload)
-        with self._clock("train"):
-            # what an engine does after the last one
-            next(outcomes, None)
-        self._shelve()
+    def drop(self, client: int, reason: str) -> None:
+        """Lose a reply after all."""
+        self.lost[str(client)] = reason
+        self.arrived.discard(client)
 
-    def _keep(self, client: int, state: Any) -> None:
-        self.arrived.add(client)
-        self._waiting[client] = state
-        if len(self._waiting) >= AT_ONCE:
-            self._shelve()
+    def client_states(self) -> ClientStore:
+        """The next states of the clients whose replies arrived."""
+        self._store()
+        return self._states.only(self.arrived)
 
-    def _shelve(self) -> None:
-        # copied one behind the other: between the tensors of training, where they came to be, each would keep a hole open
-        compact = {client: tree.map(_moved, state) for client, state in self._waiting.items()}
-        self.states, self._waiting = self.states | compact, {}
+    def _store(self) -> None:
+        # copied together: between the tensors of training, where they were made, each would keep a gap of memory open
+        compact = {client: tree.map(_compacted, state) for client, state in self._waiting.items()}
+        self._states, self._waiting = self._states | compact, {}
 
-    def _why_lost(self, info: ClientInfo, outcome: Outcome) -> str | None:
-        if outcome.error is not None and outcome.lost is None and not self._drop:
-            raise outcome.error
+    def _reason_lost(self, info: ClientInfo, result: Outcome) -> str | None:
+        if result.error is not None and result.lost is None and not self._drop:
+            raise result.error
         if str(info.id) in self._losses:
             return self._losses[str(info.id)]
-        if outcome.lost is not None:
-            return outcome.lost
-        if outcome.error is not None:
-            return str(outcome.error)
-        where = tree.not_finite(outcome.upload)
+        if result.lost is not None:
+            return result.lost
+        if result.error is not None:
+            return str(result.error)
+        where = tree.not_finite(result.upload)
         if where is not None:
             return f"the reply of client {info.id} holds a NaN or an infinity at {where}; it was dropped"
         return "the reply was lost" if info.id in self._unlucky else None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,17 +14,17 @@ import torch
 from ..core import tree
 from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError, TaskError
-from ..core.method import ClientInfo, Method, Reply, ServerView
+from ..core.method import ClientInfo, Method, ServerView
 from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines.base import Engine, Job
 from ..engines.jobs import Jobs
-from .client_store import Lazily, Shelf
+from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
-from .evaluation import AtClient, Evaluation, at_client, evaluate
+from .evaluation import Evaluation, LocalModel, evaluate, local_model
 from .progress import tell
 from .records import RoundRecord
-from .round_results import Clock, Collection
+from .round_results import Clock, RoundResults
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class State:
 
     round: int
     server: Any
-    clients: Shelf
+    clients: ClientStore
 
 
 class Run:
@@ -173,7 +172,7 @@ class Run:
             raise TaskError(
                 f"{method.title} works on classes and cannot learn a task without them; choose another method"
             )
-        self.state = State(0, engine.boundary(method.server_init(self.task)), self.shelf())
+        self.state = State(0, engine.boundary(method.server_init(self.task)), self.new_store())
         self.unsaved: set[int] = set()
         count = round_half_up(settings.unseen * len(federation.infos))
         if count >= len(federation.infos):
@@ -195,14 +194,14 @@ class Run:
         def move(value: Any) -> Any:
             return tree.map(lambda t: t.to(self.settings.device), value)
 
-        moved = Lazily(state.clients, lambda i: move(state.clients[i]))
-        clients = self.shelf() | (state.clients if self.settings.device == "cpu" else moved)
+        moved = LazyMapping(state.clients, lambda i: move(state.clients[i]))
+        clients = self.new_store() | (state.clients if self.settings.device == "cpu" else moved)
         self.state = State(state.round, move(state.server), clients)
 
-    def shelf(self) -> Shelf:
+    def new_store(self) -> ClientStore:
         """An empty one, as the settings want it."""
         limit = self.settings.client_memory
-        return Shelf(None if limit is None else limit << 20, self.settings.device)
+        return ClientStore(None if limit is None else limit << 20, self.settings.device)
 
     def state_of(self, info: ClientInfo) -> Any:
         """State of a client, a fresh one if it never took part."""
@@ -212,13 +211,13 @@ class Run:
 
     def personal(self, info: ClientInfo) -> Params:
         """Parameters of the whole model that a client would use now, with its statistics of batch normalizations."""
-        return self.at_client(info).personal()
+        return self.local_model(info).personal()
 
-    def at_client(self, info: ClientInfo) -> AtClient:
+    def local_model(self, info: ClientInfo) -> LocalModel:
         """How a client would infer now, and what its models are made of."""
         t = max(self.round - 1, 0)
         server, state = self.state.server, self.state_of(info)
-        return at_client(self.method, self.federation, self.task, self.engine, server, state, info, t)
+        return local_model(self.method, self.federation, self.task, self.engine, state, info, t, server=server)
 
     def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""
@@ -251,19 +250,24 @@ class Run:
                 sent.add(info.id, down)
                 return Job(self.state_of(info), down, info)
 
-            jobs = Jobs(infos, job)
             unlucky = lost_replies([i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t)
-            drop = self.settings.on_nan == "drop"
-            found = Collection(infos, losses or {}, unlucky, drop, self.state.clients.empty(), clock)
-            view = ServerView(self.task, t, self.federation.key / "server" / t)
-            outcomes = iter(self.engine.run(self.method, self.federation, self.task, t, jobs))
-            with contextlib.closing(found.replies(outcomes)) as replies:
-                server, refused = self._server_step(replies, view)
-        arrived = found.arrived.difference(int(client) for client in refused)
-        self.unsaved |= arrived
+            found = RoundResults(
+                infos, losses or {}, unlucky, self.settings.on_nan == "drop", self.state.clients.empty()
+            )
+            results = self.engine.run(self.method, self.federation, self.task, t, Jobs(infos, job))
+            with contextlib.closing(results) as clients:
+                for info in infos:
+                    with clock("train"):
+                        result = next(clients)
+                    found.add(info, result, self.contribute)
+                with clock("train"):
+                    # what an engine does after the last client
+                    next(clients, None)
+            server = self._server_step(found, t)
+        self.unsaved |= found.arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
-        self.state = State(t + 1, server, self.state.clients | found.states.only(arrived))
-        down, up, meters, lost = sent.total, found.volume.total, found.meters, found.lost | refused
+        self.state = State(t + 1, server, self.state.clients | found.client_states())
+        down, up, meters, lost = sent.total, found.volume.total, found.meters, found.lost
         passes = dict.fromkeys(name for m in meters for name in m.losses)
         record = RoundRecord(
             round=self.round,
@@ -279,27 +283,29 @@ class Run:
         )
         return self._evaluated(record, clock)
 
-    def _server_step(self, replies: Iterator[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
-        """As :meth:`updated`; without a reply the server stays as it is."""
-        first = next(replies, None)
-        if first is None:
-            return self.state.server, {}
-        server, refused = self.updated(itertools.chain([first], replies), view)
-        if next(replies, None) is not None:
-            raise TaskError(f"{self.method.title}: server_update has not gone over all replies")
-        return server, refused
+    def contribute(self, info: ClientInfo, upload: Any) -> Any:
+        """What an upload contributes to the round.
+
+        Raises:
+            RefusedError: if the server cannot use it; the round goes on without it.
+        """
+        return self.method.contribution(upload, info, self.state.server)
+
+    def _server_step(self, found: RoundResults, t: int) -> Any:
+        total = found.aggregator.finish()
+        if total is None:
+            return self.state.server
+        replied = [self.federation.infos[i] for i in found.aggregator.contributed]
+        return self.server_update(total, ServerView(self.task, t, self.federation.key / "server" / t, replied), found)
+
+    def server_update(self, total: Any, view: ServerView, found: RoundResults) -> Any:
+        """The server's next state, given the total of the contributions."""
+        del found
+        return self.engine.boundary(self.method.server_update(self.state.server, total, view))
 
     def is_due(self) -> bool:
         """Whether the models are evaluated now."""
         return self.round % self.settings.evaluate_every == 0 or self.round in (0, 1, self.settings.rounds)
-
-    def updated(self, replies: Iterable[Reply[Any]], view: ServerView) -> tuple[Any, dict[str, str]]:
-        """The server's next state, and the clients whose replies were refused on the way, with the reason.
-
-        The clients train while the replies are gone over.
-        """
-        given: Any = replies if self.method.streams else list(replies)
-        return self.engine.boundary(self.method.server_update(self.state.server, given, view)), {}
 
     def start(self) -> RoundRecord:
         """The record of round 0: the models before any training."""
@@ -322,10 +328,11 @@ class Run:
         if self.is_due():
             with clock("evaluate"):
                 found = self.evaluation()
+        metrics = dict(self.method.metrics(self.state.server))
         record = dataclasses.replace(
             record,
-            ranks=self.method.ranks(self.state.server),
-            observed=self.method.observed(self.state.server),
+            ranks={name: int(rank) for name, rank in metrics.pop("ranks", {}).items()},
+            observed=metrics,
             seconds=clock.wall,
             cpu_seconds=clock.cpu,
         )

@@ -19,7 +19,7 @@ from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, write_atomically, write_json
 from ..core.method import Method
 from . import checkpoint
-from .client_store import Lazily
+from .client_store import LazyMapping
 from .lock import exclusive
 from .records import FORMAT, RoundRecord
 from .run import Run
@@ -152,7 +152,7 @@ class RunFolder:
             (self.path / "metrics.jsonl").open("rb+") as file,
         ):
             os.fsync(file.fileno())
-        changed = Lazily(sorted(run.unsaved), run.state.clients.__getitem__)
+        changed = LazyMapping(sorted(run.unsaved), run.state.clients.__getitem__)
         keep = run.settings.keep_checkpoints
         checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed, keep)
         run.unsaved.clear()
@@ -185,7 +185,7 @@ class RunFolder:
                 + "; ".join(changes)
                 + ". Set these back, or start a new run in another folder."
             )
-        run.restore(checkpoint.load(self.path / which, run.shelf()))
+        run.restore(checkpoint.load(self.path / which, run.new_store()))
         found: dict[str, Any] = stored
         return found
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core import tree
+from ..core.contribution import Aggregator
 from ..core.errors import TaskError
-from ..core.method import Method, Reply, ServerView
+from ..core.method import Method, ServerView
 from ..core.optimizer import SGD
 from ..data.federation import Federation
 from ..engines import Sequential, Vectorized, Wire
@@ -166,29 +167,28 @@ def _pure(method: AnyMethod) -> str | None:
     if not torch.equal(random, torch.get_rng_state()):
         return "a round draws from torch's global generator; use view.key"
     held = tree.encode(_states(run))
-    replies = _replies(run)
-    if replies:
-        method.server_update(run.state.server, replies, ServerView(run.task, run.round, run.federation.key))
+    uploads = _uploads(run)
+    _updated(run, uploads, list(uploads))
     run.start()
     return None if held == tree.encode(_states(run)) else "a function of the method changes its input in place"
 
 
-def _replies(run: Run) -> list[Reply[Any]]:
+def _uploads(run: Run) -> dict[int, Any]:
     """What the participants of the next round would send, without the round being taken."""
     infos = run.participants(run.round)
     jobs = [Job(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
-    outcomes = Sequential().run(run.method, run.federation, run.task, run.round, jobs)
-    return [Reply(i, o.upload) for i, o in zip(infos, outcomes, strict=True) if o.upload is not None]
+    results = Sequential().run(run.method, run.federation, run.task, run.round, jobs)
+    return {i.id: r.upload for i, r in zip(infos, results, strict=True) if r.upload is not None}
 
 
-def _order(method: AnyMethod) -> str | None:
-    run = go(method, Sequential(), 2)
-    replies = _replies(run)
-    if not replies:
-        return None
-    view = ServerView(run.task, run.round, run.federation.key)
-    one, other = (method.server_update(run.state.server, r, view) for r in (replies, replies[::-1]))
-    return _first_difference(one, other, 1e-4, 1e-5)
+def _updated(run: Run, uploads: dict[int, Any], order: list[int]) -> Any:
+    """The server's next state, with the contributions reduced in an order of clients."""
+    server, aggregator, infos = run.state.server, Aggregator(order), run.federation.infos
+    for client in order:
+        aggregator.add(client, run.method.contribution(uploads[client], infos[client], server))
+    total = aggregator.finish()
+    view = ServerView(run.task, run.round, run.federation.key, [infos[client] for client in sorted(order)])
+    return server if total is None else run.method.server_update(server, total, view)
 
 
 def _still(method: AnyMethod) -> str | None:
@@ -227,8 +227,7 @@ def _mean_accuracy(run: Run) -> float:
     """Of the headline series, over all examples of all clients."""
     shares = []
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
-        made = run.at_client(info)
-        predict = next(iter(made.predictors.values()))
+        predict = next(iter(run.local_model(info).predictors.values()))
         with torch.inference_mode():
             shares += [s for e in (data.train, data.val, data.test) if (s := measure(predict, e).accuracy) is not None]
     return sum(shares) / len(shares)
@@ -270,14 +269,15 @@ def _measured(method: AnyMethod) -> str | None:
 def _adds_up(method: AnyMethod) -> str | None:
     run = go(method, Sequential(), 2)
     for info in run.federation.infos:
-        made = run.at_client(info)
+        made = run.local_model(info)
+        predictors = made.predictors
         x = run.federation.clients[info.id].train.inputs
         for name, parts in made.parts.items():
-            if name not in made.predictors:
-                return f"parts() names the series {name!r}; predictor() has {sorted(made.predictors)}"
+            if name not in predictors:
+                return f"ClientModel.parts names the series {name!r}; series has {sorted(predictors)}"
             with torch.inference_mode():
                 whole = made.model.apply(total(parts, made.model.initial), x)
-                if not torch.allclose(whole, made.predictors[name](x), rtol=1e-4, atol=1e-5):
+                if not torch.allclose(whole, predictors[name](x), rtol=1e-4, atol=1e-5):
                     return f"the parts of series {name!r} do not add up to the model that client {info.id} infers by"
     return None
 
@@ -298,7 +298,6 @@ CHECKS: dict[str, Callable[[AnyMethod], str | None]] = {
     "a run of more rounds begins like one of fewer (bit for bit)": _extended,
     "clients at once = one by one (to 1e-3)": _vectorized,
     "functions are pure and draw from named keys": _pure,
-    "the order of replies does not matter": _order,
     "a learning rate of 0 changes no model": _still,
     "it learns": _learns,
     "a client that never took part can infer": _unseen,

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...adapters.lora import LoRA
 from ...adapters.wire_format import Packed, Wire, pack, unpack
 from ...core import tree as trees
-from ...core.method import ClientInfo, Reply
+from ...core.method import ClientInfo
 from ...core.tree import Params, tree
 from ...linalg.pair import Factors, Pair
 
@@ -40,9 +40,9 @@ class Ledger:
         """The updates that a client lacks, in order."""
         return self.updates[self.at.get(str(client.id), 0) :]
 
-    def grown(self, update: Factors, replies: Sequence[Reply[Any]], wire: Wire) -> Ledger:
-        """With one more update; those who replied have all before it."""
-        at = self.at | {str(r.client.id): len(self.updates) for r in replies}
+    def grown(self, update: Factors, clients: Sequence[ClientInfo], wire: Wire) -> Ledger:
+        """With one more update; the given clients have all before it."""
+        at = self.at | {str(client.id): len(self.updates) for client in clients}
         return Ledger([*self.updates, pack(update, wire)], at)
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ...adapters.router import Router
 from ...core import tree
+from ...core.contribution import Mean, Sum
 from ...core.errors import ConfigError, TaskError
 from ...core.loss import pointwise_loss, task_loss
-from ...core.means import Mean
-from ...core.method import Batch, ClientInfo, ClientView, Reply, Task
+from ...core.method import Batch, ClientInfo, ClientView, Task
 from ...core.model import Model
 from ...core.optimizer import SGD, Group, Optimizer
 from ...core.tree import Params
@@ -118,34 +118,48 @@ def known_route(title: str, client: ClientInfo, count: int) -> Tensor:
     return torch.eye(count)[known_cluster(title, client, count)]
 
 
-def reply_weights(
-    title: str, replies: Sequence[Reply[Any]], pis: Sequence[Tensor | None], count: int
-) -> list[list[float]]:
-    """π^k_c N^k of every reply; where a client sent no π^k, it is the one-hot of its known cluster."""
-    found = []
-    for reply, pi in zip(replies, pis, strict=True):
-        route = known_route(title, reply.client, count) if pi is None else pi
-        found.append([p * reply.client.examples for p in route.tolist()])
-    return found
+def routes_of(title: str, router: Router, client: ClientInfo, pi: Tensor, count: int) -> Tensor:
+    """A client's share of every cluster; with optimal routing, ``pi`` is of its own cluster alone."""
+    return pi if router.routing == "learned" else known_route(title, client, count)
 
 
-def cluster_mean(old: T, uploads: Sequence[T], weights: Sequence[Sequence[float]]) -> T:
-    """The mean for each cluster, a_c = Σ_k w_kc a_kc / Σ_k w_kc; a cluster without weight keeps what it had.
+def cluster_weights(title: str, client: ClientInfo, pi: Tensor | None, count: int) -> list[float]:
+    """The weights π^k_c N^k of a client's reply; where it sent no π^k, that is the one-hot of its known cluster."""
+    route = known_route(title, client, count) if pi is None else pi
+    return [p * client.examples for p in route.tolist()]
+
+
+def by_cluster(value: Any, weights: Sequence[float]) -> dict[str, Any]:
+    """A contribution to one mean for each cluster.
+
+    Args:
+        value: a tree of tensors ``[C, ...]``; or ``[1, ...]``, of a client that was sent the one cluster it has a weight for.
+        weights: of each cluster ``[C]``.
+    """
+    count = len(weights)
+
+    def part(c: int) -> Any:
+        return tree.map(lambda t: t[c : c + 1] if len(t) == count else t, value)
+
+    return {
+        "means": [Mean(part(c), w) for c, w in enumerate(weights)],
+        "weights": Sum(torch.tensor(weights, dtype=torch.float64)),
+    }
+
+
+def cluster_means(old: T, total: dict[str, Any]) -> T:
+    """The mean of each cluster, a_c = Σ_k w_kc a_kc / Σ_k w_kc; a cluster without weight keeps its old value.
 
     Args:
         old: a tree whose tensors begin with the axis of clusters, ``[C, ...]``.
-        uploads: trees like it; or with ``[1, ...]``, of clients that were sent the one cluster they have a weight for.
-        weights: w_kc = π^k_c N^k, ``[clients, C]``.
+        total: of contributions by :func:`by_cluster`.
     """
-    count = len(weights[0])
-    means: list[Mean[T]] = [Mean() for _ in range(count)]
-    for upload, shares in zip(uploads, weights, strict=True):
-        for c, share in enumerate(shares):
-            if share > 0:
-                means[c].add(tree.map(lambda t, c=c: t[c : c + 1] if len(t) == count else t, upload), share)
-    everything = sum(m.total for m in means)
-    parts = [m.value if m.total > EMPTY * everything else select(old, c) for c, m in enumerate(means)]
-    return tree.map(lambda *ts: torch.cat(ts), parts[0], *parts[1:])
+    weights = total["weights"].tolist()
+    kept = [
+        a if w > EMPTY * sum(weights) else select(old, c)
+        for c, (a, w) in enumerate(zip(total["means"], weights, strict=True))
+    ]
+    return tree.map(lambda *ts: torch.cat(ts), kept[0], *kept[1:])
 
 
 def select(value: T, cluster: int) -> T:

@@ -14,7 +14,7 @@ from ...core.choices import check_choices
 from ...core.errors import ConfigError
 from ...core.model import Model
 from ...core.tree import Params
-from ...linalg.delta import Delta, Split, split, tail_energy, truncation
+from ...linalg.delta import Delta, Split, advance, split, tail_energy, truncation
 from ...linalg.factored import Factored
 from ...linalg.pair import Factors, Pair
 
@@ -86,6 +86,34 @@ def weighted_blocks(
         factors: of every reply.
     """
     return {n: [(p * s, f[n]) for p, s, f in zip(ps, scales, factors, strict=True)] for n, ps in weights.items()}
+
+
+Truncated = int | Factors
+"""The truncation of W that a client was sent: its rank, or its factors as they were received over a lossy wire."""
+
+
+def weighted_sum(
+    deltas: Mapping[str, Delta],
+    weights: Mapping[str, Sequence[float]],
+    updates: Sequence[tuple[float, Factors]],
+    truncated: Sequence[Truncated],
+) -> dict[str, Delta]:
+    """Σ_i p_i [W + (s_i B_i A_i - T_i)] of every layer, T_i the truncation of W that client i was sent.
+
+    W - truncate(W, r) is never formed: it is W without its first r singular triplets, which W is held as.
+
+    Args:
+        deltas: W by layer.
+        weights: p_i of every client by layer, summing to 1.
+        updates: s_i and the factors of every client.
+        truncated: T_i of every client, all by rank or all by factors.
+    """
+    blocks = weighted_blocks(weights, [s for s, _ in updates], [factors for _, factors in updates])
+    ranks = [t for t in truncated if isinstance(t, int)]
+    if ranks:
+        return advance(deltas, blocks, held={n: list(zip(p, ranks, strict=True)) for n, p in weights.items()})
+    minus = weighted_blocks(weights, [-s for s, _ in updates], [t for t in truncated if not isinstance(t, int)])
+    return advance(deltas, {n: terms + minus[n] for n, terms in blocks.items()})
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,9 @@ class Tuning:
         power = 0.0 if self.scaling == "equal" else 0.5 if lora.rslora else 1.0
         return Scaling(lora.scale, self.rank if lora.rank is None else lora.rank, power)
 
-    def scale(self, view: ClientView) -> float:
-        """S of a client at its own rank."""
-        return self.scaling_of(lora_of(view.model)).at(self.rank_of(view.info))
+    def scale(self, view: ClientView, rank: int | None = None) -> float:
+        """The scale s of a client's update, at its own rank or at another one."""
+        return self.scaling_of(lora_of(view.model)).at(self.rank_of(view.info) if rank is None else rank)
 
     def kept(self, leaves: Leaves) -> Params:
         """What a client keeps of its trained leaves: a personal rest."""

@@ -2,8 +2,8 @@
 
 Validation has two stages. :func:`inspect` accepts what has the form that the method declares
 (:func:`.shape_tracing.expected_upload`), is no larger than that and holds finite numbers only. What no form can tell, such as a
-class that does not exist, shows when the server works with it: :func:`update_or_name` finds the reply to blame, drops it and
-goes on with the others. A client with too many refused replies is put on a blocklist (:class:`Bans`).
+class that does not exist, shows when the server computes with it: such a reply is refused, and the round goes on without it.
+A client with too many refused replies is put on a blocklist (:class:`Bans`).
 
 Neither stage stops a client that lies within the form, by numbers that are plausible and wrong. What it can do is bounded by the
 norm of its update (:mod:`.norms`) and by the number of examples by which its reply is weighted (``examples_ratio``).
@@ -11,15 +11,17 @@ norm of its update (:mod:`.norms`) and by the number of examples by which its re
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...config.network_settings import Limits
 from ...core import tree
+from ...core.contribution import Aggregator, fault_of
 from ...core.errors import CheckpointError, FedlowrankError
-from ...core.method import ClientInfo, Reply, ServerView, Task
+from ...core.method import ClientInfo, ServerView, Task
 from .forms import Misfit, Template, fitted, short
 from .norms import floats, norm
 from .shape_tracing import AnyMethod, expected_upload
@@ -30,9 +32,11 @@ __all__ = [
     "Refused",
     "Template",
     "Templates",
+    "checked_contribution",
+    "checked_update",
     "expected_upload",
     "inspect",
-    "update_or_name",
+    "update_without_faulty",
 ]
 
 FAULTS = (
@@ -160,47 +164,30 @@ def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo
         raise Refused(client.id, "", f"its header has {header} bytes, where about {template.header} are expected")
 
 
-def update_or_name(
-    method: AnyMethod, server: Any, replies: Sequence[Reply[Any]], view: ServerView
-) -> tuple[Any, dict[int, str]]:
-    """The server's next state, without the replies that nothing can be computed from.
-
-    If the method fails on all replies together, or the new state holds a NaN or an infinity, each is tried alone. Those that fail
-    alone are dropped, and the others are used.
-
-    Args:
-        method: whose ``server_update``.
-        server: its state.
-        replies: at least one, inspected.
-        view: of the server.
-
-    Returns:
-        The new state, and for every client whose reply was dropped the reason. If all were dropped the state is the old one.
+def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
+    """The contribution of an inspected upload.
 
     Raises:
-        FedlowrankError: if the state is not finite and no single reply is to blame, or is still so without those to blame.
-        Exception: one of :data:`FAULTS` that the method raised, likewise.
+        Refused: if the method fails on it, or its numbers cannot be aggregated.
     """
     try:
-        return _updated(method, server, replies, view), {}
-    except FAULTS:
-        dropped = {r.client.id: reason for r in replies if (reason := _fault(method, server, r, view)) is not None}
-        if not dropped:
-            raise
-    rest = [r for r in replies if r.client.id not in dropped]
-    return (_updated(method, server, rest, view) if rest else server), dropped
-
-
-def _fault(method: AnyMethod, server: Any, reply: Reply[Any], view: ServerView) -> str | None:
-    try:
-        _updated(method, server, [reply], view)
+        found = method.contribution(upload, client, server)
+        fault = fault_of(found)
     except FAULTS as error:
-        return f"{method.title} cannot use the reply of client {reply.client.id}: {short(f'{type(error).__name__}: {error}')}"
-    return None
+        raise Refused(client.id, "", _cannot_use(method, client, error)) from error
+    if fault is not None:
+        raise Refused(client.id, "", f"{method.title} cannot use what it contributes: {fault}")
+    return found
 
 
-def _updated(method: AnyMethod, server: Any, replies: Sequence[Reply[Any]], view: ServerView) -> Any:
-    new = method.server_update(server, replies, view)
+def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView) -> Any:
+    """The server's next state.
+
+    Raises:
+        FedlowrankError: if it is not finite.
+        Exception: one of :data:`FAULTS` that the method raised.
+    """
+    new = method.server_update(server, total, view)
     for path, number in floats(new):
         if not math.isfinite(norm(number)):
             raise FedlowrankError(
@@ -208,6 +195,44 @@ def _updated(method: AnyMethod, server: Any, replies: Sequence[Reply[Any]], view
                 f"{path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or set limits.max_norm."
             )
     return new
+
+
+def update_without_faulty(
+    method: AnyMethod, server: Any, contribution: Callable[[ClientInfo], Any], view: ServerView
+) -> tuple[Any, dict[int, str]]:
+    """The server's next state without the replies on which the update fails alone.
+
+    Args:
+        method: whose update failed on the total of all contributions.
+        server: its state.
+        contribution: gives a client's contribution again.
+        view: of the server; names who replied.
+
+    Returns:
+        The new state, and the reason for every client whose reply was left out. Without any reply left the state is the old one.
+
+    Raises:
+        Exception: as :func:`checked_update`, if no single reply is to blame, or those that are left fail together.
+    """
+
+    def update(clients: Sequence[ClientInfo]) -> Any:
+        aggregator = Aggregator([client.id for client in clients])
+        for client in clients:
+            aggregator.add(client.id, contribution(client))
+        return checked_update(method, server, aggregator.finish(), dataclasses.replace(view, replied=clients))
+
+    faulty: dict[int, str] = {}
+    for client in view.replied:
+        try:
+            update([client])
+        except FAULTS as error:
+            faulty[client.id] = _cannot_use(method, client, error)
+    rest = [client for client in view.replied if client.id not in faulty]
+    return (update(rest) if rest else server), faulty
+
+
+def _cannot_use(method: AnyMethod, client: ClientInfo, error: Exception) -> str:
+    return f"{method.title} cannot use the reply of client {client.id}: {short(f'{type(error).__name__}: {error}')}"
 
 
 @dataclass

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.methods import METHODS
-from fedlowrank.simulation.client_store import Lazily, Shelf
+from fedlowrank.simulation.client_store import ClientStore, LazyMapping
 from fedlowrank.simulation.simulate import simulate
 from fedlowrank.testing.check import federation
 
@@ -31,8 +31,8 @@ def state(number: int, size: int) -> dict[str, Any]:
 @settings(max_examples=60, deadline=None)
 @given(changes, st.none() | st.integers(0, 400))
 def test_is_a_dictionary_at_every_time(plan: list[dict[int, tuple[int, int]]], limit: int | None) -> None:
-    shelf, plain = Shelf(limit), {}
-    past: list[tuple[Shelf, dict[int, Any]]] = []
+    shelf, plain = ClientStore(limit), {}
+    past: list[tuple[ClientStore, dict[int, Any]]] = []
     for change in plan:
         past.append((shelf, plain))
         new = {c: state(*v) for c, v in change.items()}
@@ -47,13 +47,13 @@ def test_is_a_dictionary_at_every_time(plan: list[dict[int, tuple[int, int]]], l
             found[99]
 
 
-def folder_of(shelf: Shelf) -> Path:
+def folder_of(shelf: ClientStore) -> Path:
     assert shelf._store is not None
     return shelf._store.path
 
 
 def test_what_nobody_asks_for_any_more_leaves_the_disk() -> None:
-    shelf = Shelf(0) | {c: state(c, 5) for c in range(4)}
+    shelf = ClientStore(0) | {c: state(c, 5) for c in range(4)}
     folder = folder_of(shelf)
     assert len(list(folder.iterdir())) == 4
     before = shelf
@@ -70,7 +70,7 @@ def test_what_nobody_asks_for_any_more_leaves_the_disk() -> None:
 
 
 def test_a_fork_removes_nothing() -> None:
-    shelf = Shelf(0) | {0: state(1, 5)}
+    shelf = ClientStore(0) | {0: state(1, 5)}
     child = os.fork()
     if child == 0:
         del shelf
@@ -81,14 +81,14 @@ def test_a_fork_removes_nothing() -> None:
 
 
 def test_those_that_were_longest_not_changed_go_first() -> None:
-    shelf = Shelf(3 * 20) | {c: state(c, 5) for c in range(3)}
+    shelf = ClientStore(3 * 20) | {c: state(c, 5) for c in range(3)}
     shelf = shelf | {0: state(7, 5)} | {3: state(3, 5)}
     assert list(shelf) == [1, 2, 0, 3]
     assert [type(shelf._places[c]).__name__ for c in shelf] == ["_Slip", "_Held", "_Held", "_Held"]
 
 
 def test_a_file_that_is_gone_or_damaged_is_named() -> None:
-    shelf = Shelf(0) | {c: state(c, 5) for c in range(2)}
+    shelf = ClientStore(0) | {c: state(c, 5) for c in range(2)}
     files = sorted(folder_of(shelf).iterdir())
     files[0].write_bytes(files[0].read_bytes()[:-1])
     files[1].unlink()
@@ -111,7 +111,7 @@ def test_many_states_are_taken_over_without_ever_being_in_memory_together() -> N
         most = max(most, len(alive))
         return {"t": t}
 
-    shelf = Shelf(0) | Lazily(range(700), made)
+    shelf = ClientStore(0) | LazyMapping(range(700), made)
     assert most <= 256 + 1
     assert [float(shelf[c]["t"][0]) for c in (0, 300, 699)] == [0.0, 300.0, 699.0]
 

@@ -1,0 +1,104 @@
+"""Reduction of contributions: any order of arrival, every kind of leaf, wrong trees."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedlowrank.core.contribution import Aggregator, Each, Mean, Sum, fault_of
+from fedlowrank.core.tree import TreeError
+
+VALUES = {c: torch.randn(5, generator=torch.Generator().manual_seed(c)) for c in (3, 5, 8, 9)}
+
+
+def contribution(client: int) -> dict[str, Any]:
+    x = VALUES[client]
+    return {
+        "model": Mean({"w": x}, client),
+        "clusters": [Mean(x, float(client == 5)), Mean(x, 0.0)],
+        "sum": Sum({"n": x}),
+        "each": Each(("of", client)),
+    }
+
+
+def test_all_orders_of_arrival_give_the_same_bits() -> None:
+    totals = []
+    for order in itertools.permutations(VALUES):
+        aggregator = Aggregator(list(VALUES))
+        for client in order:
+            aggregator.add(client, contribution(client))
+        assert aggregator.contributed == list(VALUES)
+        totals.append(aggregator.finish())
+    first = totals[0]
+    x = np.stack([v.numpy() for v in VALUES.values()]).astype(np.float64)
+    np.testing.assert_allclose(first["model"]["w"], np.average(x, axis=0, weights=list(VALUES)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(first["sum"]["n"], x.sum(0), rtol=1e-5, atol=1e-6)
+    assert torch.equal(first["clusters"][0], VALUES[5])
+    assert first["clusters"][1] is None
+    assert first["each"] == {c: ("of", c) for c in VALUES}
+    for other in totals[1:]:
+        assert torch.equal(other["model"]["w"], first["model"]["w"])
+        assert torch.equal(other["sum"]["n"], first["sum"]["n"])
+        assert list(other["each"]) == list(VALUES)
+
+
+def test_a_contribution_is_let_go_as_soon_as_those_before_it_arrived() -> None:
+    aggregator, seen = Aggregator([0, 1, 2]), []
+    for client in (1, 0, 2):
+        value = torch.ones(3)
+        seen.append(weakref.ref(value))
+        aggregator.add(client, Mean(value))
+        del value
+        # the first of a mean is copied; only one that is early waits
+        assert sum(ref() is not None for ref in seen) == (1 if client == 1 else 0)
+
+
+def test_skipped_clients_do_not_count_and_nobody_gives_nothing() -> None:
+    aggregator = Aggregator([1, 2])
+    aggregator.skip(2)
+    with pytest.raises(ValueError, match=r"clients \[1\] neither replied nor were skipped"):
+        aggregator.finish()
+    aggregator.add(1, Mean(VALUES[3]))
+    assert torch.equal(aggregator.finish(), VALUES[3])
+    assert aggregator.contributed == [1]
+    empty = Aggregator([4])
+    empty.skip(4)
+    assert empty.finish() is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"a": torch.ones(1)}, "at /a it holds a Tensor"),
+        (None, "at /0 it holds a NoneType"),
+        ({"b": Mean(torch.ones(1))}, "has the form"),
+        ({"a": Sum(torch.ones(1))}, "has the form"),
+        ({"a": Mean({"x": torch.ones(1)})}, "differ"),
+        ({"a": Mean(torch.ones(2))}, "shape"),
+        ({"a": Mean(torch.ones(1), -1.0)}, "at least 0"),
+    ],
+)
+def test_what_cannot_be_reduced_is_refused(wrong: Any, says: str) -> None:
+    aggregator = Aggregator([0, 1])
+    aggregator.add(0, {"a": Mean(torch.ones(1))})
+    with pytest.raises(TreeError, match=says):
+        aggregator.add(1, [wrong] if wrong is None else wrong)
+
+
+@pytest.mark.parametrize(
+    ("contribution", "fault"),
+    [
+        (Mean(torch.ones(2), 3.0), None),
+        ({"a": [Sum(torch.ones(2))], "b": Each(torch.tensor(float("nan")))}, None),
+        ({"a": [Mean(torch.ones(2), -2.7e39)]}, "the weight of the mean at /a/0 is -2.7e+39"),
+        (Mean(torch.ones(2), float("nan")), "the weight of the mean at its top is nan"),
+        ({"s": Sum({"x": torch.tensor([1.0, float("inf")])})}, "a NaN or an infinity at /s/x"),
+    ],
+)
+def test_faults_of_numbers(contribution: Any, fault: str | None) -> None:
+    assert fault_of(contribution) == fault
