@@ -22,7 +22,7 @@ from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.core.tree import TreeError
 from fedlowrank.data.dataset import Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Job, client_view
+from fedlowrank.engines.base import ClientJob, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
@@ -143,7 +143,7 @@ def test_the_proximal_step_follows_every_step_with_the_rate_of_the_round() -> No
 
     anchor = tree.map(torch.ones_like, v.model.initial)
     optimizer = SGD(lr=0.4, momentum=0.5, schedule=Schedule("exponential", factor=0.5))
-    found = v.train(ce(v), v.model.initial, "local", optimizer, given=(anchor,), prox=shrink)
+    found = v.train(ce(v), v.model.initial, "local", optimizer, constants=(anchor,), prox=shrink)
 
     def after(module: nn.Module) -> None:
         with torch.no_grad():
@@ -159,7 +159,7 @@ def test_the_gradient_is_preconditioned_before_clipping_and_decay() -> None:
     v = view(fed, epochs=2)
     scale = tree.map(lambda t: torch.full_like(t, 100.0), v.model.initial)
     found = v.train(
-        ce(v), v.model.initial, "local", SGD(lr=0.1, clip=0.2, weight_decay=0.3), given=(scale,),
+        ce(v), v.model.initial, "local", SGD(lr=0.1, clip=0.2, weight_decay=0.3), constants=(scale,),
         precondition=lambda g, p, s: tree.map(lambda a, b, c: a * c + 0.5 * b, g, p, s),
     )  # fmt: skip
 
@@ -190,7 +190,9 @@ def test_what_hooks_return_is_matched_by_name_and_not_by_order(engine: Any) -> N
             def prox(p: Any, lr: float, q: Any) -> Any:
                 return turned(p)
 
-            return None, view.train(loss, down, "local", self.optimizer, given=(down,), precondition=hook, prox=prox)
+            return None, view.train(
+                loss, down, "local", self.optimizer, constants=(down,), precondition=hook, prox=prox
+            )
 
     def square() -> nn.Module:
         # weights of equal shape, so that nothing but the values would tell of an exchange
@@ -247,7 +249,7 @@ def test_the_start_and_what_is_given_are_left_untouched() -> None:
     v = view(federation())
     start, extra = tree.canonical(v.model.initial), {"x": torch.ones(3)}
     before = tree.encode([start, extra])
-    found = v.train(ce(v), start, "local", SGD(lr=0.5), given=(extra,))
+    found = v.train(ce(v), start, "local", SGD(lr=0.5), constants=(extra,))
     assert tree.encode([start, extra]) == before
     assert not torch.equal(found["weight"], start["weight"])
     assert all(t.is_contiguous() and not t.requires_grad for _, t in tree.leaves(found))
@@ -258,7 +260,7 @@ def test_no_gradient_is_taken_for_what_is_given() -> None:
     v = view(federation())
     extra = {"x": torch.ones(3, requires_grad=True)}
     v.train(lambda p, batch, e: cross_entropy(v.model.apply(p, batch.x), batch) + e["x"].sum(), v.model.initial, "local",
-            SGD(), given=(extra,))  # fmt: skip
+            SGD(), constants=(extra,))  # fmt: skip
     assert extra["x"].grad is None
 
 
@@ -268,7 +270,7 @@ def test_a_statistic_is_the_sum_over_all_examples() -> None:
     x, y = rng.normal(size=(600, INPUTS)).astype(np.float32), rng.integers(0, CLASSES, 600)
     v = view(federation(clients=[{"train": (x, y)}]))
     total, count = v.total(
-        lambda p, b, s: (b.total(b.x * s["k"]), b.total(torch.ones(len(b)))), {}, given=({"k": torch.tensor(2.0)},)
+        lambda p, b, s: (b.total(b.x * s["k"]), b.total(torch.ones(len(b)))), {}, constants=({"k": torch.tensor(2.0)},)
     )
     np.testing.assert_allclose(total.numpy(), 2 * x.sum(0), rtol=0, atol=1e-3)
     assert float(count) == 600
@@ -296,7 +298,7 @@ def test_dropout_is_reproducible_and_independent_of_the_order_of_clients(engine:
 
     def uploads(order: list[int], seed: int) -> dict[int, bytes]:
         torch.manual_seed(seed)
-        jobs = [Job(None, start, fed.infos[k]) for k in order]
+        jobs = [ClientJob(None, start, fed.infos[k]) for k in order]
         outcomes = engine().run(method, fed, fed.task(1), 0, jobs)
         return {k: tree.encode(o.upload) for k, o in zip(order, outcomes, strict=True)}
 
@@ -401,7 +403,7 @@ def flops(method: Any, fed: Federation, client: int = 0) -> int:
     engine = Sequential()
     task = fed.task(1)
     info = fed.infos[client]
-    job = Job(method.client_init(task, info), method.download(method.server_init(task), info), info)
+    job = ClientJob(method.client_init(task, info), method.download(method.server_init(task), info), info)
     (outcome,) = engine.run(method, fed, task, 0, [job])
     return outcome.meter.flops
 
@@ -444,7 +446,7 @@ def test_operations_are_counted_for_each_architecture_of_a_ledger() -> None:
     models = {"a": lambda: Net(10), "b": lambda: Net(20)}
     fed = Federation.from_arrays(arrays(), models, classes=CLASSES)
     alone, engine = Standalone(batch_size=8), Sequential()
-    jobs = [Job(alone.client_init(fed.task(1), i), None, i) for i in fed.infos]
+    jobs = [ClientJob(alone.client_init(fed.task(1), i), None, i) for i in fed.infos]
     found = [o.meter.flops for o in engine.run(alone, fed, fed.task(1), 0, jobs)]
     wanted = [
         2 * (2 * n * INPUTS * h) + 3 * (2 * n * h * CLASSES) for n, h in zip(SIZES, (10, 20, 10, 20), strict=True)

@@ -307,7 +307,7 @@ class Shaped(Plain):
             return cross_entropy(model.apply(theta, batch.x), batch)
 
         return view.train(
-            loss, down, "local", self.optimizer, given=(down,),
+            loss, down, "local", self.optimizer, constants=(down,),
             precondition=pull if self.precondition else None, prox=constant_prox if self.prox else None,
         )  # fmt: skip
 
@@ -480,7 +480,7 @@ def test_given_values_that_are_no_tensors_are_not_mixed_up() -> None:
             def loss(theta: Params, batch: Batch, scale: float) -> Tensor:
                 return scale * cross_entropy(model.apply(theta, batch.x), batch)
 
-            return view.train(loss, down, "local", self.optimizer, given=(float(view.info.id + 1),))
+            return view.train(loss, down, "local", self.optimizer, constants=(float(view.info.id + 1),))
 
     on = federation(False)
     one, other = (run_of(Scaled(), e, on, rounds=1) for e in ("sequential", "vectorized"))

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlowrank import Federation
 from fedlowrank.core.loss import task_loss
-from fedlowrank.core.method import Batch, Pull, Request
+from fedlowrank.core.method import Batch, ProximalTerm, Request
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.augment import UNCHANGED, Augment
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.engines import ENGINES
-from fedlowrank.engines.base import Engine, Job
+from fedlowrank.engines.base import ClientJob, Engine
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
@@ -158,7 +158,7 @@ def looks(engine: Engine, name: str, on: Federation, epochs: int, **settings: An
     method = METHODS[name](batch_size=4, epochs=epochs, **settings)
     task = on.task(5)
     server = engine.boundary(method.server_init(task))
-    jobs = [Job(method.client_init(task, i), method.download(server, i), i) for i in on.infos]
+    jobs = [ClientJob(method.client_init(task, i), method.download(server, i), i) for i in on.infos]
     list(engine.run(method, on, task, 1, jobs))
     with Ear() as ear:
         outcomes = list(engine.run(method, on, task, 1, jobs))
@@ -207,7 +207,7 @@ def request(on: Federation, optimizer: Any) -> Request:
     start = model.initial
     half = {n: 0.5 * t for n, t in start.items()}
     prox = None if optimizer == AdamW() else (lambda p, lr, given: {n: t - lr * given[n] for n, t in p.items()})
-    return Request(loss, start, "local", optimizer, (half,), None, prox, Pull(0.1, half, half))
+    return Request(loss, start, "local", optimizer, (half,), None, prox, ProximalTerm(0.1, half, half))
 
 
 def trainers(on: Federation, epochs: int, elsewhere: Federation) -> Iterator[LocalTrainer]:

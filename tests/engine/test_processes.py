@@ -18,7 +18,7 @@ from fedlowrank.core.method import Method
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines import Processes, Sequential, processes
-from fedlowrank.engines.base import Engine, Job
+from fedlowrank.engines.base import ClientJob, Engine
 from fedlowrank.engines.processes import WorkerError
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
@@ -87,7 +87,7 @@ def test_work_is_done_by_as_many_processes_as_cores_and_the_longest_is_begun_fir
 
     monkeypatch.setattr(processes.Worker, "ask", noted)
     infos = run.federation.infos
-    jobs = [Job(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
+    jobs = [ClientJob(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
     outcomes = list(engine.run(run.method, run.federation, run.task, 1, jobs))
     # the one of which nothing is known is begun at once; the outcomes come in the order of the jobs
     assert asked == [4, 1, 3, 2, 0]

@@ -19,7 +19,7 @@ from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.method import ServerView
 from fedlowrank.core.optimizer import SGD, AdamW, Group
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Outcome, client_view
+from fedlowrank.engines.base import ClientResult, client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.methods.fedex_lora import FedExLoRA
@@ -237,7 +237,7 @@ class Spoiled(Sequential):
             if job.client.id == 2:
                 last = list(tree.leaves(outcome.upload))[-1][1]
                 last[..., -1] = self.value
-            yield Outcome(outcome.state, outcome.upload, outcome.meter)
+            yield ClientResult(outcome.state, outcome.upload, outcome.meter)
 
 
 class Infinite(Spoiled):

@@ -19,7 +19,7 @@ from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.core.method import Task
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import AnyMethod, Job, Outcome
+from fedlowrank.engines.base import AnyMethod, ClientJob, ClientResult
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.scaffold import Controlled
@@ -148,8 +148,8 @@ class Measuring(Sequential):
     refused: dict[int, str] = field(default_factory=dict)
 
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Iterator[Outcome]:
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> Iterator[ClientResult]:
         norms = {}
         for job, outcome in zip(jobs, super().run(method, federation, task, round, jobs), strict=True):
             norms[job.client.id] = measure(outcome.upload, job.down)

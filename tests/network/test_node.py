@@ -60,7 +60,7 @@ class Server:
     def connection(self) -> Connection:
         push = lambda run, session, name, content: self.calls.append("push")  # noqa: E731
         confirm = lambda run, message: self.calls.append("confirm")  # noqa: E731
-        return Connection(7, self.receive, self.send, lambda run: self.run, self.app, self.pull, push, confirm)
+        return Connection(7, self.receive, self.send, lambda run: self.run, self.app, self.proximal_term, push, confirm)
 
 
 def run_of(app: str, digest: str) -> Run:

@@ -19,7 +19,7 @@ from fedlowrank.config.assembly import Shares, assemble
 from fedlowrank.config.experiment import Experiment
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
-from fedlowrank.engines.base import Job
+from fedlowrank.engines.base import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network import client as module
 from fedlowrank.network.client import Party, own_share, prepare
@@ -172,7 +172,7 @@ def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, fold
 
 def job(run: Run, client: int) -> Any:
     info = run.federation.infos[client]
-    return Job(run.state_of(info), run.method.download(run.state.server, info), info)
+    return ClientJob(run.state_of(info), run.method.download(run.state.server, info), info)
 
 
 def other_download(run: Run) -> bytes:

@@ -20,7 +20,7 @@ from fedlowrank.core.method import ClientInfo, ServerView, Task
 from fedlowrank.core.optimizer import SGD, AdamW, Schedule
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import AnyMethod, Job, Outcome
+from fedlowrank.engines.base import AnyMethod, ClientJob, ClientResult
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.linalg.delta import Form
 from fedlowrank.linalg.factored import Factored
@@ -61,8 +61,8 @@ class Guarded(Sequential):
     downs: list[Any] = field(default_factory=list)
 
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Iterator[Outcome]:
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> Iterator[ClientResult]:
         self.templates = self.templates or Templates(method, task)
         for job, outcome in zip(jobs, super().run(method, federation, task, round, jobs), strict=True):
             data = tree.encode(outcome.upload)

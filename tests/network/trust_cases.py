@@ -22,7 +22,7 @@ from fedlowrank.core.contribution import Aggregator
 from fedlowrank.core.method import ClientInfo, ServerView
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import Job
+from fedlowrank.engines.base import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
@@ -116,7 +116,7 @@ def situation(name: str) -> Situation:
     run = Run(method, federation, RunSettings(rounds=6, evaluate_every=99), Sequential())
     run.step()
     infos = federation.infos
-    jobs = [Job(run.state_of(i), method.download(run.state.server, i), i) for i in infos]
+    jobs = [ClientJob(run.state_of(i), method.download(run.state.server, i), i) for i in infos]
     outcomes = run.engine.run(method, federation, run.task, 1, jobs)
     replies = [Reply(i, o.upload) for i, o in zip(infos, outcomes, strict=True)]
     template = Templates(method, run.task).of(infos[1], jobs[1].down)

@@ -1,4 +1,4 @@
-"""What a federated method is: pure functions of explicit state, and what they are given to work with."""
+"""What a federated method is: pure functions of explicit state, and what they work with."""
 
 from __future__ import annotations
 
@@ -41,36 +41,35 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Pull:
-    """A quadratic added to a loss: strength/2 ‖p - towards‖² - ⟨along, p⟩.
+class ProximalTerm:
+    """A quadratic added to a loss: strength/2 ‖p - center‖² - ⟨linear, p⟩.
 
-    It enters by its derivative, strength (p - towards) - along, which an engine can make part of a step without ever
-    writing a gradient down.
+    Its gradient, strength (p - center) - linear, is added in closed form and not by automatic differentiation.
 
     Attributes:
         strength: at least 0.
-        towards: a tree like the one that is trained; None where the strength is 0.
-        along: a tree like it, or None for none.
+        center: a tree like the one that is trained; None where the strength is 0.
+        linear: a tree like it, or None for none.
     """
 
     strength: float = 0.0
-    towards: Any = None
-    along: Any = None
+    center: Any = None
+    linear: Any = None
 
 
 @dataclass(frozen=True)
-class Ragged:
-    """Dimensions in which clients differ, and which zeros may fill up: the loss is the same and no gradient reaches them.
+class PaddedDimensions:
+    """Dimensions in which clients differ and which may be zero-padded without changing the loss or any gradient.
 
     Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and Adam leave them 0.
 
     Attributes:
         start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in it have it.
-        given: likewise of ``given``, whose first part is ``/0``.
+        constants: likewise of ``constants``, whose first part is ``/0``.
     """
 
     start: Mapping[str, int] = field(default_factory=dict)
-    given: Mapping[str, int] = field(default_factory=dict)
+    constants: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,11 +80,11 @@ class Request:
     start: Any
     name: str
     optimizer: Optimizer
-    given: tuple[Any, ...]
+    constants: tuple[Any, ...]
     precondition: Callable[..., Any] | None
     prox: Callable[..., Any] | None
-    pull: Pull | None = None
-    ragged: Ragged = Ragged()
+    proximal_term: ProximalTerm | None = None
+    padded: PaddedDimensions = PaddedDimensions()
 
 
 class Trainer(Protocol):
@@ -95,7 +94,7 @@ class Trainer(Protocol):
         """Execute a training pass; returns a tree like its start."""
         ...
 
-    def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
+    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """Sum a statistic over the training data."""
         ...
 
@@ -131,28 +130,28 @@ class ClientView:
         name: str,
         optimizer: Optimizer,
         *,
-        given: tuple[Any, ...] = (),
+        constants: tuple[Any, ...] = (),
         precondition: Callable[..., T] | None = None,
         prox: Callable[..., T] | None = None,
-        pull: Pull | None = None,
-        ragged: Ragged = Ragged(),
+        proximal_term: ProximalTerm | None = None,
+        padded: PaddedDimensions = PaddedDimensions(),
     ) -> T:
         """Train a tree of parameters by one pass over the local training data.
 
         An engine may execute this for many clients at once. It does so only where the functions are the same code with
-        the same captured values; what differs between clients belongs in ``given``.
+        the same captured values; what differs between clients belongs in ``constants``.
 
         Args:
-            loss: ``loss(params, batch, *given)``, a scalar; pure; averages by :meth:`Batch.mean`.
+            loss: ``loss(params, batch, *constants)``, a scalar; pure; averages by :meth:`Batch.mean`.
             start: where to begin, a tree of floating-point tensors; left untouched.
             name: which of the method's :meth:`Method.passes`.
             optimizer: what to do with the gradient; its schedule is applied by the engine.
-            given: further trees for the functions; no gradient is taken for them.
-            precondition: ``precondition(grads, params, *given)``, the gradient to use instead, before clipping, weight
+            constants: further trees for the functions; no gradient is taken for them.
+            precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before clipping, weight
                 decay and momentum.
-            prox: ``prox(params, lr, *given)``, applied after every step with the round's learning rate.
-            pull: a quadratic whose derivative is added to the gradient, after ``precondition`` and before the rest.
-            ragged: dimensions in which clients differ, so that an engine can train them together all the same.
+            prox: ``prox(params, lr, *constants)``, applied after every step with the round's learning rate.
+            proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and before the rest.
+            padded: dimensions in which clients differ, so that an engine can train them together all the same.
 
         Returns:
             The trained tree, detached and contiguous.
@@ -160,15 +159,17 @@ class ClientView:
         Raises:
             NonFiniteError: if a loss or a parameter becomes NaN or infinite.
         """
-        end: T = self.trainer.train(Request(loss, start, name, optimizer, given, precondition, prox, pull, ragged))
+        end: T = self.trainer.train(
+            Request(loss, start, name, optimizer, constants, precondition, prox, proximal_term, padded)
+        )
         return end
 
-    def total(self, statistic: Callable[..., T], params: Any, *, given: tuple[Any, ...] = ()) -> T:
-        """Sum ``statistic(params, batch, *given)``, a tree of tensors, over the local training data, without gradients.
+    def total(self, statistic: Callable[..., T], params: Any, *, constants: tuple[Any, ...] = ()) -> T:
+        """Sum ``statistic(params, batch, *constants)``, a tree of tensors, over the local training data, without gradients.
 
         The statistic must itself sum over the batch by :meth:`Batch.total`.
         """
-        return self.trainer.total(statistic, params, given)
+        return self.trainer.total(statistic, params, constants)
 
     def steps(self, name: str) -> int:
         """Number of optimizer steps that :meth:`train` takes in the pass of that name."""
@@ -272,7 +273,7 @@ class Method(ABC, Generic[S, C, D, U]):
         return {"local": Pass(self.epochs, self.batch_size)}
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
-        """Which clients train in a round, given those that the protocol sampled."""
+        """Which clients train in a round, constants those that the protocol sampled."""
         del everyone
         return sampled
 
@@ -303,7 +304,7 @@ class Method(ABC, Generic[S, C, D, U]):
         architecture, rank and cluster and on the form of what it was sent, and on nothing else, the round included.
 
         Args:
-            expected: what ``local_update`` returns where training changes whatever it is given; only its structure, plain
+            expected: what ``local_update`` returns where training changes whatever it is constants; only its structure, plain
                 values, types and shapes mean something.
             task: what is to be learnt.
         """

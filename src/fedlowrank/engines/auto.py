@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 from ..core.method import Task
 from ..data.federation import Federation
-from .base import AnyMethod, Engine, Job, Outcome
+from .base import AnyMethod, ClientJob, ClientResult, Engine
 from .processes import Processes, can_fork, cores
 from .sequential import Sequential
 from .vectorized import Vectorized
@@ -60,13 +60,13 @@ class Auto(Engine):
     chosen: Engine | None = None
 
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Generator[Outcome, None, None]:
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> Generator[ClientResult, None, None]:
         """See the base class."""
         if self.chosen is None:
             kind, reason = choose(method, federation, len(jobs), self.micro_batch)
             logger.info("engine auto: %s (%s)", kind.name, reason)
-            self.chosen = kind(self.ledger, self.places, self.micro_batch)
+            self.chosen = kind(self.ledger, self.micro_batch)
         yield from self.chosen.run(method, federation, task, round, jobs)
 
     def each(self, work: Callable[[T], dict[str, Any]], items: Sequence[T]) -> list[dict[str, Any]]:

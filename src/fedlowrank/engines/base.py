@@ -14,7 +14,6 @@ from ..data.federation import Federation
 from ..models.client_buffers import collect_buffers, install_buffers
 from ..training.flops import FlopLedger
 from ..training.local_data import LocalData
-from ..training.optimizer_in_backward import Places
 from ..training.trainer import LocalTrainer, Meter
 
 T = TypeVar("T")
@@ -22,7 +21,7 @@ AnyMethod = Method[Any, Any, Any, Any]
 
 
 @dataclass(frozen=True)
-class Job:
+class ClientJob:
     """One client's work in a round: its state, what it received, and who it is."""
 
     state: Any
@@ -31,7 +30,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ClientResult:
     """What a job came to.
 
     Attributes:
@@ -55,19 +54,17 @@ class Engine(ABC):
 
     Attributes:
         ledger: what steps cost, found once for all clients.
-        places: which matrices can take their steps in the backward pass, found once for all clients.
         micro_batch: examples of which a gradient is taken at once, or None for all of a batch.
     """
 
     name: ClassVar[str]
     ledger: FlopLedger = field(default_factory=FlopLedger, repr=False)
-    places: dict[Any, Places] = field(default_factory=dict, repr=False)
     micro_batch: int | None = None
 
     @abstractmethod
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Generator[Outcome, None, None]:
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> Generator[ClientResult, None, None]:
         """Execute the jobs of one round."""
 
     def each(self, work: Callable[[T], dict[str, Any]], items: Sequence[T]) -> list[dict[str, Any]]:
@@ -82,7 +79,7 @@ class Engine(ABC):
         return tree.canonical(value)
 
     def local_update(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job, trainer: Trainer
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, job: ClientJob, trainer: Trainer
     ) -> tuple[Any, Any]:
         """The client's box of a method with the client's own buffers: its next state, and its upload."""
         state, task = install_buffers(task, self.boundary(job.state))
@@ -98,7 +95,7 @@ class Engine(ABC):
         data = LocalData(client, held.train, passes, key, federation.augment, held.quarter_turns, by_length)
         models = federation.architectures
         mine, others = models[client.architecture], models.values()
-        return LocalTrainer(mine, others, data, round, self.ledger, self.places, self.micro_batch)
+        return LocalTrainer(mine, others, data, round, self.ledger, self.micro_batch)
 
 
 def client_key(federation: Federation, client: int, round: int) -> Any:

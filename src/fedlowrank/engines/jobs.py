@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import overload
 
 from ..core.method import ClientInfo
-from .base import Job
+from .base import ClientJob
 
 
-class Jobs(Sequence[Job]):
+class LazyJobs(Sequence[ClientJob]):
     """The jobs of a round; each is made when an engine asks for it.
 
     Args:
@@ -20,7 +20,7 @@ class Jobs(Sequence[Job]):
         clients: as above.
     """
 
-    def __init__(self, clients: Sequence[ClientInfo], make: Callable[[ClientInfo], Job]) -> None:
+    def __init__(self, clients: Sequence[ClientInfo], make: Callable[[ClientInfo], ClientJob]) -> None:
         self.clients, self._make = clients, make
 
     def __len__(self) -> int:
@@ -28,12 +28,12 @@ class Jobs(Sequence[Job]):
         return len(self.clients)
 
     @overload
-    def __getitem__(self, place: int) -> Job: ...
+    def __getitem__(self, place: int) -> ClientJob: ...
 
     @overload
-    def __getitem__(self, place: slice) -> Sequence[Job]: ...
+    def __getitem__(self, place: slice) -> Sequence[ClientJob]: ...
 
-    def __getitem__(self, place: int | slice) -> Job | Sequence[Job]:
+    def __getitem__(self, place: int | slice) -> ClientJob | Sequence[ClientJob]:
         """A job, or several."""
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]

@@ -30,8 +30,8 @@ from ..core.errors import ConfigError, FedlowrankError, NonFiniteError
 from ..core.method import ClientInfo, Task
 from ..data.federation import Federation
 from ..training.trainer import Meter
-from .base import AnyMethod, Engine, Job, Outcome
-from .jobs import Jobs
+from .base import AnyMethod, ClientJob, ClientResult, Engine
+from .jobs import LazyJobs
 from .sequential import Sequential
 
 SHARED = 1 << 28
@@ -170,14 +170,14 @@ class Processes(Engine):
     _known: tuple[Any, ...] = field(default=(), repr=False)
 
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Generator[Outcome, None, None]:
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> Generator[ClientResult, None, None]:
         """See the base class."""
         self._prepare(method, federation, task)
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, ClientResult] = {}
         # the message that was sent last; often the next one is the same
         sent: tuple[Any, bytes] = None, tree.encode(None)
-        clients = jobs.clients if isinstance(jobs, Jobs) else [job.client for job in jobs]
+        clients = jobs.clients if isinstance(jobs, LazyJobs) else [job.client for job in jobs]
         left = sorted(range(len(jobs)), key=lambda i: self._expected(clients[i]))
         due, busy = 0, dict[Any, tuple[Worker, int]]()
         free = list(self._pool)
@@ -243,16 +243,16 @@ class Processes(Engine):
             return
         self.close()
         self._known = known
-        inner = Sequential(self.ledger, self.places, self.micro_batch)
+        inner = Sequential(self.ledger, self.micro_batch)
         for _ in range(min(self.workers or cores(), cores())):
             self._pool.append(Worker(lambda words, bodies: _trained(inner, method, federation, task, words, bodies)))
 
-    def _outcome(self, words: Words, bodies: list[bytes]) -> Outcome:
+    def _outcome(self, words: Words, bodies: list[bytes]) -> ClientResult:
         self.costs[words["client"]] = words["seconds"]
         meter = Meter(words["steps"], words["flops"], words["losses"])
         if words["error"] is not None:
-            return Outcome(None, None, Meter(), NonFiniteError(*words["error"]))
-        return Outcome(tree.decode(bodies[0]), tree.decode(bodies[1]), meter)
+            return ClientResult(None, None, Meter(), NonFiniteError(*words["error"]))
+        return ClientResult(tree.decode(bodies[0]), tree.decode(bodies[1]), meter)
 
 
 def _trained(
@@ -261,7 +261,7 @@ def _trained(
     """One client's work, in a worker."""
     start = time.process_time()
     info = federation.infos[words["client"]]
-    job = Job(tree.decode(bodies[1]), tree.decode(bodies[0]), info)
+    job = ClientJob(tree.decode(bodies[1]), tree.decode(bodies[0]), info)
     (outcome,) = engine.run(method, federation, task, words["round"], [job])
     error = outcome.error
     found = {

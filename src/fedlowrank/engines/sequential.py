@@ -11,7 +11,7 @@ from ..core.errors import NonFiniteError
 from ..core.method import Task
 from ..data.federation import Federation
 from ..training.trainer import Meter
-from .base import AnyMethod, Engine, Job, Outcome
+from .base import AnyMethod, ClientJob, ClientResult, Engine
 
 
 @dataclass
@@ -21,17 +21,17 @@ class Sequential(Engine):
     name: ClassVar[str] = "sequential"
 
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Generator[Outcome, None, None]:
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> Generator[ClientResult, None, None]:
         """See the base class."""
         for job in jobs:
             trainer = self.trainer(method, federation, round, job.client)
             try:
                 state, upload = self.local_update(method, federation, task, round, job, trainer)
             except NonFiniteError as error:
-                yield Outcome(None, None, Meter(), error)
+                yield ClientResult(None, None, Meter(), error)
                 continue
-            yield Outcome(state, upload, trainer.meter)
+            yield ClientResult(state, upload, trainer.meter)
 
 
 @dataclass

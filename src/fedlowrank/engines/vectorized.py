@@ -23,13 +23,13 @@ from greenlet import getcurrent, greenlet
 
 from ..core import tree
 from ..core.errors import NonFiniteError
-from ..core.method import Ragged, Request, Task
+from ..core.method import PaddedDimensions, Request, Task
 from ..data.federation import Federation
 from ..training.captured_variables import identity
-from ..training.cohort import Room, descend_together, ragged_axes
+from ..training.cohort import Room, descend_together, padded_axes
 from ..training.steps import refill
 from ..training.trainer import LocalTrainer, Meter, all_finite, check_finite
-from .base import AnyMethod, Engine, Job, Outcome
+from .base import AnyMethod, ClientJob, ClientResult, Engine
 
 CACHE = 8 << 20
 """Bytes of stacked parameters on a CPU: in a larger stack they leave the cache from one step to the next."""
@@ -37,7 +37,7 @@ CACHE = 8 << 20
 MEMORY = 4 << 30
 """Bytes of stacked parameters on a GPU; gradients and activations take a few times as much."""
 
-MEETING = 256
+COHORT = 256
 """Clients that wait for each other; with more, what they hold meanwhile would fill the memory."""
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class _Client:
     """A client's ``local_update``, suspended at every ``view.train``; a greenlet runs it.
 
     Args:
-        work: runs the client's box, given this client as its trainer.
+        work: runs the client's box, constants this client as its trainer.
         local: execution for this client alone.
 
     Attributes:
@@ -87,9 +87,9 @@ class _Client:
         self.request = request
         return self._engine.switch()
 
-    def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
+    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """Statistics are summed client by client."""
-        return self.local.total(statistic, params, given)
+        return self.local.total(statistic, params, constants)
 
     def steps(self, name: str) -> int:
         """Steps of a pass."""
@@ -108,15 +108,15 @@ class Vectorized(Engine):
         self._room = Room()
 
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Generator[Outcome, None, None]:
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> Generator[ClientResult, None, None]:
         """See the base class."""
-        for first in range(0, len(jobs), MEETING):
-            yield from self._meeting(method, federation, task, round, jobs[first : first + MEETING])
+        for first in range(0, len(jobs), COHORT):
+            yield from self._run_cohort(method, federation, task, round, jobs[first : first + COHORT])
 
-    def _meeting(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> list[Outcome]:
+    def _run_cohort(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> list[ClientResult]:
         """What becomes of clients that are suspended together."""
         clients = [self._client(method, federation, task, round, job) for job in jobs]
         try:
@@ -130,13 +130,13 @@ class Vectorized(Engine):
                 client.cancel()
         return [self._outcome(client) for client in clients]
 
-    def _outcome(self, client: _Client) -> Outcome:
+    def _outcome(self, client: _Client) -> ClientResult:
         if client.result is None:
-            return Outcome(None, None, Meter(), client.error)
+            return ClientResult(None, None, Meter(), client.error)
         state, upload = client.result
-        return Outcome(state, upload, client.local.meter)
+        return ClientResult(state, upload, client.local.meter)
 
-    def _client(self, method: AnyMethod, federation: Federation, task: Task, round: int, job: Job) -> _Client:
+    def _client(self, method: AnyMethod, federation: Federation, task: Task, round: int, job: ClientJob) -> _Client:
         def work(client: _Client) -> tuple[Any, Any]:
             return self.local_update(method, federation, task, round, job, client)
 
@@ -178,8 +178,8 @@ class Vectorized(Engine):
         for place, i in enumerate(order):
             client, request = clients[i], _request(clients[i])
             mine = [row[place] for row in rows]
-            if request.ragged.start:
-                # of ragged dimensions, what is the client's, which also costs less than the whole
+            if request.padded.start:
+                # of padded dimensions, what is the client's, which also costs less than the whole
                 own = zip(mine, tree.tensors(request.start), strict=True)
                 mine, kind = [m[tuple(map(slice, t.shape))] for m, t in own], client.local.kind(request)
             end = refill(request.start, mine)
@@ -222,25 +222,28 @@ def _kind(client: _Client) -> tuple[Any, ...]:
     """What requests must have in common, beside the optimizer, to be executed at once."""
     r = _request(client)
     # what else looks at the parameters would see zeros that are not theirs
-    ragged = r.ragged if r.prox is None and r.precondition is None else Ragged()
-    pull = None
-    if r.pull is not None:
-        pull = r.pull.strength, *(_form(t, ragged.start) for t in (r.pull.towards, r.pull.along))
+    padded = r.padded if r.prox is None and r.precondition is None else PaddedDimensions()
+    term = None
+    if r.proximal_term is not None:
+        term = (
+            r.proximal_term.strength,
+            *(_form(t, padded.start) for t in (r.proximal_term.center, r.proximal_term.linear)),
+        )
     return (
         *[identity(f) for f in (r.loss, r.precondition, r.prox)],
         r.name,
         client.local.model.name,
         client.local.data.form,
-        _form(r.start, ragged.start),
-        _form(r.given, ragged.given),
-        pull,
+        _form(r.start, padded.start),
+        _form(r.constants, padded.constants),
+        term,
     )
 
 
-def _form(value: Any, ragged: Mapping[str, int]) -> Any:
-    """What trees must have in common to be stacked: all but the sizes of ragged dimensions."""
-    if not ragged:
+def _form(value: Any, padded: Mapping[str, int]) -> Any:
+    """What trees must have in common to be stacked: all but the sizes of padded dimensions."""
+    if not padded:
         return tree.form(value)
-    leaves = zip(tree.tensors(value), ragged_axes(value, ragged), strict=True)
+    leaves = zip(tree.tensors(value), padded_axes(value, padded), strict=True)
     shapes = [(t.dtype, tuple([n for i, n in enumerate(t.shape) if i != axis]), axis) for t, axis in leaves]
     return tree.form(tree.map(lambda _: None, value)), tuple(shapes)

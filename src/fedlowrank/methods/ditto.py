@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ..core.client_model import ClientModel
 from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, Pass, Pull, ServerView, Task
+from ..core.method import ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.tree import Params
 
 
@@ -64,7 +64,7 @@ class Ditto(Method[Params, Params, Params, Params]):
         """FedAvg's box, then SGD on F_k(v) + λ/2 ‖v - w^t‖²."""
         loss = supervised_loss(view.model)
         w = view.train(loss, down, "global", self.optimizer)
-        v = view.train(loss, state, "personal", self.optimizer, pull=Pull(self.lam, towards=down))
+        v = view.train(loss, state, "personal", self.optimizer, proximal_term=ProximalTerm(self.lam, center=down))
         return v, w
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

@@ -106,8 +106,8 @@ class FD(Method[Server, Params, Targets, Outputs]):
             outputs = model.apply(theta, batch.x).softmax(-1)
             return batch.total(which[:, :, None] * outputs[:, None, :]), batch.total(which)
 
-        theta = view.train(loss, state, "local", self.optimizer, given=(down,))
-        total, count = view.total(by_label, theta, given=(torch.eye(view.task.classes).to(down.mean),))
+        theta = view.train(loss, state, "local", self.optimizer, constants=(down,))
+        total, count = view.total(by_label, theta, constants=(torch.eye(view.task.classes).to(down.mean),))
         labels = count.nonzero()[:, 0]
         return theta, Outputs(labels, total[labels] / count[labels, None])
 

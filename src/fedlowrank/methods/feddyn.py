@@ -27,7 +27,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, Pull, ServerView, Task
+from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.tree import Params, add, sub, tree, zeros_like
 
 
@@ -85,8 +85,8 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
     def local_update(self, state: Params, down: Down, view: ClientView) -> tuple[Params, Params]:
         """SGD on F_k(θ) - ⟨g_k, θ⟩ + α/2 ‖θ - θ^t‖²."""
         loss = supervised_loss(view.model)
-        pull = Pull(self.alpha, towards=down.model, along=state)
-        theta = view.train(loss, down.model, "local", self.optimizer, pull=pull)
+        pull = ProximalTerm(self.alpha, center=down.model, linear=state)
+        theta = view.train(loss, down.model, "local", self.optimizer, proximal_term=pull)
         return add(state, sub(theta, down.model), -self.alpha), theta
 
     def contribution(self, upload: Params, client: ClientInfo, server: Cloud) -> Mean:

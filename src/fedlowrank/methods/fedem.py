@@ -43,7 +43,7 @@ def mixture(models: Params, pi: Tensor, view: ClientView) -> Tensor:
     def counted(models: Params, batch: Batch, pi: Tensor) -> Tensor:
         return batch.total(shares_of_examples(model, models, pi, batch).mT)
 
-    return view.total(counted, models, given=(pi,)) / view.info.examples
+    return view.total(counted, models, constants=(pi,)) / view.info.examples
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
             q = shares_of_examples(model, received, pi, batch)
             return batch.mean((q * losses_of(model, models, batch)).sum(0))
 
-        return mixture(down, pi, view), view.train(loss, down, "local", self.optimizer, given=(down, pi))
+        return mixture(down, pi, view), view.train(loss, down, "local", self.optimizer, constants=(down, pi))
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the components, weighted by n_k and not by the shares."""

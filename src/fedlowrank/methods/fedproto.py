@@ -108,8 +108,8 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
             r, which = model.represent(theta, batch.x), eye[batch.y]
             return batch.total(which[:, :, None] * r[:, None, :]), batch.total(which)
 
-        theta = view.train(loss, state.model, "local", self.optimizer, given=(down,))
-        total, count = view.total(by_class, theta, given=(torch.eye(view.task.classes).to(down.mean),))
+        theta = view.train(loss, state.model, "local", self.optimizer, constants=(down,))
+        total, count = view.total(by_class, theta, constants=(torch.eye(view.task.classes).to(down.mean),))
         labels = count.nonzero()[:, 0]
         return Client(theta, count > 0), Local(
             labels, total[labels] / count[labels, None], count[labels].to(torch.int64)

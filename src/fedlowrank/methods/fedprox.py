@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
-from ..core.method import ClientView, Method, Pull, ServerView, Task
+from ..core.method import ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.tree import Params
 
 
@@ -48,7 +48,7 @@ class FedProx(Method[Params, None, Params, Params]):
         """SGD on F_k(θ) + μ/2 ‖θ - θ^t‖²."""
         del state
         return None, view.train(
-            supervised_loss(view.model), down, "local", self.optimizer, pull=Pull(self.mu, towards=down)
+            supervised_loss(view.model), down, "local", self.optimizer, proximal_term=ProximalTerm(self.mu, center=down)
         )
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

@@ -67,8 +67,8 @@ class FedRep(Method[Params, Params, Params, Params]):
         def loss(part: Params, batch: Batch, frozen: Params) -> Tensor:
             return task_loss(model.apply(part | frozen, batch.x), batch)
 
-        head = view.train(loss, state, "head", self.optimizer, given=(down,))
-        return head, view.train(loss, down, "base", self.optimizer, given=(head,))
+        head = view.train(loss, state, "head", self.optimizer, constants=(down,))
+        return head, view.train(loss, down, "base", self.optimizer, constants=(head,))
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:
         """Mean of the representations, weighted by n_k."""

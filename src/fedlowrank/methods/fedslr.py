@@ -32,7 +32,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean, mean
 from ..core.errors import ConfigError
 from ..core.loss import task_loss
-from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, Pull, ServerView, Task
+from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 from ..linalg.matricize import Weights, unpack
@@ -132,8 +132,10 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         def threshold(p: Params, lr: float, _: Params) -> Params:
             return map(lambda t: soft(t, lr * mu), p) if norm == "sparse" else prox_in_step(p, lr * mu, norm, ())
 
-        end = view.train(loss, w, "phase1", self.optimizer, pull=Pull(1 / eta_g, towards=w, along=state.gamma))
-        p = view.train(fused, state.p, "phase2", self.optimizer, given=(w,), prox=threshold)
+        end = view.train(
+            loss, w, "phase1", self.optimizer, proximal_term=ProximalTerm(1 / eta_g, center=w, linear=state.gamma)
+        )
+        p = view.train(fused, state.p, "phase2", self.optimizer, constants=(w,), prox=threshold)
         return Client(add(state.gamma, sub(w, end), 1 / eta_g), p), end
 
     def contribution(self, upload: Params, client: ClientInfo, server: Server) -> dict[str, Any]:

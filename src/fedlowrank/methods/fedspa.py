@@ -151,11 +151,13 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         def moved(change: Params, batch: Batch, theta: Params) -> Tensor:
             return task_loss(model.apply(add(theta, change), batch.x), batch)
 
-        end = view.train(loss, start, "local", self.optimizer, given=(state,), precondition=masked)
+        end = view.train(loss, start, "local", self.optimizer, constants=(state,), precondition=masked)
         update = on_mask(sub(start, end), state)
         if self.prune == 0:
             return state, Upload(update, {})
-        slope = view.train(moved, zeros_like(end), "grow", SGD(self.optimizer.learning_rate(view.round)), given=(end,))
+        slope = view.train(
+            moved, zeros_like(end), "grow", SGD(self.optimizer.learning_rate(view.round)), constants=(end,)
+        )
         rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
         grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)

@@ -72,7 +72,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
         start: dict[str, Any] = {"base": down, "adaptors": state}
         how = scaled if self.precondition else None
-        end = view.train(loss, start, "local", self.optimizer, given=(_one(down),), precondition=how)
+        end = view.train(loss, start, "local", self.optimizer, constants=(_one(down),), precondition=how)
         return end["adaptors"], end["base"]
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

@@ -101,9 +101,9 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
                 r = model.represent(omega, batch.x)
             return task_loss(theta.apply(r, relu), batch)
 
-        omega = view.train(of_model, state, "model", self.optimizer, given=(down,))
+        omega = view.train(of_model, state, "model", self.optimizer, constants=(down,))
         optimizer = self.adapter_optimizer or self.optimizer
-        return omega, view.train(of_adapter, down, "adapter", optimizer, given=(omega,))
+        return omega, view.train(of_adapter, down, "adapter", optimizer, constants=(omega,))
 
     def server_update(self, server: Adapter, total: Adapter, view: ServerView) -> Adapter:
         """Mean of the adapters, weighted by n_k."""

@@ -26,7 +26,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Mean
 from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
-from ..core.method import ClientInfo, ClientView, Method, Pull, ServerView, Task
+from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.optimizer import AdamW
 from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 
@@ -76,8 +76,8 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
 
     def local_update(self, state: Params, down: Controlled, view: ClientView) -> tuple[Params, Controlled]:
         """Corrected SGD, then option II."""
-        correction = Pull(along=sub(state, down.control))
-        y = view.train(supervised_loss(view.model), down.model, "local", self.optimizer, pull=correction)
+        correction = ProximalTerm(linear=sub(state, down.control))
+        y = view.train(supervised_loss(view.model), down.model, "local", self.optimizer, proximal_term=correction)
         way = view.steps("local") * self.optimizer.learning_rate(view.round)
         if way == 0:
             return state, Controlled(sub(y, down.model), zeros_like(state))

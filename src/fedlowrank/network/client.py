@@ -29,7 +29,7 @@ from ..core.errors import CheckpointError, ConfigError
 from ..core.files import as_checkpoint_error, write_atomically, write_json
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
-from ..engines.base import Job
+from ..engines.base import ClientJob
 from ..engines.sequential import Sequential
 from ..simulation.digest import check_seal, digest_of, sealed
 from ..simulation.evaluation import LocalModel, evaluate_client, local_model
@@ -197,7 +197,7 @@ class Party:
                 self._write_model(memory.folder / "model", here, order.round)
         if not order.train:
             return reply, b""
-        outcome = next(iter(self.engine.run(method, federation, task, order.round, [Job(state, down, info)])))
+        outcome = next(iter(self.engine.run(method, federation, task, order.round, [ClientJob(state, down, info)])))
         if outcome.error is not None:
             return dataclasses.replace(reply, problem=str(outcome.error), kind="training"), b""
         meter = outcome.meter

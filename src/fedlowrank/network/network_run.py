@@ -9,7 +9,7 @@ from typing import Any
 from ..core.errors import ConfigError
 from ..core.method import ClientInfo, ServerView
 from ..data.federation import Federation
-from ..engines.base import AnyMethod, Job
+from ..engines.base import AnyMethod, ClientJob
 from ..simulation.evaluation import ClientEvaluation, Evaluation, gather_evaluations
 from ..simulation.records import RoundRecord
 from ..simulation.round_results import RefusedError, RoundResults
@@ -113,8 +113,8 @@ class NetworkRun(Run):
         due = self.engine.evaluate
         self.engine.others = [self._job(i) for i in federation.infos if due and i.id not in training]
 
-    def _job(self, info: ClientInfo) -> Job:
-        return Job(self.state_of(info), self.method.download(self.state.server, info), info)
+    def _job(self, info: ClientInfo) -> ClientJob:
+        return ClientJob(self.state_of(info), self.method.download(self.state.server, info), info)
 
     def clients(self) -> list[dict[str, Any]]:
         """One row a client; what classes it has is its own business."""

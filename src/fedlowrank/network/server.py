@@ -16,7 +16,7 @@ from ..core import tree
 from ..core.errors import FedlowrankError
 from ..core.method import ClientInfo, Task
 from ..data.federation import Federation
-from ..engines.base import AnyMethod, Engine, Job, Outcome
+from ..engines.base import AnyMethod, ClientJob, ClientResult, Engine
 from ..simulation.evaluation import ClientEvaluation
 from ..training.trainer import Meter
 from .answers import HEADER, check_counts, check_evaluation, read_answer, steps_of
@@ -73,7 +73,7 @@ class Remote(Engine):
     evaluate: bool = False
     found: dict[int, ClientEvaluation] = dataclasses.field(default_factory=dict)
     fresh: set[int] = dataclasses.field(default_factory=set)
-    others: list[Job] = dataclasses.field(default_factory=list)
+    others: list[ClientJob] = dataclasses.field(default_factory=list)
     sizes: tuple[int, ...] = ()
     bound: NormBound = dataclasses.field(default_factory=lambda: NormBound(Limits().update_ratio))
     silence: Silence = dataclasses.field(default_factory=lambda: Silence(0))
@@ -90,12 +90,12 @@ class Remote(Engine):
         self._exchange = Exchange(self.transport, self.settings.wait, self.say)
 
     def run(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[Job]
-    ) -> Generator[Outcome, None, None]:
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> Generator[ClientResult, None, None]:
         """Ask the clients of a round; who cannot be reached or is too slow is lost to it."""
         del federation  # the clients know it
         self.begin(method, task)
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, ClientResult] = {}
         self.found, self._norms = {}, {}
         self.spool.clear()
         left, needed = list(jobs), min(self.settings.min_replies, len(jobs))
@@ -130,7 +130,7 @@ class Remote(Engine):
         if self._templates is None or self._templates.task is not task:
             self._templates = Templates(method, task)
 
-    def _compare(self, outcomes: dict[int, Outcome], round: int) -> None:
+    def _compare(self, outcomes: dict[int, ClientResult], round: int) -> None:
         """Refuse the replies whose updates are too long beside the others'; this does not count towards a ban."""
         if self._templates is None:
             return
@@ -139,7 +139,7 @@ class Remote(Engine):
         for client, why in self.bound.refused(self._norms, steps, round).items():
             if outcomes[client].lost is None:
                 refused = Refused(client, "", why, counts=False)
-                outcomes[client] = Outcome(None, None, Meter(), lost=self.refuse(refused, round))
+                outcomes[client] = ClientResult(None, None, Meter(), lost=self.refuse(refused, round))
 
     def refuse(self, error: Refused, round: int) -> str:
         """Log a refused reply, keep nothing of it, and count it where it counts; returns the reason for the record."""
@@ -151,7 +151,7 @@ class Remote(Engine):
             self.say(f"client {client} is banned: {self.bans.counts[client]} of its replies were refused")
         return why
 
-    def finish(self, jobs: list[Job], round: int) -> None:
+    def finish(self, jobs: list[ClientJob], round: int) -> None:
         """Tell all clients that the run is over; what they say their models are worth is found."""
         self.found = {}
         for _ in self._wave([], jobs, round, last=True):
@@ -191,18 +191,20 @@ class Remote(Engine):
         self._capped = capped
         return True
 
-    def _sitting_out(self, train: list[Job], round: int) -> set[int]:
+    def _sitting_out(self, train: list[ClientJob], round: int) -> set[int]:
         """The clients that get no order, because they let too many pass; none of them if the round needs them."""
         pausing = {j.client.id for j in train if self.silence.sits_out(j.client.id, round)}
         if len(train) - len(pausing) < self.settings.min_replies:
             return set()
         return {client for client in self.silence.until if self.silence.sits_out(client, round)}
 
-    def _wave(self, train: list[Job], watch: list[Job], round: int, last: bool) -> Iterator[tuple[int, Outcome]]:
+    def _wave(
+        self, train: list[ClientJob], watch: list[ClientJob], round: int, last: bool
+    ) -> Iterator[tuple[int, ClientResult]]:
         pausing = set() if last else self._sitting_out(train, round)
         present = self.transport.nodes()
         parcels = self.roster.questions(present)
-        asked: dict[int, Job] = {}
+        asked: dict[int, ClientJob] = {}
         bodies: dict[int, bytes] = {}
         for job, trains in [*((j, True) for j in train), *((j, False) for j in watch)]:
             client = job.client.id
@@ -234,7 +236,7 @@ class Remote(Engine):
                 self.sent["down"] += len(body)
                 continue
             if trains:
-                yield client, Outcome(None, None, Meter(), lost=why)
+                yield client, ClientResult(None, None, Meter(), lost=why)
         del bodies
         training = {j.client.id for j in train}
         patience = self.settings.deadline if asked else min(self.settings.deadline, PATIENCE)
@@ -254,11 +256,11 @@ class Remote(Engine):
             if pause := self.silence.missed(job.client.id, round):
                 why += f"; it sits out {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
             if job.client.id in training:
-                yield job.client.id, Outcome(None, None, Meter(), lost=why)
+                yield job.client.id, ClientResult(None, None, Meter(), lost=why)
             else:
                 self.say(why)
 
-    def _most_bytes(self, job: Job, trains: bool, round: int) -> int | None:
+    def _most_bytes(self, job: ClientJob, trains: bool, round: int) -> int | None:
         """Bytes that a reply may have; None, and its client is refused, if the method cannot work with what it would be sent."""
         if not trains or self._templates is None:
             return HEADER
@@ -268,14 +270,14 @@ class Remote(Engine):
             self.refuse(error, round)
             return None
 
-    def _order(self, job: Job, round: int, trains: bool, last: bool) -> str:
+    def _order(self, job: ClientJob, round: int, trains: bool, last: bool) -> str:
         evaluate = self.evaluate or last
         return Order(self.run_id, round, int(job.state["stamp"]), trains, evaluate, last, self.branch).to_json()
 
-    def _outcome(self, delivery: Delivery, job: Job, round: int, trains: bool) -> Outcome:
+    def _outcome(self, delivery: Delivery, job: ClientJob, round: int, trains: bool) -> ClientResult:
         """What a delivery is worth: nothing of it is believed before it has been looked at."""
         client = job.client
-        lost = Outcome(None, None, Meter())
+        lost = ClientResult(None, None, Meter())
         self.sent["words"] += len(delivery.words)
         self.sent["up"] += len(delivery.body)
         if delivery.problem:
@@ -309,7 +311,7 @@ class Remote(Engine):
             return lost
         self._norms[client.id] = measure(upload, self._templates.method.reference(job.down, client))
         self.spool.put(client.id, upload)
-        return Outcome({"stamp": round + 1}, None, Meter(answer.steps, answer.flops, answer.losses))
+        return ClientResult({"stamp": round + 1}, None, Meter(answer.steps, answer.flops, answer.losses))
 
     def _problem(self, answer: Answer, client: ClientInfo) -> str:
         if answer.kind == "state" and self.settings.forgotten == "begin":

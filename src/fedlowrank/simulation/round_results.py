@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core import tree
 from ..core.contribution import Aggregator
 from ..core.method import ClientInfo
-from ..engines.base import Outcome
+from ..engines.base import ClientResult
 from ..training.trainer import Meter
 from .client_store import ClientStore
 from .communication import Volume
@@ -96,7 +96,7 @@ class RoundResults:
         self.meters: list[Meter] = []
         self.arrived: set[int] = set()
 
-    def add(self, info: ClientInfo, result: Outcome, contribute: Callable[[ClientInfo, Any], Any]) -> None:
+    def add(self, info: ClientInfo, result: ClientResult, contribute: Callable[[ClientInfo, Any], Any]) -> None:
         """Add the result of the next client.
 
         Args:
@@ -140,7 +140,7 @@ class RoundResults:
         compact = {client: tree.map(_compacted, state) for client, state in self._waiting.items()}
         self._states, self._waiting = self._states | compact, {}
 
-    def _reason_lost(self, info: ClientInfo, result: Outcome) -> str | None:
+    def _reason_lost(self, info: ClientInfo, result: ClientResult) -> str | None:
         if result.error is not None and result.lost is None and not self._drop:
             raise result.error
         if str(info.id) in self._losses:

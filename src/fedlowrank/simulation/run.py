@@ -17,8 +17,8 @@ from ..core.errors import ConfigError, DataError, TaskError
 from ..core.method import ClientInfo, Method, ServerView
 from ..core.tree import Params
 from ..data.federation import Federation
-from ..engines.base import Engine, Job
-from ..engines.jobs import Jobs
+from ..engines.base import ClientJob, Engine
+from ..engines.jobs import LazyJobs
 from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
 from .evaluation import Evaluation, LocalModel, evaluate, local_model
@@ -245,16 +245,16 @@ class Run:
             infos = self.participants(t)
             sent = Volume()
 
-            def job(info: ClientInfo) -> Job:
+            def job(info: ClientInfo) -> ClientJob:
                 down = self.method.download(self.state.server, info)
                 sent.add(info.id, down)
-                return Job(self.state_of(info), down, info)
+                return ClientJob(self.state_of(info), down, info)
 
             unlucky = lost_replies([i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t)
             found = RoundResults(
                 infos, losses or {}, unlucky, self.settings.on_nan == "drop", self.state.clients.empty()
             )
-            results = self.engine.run(self.method, self.federation, self.task, t, Jobs(infos, job))
+            results = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
             with contextlib.closing(results) as clients:
                 for info in infos:
                     with clock("train"):

@@ -21,7 +21,7 @@ from ..core.method import Method, ServerView
 from ..core.optimizer import SGD
 from ..data.federation import Federation
 from ..engines import Sequential, Vectorized, Wire
-from ..engines.base import Engine, Job
+from ..engines.base import ClientJob, Engine
 from ..linalg.matricize import total
 from ..simulation.checkpoint import load, save
 from ..simulation.evaluation import measure
@@ -32,7 +32,7 @@ AnyMethod = Method[Any, Any, Any, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of one check."""
+    """ClientResult of one check."""
 
     name: str
     ok: bool
@@ -176,7 +176,7 @@ def _pure(method: AnyMethod) -> str | None:
 def _uploads(run: Run) -> dict[int, Any]:
     """What the participants of the next round would send, without the round being taken."""
     infos = run.participants(run.round)
-    jobs = [Job(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
+    jobs = [ClientJob(run.state_of(i), run.method.download(run.state.server, i), i) for i in infos]
     results = Sequential().run(run.method, run.federation, run.task, run.round, jobs)
     return {i.id: r.upload for i, r in zip(infos, results, strict=True) if r.upload is not None}
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from ..core import tree
 from ..core.errors import TaskError
 from ..core.loss import IGNORE_INDEX
-from ..core.method import Batch, Pull, Request
+from ..core.method import Batch, ProximalTerm, Request
 from ..data.pixels import Pixels
 from .local_data import LocalData, gather
 from .steps import Work, refill, tensors_like
@@ -33,57 +33,56 @@ class Stack(Work):
 
     def __init__(self, requests: Sequence[Request], round: int) -> None:
         first = requests[0]
-        pull = None
-        if first.pull is not None:
-            towards, along = (
-                stacked(filled([getattr(r.pull, n) for r in requests], first.ragged.start))
-                for n in ("towards", "along")
+        term = None
+        if first.proximal_term is not None:
+            center, linear = (
+                stacked(zero_padded([getattr(r.proximal_term, n) for r in requests], first.padded.start))
+                for n in ("center", "linear")
             )
-            pull = Pull(first.pull.strength, towards, along)
-        start = stacked(filled([r.start for r in requests], first.ragged.start))
-        given = stacked(filled([r.given for r in requests], first.ragged.given))
-        whole = Request(first.loss, start, first.name, first.optimizer, given, first.precondition, first.prox, pull)
+            term = ProximalTerm(first.proximal_term.strength, center, linear)
+        start = stacked(zero_padded([r.start for r in requests], first.padded.start))
+        constants = stacked(zero_padded([r.constants for r in requests], first.padded.constants))
+        whole = Request(first.loss, start, first.name, first.optimizer, constants, first.precondition, first.prox, term)
         # a stack is a copy already
-        super().__init__(whole, round, frozenset(range(len(list(tree.leaves(start))))))
-        self.borrowed = frozenset()
-        self._all = self.params, self.given, self.towards, self.along
+        super().__init__(whole, round, copy=False)
+        self._all = self.params, self.constants, self.center, self.linear
 
     @property
     def ends(self) -> Any:
-        """What all clients have come to; of ragged dimensions, with what filled them up."""
+        """The trained trees of all clients, padded dimensions included."""
         return refill(self.request.start, self._all[0])
 
     def narrow(self, clients: int) -> None:
         """Go on with the first clients alone; their parameters are leaves that share memory with those of all."""
-        params, given, towards, along = self._all
+        params, constants, center, linear = self._all
         self.params = [p[:clients].detach().requires_grad_() for p in params]
         self.now = refill(self.now, self.params)
-        self.given = tree.map(lambda t: t[:clients], given)
-        self.towards, self.along = (None if ts is None else [t[:clients] for t in ts] for ts in (towards, along))
+        self.constants = tree.map(lambda t: t[:clients], constants)
+        self.center, self.linear = (None if ts is None else [t[:clients] for t in ts] for ts in (center, linear))
         self.memory = [[m[:clients] for m in ms] for ms in self.memory]
 
     def loss(self, batch: Batch) -> Tensor:
         """Of a batch of each client ``[clients]``."""
-        like, step = (self.now, self.given), batch.step
+        like, step = (self.now, self.constants), batch.step
 
-        def one(params: list[Tensor], given: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
-            return self.request.loss(refill(like[0], params), Batch(x, y, mask, step), *refill(like[1], given))
+        def one(params: list[Tensor], constants: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
+            return self.request.loss(refill(like[0], params), Batch(x, y, mask, step), *refill(like[1], constants))
 
-        given = tree.tensors(self.given)
+        constants = tree.tensors(self.constants)
         over = (0, 0, 0, 0, None if batch.mask is None else 0)
-        value: Tensor = torch.vmap(one, in_dims=over)(self.params, given, batch.x, batch.y, batch.mask)
+        value: Tensor = torch.vmap(one, in_dims=over)(self.params, constants, batch.x, batch.y, batch.mask)
         return value
 
-    def gradient(self, value: Tensor, allow_unused: bool = False) -> list[Tensor]:
+    def gradient(self, value: Tensor) -> list[Tensor]:
         """Of each client's loss by its own parameters."""
-        return super().gradient(value.sum(), allow_unused)
+        return super().gradient(value.sum())
 
     def mapped(self, f: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of ``f(a, now, *given)`` client by client."""
-        like, inner = self.now, self.given
+        """The tensors of ``f(a, now, *constants)`` client by client."""
+        like, inner = self.now, self.constants
 
-        def one(a: list[Tensor], now: list[Tensor], given: list[Tensor]) -> list[Tensor]:
-            return tensors_like(like, f(refill(like, a), refill(like, now), *refill(inner, given)))
+        def one(a: list[Tensor], now: list[Tensor], constants: list[Tensor]) -> list[Tensor]:
+            return tensors_like(like, f(refill(like, a), refill(like, now), *refill(inner, constants)))
 
         result: list[Tensor] = torch.vmap(one)(tensors, self.params, tree.tensors(inner))
         return result
@@ -141,25 +140,25 @@ def stacked(trees: list[Any]) -> Any:
     return tree.map(lambda *ts: torch.stack(ts).detach(), trees[0], *trees[1:])
 
 
-def filled(trees: list[Any], ragged: Mapping[str, int]) -> list[Any]:
-    """Trees that differ in ragged dimensions alone, with zeros up to the largest of each.
+def zero_padded(trees: list[Any], padded: Mapping[str, int]) -> list[Any]:
+    """Zero-pads trees that differ in padded dimensions alone to the largest of each.
 
     Args:
         trees: one a client.
-        ragged: the dimension by the path of a part, see :class:`fedlowrank.core.method.Ragged`.
+        padded: the dimension by the path of a part, see :class:`fedlowrank.core.method.PaddedDimensions`.
     """
-    if not ragged or all(tree.form(t) == tree.form(trees[0]) for t in trees[1:]):
+    if not padded or all(tree.form(t) == tree.form(trees[0]) for t in trees[1:]):
         return trees
-    columns = zip(ragged_axes(trees[0], ragged), *(tree.tensors(t) for t in trees), strict=True)
+    columns = zip(padded_axes(trees[0], padded), *(tree.tensors(t) for t in trees), strict=True)
     full = [ts if axis is None else _to_one_size(ts, axis) for axis, *ts in columns]
     return [refill(t, [ts[i] for ts in full]) for i, t in enumerate(trees)]
 
 
-def ragged_axes(value: Any, ragged: Mapping[str, int]) -> list[int | None]:
-    """The ragged dimension of each tensor of a tree, None for those that have none."""
+def padded_axes(value: Any, padded: Mapping[str, int]) -> list[int | None]:
+    """The padded dimension of each tensor of a tree, None for those that have none."""
 
     def axis(path: str) -> int | None:
-        return next((a for part, a in ragged.items() if path == part or path.startswith(f"{part}/")), None)
+        return next((a for part, a in padded.items() if path == part or path.startswith(f"{part}/")), None)
 
     return [axis(path) for path, _ in tree.leaves(value)]
 
@@ -178,7 +177,7 @@ class Room:
         self._held: dict[Any, Tensor] = {}
 
     def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
-        """A tensor with anything in it, of the type of another; the one of that purpose that was given out before is lost."""
+        """A tensor with anything in it, of the type of another; the one of that purpose that was lent before is lost."""
         key = purpose, t.dtype, t.device
         if key not in self._held or self._held[key].numel() < math.prod(shape):
             self._held[key] = t.new_empty(math.prod(shape))

@@ -1,109 +1,75 @@
-"""A tree of parameters on its way through the steps of a pass."""
+"""Parameters while they are trained: gradient, proximal terms, optimizer step, prox."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.method import Batch, Pull, Request
-from ..core.optimizer import Rates, clip
+from ..core.method import Batch, ProximalTerm, Request
+from ..core.optimizer import clip
 from .local_data import channels_last
 
 T = TypeVar("T")
 
 
 class Work:
-    """A tree on its way: copies of a start that may be changed in place, and what steps do with them.
+    """The parameters of a pass while they are trained: copies of its start, changed in place by every step.
 
     Args:
         request: what is trained.
         round: counted from 0.
-        borrowed: places of tensors that are still the start's own, for the first step will not change them in place.
+        copy: False if the start belongs to this object already.
 
     Attributes:
-        now: the tree.
+        now: the tree of parameters.
         params: its tensors.
-        given: the request's, in the fastest layout.
-        rates: of each tensor.
-        towards: tensors of the request's pull, or None.
-        along: likewise.
-        borrowed: as above.
+        constants: of the request, in the fastest memory layout.
+        rates: learning rate and weight decay of each tensor.
+        center: tensors of the proximal term's center, or None.
+        linear: tensors of its linear part, or None.
     """
 
-    def __init__(self, request: Request, round: int, borrowed: frozenset[int] = frozenset()) -> None:
+    def __init__(self, request: Request, round: int, copy: bool = True) -> None:
         self.request = request
         start = list(tree.leaves(request.start))
-        self.borrowed = borrowed
-        self.params = [
-            channels_last(t.detach() if i in borrowed else t.detach().clone()).requires_grad_()
-            for i, (_, t) in enumerate(start)
-        ]
+        copies = [t.detach().clone() if copy else t.detach() for _, t in start]
+        self.params = [channels_last(t).requires_grad_() for t in copies]
         self.now = refill(request.start, self.params)
-        self.given = layout(request.given)
+        self.constants = layout(request.constants)
         self.rates = request.optimizer.rates([path for path, _ in start], round)
-        pull = Pull() if request.pull is None else request.pull
-        self.towards = None if not pull.strength else tensors_like(request.start, layout(pull.towards))
-        self.along = None if pull.along is None else tensors_like(request.start, layout(pull.along))
+        term = ProximalTerm() if request.proximal_term is None else request.proximal_term
+        self.strength = term.strength
+        self.center = None if not term.strength else tensors_like(request.start, layout(term.center))
+        self.linear = None if term.linear is None else tensors_like(request.start, layout(term.linear))
         self.memory: list[list[Tensor]] = []
         self._lr = request.optimizer.learning_rate(round)
 
-    @property
-    def strength(self) -> float:
-        """Of the pull."""
-        return 0.0 if self.request.pull is None else self.request.pull.strength
-
-    def replace(self, new: dict[int, Tensor]) -> None:
-        """Other tensors in some places."""
-        if new:
-            self.params = [new[i].requires_grad_() if i in new else p for i, p in enumerate(self.params)]
-            self.now = refill(self.now, self.params)
-            self.borrowed = self.borrowed.difference(new)
-
-    def own(self) -> None:
-        """Copy what is still the start's."""
-        self.replace({i: self.params[i].detach().clone() for i in self.borrowed})
-
     def loss(self, batch: Batch) -> Tensor:
-        """Of a batch."""
-        value: Tensor = self.request.loss(self.now, batch, *self.given)
+        """The loss of a batch."""
+        value: Tensor = self.request.loss(self.now, batch, *self.constants)
         return value
 
-    def gradient(self, value: Tensor, allow_unused: bool = False) -> list[Tensor]:
-        """Of a loss; None for what it does not depend on, if that is allowed, and else zeros."""
-        return list(torch.autograd.grad(value, self.params, allow_unused=True, materialize_grads=not allow_unused))
+    def gradient(self, value: Tensor) -> list[Tensor]:
+        """The gradient of a loss; zeros for parameters that it does not depend on."""
+        return list(torch.autograd.grad(value, self.params, allow_unused=True, materialize_grads=True))
 
     @torch.no_grad()
     def step(self, grads: list[Tensor], count: int) -> None:
-        """Move in place, given the gradient and the number of steps before."""
-        self.own()
+        """Take a step in place, given the gradient and the number of steps before."""
         request = self.request
         if request.precondition is not None:
             grads = self.mapped(request.precondition, grads)
-        grads = self.pulled(grads, range(len(grads)))
+        if self.linear is not None:
+            grads = list(torch._foreach_sub(grads, self.linear))
+        if self.center is not None:
+            grads = list(torch._foreach_add(grads, torch._foreach_sub(self.params, self.center), alpha=self.strength))
         if request.optimizer.clip is not None:
             grads = self.clipped(grads, request.optimizer.clip)
         request.optimizer.step(self.params, grads, self.memory, self.rates, count)
-
-    @torch.no_grad()
-    def step_some(self, grads: Sequence[Tensor | None], places: Sequence[int]) -> None:
-        """Move the tensors at some places by a step that depends on nothing but their gradients (no gradient is 0)."""
-        params = [self.params[i] for i in places]
-        own = [torch.zeros_like(p) if g is None else g for p, g in zip(params, (grads[i] for i in places), strict=True)]
-        rates = Rates([self.rates.lr[i] for i in places], [self.rates.weight_decay[i] for i in places])
-        self.request.optimizer.step(params, self.pulled(own, places), [], rates, 0)
-
-    def pulled(self, grads: list[Tensor], places: Sequence[int]) -> list[Tensor]:
-        """Gradients at some places with the derivative of the request's pull added."""
-        if self.along is not None:
-            grads = list(torch._foreach_sub(grads, [self.along[i] for i in places]))
-        if self.towards is not None:
-            apart = torch._foreach_sub([self.params[i] for i in places], [self.towards[i] for i in places])
-            grads = list(torch._foreach_add(grads, apart, alpha=self.strength))
-        return grads
 
     @torch.no_grad()
     def proximal(self) -> None:
@@ -116,21 +82,21 @@ class Work:
         if prox is None:
             return
 
-        def of_finite(_: Any, p: Any, *given: Any) -> Any:
+        def of_finite(_: Any, p: Any, *constants: Any) -> Any:
             finite = torch.stack([t.isfinite().all() for t in tree.tensors(p)]).all()
-            new = prox(tree.map(lambda t: torch.where(finite, t, 0.0), p), lr, *given)
+            new = prox(tree.map(lambda t: torch.where(finite, t, 0.0), p), lr, *constants)
             return tree.map(lambda t, q: torch.where(finite, q, t), p, new)
 
         try:
-            new = self.mapped(lambda _, p, *given: prox(p, lr, *given), self.params)
+            new = self.mapped(lambda _, p, *constants: prox(p, lr, *constants), self.params)
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
             new = self.mapped(of_finite, self.params)
         for p, q in zip(self.params, new, strict=True):
             p.copy_(q)
 
     def mapped(self, f: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-        """The tensors of ``f(a, now, *given)``, where a is the tree of some tensors."""
-        return tensors_like(self.now, f(refill(self.now, tensors), self.now, *self.given))
+        """The tensors of ``f(a, now, *constants)``, where a is the tree of some tensors."""
+        return tensors_like(self.now, f(refill(self.now, tensors), self.now, *self.constants))
 
     def clipped(self, grads: list[Tensor], bound: float) -> list[Tensor]:
         """Gradients whose common norm is at most ``bound``."""

@@ -20,7 +20,6 @@ from ..models.architecture import Architecture
 from .captured_variables import code_of
 from .flops import FlopLedger
 from .local_data import LocalData, Size, gather, size_of
-from .optimizer_in_backward import Places, find_places, step_in_backward, takes_plain_steps
 from .steps import Work, layout
 
 T = TypeVar("T")
@@ -50,7 +49,6 @@ class LocalTrainer:
         data: of the client.
         round: counted from 0.
         ledger: shared by all clients of a run.
-        places: likewise, by the kind of steps: which matrices take their steps in the backward pass.
         micro_batch: examples at once in a step, or None for all of its batch.
     """
 
@@ -61,7 +59,6 @@ class LocalTrainer:
         data: LocalData,
         round: int,
         ledger: FlopLedger,
-        places: dict[Any, Places] | None = None,
         micro_batch: int | None = None,
     ) -> None:
         self.model = model
@@ -69,7 +66,6 @@ class LocalTrainer:
         self.data = data
         self.round = round
         self.ledger = ledger
-        self.places = {} if places is None else places
         self.micro_batch = micro_batch
         self.meter = Meter()
 
@@ -81,7 +77,6 @@ class LocalTrainer:
         """See :meth:`fedlowrank.core.method.ClientView.train`."""
         name, kind = request.name, self.kind(request)
         standard = self.is_standard(request)
-        places = self._places(request, kind) if standard else frozenset()
         if standard:
             self.count(request, kind)
         with contextlib.nullcontext() if standard else self._in_training(self.data.key / name):
@@ -90,7 +85,6 @@ class LocalTrainer:
                 self.data.batches(name),
                 self.round,
                 self.micro_batch,
-                places,
                 self._counting(kind, standard),
             )
         self.account(request, kind, float(losses.mean()))
@@ -141,14 +135,6 @@ class LocalTrainer:
                 with self.ledger.counting(kind, size):
                     work.gradient(work.loss(gather(self.data.examples, i)))
 
-    def _places(self, request: Request, kind: Any) -> Places:
-        """The matrices that can take their steps in the backward pass of a request of that :meth:`kind`."""
-        if not takes_plain_steps(request):
-            return frozenset()
-        if kind not in self.places:
-            self.places[kind] = find_places(Work(request, self.round), next(self.data.batches(request.name)))
-        return self.places[kind]
-
     @contextlib.contextmanager
     def _in_training(self, key: Key) -> Iterator[None]:
         """Put all models in training mode, and let user code draw from generators seeded by ``key``."""
@@ -163,18 +149,18 @@ class LocalTrainer:
 
     def kind(self, request: Request) -> Any:
         """What the cost of a step depends on, but for its batch."""
-        return self._kind(request.loss, request.start, request.given)
+        return self._kind(request.loss, request.start, request.constants)
 
-    def _kind(self, function: Callable[..., Any], params: Any, given: Any) -> Any:
-        forms = [tree.form(t, plain=False) for t in (params, given)]
+    def _kind(self, function: Callable[..., Any], params: Any, constants: Any) -> Any:
+        forms = [tree.form(t, plain=False) for t in (params, constants)]
         return code_of(function), self.model.name, self.data.form, *forms
 
-    def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
+    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """See :meth:`fedlowrank.core.method.ClientView.total`."""
         sums: list[T] = []
         sizes: Counter[Size] = Counter()
         params = layout(params)
-        kind = self._kind(statistic, params, given)
+        kind = self._kind(statistic, params, constants)
         standard = self._is_standard(statistic)
         counting = self._counting(kind, standard)
         draws = (
@@ -187,9 +173,9 @@ class LocalTrainer:
                 size = size_of(batch)
                 if standard and not self.ledger.knows(kind, size):
                     with self.ledger.counting(kind, size):
-                        statistic(params, batch, *given)
+                        statistic(params, batch, *constants)
                 with counting(batch):
-                    part = statistic(params, batch, *given)
+                    part = statistic(params, batch, *constants)
                 sizes[size] += 1
                 sums = [part if not sums else tree.add(sums[0], part)]
         self.meter.flops += self.ledger.total(kind, sizes)
@@ -201,7 +187,6 @@ def descend(
     batches: Iterator[Batch],
     round: int,
     micro_batch: int | None = None,
-    places: Places = frozenset(),
     counting: Callable[[Batch], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
 ) -> tuple[Any, Tensor]:
     """Take one step a batch.
@@ -211,22 +196,17 @@ def descend(
         batches: one a step.
         round: counted from 0.
         micro_batch: examples of which a gradient is taken at once; those of a batch add up to its own.
-        places: of the matrices that take their steps in the backward pass; all other steps are taken by gradients.
         counting: entered around each loss and its gradient.
 
     Returns:
         The trained tree, and the loss of every step ``[steps]``.
     """
-    work = Work(request, round, places)
+    work = Work(request, round)
     losses: list[Tensor] = []
     for count, batch in enumerate(batches):
         with counting(batch):
-            if places and (micro_batch is None or len(batch) <= micro_batch):
-                value, grads = step_in_backward(work, places, batch), None
-            else:
-                value, grads = _gradient(work, batch, micro_batch)
-        if grads is not None:
-            work.step(grads, count)
+            value, grads = _gradient(work, batch, micro_batch)
+        work.step(grads, count)
         work.proximal()
         losses.append(value)
     return work.now, torch.stack(losses)

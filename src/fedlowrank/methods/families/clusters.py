@@ -69,7 +69,7 @@ def train_mixture(
         z = p["theta"] + noises[batch.step if router.noise else 0] if router.descends else fixed
         return task_loss(apply(p, router.shares(z), batch.x), batch)
 
-    end = view.train(loss, start, "local", optimizer, given=(theta, noises), precondition=precondition)
+    end = view.train(loss, start, "local", optimizer, constants=(theta, noises), precondition=precondition)
     trained = {name: end[name] for name in parts}
     return trained, end["theta"] if router.descends else theta
 
@@ -80,7 +80,7 @@ def weigh_clusters(router: Router, parts: dict[str, Any], theta: Tensor, apply: 
     def lost(parts: dict[str, Any], batch: Batch, pi: Tensor) -> Tensor:
         return batch.total(pointwise_loss(apply(parts, pi, batch.x), batch.y))
 
-    losses = [view.total(lost, parts, given=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
+    losses = [view.total(lost, parts, constants=(pi,)) for pi in torch.eye(len(theta)).to(theta)]
     return -router.lr * router.temperature * torch.stack(losses) / view.info.examples
 
 
@@ -94,7 +94,7 @@ def learn_router(router: Router, parts: dict[str, Any], theta: Tensor, apply: Ap
     def loss(p: dict[str, Tensor], batch: Batch, frozen: dict[str, Any]) -> Tensor:
         return task_loss(apply(frozen, router.shares(p["theta"]), batch.x), batch)
 
-    return view.train(loss, {"theta": theta}, "router", SGD(lr=router.lr), given=(parts,))["theta"]
+    return view.train(loss, {"theta": theta}, "router", SGD(lr=router.lr), constants=(parts,))["theta"]
 
 
 def known_cluster(title: str, client: ClientInfo, count: int) -> int:

@@ -19,7 +19,7 @@ from ...adapters.wire_format import Packed, Wire, pack, unpack
 from ...core.choices import check_choices
 from ...core.errors import ConfigError, TaskError
 from ...core.loss import task_loss
-from ...core.method import Batch, ClientInfo, ClientView, Ragged, Task
+from ...core.method import Batch, ClientInfo, ClientView, PaddedDimensions, Task
 from ...core.model import Model
 from ...core.optimizer import Optimizer
 from ...core.tree import Params, join, tree
@@ -224,9 +224,11 @@ def tune(
         value = task_loss(model.apply(params, batch.x), batch)
         return value if penalty is None else value + penalty(leaves)
 
-    ranks = Ragged({"/a": 0, "/b": 1}, {"/0/a": 0, "/0/b": 1} | {join("/1", n) + f: i for n in more for f, i in _RANK})
+    ranks = PaddedDimensions(
+        {"/a": 0, "/b": 1}, {"/0/a": 0, "/0/b": 1} | {join("/1", n) + f: i for n in more for f, i in _RANK}
+    )
     given = held, more, moved or {}, own
-    end: Leaves = view.train(loss, start, "local", optimizer, given=given, ragged=ranks)
+    end: Leaves = view.train(loss, start, "local", optimizer, constants=given, padded=ranks)
     paths = [path for path, _ in tensors_of(start)]
     rates = zip(paths, optimizer.rates(paths, view.round).lr, strict=True)
     if any(lr for path, lr in rates if path.startswith(("/a/", "/b/"))) and not _any_changed(

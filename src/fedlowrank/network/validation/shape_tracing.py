@@ -45,10 +45,10 @@ class DryTrainer:
         self.trained.append(request.name)
         return tree.canonical(tree.map(lambda t: t.detach() + 1, request.start))
 
-    def total(self, statistic: Callable[..., T], params: Any, given: tuple[Any, ...]) -> T:
+    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
         """The statistic of the model's own example, twice, for one example alone cannot be normalized as a batch."""
         with torch.no_grad():
-            return tree.canonical(statistic(params, self._batch(), *given))
+            return tree.canonical(statistic(params, self._batch(), *constants))
 
     def steps(self, name: str) -> int:
         """As if the client had a single example: what a client says of itself must not decide how much is computed here."""
