@@ -1,4 +1,4 @@
-"""Clients of unequal LoRA ranks at once: filled up with zeros, which nobody notices."""
+"""Clients of unequal LoRA ranks at once: zero_padded up with zeros, which nobody notices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedlowrank.linalg.delta import Form
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.simulation.run import Run, RunSettings
-from fedlowrank.training.cohort import filled
+from fedlowrank.training.cohort import zero_padded
 
 from .counting import Counting
 
@@ -127,9 +127,9 @@ def tree_pairs(upload: Any) -> list[Any]:
 def test_filled_up_with_zeros_behind() -> None:
     a, b = torch.randn(2, 3), torch.randn(4, 3)
     trees = [{"a": {"x": a}, "rest": a[:, :1]}, {"a": {"x": b}, "rest": a[:, :1]}]
-    one, other = filled(trees, {"/a": 0})
+    one, other = zero_padded(trees, {"/a": 0})
     assert torch.equal(one["a"]["x"], torch.cat([a, torch.zeros(2, 3)]))
     assert torch.equal(other["a"]["x"], b)
     assert torch.equal(one["rest"], a[:, :1])
     # the path of a part, and not the beginning of a name
-    assert filled([{"ab": a}, {"ab": a}], {"/a": 0})[0]["ab"] is a
+    assert zero_padded([{"ab": a}, {"ab": a}], {"/a": 0})[0]["ab"] is a
