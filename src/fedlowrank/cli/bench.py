@@ -17,8 +17,9 @@ from ..testing.bench import HEAD, SUBJECTS, machine, markdown, time_rounds
 from ..testing.bench import rows as rows_of
 
 
-def bench(models: Sequence[str], engines: Sequence[str], method: str, rounds: int, out: Path | None) -> int:
+def bench(models: Sequence[str] | None, engines: Sequence[str], method: str, rounds: int, out: Path | None) -> int:
     """Time rounds, and print the table."""
+    models = models or [*SUBJECTS]
     for what, names, known in (("model", models, list(SUBJECTS)), ("engine", engines, [*ENGINES])):
         for name in names:
             if name not in known:

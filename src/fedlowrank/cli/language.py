@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ..config.stored_run import opened
-from ..config.tables import build, merge, override
+from ..config.merging import merge_tables, parse_override
+from ..config.parsing import build
+from ..config.stored_run import open_run
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.files import as_checkpoint_error, write_json
 from ..core.tree import Params
@@ -20,9 +21,7 @@ from ..language.artifacts import BESIDE
 from ..language.federation import Language
 from ..language.scores import TASKS, Score, ScoreTask
 from ..simulation.run import Run
-from ..simulation.terminal import console
-
-OUT = console()
+from .terminal import OUT
 
 
 def adapters(
@@ -45,7 +44,7 @@ def adapters(
     """
     if rank is not None and rank < 1:
         raise ConfigError(f"--rank must be at least 1; it is {rank}")
-    run = _opened(folder, best, allow_code)
+    run = _open(folder, best, allow_code)
     with as_checkpoint_error(f"cannot write {out}"):
         for path in language_of(run).write(run, out, merged, rank):
             OUT.print(str(path))
@@ -57,14 +56,16 @@ def adapters(
 def _print_truncation(path: Path) -> None:
     """What an adapter lost by its rank, by layer, where it lost something."""
     beside = path / BESIDE
-    told = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
-    if told is None:
+    truncation = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
+    if truncation is None:
         return
-    OUT.print(f"  rank {told['rank']}: relative error {told['error']:.3g} in the Frobenius norm, over all layers")
+    OUT.print(
+        f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} in the Frobenius norm, over all layers"
+    )
     # what is below is the rounding of float32
-    if told["error"] > 1e-6:
+    if truncation["error"] > 1e-6:
         table = Table("layer", "relative error")
-        for name, error in told["layers"].items():
+        for name, error in truncation["layers"].items():
             table.add_row(name, f"{error:.3g}")
         OUT.print(table)
 
@@ -72,7 +73,7 @@ def _print_truncation(path: Path) -> None:
 def score(
     folder: Path,
     task: str,
-    fields: Sequence[str],
+    overrides: Sequence[str],
     models: Sequence[str],
     out: Path | None,
     best: bool = False,
@@ -83,7 +84,7 @@ def score(
     Args:
         folder: of the run.
         task: name of the task.
-        fields: ``name=value``, settings of the task.
+        overrides: ``name=value``, settings of the task.
         models: ``server``, ``base`` or numbers of clients; empty for the server's model where there is one, else client 0.
         out: JSON file to write the scores to, or None.
         best: the round with the best validation and not the last.
@@ -92,11 +93,11 @@ def score(
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
     settings: dict[str, Any] = {}
-    for text in fields:
-        merge(settings, override(text))
-    made: ScoreTask = build(TASKS[task], settings, f"score {task}")
-    run = _opened(folder, best, allow_code)
-    found = scores(run, made, models)
+    for text in overrides:
+        merge_tables(settings, parse_override(text))
+    scorer: ScoreTask = build(TASKS[task], settings, f"score {task}")
+    run = _open(folder, best, allow_code)
+    found = scores(run, scorer, models)
     table = Table("model", "score", "over", "decoding", title=f"{task}, {run.method.title}, after round {run.round}")
     for name, one in found.items():
         table.add_row(name, f"{one.value:.4f}", str(one.count), one.decoding)
@@ -142,9 +143,9 @@ def language_of(run: Run) -> Language:
     return companion
 
 
-def _opened(folder: Path, best: bool, allow_code: bool) -> Run:
+def _open(folder: Path, best: bool, allow_code: bool) -> Run:
     python = "use fedlowrank.cli.language.scores, or federation.companion.write(run, folder)"
-    return opened(folder, python, best, allow_code)
+    return open_run(folder, python, best, allow_code)
 
 
 def _default(run: Run) -> str:
