@@ -1,4 +1,4 @@
-"""The commands ``list`` and ``check``: which methods, models and data there are, and whether a method keeps the contract."""
+"""The commands ``list`` and ``check``: what there is, and whether a method keeps the contract."""
 
 from __future__ import annotations
 

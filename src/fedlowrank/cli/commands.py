@@ -65,7 +65,7 @@ def compare(
     target: float | None,
     force: bool,
 ) -> int:
-    """Run every combination of method, seed and varied value; finished runs of the same configuration are kept."""
+    """Run every combination of method, seed and varied value; what has begun goes on, what is done is kept."""
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
     base = ExperimentConfig.read(file, overrides)
@@ -101,7 +101,7 @@ def compare(
 
 
 def resume(folder: Path, overrides: Sequence[str], round: int | None, without: Sequence[int], allow_code: bool) -> int:
-    """Go on with a stopped run, maybe from an earlier checkpoint or without some clients, or give it more rounds."""
+    """Go on with a run, maybe from an earlier checkpoint, without some clients, or for more rounds."""
     stored = read_run_config(folder, "resume it with simulate(..., folder=..., resume=True)")
     tables, name = stored["experiment"], stored["method"]["name"]
     for text in overrides:

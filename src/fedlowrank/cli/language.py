@@ -24,24 +24,8 @@ from ..simulation.run import Run
 from .terminal import OUT
 
 
-def adapters(
-    folder: Path,
-    out: Path,
-    merged: bool,
-    best: bool = False,
-    rank: int | None = None,
-    allow_code: bool = False,
-) -> int:
-    """Write adapter folders of a run's last checkpoint, or of its best.
-
-    Args:
-        folder: of the run.
-        out: gets the folders.
-        merged: write the server's whole model, too.
-        best: the round with the best validation and not the last.
-        rank: of the adapters; None for that of each model.
-        allow_code: import code of the user's that the run folder names.
-    """
+def adapters(folder: Path, out: Path, merged: bool, best: bool, rank: int | None, allow_code: bool) -> int:
+    """Write adapter folders of a run's last checkpoint, or of its best."""
     if rank is not None and rank < 1:
         raise ConfigError(f"--rank must be at least 1; it is {rank}")
     run = _open(folder, best, allow_code)
@@ -76,20 +60,10 @@ def score(
     overrides: Sequence[str],
     models: Sequence[str],
     out: Path | None,
-    best: bool = False,
-    allow_code: bool = False,
+    best: bool,
+    allow_code: bool,
 ) -> int:
-    """Score models of a run by what they write.
-
-    Args:
-        folder: of the run.
-        task: name of the task.
-        overrides: ``name=value``, settings of the task.
-        models: ``server``, ``base`` or numbers of clients; empty for the server's model where there is one, else client 0.
-        out: JSON file to write the scores to, or None.
-        best: the round with the best validation and not the last.
-        allow_code: import the Python code that the run's configuration names.
-    """
+    """Score models of a run by what they write; see :func:`scores`."""
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
     settings: dict[str, Any] = {}
@@ -110,7 +84,13 @@ def score(
 
 
 def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, Score]:
-    """Scores of models of a run by their names; see :func:`score`."""
+    """Score models of a run.
+
+    Args:
+        run: with language models.
+        task: what they write, and how it is judged.
+        models: ``server``, ``base`` or numbers of clients; by default the server's model, or else client 0.
+    """
     language = language_of(run)
     if language.settings.task != "causal":
         raise ConfigError("this run's models classify; their accuracy is in the report, and they write no text")

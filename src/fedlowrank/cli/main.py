@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,9 +16,7 @@ from typing import Any
 from .. import __version__
 from ..core.errors import FedlowrankError, did_you_mean
 
-OVERRIDES = (
-    "section.field=value, laid over the file: run.rounds=20, defaults.optimizer.lr=0.05, methods.pfedlora.mu=0.7"
-)
+OVERRIDES = "section.field=value, laid over the file: run.rounds=20, defaults.optimizer.lr=0.05"
 METHOD = "a built-in name, a variant of the file or package.module:Class, instead of the file's"
 
 
@@ -42,7 +40,8 @@ class _Parser(argparse.ArgumentParser):
     """Whether the help ends with the fields of an experiment file."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
+        kwargs["formatter_class"] = argparse.RawDescriptionHelpFormatter
+        super().__init__(*args, **kwargs)
         for action in (None, "store"):
             self.register("action", action, _Once)
 
@@ -64,7 +63,7 @@ def _split(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of the commands. Each names its function, whose parameters are the names of its options."""
+    """Make the parser of the commands. Each names its function, whose parameters are named like its options."""
     top = _Parser(prog="fedlowrank", description="Federated learning with low-rank parts: run, compare, report.")
     top.add_argument("--version", action="version", version=f"fedlowrank {__version__}")
     # a global option is accepted after the command too, where people type it
@@ -79,125 +78,114 @@ def parser() -> argparse.ArgumentParser:
     best = _Parser(add_help=False, parents=[trusting])
     best.add_argument("--best", action="store_true", help="of the best round by validation (run.keep_best = true)")
     several = _Parser(add_help=False, parents=[common])
-    several.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of run folders")
+    several.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of them")
     experiment = _Parser(add_help=False, parents=[common])
-    experiment.add_argument("file", type=Path, help="experiment file (TOML)")
+    experiment.add_argument("file", type=Path, help="experiment file (TOML); over a network the same for all")
     experiment.add_argument("overrides", nargs="*", help=OVERRIDES)
-    network = _Parser(add_help=False, parents=[common])
-    network.add_argument("file", type=Path, help="experiment file (TOML), the same for server and clients")
-    network.add_argument("overrides", nargs="*", help=OVERRIDES)
+    network = _Parser(add_help=False, parents=[experiment])
     network.add_argument("--method", help=METHOD)
     sub = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, function: str, parent: _Parser, about: str) -> _Parser:
+    def command(name: str, function: str, parent: _Parser, about: str) -> Callable[..., argparse.Action]:
+        """Add a command; what is returned adds its options."""
         made = sub.add_parser(name, help=about, parents=[parent])
         made.set_defaults(function=function)
         made.explains_fields = parent is experiment
-        return made
+        return made.add_argument
 
-    p = command("list", "catalog:show_list", common, "methods, models, data; or the fields of one method")
-    p.add_argument("method", nargs="?", help="show this method's paper and fields")
+    add = command("list", "catalog:show_list", common, "methods, models, data; or the fields of one method")
+    add("method", nargs="?", help="show this method's paper and fields")
 
-    p = command("bench", "bench:bench", common, "time rounds on this machine against a bare PyTorch loop")
-    p.add_argument("--models", type=_split, help="comma-separated (default: all)")
-    p.add_argument("--engines", type=_split, default="sequential,vectorized,processes", help="comma-separated")
-    p.add_argument("--method", choices=["fedavg", "fedprox", "scaffold", "feddyn"], default="fedavg")
-    p.add_argument("--rounds", type=int, default=15, help="that are timed for each model")
-    p.add_argument("-o", "--out", type=Path, help="write the table to this file too, as Markdown")
+    add = command("bench", "bench:bench", common, "time rounds on this machine against a bare PyTorch loop")
+    add("--models", type=_split, help="comma-separated (default: all)")
+    add("--engines", type=_split, default="sequential,vectorized,processes", help="comma-separated")
+    add("--method", choices=["fedavg", "fedprox", "scaffold", "feddyn"], default="fedavg")
+    add("--rounds", type=int, default=15, help="that are timed for each model")
+    add("-o", "--out", type=Path, help="write the table to this file too, as Markdown")
 
-    p = command("run", "commands:run", experiment, "run one method")
-    p.add_argument("--method", help=METHOD)
-    p.add_argument(
-        "--engine", help="instead of the file's run.engine: sequential, vectorized, processes, auto, wire or flower"
-    )
-    p.add_argument("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
-    p.add_argument("--force", action="store_true", help="move an existing run folder aside")
+    add = command("run", "commands:run", experiment, "run one method")
+    add("--method", help=METHOD)
+    add("--engine", help="instead of the file's run.engine: sequential, vectorized, processes, auto, wire or flower")
+    add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
+    add("--force", action="store_true", help="move an existing run folder aside")
 
-    p = command("compare", "commands:compare", experiment, "run several methods, seeds and settings, and report")
-    p.add_argument("--methods", type=_split, help="comma-separated (default: the file's compare = [...])")
-    p.add_argument("--seeds", help="comma-separated (default: the file's seeds = [...], else run.seed)")
-    p.add_argument("--vary", action="append", default=[],
-                   help="section.field=v1,v2,...: run everything for each value (default: the file's vary); of several, "
-                   "every combination")  # fmt: skip
-    p.add_argument("-o", "--out", type=Path, help="folder of the runs and of report.html (default: runs/NAME)")
-    p.add_argument("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
-    p.add_argument("--force", action="store_true", help="move existing run folders aside instead of going on with them")
+    add = command("compare", "commands:compare", experiment, "run several methods, seeds and settings, and report")
+    add("--methods", type=_split, help="comma-separated (default: the file's compare = [...])")
+    add("--seeds", help="comma-separated (default: the file's seeds = [...], else run.seed)")
+    add("--vary", action="append", default=[], help="section.field=v1,v2,...: run everything for each value "
+        "(default: the file's vary); of several, every combination")  # fmt: skip
+    add("-o", "--out", type=Path, help="folder of the runs and of report.html (default: runs/NAME)")
+    add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
+    add("--force", action="store_true", help="move existing run folders aside instead of going on with them")
 
-    p = command("resume", "commands:resume", trusting, "go on with a stopped run, or give a finished one more rounds")
-    p.add_argument("overrides", nargs="*", help="run.rounds=N for more rounds, and settings that do not change the "
-                   "result; others are refused")  # fmt: skip
-    p.add_argument("--round", type=int, metavar="N", help="go back to the checkpoint after round N, if it is kept")
-    p.add_argument("--without", type=int, action="append", default=[], metavar="CLIENT",
-                   help="exclude this client from now on, in a run over a network; may be repeated")  # fmt: skip
+    add = command("resume", "commands:resume", trusting, "go on with a stopped run, or give it more rounds")
+    add("overrides", nargs="*", help="run.rounds=N for more rounds, and settings that do not change the result; "
+        "others are refused")  # fmt: skip
+    add("--round", type=int, metavar="N", help="go back to the checkpoint after round N, if it is kept")
+    add("--without", type=int, action="append", default=[], metavar="CLIENT",
+        help="exclude this client from now on, in a run over a network; may be repeated")  # fmt: skip
 
     command("status", "status:show", several, "how runs stand, and which process writes them")
 
-    p = command("report", "commands:report", several, "tables and pictures of finished runs")
-    p.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
-    p.add_argument("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
-    p.add_argument("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
-    p.add_argument("--figures", type=Path, help="also write every figure to this folder, as .svg and .pdf")
+    add = command("report", "commands:report", several, "tables and pictures of finished runs")
+    add("-o", "--out", type=Path, default=Path("report.html"), help="HTML page; .md and .csv go beside it")
+    add("--target", type=float, help="accuracy whose cost is reported, in (0, 1]")
+    add("--tensorboard", type=Path, help="also write TensorBoard event files to this folder")
+    add("--figures", type=Path, help="also write every figure to this folder, as .svg and .pdf")
 
-    p = command(
-        "export", "commands:export", trusting, "a client's model from a run's last checkpoint, as a file of thin layers"
-    )  # fmt: skip
-    p.add_argument("--client", type=int, default=0, help="whose model (default: client 0)")
-    p.add_argument("--series", help="which model of the method, such as gkr (default: its headline)")
-    p.add_argument("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
-    p.add_argument("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
+    add = command("export", "commands:export", trusting, "a client's last model, as a file of thin layers")
+    add("--client", type=int, default=0, help="whose model (default: client 0)")
+    add("--series", help="which model of the method, such as gkr (default: its headline)")
+    add("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
+    add("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
 
-    p = command("adapters", "language:adapters", best, "PEFT adapter folders of server and clients from a checkpoint")
-    p.add_argument("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
-    p.add_argument("--merged", action="store_true", help="also write the server's whole model")
-    p.add_argument(
-        "--rank", type=int, help="write the best adapters of this rank, and how far they are from the models"
-    )
+    add = command("adapters", "language:adapters", best, "PEFT adapter folders of server and clients from a checkpoint")
+    add("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
+    add("--merged", action="store_true", help="also write the server's whole model")
+    add("--rank", type=int, help="write the best adapters of this rank, and how far they are from the models")
 
-    p = command("score", "language:score", best, "score what a run's language models write: GSM8K, Rouge-L, ...")
-    p.add_argument("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")
-    p.add_argument("--task", required=True, help="gsm8k, dolly, humaneval or perplexity")
-    p.add_argument("--model", action="append", default=[], dest="models",
-                   help="server, base or a client's number; may be repeated")  # fmt: skip
-    p.add_argument("-o", "--out", type=Path, help="also write the scores to this JSON file")
+    add = command("score", "language:score", best, "score what a run's language models write: GSM8K, Rouge-L, ...")
+    add("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")
+    add("--task", required=True, help="gsm8k, dolly, humaneval or perplexity")
+    add("--model", action="append", default=[], dest="models",
+        help="server, base or a client's number; may be repeated")  # fmt: skip
+    add("-o", "--out", type=Path, help="also write the scores to this JSON file")
 
-    p = command("serve", "network:serve", network, "run a method on clients that join over the network")
-    p.add_argument("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
-    p.add_argument("--resume", action="store_true", help="go on with the run in that folder")
-    p.add_argument("--keys", type=Path, help="folder of the server's keys, made by `fedlowrank keys`")
-    p.add_argument("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)")
-    p.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    add = command("serve", "network:serve", network, "run a method on clients that join over the network")
+    add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
+    add("--resume", action="store_true", help="go on with the run in that folder")
+    add("--keys", type=Path, help="folder of the server's keys, made by `fedlowrank keys`")
+    add("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
 
-    p = command("join", "network:join", network, "take part in a run as one of its clients")
-    p.add_argument("--client", type=int, required=True, help="which one, counted from 0")
-    p.add_argument("--data", type=Path, help="data of one's own, in the form of the experiment's source")
-    p.add_argument("--test", type=Path, help="test data of one's own, if the source takes such a path")
-    p.add_argument("--server", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s")
-    p.add_argument("--keys", type=Path, help="folder of this client's keys, which the server's operator made")
-    p.add_argument("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
-    p.add_argument("--folder", type=Path, help="where it keeps its state (default: clients/NAME/CLIENT)")
-    p.add_argument("--stay", action="store_true", help="do not end with the run, but wait for the next")
+    add = command("join", "network:join", network, "take part in a run as one of its clients")
+    add("--client", type=int, required=True, help="which one, counted from 0")
+    add("--data", type=Path, help="data of one's own, in the form of the experiment's source")
+    add("--test", type=Path, help="test data of one's own, if the source takes such a path")
+    add("--server", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s")
+    add("--keys", type=Path, help="folder of this client's keys, which the server's operator made")
+    add("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
+    add("--folder", type=Path, help="where it keeps its state (default: clients/NAME/CLIENT)")
+    add("--stay", action="store_true", help="do not end with the run, but wait for the next")
 
-    p = command("keys", "network:keys", common, "certificates and keys of a server and its clients, for a trial")
-    p.add_argument("folder", type=Path, help="to be made")
-    p.add_argument("--clients", type=int, default=2, help="how many (default: %(default)s)")
-    p.add_argument("--host", action="append", default=[], dest="hosts",
-                   help="name or address of the server; may be repeated")  # fmt: skip
-    p.add_argument("--add", type=int, metavar="CLIENT", help="only keys for one more client, of that number")
-    p.add_argument("--revoke", type=int, metavar="CLIENT", help="take this client's key away from the server")
-    p.add_argument(
-        "--renew", action="store_true", help="a new certificate of the server, for the same hosts or for --host"
-    )
-    p.add_argument("--days", type=int, default=365, help="how long the certificate is good for (default: %(default)s)")
+    add = command("keys", "network:keys", common, "certificates and keys of a server and its clients, for a trial")
+    add("folder", type=Path, help="to be made")
+    add("--clients", type=int, default=2, help="how many (default: %(default)s)")
+    add("--host", action="append", default=[], dest="hosts", help="name or address of the server; may be repeated")
+    add("--add", type=int, metavar="CLIENT", help="only keys for one more client, of that number")
+    add("--revoke", type=int, metavar="CLIENT", help="take this client's key away from the server")
+    add("--renew", action="store_true", help="a new certificate of the server, for the same hosts or for --host")
+    add("--days", type=int, default=365, help="how long the certificate is good for (default: %(default)s)")
 
-    p = command("app", "network:app", network, "a Flower app of an experiment, for `flwr run`")
-    p.add_argument("-o", "--out", type=Path, default=Path("flower-app"), help="folder; default: %(default)s")
+    add = command("app", "network:app", network, "a Flower app of an experiment, for `flwr run`")
+    add("-o", "--out", type=Path, default=Path("flower-app"), help="folder; default: %(default)s")
 
-    p = command("check", "catalog:check", common, "test a method of one's own against the contract")
-    p.add_argument("name", metavar="method", help="a built-in name, or package.module:Class")
+    add = command("check", "catalog:check", common, "test a method of one's own against the contract")
+    add("name", metavar="method", help="a built-in name, or package.module:Class")
 
-    p = command("data", "commands:data", experiment, "show how an experiment shares out its data")
-    p.add_argument("-o", "--out", type=Path, help="also draw it (.svg, .png or .pdf)")
+    add = command("data", "commands:data", experiment, "show how an experiment shares out its data")
+    add("-o", "--out", type=Path, help="also draw it (.svg, .png or .pdf)")
     return top
 
 

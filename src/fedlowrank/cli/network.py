@@ -51,7 +51,7 @@ def read_experiment(file: Path, overrides: Sequence[str], method: str | None) ->
 
 
 def _choose_method(experiment: ExperimentConfig, method: str) -> ExperimentConfig:
-    """The experiment with a method, and with a path of its base model that holds wherever a process is started."""
+    """The experiment with a method, and with a base model's path that holds in every process."""
     changed: dict[str, Any] = {"method": method}
     if experiment.language is not None and Path(experiment.language.path).exists():
         changed["language"] = {"path": str(Path(experiment.language.path).resolve())}
@@ -151,8 +151,8 @@ def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
         raise ConfigError("--keys and --insecure exclude each other")
     if keys is None and not insecure:
         raise ConfigError(
-            "a server needs keys: make them by `fedlowrank keys keys --clients N --host NAME`, and pass --keys keys/server. "
-            "For a trial on one machine, --insecure does without."
+            "a server needs keys: make them by `fedlowrank keys keys --clients N --host NAME`, and pass "
+            "--keys keys/server. For a trial on one machine, --insecure does without."
         )
     return None if keys is None else ServerKeys.read(keys)
 
@@ -168,13 +168,11 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
             died += 1
             if died > RESTARTS:
                 raise ProcessError(f"the SuperLink died {died} times. The end of {link.log}:\n{link.tail()}")
-            say(
-                f"the SuperLink died; it is started again, and the run goes on from its last round ({died} of {RESTARTS})"
-            )
+            say(f"the SuperLink died; the run goes on from its last round on a new one ({died} of {RESTARTS})")
             link.start()
             _abandon(link, run)
             run, looked = link.submit(app), time.monotonic()
-        # to ask costs a second of work, so only when the run seems over, and now and then in case it cannot say so any more
+        # to ask costs a second of work, so only when the run seems over, or now and then
         elif last is not None or time.monotonic() - looked > 60:
             looked = time.monotonic()
             status = link.status(run)
@@ -241,8 +239,8 @@ def join(
         raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
     if (keys is None) != insecure:
         raise ConfigError(
-            f"pass --keys keys/client-{client}, the folder that the server's operator made by `fedlowrank keys` for you; or, "
-            "for a trial on one machine, --insecure, but not both"
+            f"pass --keys keys/client-{client}, the folder that the server's operator made by `fedlowrank keys` for you; "
+            "or, for a trial on one machine, --insecure, but not both"
         )
     own = None if keys is None else ClientKeys.read(keys)
     if data is None:

@@ -71,7 +71,7 @@ def load_language(experiment: ExperimentConfig, classes: tuple[str, ...]) -> Lan
 
 
 def _language_settings(experiment: ExperimentConfig) -> tuple[Any, Mapping[str, Any], Key]:
-    """The base model with its path written out, the fields of ``peft.LoraConfig``, and the key of new weights."""
+    """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
     extra = experiment.lora.model_extra if isinstance(experiment.lora, PeftSettings) else None
     return expand_path(experiment.language), extra or {}, Key((experiment.run.seed,)) / "init" / "language"
 
@@ -100,8 +100,8 @@ def assemble(
     names = experiment.model.names if shares.language is None else tuple(models)
     ranks = broadcast_ranks(experiment.lora.ranks, len(data))
     counts = [len(d.train) for d in data] if sizes is None else sizes
-    concept = experiment.concept
-    infos = [ClientInfo(i, n, names[i % len(names)], ranks[i], concept.cluster(i)) for i, n in enumerate(counts)]
+    cluster = experiment.concept.cluster
+    infos = [ClientInfo(i, n, names[i % len(names)], ranks[i], cluster(i)) for i, n in enumerate(counts)]
     present = {i.architecture for i in infos}
     return Federation(
         data,
@@ -138,7 +138,7 @@ def _models(experiment: ExperimentConfig, shares: Shares, key: Key) -> Mapping[s
 
 
 def _outputs(examples: Examples, classes: tuple[str, ...]) -> int:
-    """Width of a model's output: the number of classes, or of the numbers of a target; 0 for labels of tokens."""
+    """Width of a model's output: the number of classes or targets; 0 for labels of tokens."""
     return 0 if examples.tokens else len(classes) or examples.y.shape[1]
 
 

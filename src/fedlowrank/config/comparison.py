@@ -65,7 +65,7 @@ def plan_runs(
 
 
 def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:
-    """List the grid over all varied fields: for each combination, the text of a value by the name of its field.
+    """List the grid over all varied fields: each combination is the texts of values by field.
 
     Raises:
         ConfigError: if a text has another form than ``section.field=v1,v2,...``, or two name the same field.
@@ -74,11 +74,12 @@ def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:
     fields = [field for field, _ in parsed]
     if twice := [field for field in fields if fields.count(field) > 1]:
         raise ConfigError(f"--vary names {twice[0]} twice; put all its values into one, separated by commas")
-    return [dict(zip(fields, chosen, strict=True)) for chosen in itertools.product(*(values for _, values in parsed))]
+    chosen = itertools.product(*(values for _, values in parsed))
+    return [dict(zip(fields, values, strict=True)) for values in chosen]
 
 
 def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
-    """Refuse to compare where a folder holds a run of another configuration, before hours of training and not after.
+    """Refuse to compare where a folder holds a run of another configuration, before anything is trained.
 
     Raises:
         CheckpointError: naming the folder, what differs and the ways out.
@@ -86,16 +87,17 @@ def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
     for one in runs:
         if RunFolder.has_begun(one.folder) and (changes := _changes(one)):
             raise CheckpointError(
-                f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another folder for the "
-                "comparison with -o, or pass --force to move such runs aside and train them anew."
+                f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another folder "
+                "for the comparison with -o, or pass --force to move such runs aside and train them anew."
             )
 
 
 def _changes(one: PlannedRun) -> list[str]:
-    """In what a planned run differs from the one in its folder, as far as is known without data and models."""
-    stored, method = RunRecord.load(one.folder).config, one.experiment.build_method(one.name)
-    sections = {**one.experiment.describe(one.name), "vary": one.vary, "run": dataclasses.asdict(one.experiment.run)}
-    del sections["variant"]
-    now = json.loads(json.dumps({**sections, "method": {"fields": dataclasses.asdict(method)}}))
+    """Fields in which a planned run differs from the one in its folder, without data and models."""
+    stored, experiment = RunRecord.load(one.folder).config, one.experiment
+    method = experiment.build_method(one.name)
+    fields = {"method": {"fields": dataclasses.asdict(method)}, "run": dataclasses.asdict(experiment.run)}
+    now = json.loads(json.dumps({**experiment.describe(one.name), "vary": one.vary, **fields}))
+    del now["variant"]
     before = {name: stored[name] for name in now if name in stored}
     return changes_of(before | {"method": {"fields": stored["method"]["fields"]}}, now, method)

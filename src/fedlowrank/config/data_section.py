@@ -27,10 +27,11 @@ class Preparation:
     """What is done to a data set of any source.
 
     Attributes:
-        normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or feature.
+        normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or
+            feature.
         examples: use so many of the official training examples, the same in every run; by default all.
-        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by the seed
-            of the run; validation and test stay whole.
+        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by
+            the seed of the run; validation and test stay whole.
         keep_at_least: training examples that a client keeps whatever the share, if it has so many.
     """
 
@@ -81,7 +82,8 @@ class DataSettings:
 
     def to_dict(self) -> dict[str, Any]:
         """Print the table that :meth:`parse` reads."""
-        return {**print_tagged({**TEXT_SOURCES, **SOURCES}, self.source, "source"), **print_fields(self.preparation)}
+        source = print_tagged({**TEXT_SOURCES, **SOURCES}, self.source, "source")
+        return {**source, **print_fields(self.preparation)}
 
     def load(self) -> Dataset:
         """Read and normalize the data set; the last one is kept for the next run of a comparison.
@@ -101,13 +103,13 @@ class DataSettings:
             return
         if self.preparation.normalize != "none":
             raise ConfigError(
-                f"data.normalize is {self.preparation.normalize!r}, but the targets of a synthetic source are a "
-                "function of its inputs as they were drawn. Set data.normalize to 'none'."
+                f"data.normalize is {self.preparation.normalize!r}, but the targets of a synthetic source are "
+                "a function of its inputs as they were drawn. Set data.normalize to 'none'."
             )
         if isinstance(concept, ByNature) and concept.clusters != self.source.clusters:
             raise ConfigError(
-                f"concept.clusters is {concept.clusters}, but data.clusters is {self.source.clusters}: both number the "
-                "same ground-truth tasks. Make them equal."
+                f"concept.clusters is {concept.clusters}, but data.clusters is {self.source.clusters}: both "
+                "number the same ground-truth tasks. Make them equal."
             )
 
 

@@ -43,7 +43,7 @@ DEFAULT_METHOD = "pfedlora"
 
 
 class MethodSettings(pydantic.BaseModel):
-    """A table ``[methods.NAME]``; its further entries are fields of the method, laid over those of ``[defaults]``.
+    """A table ``[methods.NAME]``; further entries are fields of the method, laid over ``[defaults]``.
 
     Attributes:
         method: of which NAME is a variant; by default NAME is the method.
@@ -114,8 +114,8 @@ class ExperimentConfig(pydantic.BaseModel):
 
         Args:
             tables: of the experiment.
-            allow_code: accept names of Python code of the user's own. False for tables that come from a run folder, which
-                may be somebody else's.
+            allow_code: accept names of Python code of the user's own. False for tables that come from a run
+                folder, which may be somebody else's.
 
         Raises:
             ConfigError: if a section, a name or a field is wrong.
@@ -223,8 +223,8 @@ class ExperimentConfig(pydantic.BaseModel):
         """
         if not name and not self.method and len(self.compare) > 1:
             raise ConfigError(
-                f"the experiment names methods to compare ({', '.join(self.compare)}) and none to run. Choose one, such as "
-                f"--method {self.compare[0]}, or run them all by `fedlowrank compare`."
+                f"the experiment names methods to compare ({', '.join(self.compare)}) and none to run. Choose one, "
+                f"such as --method {self.compare[0]}, or run them all by `fedlowrank compare`."
             )
         return name or self.default_method
 
@@ -308,6 +308,6 @@ def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, An
 def _refuse_code(names: Sequence[str]) -> None:
     if names:
         raise ConfigError(
-            f"the run's configuration names Python code, {', '.join(names)}, which would be imported and run. If you trust "
-            "this run folder, add --allow-code."
+            f"the run's configuration names Python code, {', '.join(names)}, which would be imported and run. If "
+            "you trust this run folder, add --allow-code."
         )

@@ -35,7 +35,7 @@ def format_field_help() -> str:
 
 
 def _sections() -> list[tuple[str, type[Any]]]:
-    """Every table of a file by its title, and the class that it configures, in the order of the experiment's fields."""
+    """Every table of a file by its title, and the class that it configures."""
     special: dict[str, list[tuple[str, type[Any]]]] = {
         "data": [
             ("data, any source", Preparation),

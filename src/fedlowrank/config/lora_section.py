@@ -15,15 +15,16 @@ from ..core.key import Key
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """LoRA of the built-in models and of one's own. For a language model ``[lora]`` holds the fields of ``peft.LoraConfig``.
+    """LoRA of the built-in models and of one's own; of a language model see :class:`PeftSettings`.
 
     Attributes:
-        ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list of ten the
-            first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
+        ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list
+            of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
         r: rank that the layers are made for; None adds updates to the weights themselves and wraps nothing.
         lora_alpha: α; the scale of updates is α/r. None for a scale of 1.
         use_rslora: whether the scale is α/√r.
-        target_modules: layers to wrap, by the end of their names; empty for all. The head is trained whole and never wrapped.
+        target_modules: layers to wrap, by the end of their names; empty for all. The head is trained whole
+            and never wrapped.
     """
 
     ranks: tuple[pydantic.StrictInt, ...] = ()
@@ -35,12 +36,10 @@ class LoraSettings:
     def __post_init__(self) -> None:
         check_ranks(self.ranks)
         if self.r is None and (self.lora_alpha is not None or self.use_rslora or self.target_modules):
-            raise ConfigError(
-                "lora: lora_alpha, use_rslora and target_modules are of LoRA layers, for which lora.r is needed"
-            )
+            raise ConfigError("lora: lora_alpha, use_rslora and target_modules are of LoRA layers, which need lora.r")
 
     def wrap(self, make: Callable[[], nn.Module], head: str | None, key: Key) -> Callable[[], nn.Module]:
-        """Turn a factory of modules into one of modules with LoRA layers; without a rank r it stays as it is."""
+        """Turn a factory of modules into one of modules with LoRA layers; without r it stays as it is."""
         rank = self.r
         if rank is None:
             return make
@@ -63,7 +62,7 @@ class LoraSettings:
 
 
 class PeftSettings(pydantic.BaseModel):
-    """The section ``[lora]`` of a language model: ranks, and the fields of ``peft.LoraConfig`` as further attributes.
+    """The section ``[lora]`` of a language model: ranks, and the fields of ``peft.LoraConfig``.
 
     Attributes:
         ranks: of the clients; see :class:`LoraSettings`.
@@ -86,7 +85,7 @@ def check_ranks(ranks: tuple[int, ...]) -> None:
 
 
 def broadcast_ranks(ranks: tuple[int, ...], clients: int) -> list[int | None]:
-    """Repeat a list of ranks evenly over the clients, the first ranks first; None for every client where none are given.
+    """Repeat a list of ranks evenly over the clients, in order; None for each where none are given.
 
     Raises:
         ConfigError: if there are more ranks than clients.

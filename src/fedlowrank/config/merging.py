@@ -1,4 +1,4 @@
-"""Raw tables of an experiment before they are parsed: TOML files that extend others, overrides, varied values."""
+"""Raw tables of an experiment before they are parsed: files that extend others, overrides, values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def merge_tables(into: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Lay nested tables over others, in place. A table that changes its ``kind`` or ``source`` starts afresh."""
+    """Lay nested tables over others, in place; one that changes its ``kind`` or ``source`` starts afresh."""
     for key, value in new.items():
         old = into.get(key)
         tags = [t for t in ("kind", "source") if isinstance(value, Mapping) and t in value]
@@ -86,7 +86,7 @@ def parse_variation(text: str) -> tuple[str, list[str]]:
     """
     name, sign, values = text.partition("=")
     if not (sign and values and name.strip()):
-        raise ConfigError(f"--vary takes section.field=v1,v2,..., such as run.participation=0.1,0.5,1.0; not {text!r}")
+        raise ConfigError(f"--vary takes section.field=v1,v2,..., such as run.participation=0.1,1.0; not {text!r}")
     return name.strip(), [value.strip() for value in values.split(",")]
 
 
@@ -108,7 +108,7 @@ def format_toml(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
         path: names of the tables above.
     """
     nested = {key: value for key, value in tables.items() if isinstance(value, Mapping)}
-    lines = [f"{_format_key(key)} = {_format_value(value)}\n" for key, value in tables.items() if key not in nested]
+    lines = [f"{_format_key(key)} = {_format_value(tables[key])}\n" for key in tables if key not in nested]
     for key, value in nested.items():
         here = (*path, key)
         title = f"\n[{'.'.join(map(_format_key, here))}]\n"

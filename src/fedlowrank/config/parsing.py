@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
 import typing
@@ -15,6 +14,8 @@ import pydantic
 from ..core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+
+_ADAPTERS: dict[Any, pydantic.TypeAdapter[Any]] = {}
 
 
 def build(cls: type[T], values: Any, path: str) -> T:
@@ -30,9 +31,8 @@ def build(cls: type[T], values: Any, path: str) -> T:
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path} must be a table of fields, not {values!r}")
-    kind: Any = cls  # mypy takes no class for hashable
     try:
-        found: T = _adapter(kind).validate_python({path: dict(values)})[path]
+        found: T = _adapter(cls).validate_python({path: dict(values)})[path]
     except pydantic.ValidationError as error:
         raise config_error(error, cls, 1) from error
     return found
@@ -67,16 +67,16 @@ def print_tagged(known: Mapping[str, type[Any]], value: Any, tag: str = "kind") 
 
 def print_fields(value: Any) -> dict[str, Any]:
     """Turn a dataclass into a table of the fields that differ from their defaults."""
-    adapter = _adapter(type(value))
-    found: dict[str, Any] = adapter.dump_python({"": value}, mode="json", exclude_defaults=True)[""]
+    found: dict[str, Any] = _adapter(type(value)).dump_python({"": value}, mode="json", exclude_defaults=True)[""]
     return found
 
 
-@functools.lru_cache(maxsize=256)
-def _adapter(cls: type[Any]) -> pydantic.TypeAdapter[Any]:
-    """What checks the fields of a dataclass; to make it takes ten times as long as to use it."""
-    # a dataclass takes its configuration from what holds it; by default pydantic passes over unknown keys in silence
-    return pydantic.TypeAdapter(dict[str, cls], config=pydantic.ConfigDict(extra="forbid"))
+def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
+    """Make what checks the fields of a dataclass, once: that takes ten times as long as to use it."""
+    if cls not in _ADAPTERS:
+        # a dataclass takes its configuration from the dict around it; by default unknown keys are ignored
+        _ADAPTERS[cls] = pydantic.TypeAdapter(dict[str, cls], config=pydantic.ConfigDict(extra="forbid"))
+    return _ADAPTERS[cls]
 
 
 def config_error(error: pydantic.ValidationError, cls: type[Any], above: int = 0) -> ConfigError:

@@ -16,7 +16,7 @@ PaperNumber = float | str | list[float | str]
 class Reference:
     """A paper's numbers, shown beside those of a run.
 
-    Each by method, or by ``method.series``. Where the experiment varies a field, a list holds a number for each value.
+    Each by method, or by ``method.series``; a list holds a number for each value of the varied field.
 
     Attributes:
         label: where they stand, such as ``pFedLoRA, Table 2, CIFAR-10, N=10``.

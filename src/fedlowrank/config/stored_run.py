@@ -19,7 +19,8 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
         folder: of a run that an experiment file made.
         python: what to do instead with a run that was made from Python, for the message.
         best: the round with the best validation, of a run with ``run.keep_best``, and not the last.
-        allow_code: import the Python code that the stored configuration names; see :mod:`fedlowrank.core.user_code`.
+        allow_code: import the Python code that the stored configuration names; see
+            :mod:`fedlowrank.core.user_code`.
 
     Raises:
         CheckpointError: if there is no such run, or data or configuration have changed.
@@ -33,7 +34,7 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
 
 
 def read_run_config(folder: Path, python: str) -> dict[str, Any]:
-    """Read ``run.json`` of a run that an experiment file made; ``python`` says what to do with one from Python."""
+    """Read ``run.json`` of a run; ``python`` says what to do with one that was made from Python."""
     try:
         stored = json.loads((folder / "run.json").read_text())
     except FileNotFoundError as error:
