@@ -33,7 +33,7 @@ FEDSLR = (
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("export")
     made = ExperimentConfig.read(where / write(where, FEDSLR))
-    commands.run_method(made, "fedslr", made.federation(), where / "run", extra={"vary": {}})
+    commands.run_method(made, "fedslr", made.federation(), where / "run")
     return where / "run"
 
 

@@ -61,7 +61,7 @@ def check(name: str) -> int:
     try:
         method = cls()
     except TypeError as error:
-        raise ConfigError(f"{name} cannot be made without arguments, give every field a default: {error}") from error
+        raise ConfigError(f"{name} needs arguments; give every field a default: {error}") from error
     findings = check_method(method)
     table = Table("check", "", "detail", title=f"{method.title}: the contract")
     for finding in findings:

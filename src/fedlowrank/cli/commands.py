@@ -32,7 +32,12 @@ from .terminal import OUT, resumed_by, say
 
 
 def run(
-    file: Path, overrides: Sequence[str], method: str | None, engine: str | None, out: Path | None, force: bool
+    file: Path,
+    overrides: Sequence[str],
+    method: str | None,
+    engine: str | None,
+    out: Path | None,
+    force: bool,
 ) -> int:
     """Run one method of an experiment."""
     more = [] if engine is None else [f"run.engine={engine}"]
@@ -44,7 +49,7 @@ def run(
         raise CheckpointError(RunFolder.taken(folder))
     federation = experiment.federation()
     _show_data(federation)
-    run_method(experiment, name, federation, folder, force=force)
+    run_method(experiment, name, federation, folder, force)
     return show_run(folder)
 
 
@@ -65,7 +70,7 @@ def compare(
     target: float | None,
     force: bool,
 ) -> int:
-    """Run every combination of method, seed and varied value; what has begun goes on, what is done is kept."""
+    """Run every combination of method, seed and varied value; go on with what has begun."""
     if target is not None and not 0 < target <= 1:
         raise ConfigError(f"--target is an accuracy in (0, 1], such as 0.9; it is {target}")
     base = ExperimentConfig.read(file, overrides)
@@ -83,9 +88,7 @@ def compare(
                 _show_data(federation)
         title = f"{experiment.method_title(name)}, seed {experiment.run.seed}"
         try:
-            run_method(
-                experiment, name, federation, one.folder, force=force, resume=not force, extra={"vary": one.vary}
-            )
+            run_method(experiment, name, federation, one.folder, force, resume=not force, vary=one.vary)
         except TaskError as error:
             failures.append(f"not run: {title}: {error}")
             continue
@@ -100,7 +103,7 @@ def compare(
     return 0 if records else 1
 
 
-def resume(folder: Path, overrides: Sequence[str], round: int | None, without: Sequence[int], allow_code: bool) -> int:
+def resume(folder: Path, overrides: list[str], round: int | None, without: list[int], allow_code: bool) -> int:
     """Go on with a run, maybe from an earlier checkpoint, without some clients, or for more rounds."""
     stored = read_run_config(folder, "resume it with simulate(..., folder=..., resume=True)")
     tables, name = stored["experiment"], stored["method"]["name"]
@@ -110,25 +113,28 @@ def resume(folder: Path, overrides: Sequence[str], round: int | None, without: S
     experiment.build_method(name)
     if (round is not None or without) and not went_back(folder, round, without, say):
         return 0
-    run_method(experiment, name, experiment.federation(), folder, resume=True, extra={"vary": stored["vary"]})
+    run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored["vary"])
     OUT.print(render_terminal(comparison([RunRecord.load(folder)])))
     return 0
 
 
 def export(folder: Path, client: int, series: str | None, layout: Layout, out: Path, allow_code: bool) -> int:
     """Write a client's model, and say what its thin layers gain."""
-    run = open_run(folder, "export by simulate(..., folder=..., resume=True).deploy(client)", allow_code=allow_code)
+    python = "export by simulate(..., folder=..., resume=True).deploy(client)"
+    run = open_run(folder, python, allow_code=allow_code)
     gain = write(run, client, series, layout, out)
-    table = Table("", "dense", "deployed", title=f"{run.method.title}, client {client}, after round {run.round}")
+    title = f"{run.method.title}, client {client}, after round {run.round}"
+    table = Table("", "dense", "deployed", title=title)
     table.add_row("parameters", *(f"{s.parameters:,}" for s in gain.size))
     table.add_row("bytes", *(f"{s.nbytes:,}" for s in gain.size))
-    table.add_row("ms of CPU for 20 inputs", *(f"{t.median:.2f} [{t.lower:.2f}, {t.upper:.2f}]" for t in gain.latency))
+    times = (f"{t.median:.2f} [{t.lower:.2f}, {t.upper:.2f}]" for t in gain.latency)
+    table.add_row("ms of CPU for 20 inputs", *times)
     OUT.print(table)
     # a regression has no classes that could agree
     same = f"{100 * gain.agreement:.1f} % of the test examples get the same class; scores"
     OUT.print(
-        f"{same if run.task.classes else 'Outputs'} differ by {gain.difference:.1e} at most. ms: median and quartiles of "
-        "calls that take turns, one thread."
+        f"{same if run.task.classes else 'Outputs'} differ by {gain.difference:.1e} at most. ms: median and "
+        "quartiles of calls that take turns, one thread."
     )
     OUT.print(f"{out}: {gain.file:,} bytes. Load it by fedlowrank.adapters.deployment.load(module, path).")
     return 0
@@ -159,7 +165,8 @@ def data(file: Path, overrides: Sequence[str], out: Path | None) -> int:
     federation = ExperimentConfig.read(file, overrides).federation()
     _show_data(federation)
     if out is not None:
-        figure = class_count_figure(class_counts(federation.clients, len(federation.classes)), federation.classes)
+        counts = class_counts(federation.clients, len(federation.classes))
+        figure = class_count_figure(counts, federation.classes)
         try:
             with matplotlib.rc_context(EMBEDDED_FONTS):
                 figure.savefig(out)
@@ -179,22 +186,12 @@ def run_method(
     name: str,
     federation: Federation,
     folder: Path,
-    *,
     force: bool = False,
+    *,
     resume: bool = False,
-    extra: dict[str, Any] | None = None,
+    vary: dict[str, Any] | None = None,
 ) -> None:
-    """Run a method of an experiment in a folder.
-
-    Args:
-        experiment: whose protocol is followed.
-        name: of the method or variant.
-        federation: of the experiment.
-        folder: of the run.
-        force: move an existing folder aside.
-        resume: go on with a run that has begun there; what did not get so far begins anew.
-        extra: further entries of ``run.json``.
-    """
+    """Run a method of an experiment in a folder, or go on with it; what has not begun yet begins anew."""
     method, title = experiment.build_method(name), experiment.method_title(name)
     for remark in method.remarks(federation.task(experiment.run.rounds)):
         OUT.print(f"{title}: {remark}", style="yellow")
@@ -202,7 +199,7 @@ def run_method(
     how: dict[str, Any] = {
         "resume": resume and begun,
         "force": force or (resume and not begun),
-        "config": {**experiment.describe(name), **(extra or {})},
+        "config": {**experiment.describe(name), "vary": vary or {}},
     }
     allowing = " --allow-code" if experiment.code or ":" in name else ""
     with resumed_by(f"fedlowrank resume {shlex.quote(str(folder))}{allowing}"):
@@ -211,11 +208,12 @@ def run_method(
 
             run_simulation(experiment, name, folder, **how)
         else:
-            simulate(method, federation, folder=folder, progress=True, **how, **dataclasses.asdict(experiment.run))
+            how |= dataclasses.asdict(experiment.run)
+            simulate(method, federation, folder=folder, progress=True, **how)
 
 
 def _parse_seeds(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(seed) for seed in text.split(","))
     except ValueError as error:
-        raise ConfigError(f"--seeds takes whole numbers separated by commas, such as 0,1,2; not {text!r}") from error
+        raise ConfigError(f"--seeds takes whole numbers, such as 0,1,2; not {text!r}") from error

@@ -33,7 +33,7 @@ def adapters(folder: Path, out: Path, merged: bool, best: bool, rank: int | None
         for path in language_of(run).write(run, out, merged, rank):
             OUT.print(str(path))
             _print_truncation(path)
-    OUT.print("Load one by peft.PeftModel.from_pretrained(base, folder); whole models by from_pretrained(folder).")
+    OUT.print("Load one by PeftModel.from_pretrained(base, folder); whole models by from_pretrained(folder).")
     return 0
 
 
@@ -43,9 +43,7 @@ def _print_truncation(path: Path) -> None:
     truncation = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
     if truncation is None:
         return
-    OUT.print(
-        f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} in the Frobenius norm, over all layers"
-    )
+    OUT.print(f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} (Frobenius norm, all layers)")
     # what is below is the rounding of float32
     if truncation["error"] > 1e-6:
         table = Table("layer", "relative error")
@@ -72,7 +70,8 @@ def score(
     scorer: ScoreTask = build(TASKS[task], settings, f"score {task}")
     run = _open(folder, best, allow_code)
     found = scores(run, scorer, models)
-    table = Table("model", "score", "over", "decoding", title=f"{task}, {run.method.title}, after round {run.round}")
+    title = f"{task}, {run.method.title}, after round {run.round}"
+    table = Table("model", "score", "over", "decoding", title=title)
     for name, one in found.items():
         table.add_row(name, f"{one.value:.4f}", str(one.count), one.decoding)
     OUT.print(table)
@@ -93,7 +92,7 @@ def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, S
     """
     language = language_of(run)
     if language.settings.task != "causal":
-        raise ConfigError("this run's models classify; their accuracy is in the report, and they write no text")
+        raise ConfigError("this run's models classify and write no text; their accuracy is in the report")
     found = {}
     for name in models or (_default(run),):
         with language.live(_params(run, name)) as model:

@@ -23,7 +23,7 @@ METHOD = "a built-in name, a variant of the file or package.module:Class, instea
 class _Once(argparse.Action):
     """Store an option's value; a second one would else replace the first without a word."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
         """Refuse an option that was given before."""
         del parser, option
         given: frozenset[str] = getattr(namespace, "given", frozenset())
@@ -55,7 +55,8 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, f"there is no {value!r}. {did_you_mean(str(value), action.choices)}")
+            near = did_you_mean(str(value), action.choices)
+            raise argparse.ArgumentError(action, f"there is no {value!r}. {near}")
 
 
 def _split(text: str) -> list[str]:
@@ -63,8 +64,8 @@ def _split(text: str) -> list[str]:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of the commands. Each names its function, whose parameters are named like its options."""
-    top = _Parser(prog="fedlowrank", description="Federated learning with low-rank parts: run, compare, report.")
+    """Make the parser of the commands. A command's options are the parameters of its function."""
+    top = _Parser(prog="fedlowrank", description="Federated learning with low-rank parts.")
     top.add_argument("--version", action="version", version=f"fedlowrank {__version__}")
     # a global option is accepted after the command too, where people type it
     common = _Parser(add_help=False)
@@ -72,13 +73,11 @@ def parser() -> argparse.ArgumentParser:
     # of commands that open a run folder, which may be somebody else's
     trusting = _Parser(add_help=False, parents=[common])
     trusting.add_argument("folder", type=Path, help="run folder")
-    trusting.add_argument(
-        "--allow-code", action="store_true", help="import the Python code (module:name) that the run folder names"
-    )
+    trusting.add_argument("--allow-code", action="store_true", help="import the code that it names")
     best = _Parser(add_help=False, parents=[trusting])
-    best.add_argument("--best", action="store_true", help="of the best round by validation (run.keep_best = true)")
+    best.add_argument("--best", action="store_true", help="of the best round, with run.keep_best = true")
     several = _Parser(add_help=False, parents=[common])
-    several.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or folders of them")
+    several.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="run folders, or their parents")
     experiment = _Parser(add_help=False, parents=[common])
     experiment.add_argument("file", type=Path, help="experiment file (TOML); over a network the same for all")
     experiment.add_argument("overrides", nargs="*", help=OVERRIDES)
@@ -105,11 +104,11 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("run", "commands:run", experiment, "run one method")
     add("--method", help=METHOD)
-    add("--engine", help="instead of the file's run.engine: sequential, vectorized, processes, auto, wire or flower")
+    add("--engine", help="instead of run.engine: sequential, vectorized, processes, auto, wire or flower")
     add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     add("--force", action="store_true", help="move an existing run folder aside")
 
-    add = command("compare", "commands:compare", experiment, "run several methods, seeds and settings, and report")
+    add = command("compare", "commands:compare", experiment, "run several methods, seeds and settings")
     add("--methods", type=_split, help="comma-separated (default: the file's compare = [...])")
     add("--seeds", help="comma-separated (default: the file's seeds = [...], else run.seed)")
     add("--vary", action="append", default=[], help="section.field=v1,v2,...: run everything for each value "
@@ -119,8 +118,7 @@ def parser() -> argparse.ArgumentParser:
     add("--force", action="store_true", help="move existing run folders aside instead of going on with them")
 
     add = command("resume", "commands:resume", trusting, "go on with a stopped run, or give it more rounds")
-    add("overrides", nargs="*", help="run.rounds=N for more rounds, and settings that do not change the result; "
-        "others are refused")  # fmt: skip
+    add("overrides", nargs="*", help="run.rounds=N for more rounds; what would change the result is refused")
     add("--round", type=int, metavar="N", help="go back to the checkpoint after round N, if it is kept")
     add("--without", type=int, action="append", default=[], metavar="CLIENT",
         help="exclude this client from now on, in a run over a network; may be repeated")  # fmt: skip
@@ -139,12 +137,12 @@ def parser() -> argparse.ArgumentParser:
     add("--layout", choices=["small", "fast"], default="small", help="least bytes, or least work")
     add("-o", "--out", type=Path, default=Path("model.safetensors"), help="file; default: %(default)s")
 
-    add = command("adapters", "language:adapters", best, "PEFT adapter folders of server and clients from a checkpoint")
+    add = command("adapters", "language:adapters", best, "PEFT adapter folders of server and clients")
     add("-o", "--out", type=Path, default=Path("adapters"), help="folder; default: %(default)s")
     add("--merged", action="store_true", help="also write the server's whole model")
     add("--rank", type=int, help="write the best adapters of this rank, and how far they are from the models")
 
-    add = command("score", "language:score", best, "score what a run's language models write: GSM8K, Rouge-L, ...")
+    add = command("score", "language:score", best, "score what a run's language models write")
     add("overrides", nargs="*", help="settings of the task: path=FILE limit=100 decoding.max_new_tokens=64")
     add("--task", required=True, help="gsm8k, dolly, humaneval or perplexity")
     add("--model", action="append", default=[], dest="models",
@@ -169,13 +167,13 @@ def parser() -> argparse.ArgumentParser:
     add("--folder", type=Path, help="where it keeps its state (default: clients/NAME/CLIENT)")
     add("--stay", action="store_true", help="do not end with the run, but wait for the next")
 
-    add = command("keys", "network:keys", common, "certificates and keys of a server and its clients, for a trial")
+    add = command("keys", "network:keys", common, "keys of a server and its clients, for a trial")
     add("folder", type=Path, help="to be made")
     add("--clients", type=int, default=2, help="how many (default: %(default)s)")
-    add("--host", action="append", default=[], dest="hosts", help="name or address of the server; may be repeated")
+    add("--host", action="append", default=[], dest="hosts", help="name of the server; may be repeated")
     add("--add", type=int, metavar="CLIENT", help="only keys for one more client, of that number")
     add("--revoke", type=int, metavar="CLIENT", help="take this client's key away from the server")
-    add("--renew", action="store_true", help="a new certificate of the server, for the same hosts or for --host")
+    add("--renew", action="store_true", help="a new certificate of the server, for the same or other hosts")
     add("--days", type=int, default=365, help="how long the certificate is good for (default: %(default)s)")
 
     add = command("app", "network:app", network, "a Flower app of an experiment, for `flwr run`")

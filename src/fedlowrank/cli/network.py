@@ -59,11 +59,17 @@ def _choose_method(experiment: ExperimentConfig, method: str) -> ExperimentConfi
 
 
 def run_simulation(
-    experiment: ExperimentConfig, name: str, folder: Path, *, resume: bool, force: bool, config: Mapping[str, Any]
+    experiment: ExperimentConfig,
+    name: str,
+    folder: Path,
+    *,
+    resume: bool,
+    force: bool,
+    config: Mapping[str, Any],
 ) -> None:
     """Run a method in Flower's simulation."""
-    for variable, value in {"FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
-        os.environ.setdefault(variable, value)
+    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     flower = _flower()
     logging.getLogger("flwr").setLevel(logging.ERROR)
     chosen = _choose_method(experiment, name)
@@ -109,9 +115,9 @@ def serve(
     out = out or Path("runs") / experiment.name / f"{experiment.method}-s{experiment.run.seed}"
     begun, failed = RunFolder.has_begun(out), RunFolder.is_failed_start(out)
     if begun and not resume:
-        raise CheckpointError(f"{out} exists already. Go on with it by --resume, or choose another folder with -o.")
+        raise CheckpointError(f"{out} exists already. Go on with it by --resume, or choose another by -o.")
     if out.exists() and not begun and not failed:
-        raise CheckpointError(f"{out} exists already and holds other things than a run; choose another folder with -o.")
+        raise CheckpointError(f"{out} exists already and holds no run; choose another folder with -o.")
     if resume and not out.exists():
         raise CheckpointError(f"there is no run in {out} to go on with; start it without --resume")
     if failed:
@@ -168,7 +174,7 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
             died += 1
             if died > RESTARTS:
                 raise ProcessError(f"the SuperLink died {died} times. The end of {link.log}:\n{link.tail()}")
-            say(f"the SuperLink died; the run goes on from its last round on a new one ({died} of {RESTARTS})")
+            say(f"the SuperLink died; the run goes on from its last round ({died} of {RESTARTS})")
             link.start()
             _abandon(link, run)
             run, looked = link.submit(app), time.monotonic()
@@ -182,7 +188,7 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
                 return
             if status.is_finished or last is not None:
                 why = last.removeprefix("error: ") if last else f"{status.status}: {status.details}"
-                raise ProcessError(f"the run failed: {why} Go on with it by --resume. Details are in {link.log}.")
+                raise ProcessError(f"the run failed: {why} Go on with it by --resume; details: {link.log}")
 
 
 def _abandon(link: SuperLink, run: int) -> None:
@@ -239,8 +245,8 @@ def join(
         raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
     if (keys is None) != insecure:
         raise ConfigError(
-            f"pass --keys keys/client-{client}, the folder that the server's operator made by `fedlowrank keys` for you; "
-            "or, for a trial on one machine, --insecure, but not both"
+            f"pass --keys keys/client-{client}, the folder that the server's operator made by `fedlowrank keys` "
+            "for you; or, for a trial on one machine, --insecure, but not both"
         )
     own = None if keys is None else ClientKeys.read(keys)
     if data is None:
@@ -308,9 +314,15 @@ def _until_done(folder: Path, node: SuperNode, stop: threading.Event) -> None:
 
 
 def keys(
-    folder: Path, clients: int, hosts: Sequence[str], days: int, add: int | None, revoke: int | None, renew: bool
+    folder: Path,
+    clients: int,
+    hosts: Sequence[str],
+    days: int,
+    add: int | None,
+    revoke: int | None,
+    renew: bool,
 ) -> int:
-    """Make the keys of a federation or of one more client, take one away, or make the server a new certificate."""
+    """Make the keys of a federation or of one more client, take one away, or renew the server's."""
     if sum((add is not None, revoke is not None, renew)) > 1:
         raise ConfigError("--add, --revoke and --renew exclude each other; give one at a time")
     restart = "start `fedlowrank serve` anew, with --resume if its run goes on"
@@ -318,7 +330,8 @@ def keys(
         add_client(folder, add)
         say(f"{folder / f'client-{add}'}: give it to client {add}, and to nobody else; {restart}")
     elif revoke is not None:
-        say(f"{revoke_client(folder, revoke)}: the key of client {revoke} is revoked from the next start on; {restart}")
+        gone = revoke_client(folder, revoke)
+        say(f"{gone}: the key of client {revoke} is revoked from the next start on; {restart}")
     elif renew:
         renew_server(folder, hosts, days)
         say(f"{folder / 'server'}: has a new certificate for {days} days; clients notice nothing; {restart}")

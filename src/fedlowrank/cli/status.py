@@ -35,7 +35,8 @@ def row(folder: Path) -> list[str]:
         lost = "; ".join(f"client {client} lost: {why}" for client, why in run.rounds[-1].lost.items())
         message = "; ".join(filter(None, [message, lost]))
     total = run.config.get("run", {}).get("rounds", "?")
-    return [str(folder), str(run.status.get("state", "unknown")), f"{done} of {total}", process, _clients(run), message]
+    state = str(run.status.get("state", "unknown"))
+    return [str(folder), state, f"{done} of {total}", process, _clients(run), message]
 
 
 def _clients(run: RunRecord) -> str:

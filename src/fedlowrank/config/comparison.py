@@ -87,8 +87,8 @@ def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
     for one in runs:
         if RunFolder.has_begun(one.folder) and (changes := _changes(one)):
             raise CheckpointError(
-                f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another folder "
-                "for the comparison with -o, or pass --force to move such runs aside and train them anew."
+                f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another "
+                "folder for the comparison with -o, or pass --force to move such runs aside and train anew."
             )
 
 

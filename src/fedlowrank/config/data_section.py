@@ -103,8 +103,8 @@ class DataSettings:
             return
         if self.preparation.normalize != "none":
             raise ConfigError(
-                f"data.normalize is {self.preparation.normalize!r}, but the targets of a synthetic source are "
-                "a function of its inputs as they were drawn. Set data.normalize to 'none'."
+                f"data.normalize is {self.preparation.normalize!r}, but the targets of a synthetic source "
+                "are a function of its inputs as they were drawn. Set data.normalize to 'none'."
             )
         if isinstance(concept, ByNature) and concept.clusters != self.source.clusters:
             raise ConfigError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-from pydantic import Field, FieldSerializationInfo, ValidationInfo, field_serializer, field_validator, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from ..core.errors import ConfigError, did_you_mean
 from ..core.method import Method
@@ -160,7 +160,7 @@ class ExperimentConfig(pydantic.BaseModel):
 
     @field_validator("data", "partition", "split", "concept", "lora", mode="plain")
     @classmethod
-    def _choose(cls, value: Any, info: ValidationInfo) -> Any:
+    def _choose(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         """Choose the dataclass of a section by its tag, or by whether there is a language model."""
         section, language = str(info.field_name), info.data.get("language") is not None
         if dataclasses.is_dataclass(value):
@@ -174,13 +174,13 @@ class ExperimentConfig(pydantic.BaseModel):
         return build_tagged(known, value, section, default)
 
     @field_serializer("data", "partition", "split", "concept", "lora")
-    def _print(self, value: Any, info: FieldSerializationInfo) -> dict[str, Any]:
+    def _print(self, value: Any, info: pydantic.FieldSerializationInfo) -> dict[str, Any]:
         if info.field_name in TAGGED:
             return {} if type(value) is Concept else print_tagged(TAGGED[info.field_name][0], value)
         return value.to_dict() if isinstance(value, DataSettings) else print_fields(value)
 
     @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> ExperimentConfig:
+    def _check(self, info: pydantic.ValidationInfo) -> ExperimentConfig:
         if not self.name or self.name in (".", "..") or any(c in self.name for c in "/\\"):
             raise ConfigError(f"name: {self.name!r} cannot be the name of a folder")
         self._allow_code = (info.context or {}).get("allow_code", True)
@@ -223,8 +223,8 @@ class ExperimentConfig(pydantic.BaseModel):
         """
         if not name and not self.method and len(self.compare) > 1:
             raise ConfigError(
-                f"the experiment names methods to compare ({', '.join(self.compare)}) and none to run. Choose one, "
-                f"such as --method {self.compare[0]}, or run them all by `fedlowrank compare`."
+                f"the experiment names methods to compare ({', '.join(self.compare)}) and none to run. "
+                f"Choose one, such as --method {self.compare[0]}, or run them all by `fedlowrank compare`."
             )
         return name or self.default_method
 
@@ -308,6 +308,6 @@ def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, An
 def _refuse_code(names: Sequence[str]) -> None:
     if names:
         raise ConfigError(
-            f"the run's configuration names Python code, {', '.join(names)}, which would be imported and run. If "
-            "you trust this run folder, add --allow-code."
+            f"the run's configuration names Python code, {', '.join(names)}, which would be imported and "
+            "run. If you trust this run folder, add --allow-code."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pydantic
 from torch import nn
@@ -36,7 +37,7 @@ class LoraSettings:
     def __post_init__(self) -> None:
         check_ranks(self.ranks)
         if self.r is None and (self.lora_alpha is not None or self.use_rslora or self.target_modules):
-            raise ConfigError("lora: lora_alpha, use_rslora and target_modules are of LoRA layers, which need lora.r")
+            raise ConfigError("lora: lora_alpha, use_rslora and target_modules are of layers: set lora.r")
 
     def wrap(self, make: Callable[[], nn.Module], head: str | None, key: Key) -> Callable[[], nn.Module]:
         """Turn a factory of modules into one of modules with LoRA layers; without r it stays as it is."""
@@ -49,11 +50,9 @@ class LoraSettings:
             trained = head if head is not None else getattr(module, "head_name", None)
             if trained is None and any(name == "head" for name, _ in module.named_modules()):
                 trained = "head"
-            target, trainable = self.target_modules or "all", () if trained is None else (trained,)
-            found = lora(
-                module, rank, self.lora_alpha, target_modules=target, rslora=self.use_rslora, trainable=trainable,
-                key=key,
-            )  # fmt: skip
+            trainable = () if trained is None else (trained,)
+            kind: dict[str, Any] = {"rslora": self.use_rslora, "target_modules": self.target_modules or "all"}
+            found = lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **kind)
             if trained is not None:
                 found.head_name = trained  # type: ignore[assignment]
             return found

@@ -86,7 +86,7 @@ def parse_variation(text: str) -> tuple[str, list[str]]:
     """
     name, sign, values = text.partition("=")
     if not (sign and values and name.strip()):
-        raise ConfigError(f"--vary takes section.field=v1,v2,..., such as run.participation=0.1,1.0; not {text!r}")
+        raise ConfigError(f"--vary takes section.field=v1,v2,..., such as run.rounds=10,20; not {text!r}")
     return name.strip(), [value.strip() for value in values.split(",")]
 
 
@@ -97,7 +97,7 @@ def parse_value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     except RecursionError as error:
-        raise ConfigError(f"the value {text[:40]}... nests arrays too deeply to be read; write it flatter") from error
+        raise ConfigError(f"the value {text[:40]}... nests arrays too deeply; write it flatter") from error
 
 
 def format_toml(tables: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:

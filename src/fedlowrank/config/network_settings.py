@@ -38,16 +38,16 @@ class Limits:
         for name in ("max_bytes", "max_examples"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"limits.{name} is a whole number of at least 1, or left out; it is {value!r}")
+                raise ConfigError(f"limits.{name} is a whole number >= 1, or left out; it is {value!r}")
         norm = self.max_norm
         if norm is not None and (type(norm) not in (int, float) or not 0 < norm < math.inf):
             raise ConfigError(f"limits.max_norm is a number above 0, or left out; it is {norm!r}")
         for name in ("update_ratio", "examples_ratio"):
             ratio = getattr(self, name)
             if type(ratio) not in (int, float) or not (ratio == 0 or 1 <= ratio < math.inf):
-                raise ConfigError(f"limits.{name} is a number of at least 1, or 0 for no bound; it is {ratio!r}")
+                raise ConfigError(f"limits.{name} is a number >= 1, or 0 for no bound; it is {ratio!r}")
         if type(self.ban_after) is not int or self.ban_after < 0:
-            raise ConfigError(f"limits.ban_after is a whole number of at least 0 (never); it is {self.ban_after!r}")
+            raise ConfigError(f"limits.ban_after is a whole number >= 0 (never); it is {self.ban_after!r}")
 
 
 @dataclass(frozen=True)
@@ -92,14 +92,14 @@ class NetworkSettings:
             if value is not None and value < least:
                 raise ConfigError(f"network.{name} must be >= {least}; it is {value}")
         for name in ("wait", "deadline"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"network.{name} is a number of seconds above 0; it is {getattr(self, name)}")
+            if not 0 < (seconds := getattr(self, name)) < float("inf"):
+                raise ConfigError(f"network.{name} is a number of seconds above 0; it is {seconds}")
         if any(count < 1 for count in self.examples):
             raise ConfigError(
                 f"network.examples promises at least 1 example of every client; it is {list(self.examples)}"
             )
         if self.clients is not None and (self.min_clients or 1) > self.clients:
-            raise ConfigError(f"network.min_clients is {self.min_clients}, but there are {self.clients} clients")
+            raise ConfigError(f"network.min_clients is {self.min_clients}, but there are {self.clients} of them")
 
     def enough(self, clients: int) -> int:
         """With how many clients the run begins."""

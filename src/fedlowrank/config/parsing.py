@@ -7,13 +7,15 @@ import json
 import re
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import pydantic
 
 from ..core.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+Kinds: TypeAlias = Mapping[str, type[Any]]
+"""The dataclasses among which a table chooses, by the value of its tag."""
 
 _ADAPTERS: dict[Any, pydantic.TypeAdapter[Any]] = {}
 
@@ -38,7 +40,7 @@ def build(cls: type[T], values: Any, path: str) -> T:
     return found
 
 
-def build_tagged(known: Mapping[str, type[Any]], values: Any, path: str, default: str, tag: str = "kind") -> Any:
+def build_tagged(known: Kinds, values: Any, path: str, default: str, tag: str = "kind") -> Any:
     """Make one of several dataclasses, chosen by the table's tag, from a table.
 
     Args:
@@ -59,7 +61,7 @@ def build_tagged(known: Mapping[str, type[Any]], values: Any, path: str, default
     return build(known[name], {key: value for key, value in values.items() if key != tag}, path)
 
 
-def print_tagged(known: Mapping[str, type[Any]], value: Any, tag: str = "kind") -> dict[str, Any]:
+def print_tagged(known: Kinds, value: Any, tag: str = "kind") -> dict[str, Any]:
     """Turn a dataclass into the table that :func:`build_tagged` makes it from."""
     name = next(name for name, cls in known.items() if cls is type(value))
     return {tag: name, **print_fields(value)}
@@ -67,8 +69,8 @@ def print_tagged(known: Mapping[str, type[Any]], value: Any, tag: str = "kind") 
 
 def print_fields(value: Any) -> dict[str, Any]:
     """Turn a dataclass into a table of the fields that differ from their defaults."""
-    found: dict[str, Any] = _adapter(type(value)).dump_python({"": value}, mode="json", exclude_defaults=True)[""]
-    return found
+    tables = _adapter(type(value)).dump_python({"": value}, mode="json", exclude_defaults=True)
+    return dict(tables[""])
 
 
 def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
@@ -100,10 +102,10 @@ def _explain(cls: type[Any], above: int, error: Any) -> str:
         return f"{what}. {did_you_mean(str(name), [n for owner in owners for n in _field_names(owner)])}"
     if kind == "missing":
         return f"{where}: this field is needed"
-    if kind == "literal_error":
-        return f"{where}: {given!r} is no choice. {_suggest(given, context['expected'])}"
     if kind == "union_tag_invalid":
-        return f"{where}.kind: {context['tag']!r} is no choice. {_suggest(context['tag'], context['expected_tags'])}"
+        where, given, context = f"{where}.kind", context["tag"], {"expected": context["expected_tags"]}
+    if kind in ("literal_error", "union_tag_invalid"):
+        return f"{where}: {given!r} is no choice. {_suggest(given, context['expected'])}"
     if kind == "tuple_type" and isinstance(given, str | int | float):
         return f"{where}: a list is needed, such as [{json.dumps(given)}]; it is {given!r}"
     if kind in ("dataclass_type", "model_type", "dict_type"):
@@ -121,7 +123,8 @@ def _locate(cls: type[Any], path: Sequence[str | int]) -> tuple[list[str], list[
     """The path of a table as its file writes it, and the classes that it may be."""
     shown, owners = [], [cls]
     for part in path:
-        hints = [hint for owner in owners if (hint := typing.get_type_hints(owner).get(str(part))) is not None]
+        all_hints = [typing.get_type_hints(owner) for owner in owners]
+        hints = [known[part] for known in all_hints if part in known]
         tagged = [owner for owner in owners if getattr(owner, "kind", None) == part]
         if tagged and not hints:
             # the tag by which pydantic chose among several classes

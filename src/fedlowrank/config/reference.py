@@ -55,7 +55,7 @@ class Reference:
         return found
 
 
-def _choose(number: PaperNumber, where: str, vary: Sequence[str], tables: Mapping[str, Any]) -> float | str | None:
+def _choose(number: PaperNumber, where: str, vary: Sequence[str], tables: Mapping[str, Any]) -> Any:
     """The number for the value that the varied field has in these tables."""
     if not isinstance(number, list):
         return number

@@ -30,7 +30,8 @@ def open_run(folder: Path, python: str, best: bool = False, allow_code: bool = F
     experiment, name = ExperimentConfig.parse(stored["experiment"], allow_code), stored["method"]["name"]
     config = {**experiment.describe(name), "vary": stored["vary"]}
     which = "best" if best else "checkpoint"
-    return reopen(experiment.build_method(name), experiment.federation(), folder, experiment.run, config, which)
+    method, federation = experiment.build_method(name), experiment.federation()
+    return reopen(method, federation, folder, experiment.run, config, which)
 
 
 def read_run_config(folder: Path, python: str) -> dict[str, Any]:
