@@ -28,7 +28,7 @@ from ..simulation.export import write
 from ..simulation.records import RunRecord, run_folders
 from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import simulate
-from .terminal import OUT, resumed_by, say
+from .terminal import INTERRUPT_HINTS, OUT, say
 
 
 def run(
@@ -103,7 +103,13 @@ def compare(
     return 0 if records else 1
 
 
-def resume(folder: Path, overrides: list[str], round: int | None, without: list[int], allow_code: bool) -> int:
+def resume(
+    folder: Path,
+    overrides: Sequence[str],
+    round: int | None,
+    without: Sequence[int],
+    allow_code: bool,
+) -> int:
     """Go on with a run, maybe from an earlier checkpoint, without some clients, or for more rounds."""
     stored = read_run_config(folder, "resume it with simulate(..., folder=..., resume=True)")
     tables, name = stored["experiment"], stored["method"]["name"]
@@ -202,14 +208,15 @@ def run_method(
         "config": {**experiment.describe(name), "vary": vary or {}},
     }
     allowing = " --allow-code" if experiment.code or ":" in name else ""
-    with resumed_by(f"fedlowrank resume {shlex.quote(str(folder))}{allowing}"):
-        if experiment.run.engine == "flower":
-            from .network import run_simulation
+    INTERRUPT_HINTS.append(f"Go on with: fedlowrank resume {shlex.quote(str(folder))}{allowing}")
+    if experiment.run.engine == "flower":
+        from .network import run_simulation
 
-            run_simulation(experiment, name, folder, **how)
-        else:
-            how |= dataclasses.asdict(experiment.run)
-            simulate(method, federation, folder=folder, progress=True, **how)
+        run_simulation(experiment, name, folder, **how)
+    else:
+        how |= dataclasses.asdict(experiment.run)
+        simulate(method, federation, folder=folder, progress=True, **how)
+    INTERRUPT_HINTS.pop()
 
 
 def _parse_seeds(text: str) -> tuple[int, ...]:

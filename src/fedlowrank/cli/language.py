@@ -43,7 +43,7 @@ def _print_truncation(path: Path) -> None:
     truncation = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
     if truncation is None:
         return
-    OUT.print(f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} (Frobenius norm, all layers)")
+    OUT.print(f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} (Frobenius norm)")
     # what is below is the rounding of float32
     if truncation["error"] > 1e-6:
         table = Table("layer", "relative error")

@@ -211,9 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        from .terminal import hint
+        from .terminal import INTERRUPT_HINTS
 
-        print(f"interrupted. {hint()}", file=sys.stderr)
+        print(f"interrupted. {INTERRUPT_HINTS[-1]}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # whoever read the output has enough; the interpreter must not fail on flushing the rest

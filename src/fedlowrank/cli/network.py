@@ -74,22 +74,14 @@ def run_simulation(
     logging.getLogger("flwr").setLevel(logging.ERROR)
     chosen = _choose_method(experiment, name)
     base = folder.with_name(f"{folder.name}.clients")
-    if not resume:
-        _move_aside(folder, force)
-        _move_aside(base, True)
+    # without force, an existing run folder is refused when the run begins
+    for old in (base, *([folder] if force else [])) if not resume else ():
+        if old.exists():
+            RunFolder.move_aside(old)
     with warnings.catch_warnings():
         # of Ray, about accelerators that nobody asked for
         warnings.simplefilter("ignore", FutureWarning)
         flower.simulation(chosen, folder, base, say, resume=resume, config=config)
-
-
-def _move_aside(folder: Path, force: bool) -> None:
-    """Move what is in the way aside, or refuse to."""
-    if not folder.exists():
-        return
-    if not force:
-        raise CheckpointError(f"{folder} exists already. Resume it, choose another folder, or pass --force.")
-    RunFolder.move_aside(folder)
 
 
 def serve(
@@ -245,8 +237,8 @@ def join(
         raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
     if (keys is None) != insecure:
         raise ConfigError(
-            f"pass --keys keys/client-{client}, the folder that the server's operator made by `fedlowrank keys` "
-            "for you; or, for a trial on one machine, --insecure, but not both"
+            f"pass --keys keys/client-{client}, which the server's operator made by `fedlowrank keys` for "
+            "you; or, for a trial on one machine, --insecure, but not both"
         )
     own = None if keys is None else ClientKeys.read(keys)
     if data is None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 from ..core.errors import CheckpointError, ConfigError
 from ..simulation.records import RunRecord
-from ..simulation.run_folder import RunFolder, changes_of
+from ..simulation.run_folder import RunFolder
 from .experiment import ExperimentConfig
 from .merging import merge_tables, parse_override, parse_value, parse_variation
 
@@ -85,19 +83,11 @@ def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
         CheckpointError: naming the folder, what differs and the ways out.
     """
     for one in runs:
-        if RunFolder.has_begun(one.folder) and (changes := _changes(one)):
+        if not RunFolder.has_begun(one.folder):
+            continue
+        stored = RunRecord.load(one.folder).config
+        if changes := one.experiment.changes_from(stored, one.name, one.vary):
             raise CheckpointError(
                 f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another "
                 "folder for the comparison with -o, or pass --force to move such runs aside and train anew."
             )
-
-
-def _changes(one: PlannedRun) -> list[str]:
-    """Fields in which a planned run differs from the one in its folder, without data and models."""
-    stored, experiment = RunRecord.load(one.folder).config, one.experiment
-    method = experiment.build_method(one.name)
-    fields = {"method": {"fields": dataclasses.asdict(method)}, "run": dataclasses.asdict(experiment.run)}
-    now = json.loads(json.dumps({**experiment.describe(one.name), "vary": one.vary, **fields}))
-    del now["variant"]
-    before = {name: stored[name] for name in now if name in stored}
-    return changes_of(before | {"method": {"fields": stored["method"]["fields"]}}, now, method)

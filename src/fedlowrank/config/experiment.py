@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ..language.federation import Language, LanguageSettings
 from ..methods import METHODS
 from ..models.zoo import ModelSettings
 from ..simulation.run import RunSettings
+from ..simulation.run_folder import changes_of
 from .assembly import Shares, assemble, load_language, share_data
 from .data_section import DataSettings
 from .lora_section import LoraSettings, PeftSettings
@@ -63,7 +65,7 @@ class ExperimentConfig(pydantic.BaseModel):
         name: of the experiment, for folders and reports.
         title: for people; by default the name.
         paper: which paper it reproduces.
-        method: that ``run`` runs.
+        method: that ``run`` runs: built in, a variant below, or ``module:Class`` of one's own.
         compare: methods that ``compare`` runs; by default the one above.
         seeds: that ``compare`` runs; by default that of the run.
         vary: what ``compare`` varies, each ``section.field=v1,v2,...``; of several, every combination.
@@ -281,6 +283,26 @@ class ExperimentConfig(pydantic.BaseModel):
             "reference": None if self.reference is None else self.reference.describe(self.vary, tables),
             "experiment": tables,
         }
+
+    def changes_from(self, stored: Mapping[str, Any], name: str, vary: Mapping[str, Any]) -> list[str]:
+        """Compare a run of this experiment field by field with a stored one that it is to go on with.
+
+        What only data and models tell is compared later, when the run goes on.
+
+        Args:
+            stored: ``run.json`` of the stored run.
+            name: of the method or variant.
+            vary: the varied fields and their values.
+
+        Returns:
+            A line for each field that keeps the one from going on as the other; more rounds do not.
+        """
+        method = self.build_method(name)
+        fields = {"method": {"fields": dataclasses.asdict(method)}, "run": dataclasses.asdict(self.run)}
+        now = json.loads(json.dumps({**self.describe(name), "vary": vary, **fields}))
+        del now["variant"]
+        before = {section: stored[section] for section in now if section in stored}
+        return changes_of(before | {"method": {"fields": stored["method"]["fields"]}}, now, method)
 
 
 def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, Any, Any]]:

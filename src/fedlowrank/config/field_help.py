@@ -9,6 +9,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import pydantic
+
 from ..adapters.router import Router
 from ..core.optimizer import SGD, AdamW, Schedule
 from ..data.sources import SOURCES
@@ -27,11 +29,22 @@ from .parsing import classes_in
 @functools.cache
 def format_field_help() -> str:
     """Format the fields of every section, for ``--help``."""
-    lines = ["Fields of an experiment file, with their defaults:"]
-    for title, cls in _sections():
-        if fields := list_fields(cls):
-            lines += [f"\n[{title}]", *(f"  {f.name} = {f.default}\n      {f.meaning}" for f in fields)]
+    lines, meanings = (
+        ["Fields of an experiment file, with their defaults:"],
+        _meanings(inspect.getdoc(ExperimentConfig)),
+    )
+    found = [("at the top", [FieldHelp(n, "", repr(f.default), meanings[n]) for n, f in _header().items()])]
+    found += [(f"[{title}]", list_fields(cls)) for title, cls in _sections()]
+    for title, fields in found:
+        if fields:
+            lines += [f"\n{title}", *(f"  {f.name} = {f.default}\n      {f.meaning}" for f in fields)]
     return "\n".join(lines)
+
+
+def _header() -> dict[str, pydantic.fields.FieldInfo]:
+    """The fields before the first section."""
+    fields = ExperimentConfig.model_fields
+    return {name: fields[name] for name in list(fields)[: list(fields).index("language")]}
 
 
 def _sections() -> list[tuple[str, type[Any]]]:

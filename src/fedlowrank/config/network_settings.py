@@ -99,7 +99,7 @@ class NetworkSettings:
                 f"network.examples promises at least 1 example of every client; it is {list(self.examples)}"
             )
         if self.clients is not None and (self.min_clients or 1) > self.clients:
-            raise ConfigError(f"network.min_clients is {self.min_clients}, but there are {self.clients} of them")
+            raise ConfigError(f"network.min_clients is {self.min_clients}, but there are {self.clients}")
 
     def enough(self, clients: int) -> int:
         """With how many clients the run begins."""
