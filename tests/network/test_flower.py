@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -248,9 +247,10 @@ def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:
     planned = tables("fedavg")
     app(written(tmp_path / "t.toml", planned), [], None, tmp_path / "app")
     found = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert json.loads(found["config"]["experiment"]) == planned
+    made = ExperimentConfig.parse(json.loads(found["config"]["experiment"]))
+    assert made == ExperimentConfig.parse(planned)
     assert found["components"] == {
         "serverapp": "fedlowrank.network.flower:server",
         "clientapp": "fedlowrank.network.flower:client",
     }
-    assert dataclasses.asdict(ExperimentConfig.parse(json.loads(found["config"]["experiment"])).run)["rounds"] == 2
+    assert made.run.rounds == 2

@@ -116,7 +116,12 @@ def resume(
     for text in overrides:
         merge_tables(tables, parse_override(text))
     experiment = ExperimentConfig.parse(tables, allow_code)
-    experiment.build_method(name)
+    if changes := experiment.changes_from(stored, name, stored["vary"]):
+        # sooner than simulate refuses it, and in the words of the file
+        raise CheckpointError(
+            f"{folder} cannot be resumed with another configuration: {'; '.join(changes)}. Set these back, or "
+            "start a new run in another folder."
+        )
     if (round is not None or without) and not went_back(folder, round, without, say):
         return 0
     run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored["vary"])

@@ -80,10 +80,10 @@ class DataSettings:
         source = build_tagged(TEXT_SOURCES if language else SOURCES, own, "data", "digits", "source")
         return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared}, "data"))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Print the table that :meth:`parse` reads."""
-        source = print_tagged({**TEXT_SOURCES, **SOURCES}, self.source, "source")
-        return {**source, **print_fields(self.preparation)}
+    def to_dict(self, short: bool) -> dict[str, Any]:
+        """Print the table that :meth:`parse` reads, in short without the fields that are as by default."""
+        source = print_tagged({**TEXT_SOURCES, **SOURCES}, self.source, short, "source")
+        return {**source, **print_fields(self.preparation, short)}
 
     def load(self) -> Dataset:
         """Read and normalize the data set; the last one is kept for the next run of a comparison.

@@ -40,6 +40,9 @@ TAGGED: dict[str, tuple[dict[str, type[Any]], str]] = {
 }
 """Sections whose entry ``kind`` chooses among several dataclasses: these, and the default."""
 
+_DESCRIBED = ("data", "partition", "split", "concept", "language", "lora")
+"""Sections that stand in ``run.json`` as they do in a file."""
+
 DEFAULT_METHOD = "pfedlora"
 """The method of an experiment that names none."""
 
@@ -177,9 +180,11 @@ class ExperimentConfig(pydantic.BaseModel):
 
     @field_serializer("data", "partition", "split", "concept", "lora")
     def _print(self, value: Any, info: pydantic.FieldSerializationInfo) -> dict[str, Any]:
+        short = info.exclude_defaults
         if info.field_name in TAGGED:
-            return {} if type(value) is Concept else print_tagged(TAGGED[info.field_name][0], value)
-        return value.to_dict() if isinstance(value, DataSettings) else print_fields(value)
+            kinds, _ = TAGGED[info.field_name]
+            return {} if type(value) is Concept else print_tagged(kinds, value, short)
+        return value.to_dict(short) if isinstance(value, DataSettings) else print_fields(value, short)
 
     @model_validator(mode="after")
     def _check(self, info: pydantic.ValidationInfo) -> ExperimentConfig:
@@ -273,12 +278,11 @@ class ExperimentConfig(pydantic.BaseModel):
             name: of the method or variant that runs; by default the experiment's.
         """
         tables, name = self.to_dict(), name or self.default_method
-        sections = ("data", "partition", "split", "concept", "language", "lora")
         return {
             "variant": {"name": name, "title": self.method_title(name)},
             "title": self.title or self.name,
             "paper": self.paper,
-            **{section: tables[section] for section in sections if section in tables},
+            **{section: tables[section] for section in _DESCRIBED if section in tables},
             "model": dataclasses.asdict(self.model),
             "reference": None if self.reference is None else self.reference.describe(self.vary, tables),
             "experiment": tables,
@@ -302,7 +306,12 @@ class ExperimentConfig(pydantic.BaseModel):
         now = json.loads(json.dumps({**self.describe(name), "vary": vary, **fields}))
         del now["variant"]
         before = {section: stored[section] for section in now if section in stored}
-        return changes_of(before | {"method": {"fields": stored["method"]["fields"]}}, now, method)
+        before["method"] = {"fields": stored["method"].get("fields")}
+        # in full, so that a value is named also where it is the default; no code is named in these sections
+        whole = self.parse({section: stored[section] for section in _DESCRIBED if section in stored})
+        for tables, experiment in ((before, whole), (now, self)):
+            tables |= experiment.model_dump(mode="json", include=set(_DESCRIBED))
+        return changes_of(before, now, method)
 
 
 def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, Any, Any]]:

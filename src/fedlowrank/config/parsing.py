@@ -61,15 +61,15 @@ def build_tagged(known: Kinds, values: Any, path: str, default: str, tag: str = 
     return build(known[name], {key: value for key, value in values.items() if key != tag}, path)
 
 
-def print_tagged(known: Kinds, value: Any, tag: str = "kind") -> dict[str, Any]:
+def print_tagged(known: Kinds, value: Any, short: bool, tag: str = "kind") -> dict[str, Any]:
     """Turn a dataclass into the table that :func:`build_tagged` makes it from."""
     name = next(name for name, cls in known.items() if cls is type(value))
-    return {tag: name, **print_fields(value)}
+    return {tag: name, **print_fields(value, short)}
 
 
-def print_fields(value: Any) -> dict[str, Any]:
-    """Turn a dataclass into a table of the fields that differ from their defaults."""
-    tables = _adapter(type(value)).dump_python({"": value}, mode="json", exclude_defaults=True)
+def print_fields(value: Any, short: bool) -> dict[str, Any]:
+    """Turn a dataclass into a table, in short without the fields that are as by default."""
+    tables = _adapter(type(value)).dump_python({"": value}, mode="json", exclude_defaults=short)
     return dict(tables[""])
 
 
