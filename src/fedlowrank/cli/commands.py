@@ -119,8 +119,8 @@ def resume(
     if changes := experiment.changes_from(stored, name, stored["vary"]):
         # sooner than simulate refuses it, and in the words of the file
         raise CheckpointError(
-            f"{folder} cannot be resumed with another configuration: {'; '.join(changes)}. Set these back, or "
-            "start a new run in another folder."
+            f"{folder} cannot be resumed with another configuration: {'; '.join(changes)}. Set these back, "
+            "or start a new run in another folder."
         )
     if (round is not None or without) and not went_back(folder, round, without, say):
         return 0
