@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from fedlowrank.config import experiment
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.files import write_json
 from fedlowrank.methods import METHODS
@@ -68,7 +68,7 @@ def differences(run: Run, out: Path, clients: Sequence[Path]) -> list[str]:
     return wrong
 
 
-def simulated(made: experiment.Experiment, base: Path) -> tuple[Path, list[Path]]:
+def simulated(made: ExperimentConfig, base: Path) -> tuple[Path, list[Path]]:
     """Run it in Flower's simulation."""
     out, folders = base / "sim", base / "sim.clients"
     simulation(made, out, folders, lambda _: None)
@@ -76,15 +76,15 @@ def simulated(made: experiment.Experiment, base: Path) -> tuple[Path, list[Path]
 
 
 def deployed(
-    made: experiment.Experiment, base: Path, link: SuperLink, places: Mapping[str, Path]
+    made: ExperimentConfig, base: Path, link: SuperLink, places: Mapping[str, Path]
 ) -> tuple[Path, list[Path]]:
     """Run it on client nodes with keys."""
-    write_json(places["experiment"], made.tables)
+    write_json(places["experiment"], made.to_dict())
     app, folders, shares = base / "app", [base / f"client-{i}" for i in range(CLIENTS)], made.shares()
     write_own_app(app)
     with ExitStack() as stack:
         for i, folder in enumerate(folders):
-            prepare(folder, made.tables, i, shares)
+            prepare(folder, made, i, shares)
             own = ClientKeys.read(places["keys"] / f"client-{i}")
             node = SuperNode(folder / "flower", link.address, folder, own)
             node.start()
@@ -129,8 +129,8 @@ def main() -> None:
             nodes = {str(link.register(public)): i for i, public in keys.clients.items()}
             write_json(base / "nodes.json", nodes)
             for method in args.methods.split(","):
-                made = experiment.load(tables(method, args.rounds))
-                run = simulate(made.method(method), made.federation(), **dataclasses.asdict(made.run)).run
+                made = ExperimentConfig.parse(tables(method, args.rounds))
+                run = simulate(made.build_method(method), made.federation(), **dataclasses.asdict(made.run)).run
                 found = []
                 for how in (simulated, lambda m, b: deployed(m, b, link, places)):
                     wrong = differences(run, *how(made, base / method))

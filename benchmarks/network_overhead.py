@@ -30,7 +30,7 @@ from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp import Grid, ServerApp
 
-from fedlowrank.config import experiment
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.files import write_json
 from fedlowrank.network.client import prepare
 from fedlowrank.network.deploy.flower_app import write_app, write_own_app
@@ -110,7 +110,7 @@ def in_simulation(base: Path, clients: int, rounds: int) -> tuple[list[float], l
         floor.extend(waves(grid, clients, rounds))
 
     run_simulation(server_app(measure), echo(), clients, backend_config=resources)
-    made = experiment.load(tables(clients, rounds))
+    made = ExperimentConfig.parse(tables(clients, rounds))
     out = base / f"sim-{clients}"
     simulation(made, out, base / f"sim-{clients}.clients", lambda _: None)
     return floor, *figures(out)
@@ -128,9 +128,9 @@ def figures(out: Path) -> tuple[list[float], dict[str, int]]:
 
 def in_process(clients: int, rounds: int) -> list[float]:
     """Seconds of training of the rounds of the wire engine."""
-    made = experiment.load(tables(clients, rounds))
+    made = ExperimentConfig.parse(tables(clients, rounds))
     settings = dataclasses.asdict(dataclasses.replace(made.run, engine="wire"))
-    return [r.seconds["train"] for r in simulate(made.method("fedavg"), made.federation(), **settings).rounds[1:]]
+    return [r.seconds["train"] for r in simulate(made.build_method("fedavg"), made.federation(), **settings).rounds[1:]]
 
 
 class FlowerNode(Program):
@@ -171,13 +171,13 @@ def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[f
         config = {"nodes": clients, "rounds": rounds, "out": str(result)}
         write_app(base / "floor", "floor", "network_overhead:floor_server", "network_overhead:floor_client", config)
         finished(link, link.submit(base / "floor"))
-    made, out = experiment.load(tables(clients, rounds)), base / "net"
-    write_json(base / "experiment.json", made.tables)
+    made, out = ExperimentConfig.parse(tables(clients, rounds)), base / "net"
+    write_json(base / "experiment.json", made.to_dict())
     shares = made.shares()
     with server(base / "b", **{EXPERIMENT: str(base / "experiment.json"), OUT: str(out)}) as link, ExitStack() as stack:
         for i in range(clients):
             folder = base / "clients" / str(i)
-            prepare(folder, made.tables, i, shares)
+            prepare(folder, made, i, shares)
             node = SuperNode(folder / "flower", link.address, folder, insecure=True)
             node.start()
             stack.callback(node.close)

@@ -6,7 +6,7 @@ import inspect
 import sys
 from pathlib import Path
 
-from fedlowrank.config.tables import fields_of
+from fedlowrank.config.field_help import list_fields
 from fedlowrank.methods import METHODS
 
 TARGET = Path(__file__).parent / "methods.md"
@@ -25,7 +25,7 @@ def page() -> str:
         models = "models of any architecture" if cls.heterogeneous else "equal models"
         parts.append(f"## `{name}`\n\n{cls.title}; {models}. {cls.citation}.\n")
         parts.append(f"```text\n{inspect.getdoc(sys.modules[cls.__module__])}\n```\n")
-        rows = [f"| `{f.name}` | `{f.default}` | {f.meaning} |" for f in fields_of(cls)]
+        rows = [f"| `{f.name}` | `{f.default}` | {f.meaning} |" for f in list_fields(cls)]
         parts.append("| field | default | meaning |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 

@@ -14,8 +14,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from fedlowrank.config import experiment
-from fedlowrank.config import tables as config
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.report.groups import half_width
 from fedlowrank.simulation.records import RunRecord
 
@@ -74,20 +73,20 @@ def interval(values: list[float], digits: int) -> str:
 
 def table(rows: list[dict[str, str]], stem: str) -> str:
     """The table of an experiment, as Markdown with its heading."""
-    made, tokens = experiment.load(config.read(FILES / f"{stem}.toml")), stem.endswith("stories")
+    made, tokens = ExperimentConfig.read(FILES / f"{stem}.toml"), stem.endswith("stories")
     scale, digits = (1.0, 3) if tokens else (100.0, 1)
     what = "held-out loss" if tokens else "test accuracy, %"
     lines = [
-        f"### {made.header.title.partition(': ')[2]}\n\nRanks {list(made.ranks)}; {what}.\n",
+        f"### {made.title.partition(': ')[2]}\n\nRanks {list(made.lora.ranks)}; {what}.\n",
         "| method | per client | server | worst client | MB up | MB down | seeds |",
         "| :--- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name in made.compared:
+    for name in made.compared_methods:
         found = [r for r in rows if (r["experiment"], r["method"]) == (stem, name)]
         if found:
             cells = [over_seeds(found, f, scale, digits) for f in ("per_client", "server", "worst")]
             cells += [f"{float(found[0][way]) / 1e6:.1f}" for way in ("bytes_up", "bytes_down")]
-            lines.append(f"| {made.title(name)} | {' | '.join(cells)} | {len(found)} |")
+            lines.append(f"| {made.method_title(name)} | {' | '.join(cells)} | {len(found)} |")
     return "\n".join(lines)
 
 
@@ -98,7 +97,7 @@ def differences(rows: list[dict[str, str]]) -> str:
         mine = [r for r in rows if (r["experiment"], r["method"]) == (stem, "fedhl")]
         gaps = [100 * (float(r["server"]) - float(r["per_client"])) for r in mine]
         each = ", ".join(f"{gap:+.1f}".replace("-", "−").replace("+0.0", "0.0") for gap in gaps)
-        title = experiment.load(config.read(FILES / f"{stem}.toml")).header.title.partition(": ")[2]
+        title = ExperimentConfig.read(FILES / f"{stem}.toml").title.partition(": ")[2]
         lines.append(f"| {title} | {each} | {interval(gaps, 1)} |")
     return "\n".join(lines)
 

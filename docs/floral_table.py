@@ -11,8 +11,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from fedlowrank.config import experiment
-from fedlowrank.config import tables as config
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.simulation.records import RunRecord
 
 FILES = Path(__file__).resolve().parents[1] / "experiments" / "floral"
@@ -45,16 +44,16 @@ def cell(runs: Path, name: str, paper: float, spread: float) -> str:
 
 def main(runs: Path) -> None:
     """Print the table."""
-    made = {stem: experiment.load(config.read(FILES / f"{stem}.toml")) for stem in SPREAD}
+    made = {stem: ExperimentConfig.read(FILES / f"{stem}.toml") for stem in SPREAD}
     print("| method |", " | ".join(f"{stem} (paper)" for stem in SPREAD), "|")
     print("| :--- |", " | ".join("---:" for _ in SPREAD), "|")
     first = made["mnist-r"]
-    for place, name in enumerate(first.compared):
+    for place, name in enumerate(first.compared_methods):
         cells = [
             cell(runs / stem, name, one.describe()["reference"]["accuracy"][name], SPREAD[stem][place])
             for stem, one in made.items()
         ]
-        print(f"| {first.title(name)} |", " | ".join(cells), "|")
+        print(f"| {first.method_title(name)} |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ import torch
 import fedlowrank
 from fedlowrank import SGD, AdamW
 from fedlowrank.cli.main import main
-from fedlowrank.config import experiment
-from fedlowrank.config.comparison import plan
+from fedlowrank.config.comparison import plan_runs
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.network_settings import NetworkSettings
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.methods import METHODS
@@ -50,7 +50,7 @@ Capsys = pytest.CaptureFixture[str]
         ("methods.floral.kinds=[linea]", "methods.floral.kinds: a list is needed"),
         ('methods.floral.kinds=["linea"]', "methods.floral.kinds.0: 'linea' is no choice. Did you mean 'linear'?"),
         ("model.names=iris:net", 'model.names: a list is needed, such as ["iris:net"]'),
-        ("compare=fedavg", 'experiment.compare: a list is needed, such as ["fedavg"]'),
+        ("compare=fedavg", 'compare: a list is needed, such as ["fedavg"]'),
     ],
 )
 def test_a_choice_that_is_nearly_right(override: str, says: str, capsys: Capsys) -> None:
@@ -143,9 +143,9 @@ def test_several_variations_make_a_grid(capsys: Capsys) -> None:
 
 
 def test_a_file_may_vary_several_fields() -> None:
-    made = experiment.load({**tomllib.loads(SMALL), "vary": ["run.rounds=1,2", "defaults.batch_size=8,16,32"]})
-    runs = plan(made.tables, ["fedavg"], [0], made.header.vary, Path("out"))
-    found = [(p.experiment.run.rounds, p.experiment.method("fedavg").batch_size, *p.vary.values()) for p in runs]
+    made = ExperimentConfig.parse({**tomllib.loads(SMALL), "vary": ["run.rounds=1,2", "defaults.batch_size=8,16,32"]})
+    runs = plan_runs(made, ["fedavg"], [0], made.vary, Path("out"))
+    found = [(p.experiment.run.rounds, p.experiment.build_method("fedavg").batch_size, *p.vary.values()) for p in runs]
     assert found == [(r, b, r, b) for r in (1, 2) for b in (8, 16, 32)]
     assert len({p.folder for p in runs}) == 6
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedlowrank import __version__
-from fedlowrank.cli.main import main
+from fedlowrank.cli.main import main, parser
 from fedlowrank.data.partition import PARTITIONS
 from fedlowrank.data.sources import SOURCES
 from fedlowrank.data.split import SPLITS
@@ -58,6 +61,16 @@ def test_help(command: str, capsys: Capsys) -> None:
     out = capsys.readouterr().out
     assert f"fedlowrank {command}" in out
     assert "--debug" in out
+
+
+def test_options_are_the_parameters_of_the_command_s_function() -> None:
+    # functions are imported only when their command is called, with its options by name
+    (commands,) = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    for name, command in commands.choices.items():
+        module, _, function = command.get_default("function").partition(":")
+        found = getattr(importlib.import_module(f"fedlowrank.cli.{module}"), function)
+        options = {a.dest for a in command._actions} - {"help", "debug"}
+        assert options == set(inspect.signature(found).parameters), name
 
 
 @pytest.mark.parametrize("command", ["run", "compare", "data"])

@@ -11,8 +11,7 @@ from torch.func import functional_call
 from fedlowrank.adapters import deployment as deploy
 from fedlowrank.adapters import thin_layers as thin
 from fedlowrank.cli import commands
-from fedlowrank.config import experiment
-from fedlowrank.config import tables as config
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run import Run
@@ -33,14 +32,16 @@ FEDSLR = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("export")
-    made = experiment.load(config.read(where / write(where, FEDSLR)))
-    commands._one(made, "fedslr", made.federation(), where / "run", extra={"vary": {}})
+    made = ExperimentConfig.read(where / write(where, FEDSLR))
+    commands.run_method(made, "fedslr", made.federation(), where / "run")
     return where / "run"
 
 
 def run_of(folder: Path) -> Run:
-    made = experiment.load(RunRecord.load(folder).config["experiment"])
-    return reopen(made.method("fedslr"), made.federation(), folder, made.run, {**made.describe("fedslr"), "vary": {}})
+    made = ExperimentConfig.parse(RunRecord.load(folder).config["experiment"])
+    return reopen(
+        made.build_method("fedslr"), made.federation(), folder, made.run, {**made.describe("fedslr"), "vary": {}}
+    )
 
 
 @pytest.mark.parametrize("series", ["mixed", "gkr"])

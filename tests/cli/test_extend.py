@@ -13,7 +13,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.simulation.records import RunRecord
 from fedlowrank.testing.check import CHECKS, federation
 
-from .small import done, files, refused, write
+from .small import SMALL, done, files, refused, write
 
 Capsys = pytest.CaptureFixture[str]
 DEEP = ("model.names=['mlp']", "model.hidden=[6, 5]")
@@ -92,3 +92,14 @@ def test_a_damaged_configuration(capsys: Capsys) -> None:
     path = Path("runs/small/fedavg-s0/run.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "run": 5}))
     assert "run was 5" in refused(capsys, "resume", "runs/small/fedavg-s0")
+
+
+def test_a_field_is_named_with_both_values_also_where_one_is_the_default(capsys: Capsys) -> None:
+    text = SMALL.replace('kind = "iid"', 'kind = "dirichlet"\nmin_size = 1\nalpha = 5.0')
+    done(capsys, "run", write(Path(), text), "run.rounds=1")
+    before = files(Path("runs"))
+    spelled = refused(capsys, "resume", "runs/small/fedavg-s0", "partition.alpha=0.5")
+    left_out = refused(capsys, "compare", write(Path(), text.replace("alpha = 5.0", "")), "run.rounds=1")
+    for found in (spelled, left_out):
+        assert "partition.alpha was 5.0 and is 0.5" in found
+    assert files(Path("runs")) == before

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedlowrank.cli.main import main
-from fedlowrank.config import experiment
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.models.zoo import ModelSettings
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
@@ -78,12 +78,12 @@ def test_the_factory_makes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_experiment_is_one() -> None:
-    made = experiment.load(tomllib.loads(blocks("toml")[0]))
-    assert made.compared == ["pfedlora", "standalone", "fedproto"]
-    assert made.method("pfedlora").mu == 0.9
+    made = ExperimentConfig.parse(tomllib.loads(blocks("toml")[0]))
+    assert made.compared_methods == ["pfedlora", "standalone", "fedproto"]
+    assert made.build_method("pfedlora").mu == 0.9
 
 
 def test_the_language_experiment_is_one() -> None:
-    made = experiment.load(tomllib.loads(blocks("toml")[1]))
-    assert made.method("fedhl").title == "FedHL"
+    made = ExperimentConfig.parse(tomllib.loads(blocks("toml")[1]))
+    assert made.build_method("fedhl").title == "FedHL"
     assert made.partition.clients == 10

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import Federation, simulate
-from fedlowrank.cli import commands
-from fedlowrank.config import experiment
+from fedlowrank.cli.main import main
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.field_help import format_field_help
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.core.key import Key
@@ -327,14 +328,14 @@ TABLES: dict[str, Any] = {
 
 
 def test_an_experiment_file_augments() -> None:
-    made = experiment.load({**TABLES, "augment": {"flip": True, "crop": 2, "fill": 1}})
+    made = ExperimentConfig.parse({**TABLES, "augment": {"flip": True, "crop": 2, "fill": 1}})
     on = made.federation()
     assert on.augment == made.augment == Augment(True, 2, 1.0)
     # black is 0 unless the file says otherwise, and so is the padding
     assert min(float(torch.as_tensor(c.train.x).min()) for c in on.clients) == Augment().fill == 0.0
-    assert experiment.load(TABLES).augment == experiment.load(TABLES).federation().augment == Augment()
+    assert ExperimentConfig.parse(TABLES).augment == ExperimentConfig.parse(TABLES).federation().augment == Augment()
     with pytest.raises(DataError, match=r"client 0: augment\.flip and augment\.crop need images"):
-        experiment.load({**TABLES, "data": {"source": "iris"}, "augment": {"crop": 1}}).federation()
+        ExperimentConfig.parse({**TABLES, "data": {"source": "iris"}, "augment": {"crop": 1}}).federation()
 
 
 def test_a_wrong_field_of_the_section_is_named() -> None:
@@ -346,11 +347,11 @@ def test_a_wrong_field_of_the_section_is_named() -> None:
         (True, r"\[augment\] must be a table"),
     ):
         with pytest.raises(ConfigError, match=says):
-            experiment.load({**TABLES, "augment": section})
+            ExperimentConfig.parse({**TABLES, "augment": section})
 
 
 def test_help_lists_the_fields() -> None:
-    lines = commands.field_help().partition("\n[augment]\n")[2].partition("\n[")[0].splitlines()[:6]
+    lines = format_field_help().partition("\n[augment]\n")[2].partition("\n[")[0].splitlines()[:6]
     assert lines[::2] == ["  flip = False", "  crop = 0", "  fill = 0.0"]
     assert all(len(line.strip()) > 20 for line in lines[1::2])
 
@@ -392,12 +393,12 @@ def test_a_run_goes_on_with_its_own_augmentation_or_none_and_no_other(tmp_path: 
 
 
 def test_the_command_line_resumes_with_the_section(tmp_path: Path) -> None:
-    made = experiment.load({**TABLES, "augment": {"flip": True, "crop": 2}})
+    made = ExperimentConfig.parse({**TABLES, "augment": {"flip": True, "crop": 2}})
     on, given = made.federation(), {**dataclasses.asdict(made.run), "config": {**made.describe(), "vary": {}}}
     whole = go(tmp_path / "whole", on, **given)
     with pytest.raises(InterruptedError):
         go(tmp_path / "cut", on, until=2, **given)
     with pytest.raises(CheckpointError, match=r"augment\.crop was 2 and is 1"):
-        commands.resume(tmp_path / "cut", ["augment.crop=1"])
-    assert commands.resume(tmp_path / "cut", []) == 0
+        main(["resume", str(tmp_path / "cut"), "augment.crop=1", "--debug"])
+    assert main(["resume", str(tmp_path / "cut")]) == 0
     assert tree.equal(whole.run.state.server, checkpoint.load(tmp_path / "cut" / "checkpoint").server)

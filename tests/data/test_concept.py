@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.config import experiment
-from fedlowrank.config import tables as config
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.augment import Augment
@@ -194,9 +193,9 @@ clusters = 4
 """
 
 
-def load(folder, text: str, *overrides: str) -> experiment.Experiment:
+def load(folder, text: str, *overrides: str) -> ExperimentConfig:
     (folder / "e.toml").write_text(text)
-    return experiment.load(config.read(folder / "e.toml", overrides))
+    return ExperimentConfig.read(folder / "e.toml", overrides)
 
 
 def test_a_federation_knows_its_clusters_and_holds_turned_digits(tmp_path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.config import tables as config
+from fedlowrank.config.parsing import build
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.partition import PARTITIONS
@@ -162,4 +162,4 @@ def test_settings_and_data_that_do_not_fit_are_refused() -> None:
 
 
 def test_it_is_known_by_name() -> None:
-    assert config.build(PARTITIONS["rank_skew"], {"ranks": [8, 4], "clients": 4}, "partition") == RankSkew(4, (8, 4))
+    assert build(PARTITIONS["rank_skew"], {"ranks": [8, 4], "clients": 4}, "partition") == RankSkew(4, (8, 4))

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedlowrank import Federation, simulate
-from fedlowrank.config import experiment
-from fedlowrank.config import tables as config
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.optimizer import SGD
@@ -323,9 +322,9 @@ optimizer = { kind = "sgd", lr = 0.1 }
 """
 
 
-def load(folder: Any, *overrides: str) -> experiment.Experiment:
+def load(folder: Any, *overrides: str) -> ExperimentConfig:
     (folder / "e.toml").write_text(LINEAR)
-    return experiment.load(config.read(folder / "e.toml", overrides))
+    return ExperimentConfig.read(folder / "e.toml", overrides)
 
 
 def test_an_experiment_on_a_synthetic_regression_runs(tmp_path: Any) -> None:
@@ -338,7 +337,7 @@ def test_an_experiment_on_a_synthetic_regression_runs(tmp_path: Any) -> None:
     assert {n: tuple(p.shape) for n, p in model.initial.items()} == {"linear.weight": (3, 10)}
     again = load(tmp_path, "run.seed=7").federation()
     assert again.fingerprint() == federation.fingerprint()
-    simulate(made.method("fedavg"), federation, rounds=2, folder=tmp_path / "run", representations=0)
+    simulate(made.build_method("fedavg"), federation, rounds=2, folder=tmp_path / "run", representations=0)
 
 
 def test_an_experiment_keeps_a_share_of_the_training_data(tmp_path: Any) -> None:

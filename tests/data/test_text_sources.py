@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank.config import tables as config
+from fedlowrank.config.parsing import build
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.text.passages import Speakers
@@ -326,8 +326,8 @@ def test_texts_of_two_kinds_and_empty_parts_are_refused() -> None:
 
 def test_every_source_is_built_from_a_table_of_settings(tmp_path: Path) -> None:
     for name, cls in TEXT_SOURCES.items():
-        assert config.build(cls, {"path": "p"}, "data") == cls("p"), name
-    assert config.build(Speakers, {"path": "p", "speaker": ["play", "speaker"]}, "data").speaker == ("play", "speaker")
+        assert build(cls, {"path": "p"}, "data") == cls("p"), name
+    assert build(Speakers, {"path": "p", "speaker": ["play", "speaker"]}, "data").speaker == ("play", "speaker")
 
 
 def test_optional_libraries_are_imported_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from fedlowrank.config import experiment
-from fedlowrank.config import tables as config
-from fedlowrank.config.comparison import combinations
-from fedlowrank.config.experiment import Experiment
+from fedlowrank.config import data_section
+from fedlowrank.config.comparison import list_combinations
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.data.dataset import Dataset, Examples
 
 ROOT = Path(__file__).resolve().parents[2] / "experiments"
@@ -32,13 +31,19 @@ def name_of(path: Path) -> str:
 
 
 @functools.cache
-def loaded(path: Path, *overrides: str) -> Experiment:
-    return experiment.load(config.read(path, overrides))
+def loaded(path: Path, *overrides: str) -> ExperimentConfig:
+    return ExperimentConfig.read(path, overrides)
 
 
-def variants(path: Path) -> Iterator[Experiment]:
+def forget() -> None:
+    """Parse files anew: experiments name the classes of their sources, which some tests replace."""
+    loaded.cache_clear()
+    data_section._load.cache_clear()
+
+
+def variants(path: Path) -> Iterator[ExperimentConfig]:
     """The experiment for each value that it varies."""
-    for varied in combinations(loaded(path).header.vary):
+    for varied in list_combinations(loaded(path).vary):
         yield loaded(path, *(f"{field}={value}" for field, value in varied.items()))
 
 

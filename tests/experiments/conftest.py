@@ -5,12 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fedlowrank.config import assembly as assemble
-from fedlowrank.config import experiment
+from fedlowrank.config import assembly, data_section
 from fedlowrank.data import sources
 from fedlowrank.data.federation import Federation
 
-from .common import BlankCifar10, BlankCifar100, BlankTiny, Noise
+from .common import BlankCifar10, BlankCifar100, BlankTiny, Noise, forget
 
 torch.set_num_threads(1)
 
@@ -22,13 +21,13 @@ def blank_images(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sources.SOURCES, "cifar100", BlankCifar100)
     monkeypatch.setitem(sources.SOURCES, "folder", BlankTiny)
     # the models take seconds to draw and are not at issue
-    monkeypatch.setattr(assemble, "architecture_of", lambda name, *rest, **more: name)
+    monkeypatch.setattr(assembly, "architecture_of", lambda name, *rest, **more: name)
     # there is no model whose scores could be counted
     monkeypatch.setattr(Federation, "_check_scores", lambda self: None)
-    monkeypatch.setattr(experiment, "normalize", lambda dataset, how: dataset)
-    experiment._dataset.cache_clear()
+    monkeypatch.setattr(data_section, "normalize", lambda dataset, how: dataset)
+    forget()
     yield
-    experiment._dataset.cache_clear()
+    forget()
 
 
 @pytest.fixture
@@ -36,6 +35,6 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sources that give a few small random images."""
     for name in ("cifar10", "cifar100", "mnist"):
         monkeypatch.setitem(sources.SOURCES, name, Noise)
-    experiment._dataset.cache_clear()
+    forget()
     yield
-    experiment._dataset.cache_clear()
+    forget()

@@ -12,11 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
-from fedlowrank.config import experiment
-from fedlowrank.config import tables as config
-from fedlowrank.config.experiment import Experiment
+from fedlowrank.config.data_section import Preparation
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.merging import read_tables
 from fedlowrank.core.errors import ConfigError
+from fedlowrank.data.cifar import Cifar10, Cifar100
 from fedlowrank.data.images import Folder
+from fedlowrank.data.partition import EqualDirichlet, Iid
+from fedlowrank.data.split import Matched
 from fedlowrank.simulation.simulate import simulate
 
 from .common import FEDSLR, ROOT, loaded, runnable, variants
@@ -123,7 +126,7 @@ def data_of(stem: str) -> str:
     return stem.split("-")[1] if stem in MAIN else "cifar100"
 
 
-def shown(made: Experiment) -> dict[str, Any]:
+def shown(made: ExperimentConfig) -> dict[str, Any]:
     """The paper's numbers beside a run, without their label and the kinds that it has none of."""
     reference = made.describe()["reference"]
     return {kind: numbers for kind, numbers in reference.items() if kind != "label" and numbers}
@@ -138,18 +141,19 @@ def test_every_file_has_a_small_version(stem: str) -> None:
     large, little = loaded(whole(stem)), loaded(small(stem))
     assert large.name == f"fedslr-{stem}"
     assert little.name == f"fedslr-{stem}-cpu"
-    assert little.compared == large.compared
+    assert little.compared_methods == large.compared_methods
     assert little.run.rounds <= 60 < large.run.rounds
-    assert little.tables["partition"]["kind"] == large.tables["partition"]["kind"]
-    assert little.tables["data"]["examples"] <= 10_000
-    if little.tables["partition"]["kind"] == "equal_dirichlet":
-        classes = 20 if little.tables["data"].get("labels") == "coarse" else 10
-        assert little.tables["partition"]["alpha"] == pytest.approx(0.1 * classes)
-    varies, of = (str(e.tables.get("vary", "")).partition("=") for e in (little, large))
+    assert type(little.partition) is type(large.partition)
+    assert little.data.preparation.examples is not None
+    assert little.data.preparation.examples <= 10_000
+    if isinstance(little.partition, EqualDirichlet):
+        classes = 20 if getattr(little.data.source, "labels", "") == "coarse" else 10
+        assert little.partition.alpha == pytest.approx(0.1 * classes)
+    varies, of = ("".join(e.vary).partition("=") for e in (little, large))
     assert varies[0] == of[0]
     assert len(varies[2].split(",")) == len(of[2].split(","))
     # with other values, models and data there is nothing to compare
-    assert "reference" not in little.tables
+    assert little.reference is None
 
 
 @pytest.mark.parametrize("stem", MAIN)
@@ -161,7 +165,7 @@ def test_table_1_and_2_show_the_numbers_of_the_paper(stem: str) -> None:
         for kind, numbers in zip(("communication", "parameters"), TABLE_2[column], strict=True):
             expected[kind] = dict(zip(ROWS_2, numbers, strict=True))
     assert shown(made) == expected
-    assert sorted({row.partition(".")[0] for row in ROWS_1}) == sorted(made.compared)
+    assert sorted({row.partition(".")[0] for row in ROWS_1}) == sorted(made.compared_methods)
     title = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "tiny": "TinyImageNet"}[data_of(stem)]
     split = {"iid": "IID", "noniid": "Non-IID"}[column.split("-")[1]]
     assert made.describe()["reference"]["label"].endswith(f", {title} {split}")
@@ -171,10 +175,10 @@ def test_table_1_and_2_show_the_numbers_of_the_paper(stem: str) -> None:
 def test_every_value_reaches_the_method_and_has_its_own_numbers(stem: str) -> None:
     field, values, numbers = SWEEPS[stem]
     made = list(variants(whole(stem)))
-    assert all(m.compared == ["fedslr"] for m in made)
+    assert all(m.compared_methods == ["fedslr"] for m in made)
     assert whole(stem).read_text().count(f'\nvary = "{field}=') == 1
     for at, (one, value) in enumerate(zip(made, values, strict=True)):
-        method: Any = one.method("fedslr")
+        method: Any = one.build_method("fedslr")
         assert getattr(method, field.rpartition(".")[2]) == value
         expected = {kind: {s: column[at] for s, column in rows.items()} for kind, rows in numbers.items()}
         if numbers:
@@ -186,35 +190,33 @@ def test_every_value_reaches_the_method_and_has_its_own_numbers(stem: str) -> No
 
 @pytest.mark.parametrize("stem", [s for s, (_, _, numbers) in SWEEPS.items() if numbers])
 def test_a_list_needs_a_number_for_every_value(stem: str) -> None:
-    tables = copy.deepcopy(config.read(whole(stem)))
+    tables = copy.deepcopy(read_tables(whole(stem)))
     tables["reference"]["accuracy"][MIXED].pop()
     with pytest.raises(ConfigError, match=r"reference\.accuracy\.fedslr holds"):
-        experiment.load(tables)
+        ExperimentConfig.parse(tables)
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_the_whole_files_follow_the_protocol_of_the_paper(stem: str) -> None:
     made = loaded(whole(stem))
-    tables = made.tables
     assert (made.run.rounds, made.run.participation) == (1000, 0.1)
-    assert tables["partition"]["clients"] == 100
-    assert tables["split"] == {"kind": "matched", "val": 0.0, "test_per_client": 100}
+    assert made.split == Matched(val=0.0, test_per_client=100)
     data = data_of(stem)
-    assert tables["data"]["source"] == {"cifar10": "cifar10", "cifar100": "cifar100", "tiny": "folder"}[data]
-    assert tables["data"]["normalize"] == "standard"
-    assert "examples" not in tables["data"]
-    assert "labels" not in tables["data"]
+    source: Any = made.data.source
+    assert isinstance(source, {"cifar10": Cifar10, "cifar100": Cifar100, "tiny": Folder}[data])
+    assert made.data.preparation == Preparation(normalize="standard")
     assert made.model.names == ("resnet18_tiny" if data == "tiny" else "resnet18",)
-    assert tables["data"].get("size") == (64 if data == "tiny" else None)
+    assert source == type(source)(source.path, **({"size": 64} if data == "tiny" else {}))
     assert (made.augment.flip, made.augment.crop) == (True, 8 if data == "tiny" else 4)
     if stem.endswith("-iid"):
-        assert tables["partition"] == {"kind": "iid", "clients": 100}
+        assert made.partition == Iid(100)
     else:
         classes = {"cifar10": 10, "cifar100": 100, "tiny": 200}[data]
-        assert tables["partition"]["kind"] == "equal_dirichlet"
-        assert tables["partition"]["alpha"] == pytest.approx(0.1 * classes)
-    for name in made.compared:
-        method: Any = made.method(name)
+        assert isinstance(made.partition, EqualDirichlet)
+        assert made.partition.clients == 100
+        assert made.partition.alpha == pytest.approx(0.1 * classes)
+    for name in made.compared_methods:
+        method: Any = made.build_method(name)
         assert (method.epochs, method.batch_size) == (2, 20)
         rate = 0.001 if name == "per_fedavg" else 0.1
         for t in (0, 1, 999):
@@ -225,7 +227,7 @@ def test_the_whole_files_follow_the_protocol_of_the_paper(stem: str) -> None:
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_fedslr_has_the_settings_of_the_paper(stem: str) -> None:
-    method: Any = loaded(whole(stem)).method("fedslr")
+    method: Any = loaded(whole(stem)).build_method("fedslr")
     settings = {
         "lam": 1e-4, "mu": 1e-3, "eta_g": 10.0, "fusion_epochs": 1, "shared": "low_rank", "private": "sparse",
         "personal_start": "zero", "exclude": (), **CHANGED.get(stem, {}),
@@ -235,7 +237,7 @@ def test_fedslr_has_the_settings_of_the_paper(stem: str) -> None:
 
 @pytest.mark.parametrize("path", [whole("variants-prox"), small("variants-prox")], ids=["whole", "cpu"])
 def test_the_places_of_the_prox_share_its_size(path: Path) -> None:
-    methods: list[Any] = [loaded(path).method(name) for name in ("fedslr", "lpgd", "gpgd")]
+    methods: list[Any] = [loaded(path).build_method(name) for name in ("fedslr", "lpgd", "gpgd")]
     fedslr, lpgd, gpgd = methods
     assert lpgd.lam == gpgd.lam == fedslr.lam
     assert gpgd.eta_g == fedslr.eta_g
@@ -254,7 +256,7 @@ def test_the_baselines_have_the_settings_of_the_paper(stem: str) -> None:
         "scaffold": {"eta_g": 1.0},
     }
     for name, wanted in settings.items():
-        method: Any = made.method(name)
+        method: Any = made.build_method(name)
         assert {field: getattr(method, field) for field in wanted} == wanted
 
 
@@ -288,7 +290,7 @@ def test_clients_hold_equal_shares_and_mixtures_of_the_papers_kind(stem: str) ->
 def test_small_versions_run(stem: str) -> None:
     """One round of two clients with every method, at every varied value, on small images."""
     for made in variants(small(stem)):
-        run_briefly(made, made.compared if stem in OTHERS or stem == "table1-tiny-noniid" else ["fedslr"])
+        run_briefly(made, made.compared_methods if stem in OTHERS or stem == "table1-tiny-noniid" else ["fedslr"])
 
 
 @pytest.mark.parametrize("stem", ["table3-lambda", "figure5"])
@@ -296,23 +298,21 @@ def test_small_versions_run(stem: str) -> None:
 def test_small_versions_of_the_resnet_run(stem: str) -> None:
     *_, last = variants(small(stem))
     assert last.model.names == ("resnet18_w16",)
-    run_briefly(last, last.compared)
+    run_briefly(last, last.compared_methods)
 
 
-def run_briefly(made: Experiment, methods: list[str]) -> None:
-    t = made.tables
-    little = experiment.load(
+def run_briefly(made: ExperimentConfig, methods: list[str]) -> None:
+    little = made.overlay(
         {
-            **t,
-            "data": {**t["data"], "examples": 80},
-            "partition": {**t["partition"], "clients": 4},
-            "split": {**t["split"], "test_per_client": 8},
-            "run": {**t["run"], "rounds": 1, "representations": 0},
+            "data": {"examples": 80},
+            "partition": {"clients": 4},
+            "split": {"test_per_client": 8},
+            "run": {"rounds": 1, "representations": 0},
         }
     )
     federation = little.federation()
     for name in methods:
-        result = simulate(little.method(name), federation, rounds=1, participation=0.5, representations=0)
+        result = simulate(little.build_method(name), federation, rounds=1, participation=0.5, representations=0)
         assert len(result.rounds) == 2
         assert {len(c.train) for c in federation.clients} == {20}
         assert 0 <= result.mean_accuracy() <= 1
@@ -330,8 +330,8 @@ def test_tiny_imagenet_is_laid_out_as_its_file_says(tmp_path: Path) -> None:
     commands = re.findall(r"^#   (.+)$", (FEDSLR / "base-tiny.toml").read_text(), re.MULTILINE)
     assert len(commands) == 3
     subprocess.run(["bash", "-euc", "\n".join(commands)], cwd=tmp_path, check=True)
-    settings = loaded(whole("table1-tiny-iid")).tables["data"]
-    data = Folder(str(tmp_path), size=settings["size"]).load()
+    settings = loaded(whole("table1-tiny-iid")).data.source
+    data = Folder(str(tmp_path), size=settings.size).load()
     assert data.classes == names
     assert data.test is not None
     for part in (data.train, data.test):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fedlowrank.config import experiment
-from fedlowrank.config import tables as config
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.merging import parse_value, read_tables
+from fedlowrank.data.partition import Pathological
+from fedlowrank.data.sources import SOURCES
+from fedlowrank.data.split import Local
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
 from fedlowrank.simulation.simulate import simulate
@@ -50,13 +54,20 @@ FIVE = ("cnn1", "cnn2", "cnn3", "cnn4", "cnn5")
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_every_file_loads(path: Path) -> None:
     made = loaded(path)
-    tables = made.tables.get("methods", {})
-    variants_ = {name for name, table in tables.items() if "method" in table}
-    assert {tables[name]["method"] for name in variants_} <= set(METHODS)
-    assert set(made.compared) <= variants_ | set(METHODS)
-    assert made.tables.get("method", "pfedlora") in variants_ | set(METHODS)
-    assert set(tables) <= variants_ | set(METHODS)
+    variants_ = {name for name, settings in made.methods.items() if settings.method}
+    assert {made.methods[name].method for name in variants_} <= set(METHODS)
+    assert set(made.compared_methods) <= variants_ | set(METHODS)
+    assert made.default_method in variants_ | set(METHODS)
+    assert set(made.methods) <= variants_ | set(METHODS)
     assert set(made.model.names) <= set(MODELS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_an_experiment_prints_a_file_that_makes_it_again(path: Path) -> None:
+    made = loaded(path)
+    again = tomllib.loads(made.to_toml())
+    assert again == made.to_dict()
+    assert ExperimentConfig.parse(again) == made
 
 
 @pytest.mark.parametrize("stem", [*TABLES, *FIGURES])
@@ -64,10 +75,9 @@ def test_every_table_and_figure_has_a_file_and_a_small_version(stem: str) -> Non
     whole, small = loaded(PFEDLORA / f"{stem}.toml"), loaded(PFEDLORA / "cpu" / f"{stem}.toml")
     assert whole.name == stem
     assert small.name == f"{stem}-cpu"
-    assert small.compared == whole.compared
+    assert small.compared_methods == whole.compared_methods
     assert small.run.rounds < whole.run.rounds == 500
-    field = str(whole.tables.get("vary", "")).partition("=")[0]
-    assert str(small.tables.get("vary", "")).partition("=")[0] == field
+    assert "".join(small.vary).partition("=")[0] == "".join(whole.vary).partition("=")[0]
 
 
 def test_names_are_unique() -> None:
@@ -75,14 +85,14 @@ def test_names_are_unique() -> None:
     experiments = runnable(ROOT)
     names = [loaded(p).name for p in experiments]
     assert sorted(names) == sorted(set(names))
-    titles = [loaded(p).tables["title"] for p in experiments]
+    titles = [loaded(p).title for p in experiments]
     assert sorted(titles) == sorted(set(titles))
 
 
 @pytest.mark.parametrize("small", [False, True], ids=["whole", "cpu"])
 @pytest.mark.parametrize("stem", TABLES)
 def test_tables_show_the_numbers_of_the_paper(stem: str, small: bool) -> None:
-    tables = config.read(PFEDLORA / ("cpu" if small else "") / f"{stem}.toml")
+    tables = read_tables(PFEDLORA / ("cpu" if small else "") / f"{stem}.toml")
     assert tables["reference"]["accuracy"] == dict(zip(ORDER, TABLES[stem], strict=True))
     table, data, clients = stem.split("-")
     label = tables["reference"]["label"]
@@ -99,18 +109,13 @@ def test_tables_follow_the_protocol_of_the_paper(stem: str, small: bool) -> None
     made = loaded(PFEDLORA / ("cpu" if small else "") / f"{stem}.toml")
     table, data, size = stem.split("-")
     clients, participation = PROTOCOL[size]
-    t = made.tables
-    assert t["partition"] == {
-        "kind": "pathological",
-        "clients": clients,
-        "classes_per_client": {"cifar10": 2, "cifar100": 10}[data],
-    }
+    assert made.partition == Pathological(clients, {"cifar10": 2, "cifar100": 10}[data])
     assert made.run.participation == participation
-    assert t["data"]["source"] == data
-    assert t["split"]["kind"] == "local"
-    assert set(ORDER) <= set(made.compared)
-    pfedlora: Any = made.method("pfedlora")
-    fedproto: Any = made.method("fedproto")
+    assert isinstance(made.data.source, SOURCES[data])
+    assert isinstance(made.split, Local)
+    assert set(ORDER) <= set(made.compared_methods)
+    pfedlora: Any = made.build_method("pfedlora")
+    fedproto: Any = made.build_method("fedproto")
     assert pfedlora.optimizer.lr == 0.01
     assert fedproto.lam == {"cifar10": 0.1, "cifar100": 1.0}[data]
     if table == "table1":
@@ -118,7 +123,7 @@ def test_tables_follow_the_protocol_of_the_paper(stem: str, small: bool) -> None
         assert made.model.split == "fc1"
         assert pfedlora.relu
         assert pfedlora.width in (100, 200, 300, 400, 500)
-        assert "fedavg" in made.compared
+        assert "fedavg" in made.compared_methods
     else:
         assert made.model.names == FIVE
         assert made.model.split == "fc2"
@@ -139,14 +144,14 @@ VALUES = {
 @pytest.mark.parametrize("stem", VALUES)
 def test_figures_vary_what_the_paper_varies(stem: str) -> None:
     field, wanted = VALUES[stem]
-    text = config.read(PFEDLORA / f"{stem}.toml")["vary"]
+    text = read_tables(PFEDLORA / f"{stem}.toml")["vary"]
     assert text.startswith(f"{field}=")
-    assert [config.literal(v) for v in text.partition("=")[2].split(",")] == wanted
+    assert [parse_value(v) for v in text.partition("=")[2].split(",")] == wanted
 
 
-@pytest.mark.parametrize("path", [p for p in RUNNABLE if "vary" in config.read(p)], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in RUNNABLE if "vary" in read_tables(p)], ids=name_of)
 def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
-    field = config.read(path)["vary"].partition("=")[0]
+    field = read_tables(path)["vary"].partition("=")[0]
     section, _, rest = field.partition(".")
     seen = []
     for made in variants(path):
@@ -154,12 +159,13 @@ def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
             seen.append(getattr(made.run, rest))
         elif section == "methods":
             method, _, name = rest.partition(".")
-            assert method in made.compared
-            seen.append(getattr(made.method(method), name))
+            assert method in made.compared_methods
+            seen.append(getattr(made.build_method(method), name))
         else:
-            seen.append(made.tables[section][rest])
+            found = getattr(made, section)
+            seen.append(found[rest] if isinstance(found, dict) else getattr(found, rest))
     assert len(seen) == len(set(seen)) > 1
-    assert seen == [config.literal(v) for v in config.read(path)["vary"].partition("=")[2].split(",")]
+    assert seen == [parse_value(v) for v in read_tables(path)["vary"].partition("=")[2].split(",")]
 
 
 @pytest.mark.parametrize("stem", [*TABLES, *FIGURES])
@@ -167,10 +173,10 @@ def test_every_varied_value_reaches_the_experiment(path: Path) -> None:
 def test_the_data_can_be_shared_out_for_every_value(stem: str) -> None:
     sizes = []
     # sharing out depends on the data alone: the first value will do where something else varies
-    varies = str(config.read(PFEDLORA / f"{stem}.toml").get("vary", "")).startswith("partition.")
+    varies = str(read_tables(PFEDLORA / f"{stem}.toml").get("vary", "")).startswith("partition.")
     for made in list(variants(PFEDLORA / f"{stem}.toml"))[: None if varies else 1]:
         clients = made.federation().clients
-        assert len(clients) == made.tables["partition"]["clients"]
+        assert len(clients) == getattr(made.partition, "clients", None)
         sizes.append({len(torch.unique(c.train.y)) for c in clients})
         assert all(len(c.test) for c in clients)
     if varies:
@@ -178,22 +184,19 @@ def test_the_data_can_be_shared_out_for_every_value(stem: str) -> None:
 
 
 def bundled() -> list[Path]:
-    return [p for p in RUNNABLE if config.read(p)["data"]["source"] in BUNDLED]
+    return [p for p in RUNNABLE if read_tables(p)["data"]["source"] in BUNDLED]
 
 
 @pytest.mark.parametrize("path", bundled(), ids=name_of)
 def test_small_versions_run(path: Path) -> None:
     """One round of pFedLoRA at the last of the varied values, on one architecture of small width."""
     *_, last = variants(path)
-    changed = dict(last.tables)
-    small = experiment.load(
-        {
-            **changed,
-            "model": {**changed["model"], "names": ["cnn5"]},
-            "run": {**changed["run"], "rounds": 1, "participation": 0.1, "representations": 0},
-        }
+    small = last.overlay(
+        {"model": {"names": ["cnn5"]}, "run": {"rounds": 1, "participation": 0.1, "representations": 0}}
     )
-    result = simulate(small.method("pfedlora"), small.federation(), rounds=1, participation=0.1, seed=small.run.seed)
+    result = simulate(
+        small.build_method("pfedlora"), small.federation(), rounds=1, participation=0.1, seed=small.run.seed
+    )
     assert len(result.rounds) == 2
     assert 0 <= result.mean_accuracy() <= 1
 
@@ -203,8 +206,8 @@ def test_a_small_version_runs_with_every_method_it_compares() -> None:
     made = loaded(path, "run.rounds=1", "run.participation=0.1")
     federation = made.federation()
     assert {i.architecture for i in federation.infos} == set(FIVE)
-    for name in made.compared:
-        assert len(simulate(made.method(name), federation, rounds=1, participation=0.1).rounds) == 2
+    for name in made.compared_methods:
+        assert len(simulate(made.build_method(name), federation, rounds=1, participation=0.1).rounds) == 2
 
 
 def test_every_file_is_in_the_readme() -> None:

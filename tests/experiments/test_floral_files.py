@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 
 from fedlowrank import simulate
 from fedlowrank.data import sources
+from fedlowrank.data.concept import CONCEPTS
 from fedlowrank.data.dataset import Dataset, Examples
 
-from .common import ROOT, loaded, runnable
+from .common import ROOT, forget, loaded, runnable
 
 FLORAL = ROOT / "floral"
 
@@ -55,18 +57,18 @@ def whole(stem: str) -> Path:
 def test_table_1_in_the_protocol_of_the_paper(task: str, reduced: bool) -> None:
     made = loaded(whole(task + "-reduced" * reduced))
     clients, clusters, share, batch, lr = PROTOCOL[task]
-    assert tuple(made.compared) == ROWS
+    assert tuple(made.compared_methods) == ROWS
     assert made.describe()["reference"]["accuracy"] == dict(zip(ROWS, TABLE_1[task][reduced], strict=True))
-    tables: Any = made.tables
-    assert (tables["partition"]["clients"], tables["concept"]["clusters"]) == (clients, clusters)
-    assert tables["concept"]["kind"] == {"r": "rotation", "ls": "label_shift"}.get(task.split("-")[-1], "natural")
-    assert (made.run.participation, made.run.rounds) == (share, 1500 if reduced else 500)
-    assert (tables["data"].get("keep"), tables["data"].get("keep_at_least")) == (
-        (0.05, 10) if reduced else (None, None)
+    partition, concept = vars(made.partition), vars(made.concept)
+    assert (partition["clients"], concept["clusters"]) == (clients, clusters)
+    assert isinstance(
+        made.concept, CONCEPTS[{"r": "rotation", "ls": "label_shift"}.get(task.split("-")[-1], "natural")]
     )
+    assert (made.run.participation, made.run.rounds) == (share, 1500 if reduced else 500)
+    assert (made.data.preparation.keep, made.data.preparation.keep_at_least) == (0.05 if reduced else 1, 10)
     assert (made.augment.flip, made.augment.crop) == ((False, 0) if "mnist" in task else (True, 4))
-    for name in made.compared:
-        method: Any = made.method(name)
+    for name in made.compared_methods:
+        method: Any = made.build_method(name)
         assert (method.epochs, method.batch_size) == (1, batch)
         assert (method.optimizer.lr, method.optimizer.momentum, method.optimizer.weight_decay) == (lr, 0, 0)
         if hasattr(method, "clusters"):
@@ -86,8 +88,8 @@ def test_ablations_show_the_numbers_of_the_paper(table: str, task: str) -> None:
     made = loaded(whole(f"{table}-{task}"))
     shown = made.describe()["reference"]
     assert shown["label"].startswith(f"FLoRAL Table {table[-1]}")
-    assert tuple(shown["accuracy"][name] for name in made.compared) == ABLATIONS[table][DATA.index(task)]
-    methods: list[Any] = [made.method(name) for name in made.compared]
+    assert tuple(shown["accuracy"][name] for name in made.compared_methods) == ABLATIONS[table][DATA.index(task)]
+    methods: list[Any] = [made.build_method(name) for name in made.compared_methods]
     if table == "table2":
         truth = PROTOCOL[task][1]
         expected = [(c, rho) for c in (truth // 2, truth, 2 * truth) for rho in (0.01, 0.1)]
@@ -103,7 +105,7 @@ def test_every_file_has_a_small_version_that_is_shorter() -> None:
     for stem in stems:
         large, little = loaded(whole(stem)), loaded(FLORAL / "cpu" / f"{stem}.toml")
         assert little.name == f"{large.name}-cpu"
-        assert little.compared == large.compared
+        assert little.compared_methods == large.compared_methods
         assert little.run.rounds < large.run.rounds
 
 
@@ -121,9 +123,12 @@ class Tiny:
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("cifar10", "cifar100", "mnist"):
         monkeypatch.setitem(sources.SOURCES, name, Tiny)
+    forget()
+    yield
+    forget()
 
 
 @pytest.mark.usefixtures("tiny")
@@ -144,10 +149,10 @@ def test_the_methods_of_a_file_run(stem: str, some: slice) -> None:
     clients = () if stem == "synthetic-mlp" else (f"partition.clients={10 if stem == 'cifar100' else 4}",)
     made = loaded(whole(stem), *clients, "run.rounds=1", "run.participation=0.5")
     federation = made.federation()
-    for name in made.compared[some]:
+    for name in made.compared_methods[some]:
         settings = dataclasses.asdict(made.run)
-        result = simulate(made.method(name), federation, **settings)
+        result = simulate(made.build_method(name), federation, **settings)
         record = result.rounds[-1]
         assert record.risk is not None
         assert all(v is not None for v in next(iter(record.risk.values()))["test"])
-        assert (record.routes is not None) == hasattr(made.method(name), "clusters")
+        assert (record.routes is not None) == hasattr(made.build_method(name), "clusters")

@@ -14,8 +14,8 @@ import torch
 
 from fedlowrank.cli.language import language_of, scores
 from fedlowrank.cli.main import main
-from fedlowrank.config.experiment import load
-from fedlowrank.config.stored_run import opened
+from fedlowrank.config.experiment import ExperimentConfig
+from fedlowrank.config.stored_run import open_run
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, FedlowrankError, TaskError
 from fedlowrank.engines.sequential import Sequential
@@ -64,8 +64,8 @@ def causal(base: Path, folder: Path, **more: Any) -> dict[str, Any]:
 
 
 def run_of(tables: dict[str, Any], steps: int | None = None) -> Run:
-    made = load(tables)
-    run = Run(made.method(made.header.method), made.federation(), made.run, Sequential())
+    made = ExperimentConfig.parse(tables)
+    run = Run(made.build_method(made.default_method), made.federation(), made.run, Sequential())
     for _ in range(made.run.rounds if steps is None else steps):
         run.step()
     return run
@@ -165,7 +165,7 @@ def test_adapters_of_a_run_load_in_peft_and_give_the_same_scores(llama: Path, tm
     assert sorted(p.name for p in early.iterdir()) == ["client_0000", "client_0001", "client_0002", "server"]
     out = tmp_path / "out"
     assert main(["adapters", str(tmp_path / "run"), "-o", str(out), "--merged"]) == 0
-    run = opened(tmp_path / "run", "")
+    run = open_run(tmp_path / "run", "")
     x = {n: t[:4] for n, t in run.federation.clients[0].train.x.items()}
     model = run.federation.architectures["language"]
     server = run.local_model(run.federation.infos[0]).server
@@ -266,8 +266,8 @@ def test_the_best_round_is_kept(llama: Path, tmp_path: Path) -> None:
     assert main(["run", str(file), "-o", str(tmp_path / "run")]) == 0
     rounds = RunRecord.load(tmp_path / "run").rounds
     best = max(rounds, key=lambda r: (r.validation(), -r.round)).round
-    assert opened(tmp_path / "run", "", best=True).round == best
-    assert opened(tmp_path / "run", "").round == 4
+    assert open_run(tmp_path / "run", "", best=True).round == best
+    assert open_run(tmp_path / "run", "").round == 4
 
 
 def test_the_paper_s_scores_stand_in_the_report(llama: Path, tmp_path: Path) -> None:
@@ -300,11 +300,11 @@ def test_what_does_not_fit_is_said(case: str, llama: Path, tmp_path: Path) -> No
 
 def test_texts_need_a_language_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"\[language\]"):
-        load({"data": {"source": "dolly", "path": "x"}})
+        ExperimentConfig.parse({"data": {"source": "dolly", "path": "x"}})
 
 
 def test_other_runs_have_no_adapter_folders(tmp_path: Path) -> None:
-    made = load({"name": "d", "method": "fedavg", "model": {"names": ["mlp"]}, "run": {"rounds": 1}})
-    run = Run(made.method("fedavg"), made.federation(), made.run, Sequential())
+    made = ExperimentConfig.parse({"name": "d", "method": "fedavg", "model": {"names": ["mlp"]}, "run": {"rounds": 1}})
+    run = Run(made.build_method("fedavg"), made.federation(), made.run, Sequential())
     with pytest.raises(TaskError, match="no language models"):
         language_of(run)

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from fedlowrank.config import experiment
-from fedlowrank.config.experiment import Experiment
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network import client as party
@@ -192,7 +191,7 @@ class LocalTransport:
         with ExitStack() as stack:
             for module in (transport, server):
                 stack.enter_context(mock.patch.object(module, "time", self.clock))
-            stack.enter_context(mock.patch.object(experiment, "load", _loaded))
+            stack.enter_context(mock.patch.object(ExperimentConfig, "parse", staticmethod(_loaded)))
             stack.enter_context(mock.patch.object(party, "Sequential", Counting))
             # an engine of before would be shared
             party._shared.cache_clear()
@@ -207,16 +206,17 @@ class LocalTransport:
         return [(p.node - 100, Order.from_json(p.words)) for p in self.log if p.kind == "order"]
 
 
-_load = experiment.load
+_parse = ExperimentConfig.parse
 
 
-def _loaded(tables: dict[str, Any]) -> Experiment:
+def _loaded(tables: dict[str, Any], allow_code: bool = True) -> ExperimentConfig:
+    del allow_code
     return _loaded_json(json.dumps(tables))
 
 
 @functools.lru_cache(maxsize=64)
-def _loaded_json(text: str) -> Experiment:
-    return _load(json.loads(text))
+def _loaded_json(text: str) -> ExperimentConfig:
+    return _parse(json.loads(text))
 
 
 def tables(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> dict[str, Any]:
@@ -237,19 +237,21 @@ def tables(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> d
     return found
 
 
-def small(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> Experiment:
+def small(method: str, clients: int = 3, rounds: int = 3, **sections: Any) -> ExperimentConfig:
     return _loaded(tables(method, clients, rounds, **sections))
 
 
-def local(made: Experiment, base: Path, fault: Fault = intact) -> LocalTransport:
+def local(made: ExperimentConfig, base: Path, fault: Fault = intact) -> LocalTransport:
     shares = made.shares()
     folders = {100 + i: base / f"client-{i}" for i in range(len(shares.data))}
     for node, folder in folders.items():
-        prepare(folder, made.tables, node - 100, shares)
+        prepare(folder, made, node - 100, shares)
     return LocalTransport(folders, fault)
 
 
-def served(carrier: LocalTransport, made: Experiment, out: Path, said: list[str] | None = None, **more: Any) -> Result:
+def served(
+    carrier: LocalTransport, made: ExperimentConfig, out: Path, said: list[str] | None = None, **more: Any
+) -> Result:
     """A run, or its continuation, of a server whose process begins now."""
     with carrier.world():
         return drive(carrier, made, out, say=(said if said is not None else []).append, **more)
@@ -302,14 +304,16 @@ def changed(delivery: Delivery, **fields: Any) -> Delivery:
     return dataclasses.replace(delivery, **own)
 
 
-def truth(made: Experiment, records: Sequence[RoundRecord]) -> tuple[Run, list[RoundRecord]]:
+def truth(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, list[RoundRecord]]:
     """The same run within one process, whose replies are lost where these records lost them."""
     with threads(1):
-        run = Run(made.method(made.header.method), made.federation(), made.run, Sequential())
+        run = Run(made.build_method(made.default_method), made.federation(), made.run, Sequential())
         return run, [run.start(), *(run.step(losses=r.lost) for r in records[1:])]
 
 
-def agrees(result: Result, carrier: LocalTransport, made: Experiment, losses: Sequence[RoundRecord] = ()) -> set[Any]:
+def agrees(
+    result: Result, carrier: LocalTransport, made: ExperimentConfig, losses: Sequence[RoundRecord] = ()
+) -> set[Any]:
     """Assert that a run is the sequential one to the last bit: server, every client's state on its disk, and records.
 
     Args:

@@ -89,7 +89,7 @@ def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
     made = small("feddyn")
     carrier = local(made, tmp_path)
     result = served(carrier, made, tmp_path / "run")
-    method = made.method("feddyn")
+    method = made.build_method("feddyn")
     settings = dataclasses.asdict(made.run)
     sequential = simulate(
         method, made.federation(), folder=tmp_path / "seq", config=made.describe("feddyn"), **settings
@@ -237,8 +237,7 @@ def test_the_best_round_cannot_be_kept(tmp_path: Path) -> None:
 def test_how_many_clients_there_are() -> None:
     assert clients_of(small("scaffold", 4)) == 4
     assert clients_of(small("scaffold", 4, network={"clients": 7})) == 7
-    made = small("scaffold")
-    natural = dataclasses.replace(made, partition=object())  # type: ignore[arg-type]
+    natural = small("scaffold").overlay({"partition": {"kind": "natural"}})
     with pytest.raises(ConfigError, match=r"set network\.clients"):
         clients_of(natural)
 
@@ -357,7 +356,7 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(tmp_pa
 def test_strangers_are_never_sent_an_order(tmp_path: Path) -> None:
     made, other = small("scaffold"), small("scaffold", run={"seed": 3})
     carrier = local(made, tmp_path)
-    prepare(tmp_path / "other", other.tables, 1, other.shares())
+    prepare(tmp_path / "other", other, 1, other.shares())
     carrier.folders[300] = tmp_path / "other"
     keys = {100: 0, 101: 1, 102: 2, 300: 1}
     said: list[str] = []

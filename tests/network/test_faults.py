@@ -80,14 +80,14 @@ def test_a_reply_that_is_lost_or_comes_twice(method: str, act: Fault, tmp_path: 
 def test_a_client_that_raises_in_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = small("scaffold")
     carrier = local(made, tmp_path)
-    update = type(made.method("scaffold")).local_update
+    update = type(made.build_method("scaffold")).local_update
 
     def raising(self: Any, state: Any, down: Any, view: Any) -> Any:
         if (view.info.id, view.round) == (1, 1) and carrier.running:
             raise RuntimeError("out of memory\n12:00:00 finished")
         return update(self, state, down, view)
 
-    monkeypatch.setattr(type(made.method("scaffold")), "local_update", raising)
+    monkeypatch.setattr(type(made.build_method("scaffold")), "local_update", raising)
     said: list[str] = []
     result = served(carrier, made, tmp_path / "run", said)
     assert agrees(result, carrier, made) == missed(result)

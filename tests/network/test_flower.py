@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -17,7 +16,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedlowrank.config import experiment
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.engines import Sequential
 from fedlowrank.network.client_memory import Memory
@@ -58,9 +57,9 @@ def written(path: Path, value: dict[str, Any]) -> Path:
     return path
 
 
-def gone_over_again(made: experiment.Experiment, records: list[Any]) -> Run:
+def gone_over_again(made: ExperimentConfig, records: list[Any]) -> Run:
     """The run in this process, losing just the replies that the records name."""
-    run = Run(made.method(made.header.method), made.federation(), made.run, Sequential())
+    run = Run(made.build_method(made.default_method), made.federation(), made.run, Sequential())
     for record in records[1:]:
         run.step(losses=record.lost)
     return run
@@ -98,7 +97,7 @@ def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: st
         env={**os.environ, "FLWR_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    made = experiment.load(tables(method))
+    made = ExperimentConfig.parse(tables(method))
     records = RunRecord.load(out).rounds
     run = gone_over_again(made, records)
     assert [r.lost for r in records] == [{}, {}, {}]
@@ -226,7 +225,7 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     assert len(records) == 13
     assert 2 <= before < 12
     assert any("1" in r.lost for r in records)
-    run = gone_over_again(experiment.load(planned), records)
+    run = gone_over_again(ExperimentConfig.parse(planned), records)
     assert_equal(run, out, lambda i: tmp_path / f"client-{i}")
     for i in range(3):
         assert list((tmp_path / f"client-{i}").glob("*/model/model.safetensors"))
@@ -248,9 +247,10 @@ def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:
     planned = tables("fedavg")
     app(written(tmp_path / "t.toml", planned), [], None, tmp_path / "app")
     found = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
-    assert json.loads(found["config"]["experiment"]) == planned
+    made = ExperimentConfig.parse(json.loads(found["config"]["experiment"]))
+    assert made == ExperimentConfig.parse(planned)
     assert found["components"] == {
         "serverapp": "fedlowrank.network.flower:server",
         "clientapp": "fedlowrank.network.flower:client",
     }
-    assert dataclasses.asdict(experiment.load(json.loads(found["config"]["experiment"])).run)["rounds"] == 2
+    assert made.run.rounds == 2

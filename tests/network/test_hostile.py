@@ -17,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.config.experiment import Experiment
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.config.network_settings import NetworkSettings
 from fedlowrank.core import tree
 from fedlowrank.engines.sequential import Sequential
@@ -242,7 +242,7 @@ def trains(parcel: Parcel) -> bool:
 
 
 @functools.cache
-def stage() -> tuple[Experiment, str, dict[int, list[Delivery]]]:
+def stage() -> tuple[ExperimentConfig, str, dict[int, list[Delivery]]]:
     """What three clients honestly say in the first round."""
     made, kept = small("scaffold", rounds=2), dict[int, list[Delivery]]()
 
@@ -281,12 +281,12 @@ class Stub:
 def world() -> tuple[Any, Any]:
     made, _, kept = stage()
     roster = admitted(made, kept)
-    honest = Run(made.method("scaffold"), made.federation(), made.run, Sequential())
+    honest = Run(made.build_method("scaffold"), made.federation(), made.run, Sequential())
     honest.step(losses={"1": "refused"})
     return roster.federation(), honest.state.server
 
 
-def admitted(made: Experiment, kept: dict[int, list[Delivery]]) -> Roster:
+def admitted(made: ExperimentConfig, kept: dict[int, list[Delivery]]) -> Roster:
     roster = Roster(made, 3)
     for node in (100, 101, 102):
         roster.admit(kept[node][0], {100, 101, 102})
@@ -304,7 +304,7 @@ def judged(words: str, body: bytes) -> tuple[str, dict[int, int]]:
         transport=Stub(given), roster=admitted(made, kept), settings=NetworkSettings(), run_id=run_id, bans=Bans(3),
         say=said.append,
     )  # fmt: skip
-    run = NetworkRun(made.method("scaffold"), federation, made.run, engine)
+    run = NetworkRun(made.build_method("scaffold"), federation, made.run, engine)
     before = run.start()
     record = run.step()
     found = run.late()

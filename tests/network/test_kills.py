@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.config.experiment import Experiment
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.network.client_memory import Memory
 from fedlowrank.network.messages import Order
@@ -64,7 +64,7 @@ def not_ahead(carrier: LocalTransport, out: Path) -> None:
             assert known.get(node - 100, {"stamp": 0})["stamp"] in (0, *Memory(path).stamps)
 
 
-def seen_through(carrier: LocalTransport, made: Experiment, out: Path, deaths: list[Any]) -> Result:
+def seen_through(carrier: LocalTransport, made: ExperimentConfig, out: Path, deaths: list[Any]) -> Result:
     """Start the server again after each of its deaths, as whoever runs it does."""
     for at in [*deaths, None]:
         carrier.hazards[0] = Hazard(set() if at is None else {at})

@@ -14,9 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedlowrank.config import experiment
 from fedlowrank.config.assembly import Shares, assemble
-from fedlowrank.config.experiment import Experiment
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.engines.base import ClientJob
@@ -34,19 +33,19 @@ RUN = "0123456789abcdef"
 
 
 @pytest.fixture
-def made() -> Experiment:
+def made() -> ExperimentConfig:
     return small("scaffold")
 
 
 @pytest.fixture
-def folder(made: Experiment, tmp_path: Path) -> Path:
-    prepare(tmp_path / "client", made.tables, 1, made.shares())
+def folder(made: ExperimentConfig, tmp_path: Path) -> Path:
+    prepare(tmp_path / "client", made, 1, made.shares())
     return tmp_path / "client"
 
 
 @pytest.fixture
-def run(made: Experiment) -> Run:
-    return Run(made.method("scaffold"), made.federation(), made.run, Sequential())
+def run(made: ExperimentConfig) -> Run:
+    return Run(made.build_method("scaffold"), made.federation(), made.run, Sequential())
 
 
 def download(run: Run, client: int = 1) -> bytes:
@@ -61,15 +60,15 @@ def order(run: Run, /, **fields: Any) -> Order:
 # -- the folder --------------------------------------------------------------------------------------------------------
 
 
-def test_preparing_twice_keeps_what_the_client_remembers(made: Experiment, folder: Path) -> None:
+def test_preparing_twice_keeps_what_the_client_remembers(made: ExperimentConfig, folder: Path) -> None:
     memory = Memory(folder / RUN)
     memory.propose(0, 1, {"x": 1}, b"", "o", "a")
     memory.at(1)
     # where its things lie and how it is reached is nobody else's business
-    tables = {**made.tables, "network": {"wait": 5.0}, "run": {**made.tables["run"], "threads": 2}}
+    changed = made.overlay({"network": {"wait": 5.0}, "run": {"threads": 2}})
     shares = made.shares()
     fewer = dataclasses.replace(shares.data[1], train=shares.data[1].train.take(torch.arange(3)))
-    prepare(folder, tables, 1, dataclasses.replace(shares, data=(shares.data[0], fewer, shares.data[2])))
+    prepare(folder, changed, 1, dataclasses.replace(shares, data=(shares.data[0], fewer, shares.data[2])))
     assert Memory(folder / RUN).at(1) == {"x": 1}
     found = Party(folder)
     assert len(found.data.train) == 3
@@ -77,23 +76,25 @@ def test_preparing_twice_keeps_what_the_client_remembers(made: Experiment, folde
     assert torch.equal(found.data.test.x, shares.data[1].test.x)  # type: ignore[arg-type]
 
 
-def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(made: Experiment, folder: Path) -> None:
+def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(
+    made: ExperimentConfig, folder: Path
+) -> None:
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     with pytest.raises(ConfigError, match="is the folder of client 1 of another experiment or of one that was changed"):
-        prepare(folder, made.tables, 0, made.shares())
-    for other in ({"method": "fedavg"}, {"run": {**made.tables["run"], "seed": 7}}, {"defaults": {"epochs": 2}}):
-        changed = {**made.tables, **other}
+        prepare(folder, made, 0, made.shares())
+    for other in ({"method": "fedavg"}, {"run": {**made.to_dict()["run"], "seed": 7}}, {"defaults": {"epochs": 2}}):
+        changed = ExperimentConfig.parse({**made.to_dict(), **other})
         with pytest.raises(ConfigError, match="Choose another folder, or remove it"):
-            prepare(folder, changed, 1, experiment.load(changed).shares())
+            prepare(folder, changed, 1, changed.shares())
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
 
 
-def test_a_folder_that_is_none_is_named(made: Experiment, folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_none_is_named(made: ExperimentConfig, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not a client's folder"):
         Party(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot make .*file/x"):
-        prepare(tmp_path / "file" / "x", made.tables, 1, made.shares())
+        prepare(tmp_path / "file" / "x", made, 1, made.shares())
     stored = json.loads((folder / "party.json").read_text())
     damaged: list[Any] = [
         "",
@@ -110,7 +111,7 @@ def test_a_folder_that_is_none_is_named(made: Experiment, folder: Path, tmp_path
         with pytest.raises(CheckpointError, match=r"party\.json is damaged"):
             Party(folder)
         with pytest.raises(CheckpointError, match=r"party\.json is damaged"):
-            prepare(folder, made.tables, 1, made.shares())
+            prepare(folder, made, 1, made.shares())
     (folder / "party.json").write_text(json.dumps(stored))
     data = (folder / "data.tree").read_bytes()
     for other in (None, b"", data[:-1], tree.encode({"train": 3}), tree.encode(None)):
@@ -121,23 +122,23 @@ def test_a_folder_that_is_none_is_named(made: Experiment, folder: Path, tmp_path
             Party(folder)
 
 
-def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(made: Experiment, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(made: ExperimentConfig, tmp_path: Path) -> None:
     for place in range(8):
         carrier = LocalTransport({}, hazards={0: Hazard({place}, no_space)})
         with carrier.world(), pytest.raises(CheckpointError, match="No space left"):
-            prepare(tmp_path / str(place), made.tables, 1, made.shares())
-        prepare(tmp_path / str(place), made.tables, 1, made.shares())
+            prepare(tmp_path / str(place), made, 1, made.shares())
+        prepare(tmp_path / str(place), made, 1, made.shares())
         assert len(Party(tmp_path / str(place)).data.train)
 
 
 # -- who it is ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_introduces_itself_without_an_example(made: Experiment, folder: Path) -> None:
+def test_it_introduces_itself_without_an_example(made: ExperimentConfig, folder: Path) -> None:
     words, body = Party(folder).hello()
     mine = made.shares().data[1]
     assert (words.client, words.examples, words.sizes) == (1, len(mine.train), (len(mine.val), len(mine.test)))
-    assert words.sections == sections(made.tables)
+    assert words.sections == sections(made.to_dict())
     assert words.base == ""
     form = tree.decode(body)
     assert form["x"].shape == (0, 4)
@@ -188,7 +189,7 @@ def test_a_run_that_went_back_asks_for_old_rounds_again_and_orders_of_before_are
     before = tree.decode(Party(folder).answer(order(run, round=1, stamp=1, branch=1), other_download(run))[1])
     # from the state after round 1, as a party that never went further
     fresh = folder.with_name("fresh")
-    prepare(fresh, Party(folder).made.tables, 1, Party(folder).made.shares())
+    prepare(fresh, Party(folder).made, 1, Party(folder).made.shares())
     Party(fresh).answer(order(run), download(run))
     wanted = tree.decode(Party(fresh).answer(order(run, round=1, stamp=1), other_download(run))[1])
     assert tree.equal(before, wanted)
@@ -317,7 +318,7 @@ def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> tuple[Experiment, list[Path]]:
+def own(tmp_path: Path) -> tuple[ExperimentConfig, list[Path]]:
     """Three organizations with a file each, and an experiment whose own file nobody has."""
     draw = np.random.default_rng(0)
     files = []
@@ -327,14 +328,14 @@ def own(tmp_path: Path) -> tuple[Experiment, list[Path]]:
         np.savez(files[-1], x=x, y=(x[:, 0] > i).astype("int64"), classes=np.array(["no", "yes"]))
     data = {"source": "arrays", "path": str(tmp_path / "nowhere.npz")}
     split = {"kind": "local", "train": 0.7, "val": 0.1, "test": 0.2}
-    return experiment.load({**tables("scaffold"), "data": data, "split": split}), files
+    return ExperimentConfig.parse({**tables("scaffold"), "data": data, "split": split}), files
 
 
-def small_network(made: Experiment) -> Experiment:
-    return experiment.load({**made.tables, "network": {"min_clients": 2}})
+def small_network(made: ExperimentConfig) -> ExperimentConfig:
+    return ExperimentConfig.parse({**made.to_dict(), "network": {"min_clients": 2}})
 
 
-def test_a_federation_of_data_of_ones_own(own: tuple[Experiment, list[Path]], tmp_path: Path) -> None:
+def test_a_federation_of_data_of_ones_own(own: tuple[ExperimentConfig, list[Path]], tmp_path: Path) -> None:
     made, files = own
     shares = [own_share(made, i, 3, path) for i, path in enumerate(files)]
     for i, (share, n) in enumerate(zip(shares, (30, 41, 52), strict=True)):
@@ -344,11 +345,11 @@ def test_a_federation_of_data_of_ones_own(own: tuple[Experiment, list[Path]], tm
         assert [len(d.train) for k, d in enumerate(share.data) if k != i] == [0, 0]
     folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
     for i, share in enumerate(shares):
-        prepare(folders[100 + i], made.tables, i, share)
+        prepare(folders[100 + i], made, i, share)
     carrier = LocalTransport(folders)
     result = served(carrier, made, tmp_path / "run")
     whole = Shares(tuple(share.data[i] for i, share in enumerate(shares)), ("no", "yes"))
-    run = Run(made.method("scaffold"), assemble(made, whole), made.run, Sequential())
+    run = Run(made.build_method("scaffold"), assemble(made, whole), made.run, Sequential())
     records = [run.start(), *(run.step() for _ in range(3))]
     same_states(result, carrier, run)
     assert [r.accuracy for r in result.rounds] == [r.accuracy for r in records]
@@ -356,7 +357,7 @@ def test_a_federation_of_data_of_ones_own(own: tuple[Experiment, list[Path]], tm
 
 
 def test_a_file_of_ones_own_that_is_not_there_or_does_not_fit_is_named(
-    own: tuple[Experiment, list[Path]], tmp_path: Path
+    own: tuple[ExperimentConfig, list[Path]], tmp_path: Path
 ) -> None:
     made, files = own
     with pytest.raises(DataError, match=r"nothing\.npz"):
@@ -365,12 +366,12 @@ def test_a_file_of_ones_own_that_is_not_there_or_does_not_fit_is_named(
         own_share(made, 0, 3, files[0], files[1])
 
 
-def test_a_client_with_other_columns_is_not_admitted(own: tuple[Experiment, list[Path]], tmp_path: Path) -> None:
+def test_a_client_with_other_columns_is_not_admitted(own: tuple[ExperimentConfig, list[Path]], tmp_path: Path) -> None:
     made, files = own
     np.savez(files[2], x=np.zeros((9, 6), "float32"), y=np.zeros(9, "int64"), classes=np.array(["no", "yes"]))
     folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}
     for i, path in enumerate(files):
-        prepare(folders[100 + i], made.tables, i, own_share(made, i, 3, path))
+        prepare(folders[100 + i], made, i, own_share(made, i, 3, path))
     # it is the first to answer, and the others are right all the same
     carrier = LocalTransport(folders)
     with pytest.raises(
@@ -383,14 +384,14 @@ def test_a_client_with_other_columns_is_not_admitted(own: tuple[Experiment, list
     assert [r.lost for r in result.rounds[1:]] == [{"2": "client 2 is not connected"}] * 3
 
 
-def test_a_party_of_another_experiment_serves_none(made: Experiment, tmp_path: Path) -> None:
+def test_a_party_of_another_experiment_serves_none(made: ExperimentConfig, tmp_path: Path) -> None:
     carrier = local(made, tmp_path)
     other = small("feddyn")
-    prepare(tmp_path / "other", other.tables, 1, other.shares())
+    prepare(tmp_path / "other", other, 1, other.shares())
     carrier.folders[101] = tmp_path / "other"
     with pytest.raises(NetworkError, match=r"only 2 of 3(.|\n)*section\(s\) method differ"):
         served(carrier, made, tmp_path / "run")
     assert not carrier.orders()
-    prepare(tmp_path / "client-1", made.tables, 1, made.shares())
+    prepare(tmp_path / "client-1", made, 1, made.shares())
     carrier.folders[101] = tmp_path / "client-1"
     assert agrees(served(carrier, made, tmp_path / "run"), carrier, made) == set()

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.config.experiment import Experiment
+from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.network.messages import Hello, sections
 from fedlowrank.network.registry import MOST_BYTES, MOST_EXAMPLES, Roster, StrangerError, TakenError
@@ -31,7 +31,7 @@ def form(columns: int = 4, classes: Any = None, **fields: Any) -> bytes:
 
 
 def hello(client: int, **fields: Any) -> Hello:
-    return dataclasses.replace(Hello(client, 40 + client, (5, 5 + client), sections(MADE.tables)), **fields)
+    return dataclasses.replace(Hello(client, 40 + client, (5, 5 + client), sections(MADE.to_dict())), **fields)
 
 
 def from_(node: int, words: Hello | str, body: bytes | None = None) -> Delivery:
@@ -95,7 +95,7 @@ def test_a_client_that_is_here_twice_is_refused_until_the_first_is_gone() -> Non
     assert found.sizes == (8, 0, 0)
 
 
-other = sections({**MADE.tables, "run": {**MADE.tables["run"], "seed": 9}})
+other = sections({**MADE.to_dict(), "run": {**MADE.to_dict()["run"], "seed": 9}})
 STRANGERS: dict[str, tuple[Any, bytes | None, str]] = {
     "another experiment": (hello(1, sections=other), None, r"section\(s\) run differ"),
     "a section too many": (hello(1, sections={**hello(1).sections, "x": "1"}), None, r"section\(s\) x differ"),
@@ -238,7 +238,7 @@ def test_without_anybody_there_is_no_federation() -> None:
 
 def test_the_servers_own_base_must_be_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     language = SimpleNamespace(loaded=SimpleNamespace(digest="here"))
-    monkeypatch.setattr(Experiment, "language", lambda self, classes: language)
+    monkeypatch.setattr(ExperimentConfig, "load_language", lambda self, classes: language)
     found = roster()
     found.admit(from_(100, hello(0, base="there")), ALL)
     found.settle(ALL)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.progress import Progress
@@ -17,8 +16,9 @@ from ..testing.bench import HEAD, SUBJECTS, machine, markdown, time_rounds
 from ..testing.bench import rows as rows_of
 
 
-def bench(models: Sequence[str], engines: Sequence[str], method: str, rounds: int, out: Path | None) -> int:
+def bench(models: list[str] | None, engines: list[str], method: str, rounds: int, out: Path | None) -> int:
     """Time rounds, and print the table."""
+    models = models or [*SUBJECTS]
     for what, names, known in (("model", models, list(SUBJECTS)), ("engine", engines, [*ENGINES])):
         for name in names:
             if name not in known:
@@ -38,6 +38,7 @@ def bench(models: Sequence[str], engines: Sequence[str], method: str, rounds: in
         shown.add_row(*row)
     console().print(shown)
     if out is not None:
-        options = f"--method {method} --models {','.join(models)} --engines {','.join(engines)} --rounds {rounds}"
-        write_atomically(out, f"    fedlowrank bench {options}\n\n{title}.\n\n{markdown(found)}\n\n{head}\n".encode())
+        options = f"--models {','.join(models)} --engines {','.join(engines)} --rounds {rounds}"
+        command = f"    fedlowrank bench --method {method} {options}"
+        write_atomically(out, f"{command}\n\n{title}.\n\n{markdown(found)}\n\n{head}\n".encode())
     return 0

@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ..config.stored_run import opened
-from ..config.tables import build, merge, override
+from ..config.merging import merge_tables, parse_override
+from ..config.parsing import build
+from ..config.stored_run import open_run
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.files import as_checkpoint_error, write_json
 from ..core.tree import Params
@@ -20,51 +21,33 @@ from ..language.artifacts import BESIDE
 from ..language.federation import Language
 from ..language.scores import TASKS, Score, ScoreTask
 from ..simulation.run import Run
-from ..simulation.terminal import console
-
-OUT = console()
+from .terminal import OUT
 
 
-def adapters(
-    folder: Path,
-    out: Path,
-    merged: bool,
-    best: bool = False,
-    rank: int | None = None,
-    allow_code: bool = False,
-) -> int:
-    """Write adapter folders of a run's last checkpoint, or of its best.
-
-    Args:
-        folder: of the run.
-        out: gets the folders.
-        merged: write the server's whole model, too.
-        best: the round with the best validation and not the last.
-        rank: of the adapters; None for that of each model.
-        allow_code: import code of the user's that the run folder names.
-    """
+def adapters(folder: Path, out: Path, merged: bool, best: bool, rank: int | None, allow_code: bool) -> int:
+    """Write adapter folders of a run's last checkpoint, or of its best."""
     if rank is not None and rank < 1:
         raise ConfigError(f"--rank must be at least 1; it is {rank}")
-    run = _opened(folder, best, allow_code)
+    run = _open(folder, best, allow_code)
     with as_checkpoint_error(f"cannot write {out}"):
         for path in language_of(run).write(run, out, merged, rank):
             OUT.print(str(path))
             _print_truncation(path)
-    OUT.print("Load one by peft.PeftModel.from_pretrained(base, folder); whole models by from_pretrained(folder).")
+    OUT.print("Load one by PeftModel.from_pretrained(base, folder); whole models by from_pretrained(folder).")
     return 0
 
 
 def _print_truncation(path: Path) -> None:
     """What an adapter lost by its rank, by layer, where it lost something."""
     beside = path / BESIDE
-    told = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
-    if told is None:
+    truncation = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
+    if truncation is None:
         return
-    OUT.print(f"  rank {told['rank']}: relative error {told['error']:.3g} in the Frobenius norm, over all layers")
+    OUT.print(f"  rank {truncation['rank']}: relative error {truncation['error']:.3g} (Frobenius norm)")
     # what is below is the rounding of float32
-    if told["error"] > 1e-6:
+    if truncation["error"] > 1e-6:
         table = Table("layer", "relative error")
-        for name, error in told["layers"].items():
+        for name, error in truncation["layers"].items():
             table.add_row(name, f"{error:.3g}")
         OUT.print(table)
 
@@ -72,32 +55,23 @@ def _print_truncation(path: Path) -> None:
 def score(
     folder: Path,
     task: str,
-    fields: Sequence[str],
+    overrides: Sequence[str],
     models: Sequence[str],
     out: Path | None,
-    best: bool = False,
-    allow_code: bool = False,
+    best: bool,
+    allow_code: bool,
 ) -> int:
-    """Score models of a run by what they write.
-
-    Args:
-        folder: of the run.
-        task: name of the task.
-        fields: ``name=value``, settings of the task.
-        models: ``server``, ``base`` or numbers of clients; empty for the server's model where there is one, else client 0.
-        out: JSON file to write the scores to, or None.
-        best: the round with the best validation and not the last.
-        allow_code: import the Python code that the run's configuration names.
-    """
+    """Score models of a run by what they write; see :func:`scores`."""
     if task not in TASKS:
         raise ConfigError(f"--task: there is no task {task!r}. {did_you_mean(task, TASKS)}")
     settings: dict[str, Any] = {}
-    for text in fields:
-        merge(settings, override(text))
-    made: ScoreTask = build(TASKS[task], settings, f"score {task}")
-    run = _opened(folder, best, allow_code)
-    found = scores(run, made, models)
-    table = Table("model", "score", "over", "decoding", title=f"{task}, {run.method.title}, after round {run.round}")
+    for text in overrides:
+        merge_tables(settings, parse_override(text))
+    scorer: ScoreTask = build(TASKS[task], settings, f"score {task}")
+    run = _open(folder, best, allow_code)
+    found = scores(run, scorer, models)
+    title = f"{task}, {run.method.title}, after round {run.round}"
+    table = Table("model", "score", "over", "decoding", title=title)
     for name, one in found.items():
         table.add_row(name, f"{one.value:.4f}", str(one.count), one.decoding)
     OUT.print(table)
@@ -109,10 +83,16 @@ def score(
 
 
 def scores(run: Run, task: ScoreTask, models: Sequence[str] = ()) -> dict[str, Score]:
-    """Scores of models of a run by their names; see :func:`score`."""
+    """Score models of a run.
+
+    Args:
+        run: with language models.
+        task: what they write, and how it is judged.
+        models: ``server``, ``base`` or numbers of clients; by default the server's model, or else client 0.
+    """
     language = language_of(run)
     if language.settings.task != "causal":
-        raise ConfigError("this run's models classify; their accuracy is in the report, and they write no text")
+        raise ConfigError("this run's models classify and write no text; their accuracy is in the report")
     found = {}
     for name in models or (_default(run),):
         with language.live(_params(run, name)) as model:
@@ -142,9 +122,9 @@ def language_of(run: Run) -> Language:
     return companion
 
 
-def _opened(folder: Path, best: bool, allow_code: bool) -> Run:
+def _open(folder: Path, best: bool, allow_code: bool) -> Run:
     python = "use fedlowrank.cli.language.scores, or federation.companion.write(run, folder)"
-    return opened(folder, python, best, allow_code)
+    return open_run(folder, python, best, allow_code)
 
 
 def _default(run: Run) -> str:

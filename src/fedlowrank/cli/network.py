@@ -15,9 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ..config import experiment
-from ..config import tables as config
-from ..config.experiment import Experiment
+from ..config.experiment import ExperimentConfig
 from ..core.errors import CheckpointError, ConfigError, FedlowrankError
 from ..core.files import as_checkpoint_error, write_json
 from ..network.client import own_share, prepare
@@ -26,9 +24,10 @@ from ..network.deploy.keys import ClientKeys, ServerKeys, add_client, make_keys,
 from ..network.deploy.processes import SuperLink, SuperNode
 from ..network.deploy.program import ProcessError
 from ..network.deploy.supervise import supervise
-from ..network.drive import clients_of, network_settings
-from ..network.server import Say
+from ..network.drive import clients_of
 from ..simulation.run_folder import RunFolder
+from .commands import show_run
+from .terminal import say
 
 RESTARTS = 3
 """How often a SuperLink that died is started again."""
@@ -45,50 +44,44 @@ def _flower() -> Any:
     return flower
 
 
-def loaded(file: Path, overrides: Sequence[str], method: str | None) -> Experiment:
-    """An experiment of which a network runs one method; its paths hold wherever a process of it is started."""
-    tables = settled(config.read(file, overrides))
-    made = experiment.load({**tables, "method": experiment.load(tables).chosen(method)})
-    network_settings(made)
-    made.method(made.header.method)
-    return made
+def read_experiment(file: Path, overrides: Sequence[str], method: str | None) -> ExperimentConfig:
+    """Read an experiment of which a network runs one method."""
+    experiment = ExperimentConfig.read(file, overrides)
+    return _choose_method(experiment, experiment.choose_method(method))
 
 
-def settled(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables with the path of a base model made absolute where it is one of this machine."""
-    found = dict(tables)
-    path = found.get("language", {}).get("path")
-    if isinstance(path, str) and Path(path).exists():
-        found["language"] = {**found["language"], "path": str(Path(path).resolve())}
-    return found
+def _choose_method(experiment: ExperimentConfig, method: str) -> ExperimentConfig:
+    """The experiment with a method, and with a base model's path that holds in every process."""
+    changed: dict[str, Any] = {"method": method}
+    if experiment.language is not None and Path(experiment.language.path).exists():
+        changed["language"] = {"path": str(Path(experiment.language.path).resolve())}
+    return experiment.overlay(changed)
 
 
-def simulated(
-    made: Experiment, name: str, folder: Path, *, resume: bool, force: bool, config: Mapping[str, Any], say: Say
+def run_simulation(
+    experiment: ExperimentConfig,
+    name: str,
+    folder: Path,
+    *,
+    resume: bool,
+    force: bool,
+    config: Mapping[str, Any],
 ) -> None:
     """Run a method in Flower's simulation."""
-    for variable, value in {"FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
-        os.environ.setdefault(variable, value)
+    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     flower = _flower()
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    chosen = experiment.load(settled({**made.tables, "method": name}))
+    chosen = _choose_method(experiment, name)
     base = folder.with_name(f"{folder.name}.clients")
-    if not resume:
-        aside(folder, force)
-        aside(base, True)
+    # without force, an existing run folder is refused when the run begins
+    for old in (base, *([folder] if force else [])) if not resume else ():
+        if old.exists():
+            RunFolder.move_aside(old)
     with warnings.catch_warnings():
         # of Ray, about accelerators that nobody asked for
         warnings.simplefilter("ignore", FutureWarning)
         flower.simulation(chosen, folder, base, say, resume=resume, config=config)
-
-
-def aside(folder: Path, force: bool) -> None:
-    """Move what is in the way aside, or refuse to."""
-    if not folder.exists():
-        return
-    if not force:
-        raise CheckpointError(f"{folder} exists already. Resume it, choose another folder, or pass --force.")
-    RunFolder.move_aside(folder)
 
 
 def serve(
@@ -101,26 +94,22 @@ def serve(
     insecure: bool,
     host: str,
     port: int,
-    say: Say,
-) -> Path:
+) -> int:
     """Start a server, run a method on the clients that join, and see the run to its end.
-
-    Returns:
-        The run folder.
 
     Raises:
         FedlowrankError: if the run did not come to its end; Flower's own commands would not say so.
     """
     _flower()
-    made = loaded(file, overrides, method)
-    clients_of(made)
+    experiment = read_experiment(file, overrides, method)
+    clients_of(experiment)
     secured = server_keys(keys, insecure)
-    out = out or Path("runs") / made.name / f"{made.header.method}-s{made.run.seed}"
+    out = out or Path("runs") / experiment.name / f"{experiment.method}-s{experiment.run.seed}"
     begun, failed = RunFolder.has_begun(out), RunFolder.is_failed_start(out)
     if begun and not resume:
-        raise CheckpointError(f"{out} exists already. Go on with it by --resume, or choose another folder with -o.")
+        raise CheckpointError(f"{out} exists already. Go on with it by --resume, or choose another by -o.")
     if out.exists() and not begun and not failed:
-        raise CheckpointError(f"{out} exists already and holds other things than a run; choose another folder with -o.")
+        raise CheckpointError(f"{out} exists already and holds no run; choose another folder with -o.")
     if resume and not out.exists():
         raise CheckpointError(f"there is no run in {out} to go on with; start it without --resume")
     if failed:
@@ -139,10 +128,10 @@ def serve(
     if insecure:
         say("insecure: anyone who reaches this port can join, and read all that is sent")
     link = SuperLink(home, secured, insecure=insecure, host=host, port=port, variables=variables, say=say)
-    with ended_once(), link:
+    with _interrupted_once(), link:
         # not before it has its home to itself
         log.unlink(missing_ok=True)
-        write_json(home / "experiment.json", made.tables)
+        write_json(home / "experiment.json", experiment.to_dict())
         write_own_app(home / "app")
         if secured is not None:
             nodes = {str(link.register(key)): client for client, key in sorted(secured.clients.items())}
@@ -150,8 +139,8 @@ def serve(
                 say(f"the key of the client that Flower calls {number} was revoked; it is refused")
             write_json(home / "nodes.json", nodes)
         say(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
-        _see_through(link, home / "app", log, say)
-    return out
+        _see_through(link, home / "app", log)
+    return show_run(out)
 
 
 def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
@@ -160,15 +149,15 @@ def server_keys(keys: Path | None, insecure: bool) -> ServerKeys | None:
         raise ConfigError("--keys and --insecure exclude each other")
     if keys is None and not insecure:
         raise ConfigError(
-            "a server needs keys: make them by `fedlowrank keys keys --clients N --host NAME`, and pass --keys keys/server. "
-            "For a trial on one machine, --insecure does without."
+            "a server needs keys: make them by `fedlowrank keys keys --clients N --host NAME`, and pass "
+            "--keys keys/server. For a trial on one machine, --insecure does without."
         )
     return None if keys is None else ServerKeys.read(keys)
 
 
-def _see_through(link: SuperLink, app: Path, log: Path, say: Say) -> None:
+def _see_through(link: SuperLink, app: Path, log: Path) -> None:
     """Submit the run and watch it, and begin again where it was if the SuperLink dies."""
-    run, follow = link.submit(app), _Follower(log, say)
+    run, follow = link.submit(app), _Follower(log)
     looked, died = time.monotonic(), 0
     while True:
         time.sleep(0.2)
@@ -177,13 +166,11 @@ def _see_through(link: SuperLink, app: Path, log: Path, say: Say) -> None:
             died += 1
             if died > RESTARTS:
                 raise ProcessError(f"the SuperLink died {died} times. The end of {link.log}:\n{link.tail()}")
-            say(
-                f"the SuperLink died; it is started again, and the run goes on from its last round ({died} of {RESTARTS})"
-            )
+            say(f"the SuperLink died; the run goes on from its last round ({died} of {RESTARTS})")
             link.start()
             _abandon(link, run)
             run, looked = link.submit(app), time.monotonic()
-        # to ask costs a second of work, so only when the run seems over, and now and then in case it cannot say so any more
+        # to ask costs a second of work, so only when the run seems over, or now and then
         elif last is not None or time.monotonic() - looked > 60:
             looked = time.monotonic()
             status = link.status(run)
@@ -193,7 +180,7 @@ def _see_through(link: SuperLink, app: Path, log: Path, say: Say) -> None:
                 return
             if status.is_finished or last is not None:
                 why = last.removeprefix("error: ") if last else f"{status.status}: {status.details}"
-                raise ProcessError(f"the run failed: {why} Go on with it by --resume. Details are in {link.log}.")
+                raise ProcessError(f"the run failed: {why} Go on with it by --resume; details: {link.log}")
 
 
 def _abandon(link: SuperLink, run: int) -> None:
@@ -207,8 +194,8 @@ def _abandon(link: SuperLink, run: int) -> None:
 class _Follower:
     """Passes on the lines of a file as they come."""
 
-    def __init__(self, path: Path, say: Say) -> None:
-        self.path, self.say, self.place = path, say, 0
+    def __init__(self, path: Path) -> None:
+        self.path, self.place = path, 0
 
     def news(self) -> str | None:
         """Pass on what is new; the line by which the run says it is over, if it came."""
@@ -222,7 +209,7 @@ class _Follower:
                     break
                 self.place += len(line)
                 text = line.decode(errors="replace").rstrip("\n")
-                self.say(text)
+                say(text)
                 message = text.partition(" ")[2]
                 if message == "finished" or message.startswith("error: "):
                     last = message
@@ -236,51 +223,46 @@ def join(
     client: int,
     data: Path | None,
     test: Path | None,
-    address: str,
+    server: str,
     keys: Path | None,
     insecure: bool,
     folder: Path | None,
     stay: bool,
-    say: Say,
-) -> Path:
-    """Take part in a run as one of its clients, until it is over.
-
-    Returns:
-        The client's folder.
-    """
+) -> int:
+    """Take part in a run as one of its clients, until it is over."""
     _flower()
-    made = loaded(file, overrides, method)
-    count = clients_of(made)
+    experiment = read_experiment(file, overrides, method)
+    count = clients_of(experiment)
     if not 0 <= client < count:
         raise ConfigError(f"--client {client}: clients go from 0 to {count - 1}")
     if (keys is None) != insecure:
         raise ConfigError(
-            f"pass --keys keys/client-{client}, the folder that the server's operator made by `fedlowrank keys` for you; or, "
-            "for a trial on one machine, --insecure, but not both"
+            f"pass --keys keys/client-{client}, which the server's operator made by `fedlowrank keys` for "
+            "you; or, for a trial on one machine, --insecure, but not both"
         )
     own = None if keys is None else ClientKeys.read(keys)
     if data is None:
         say(f"client {client} takes its share of the experiment's own data; pass --data for data of yours")
-        shares = made.shares()
+        shares = experiment.shares()
     else:
-        shares = own_share(made, client, count, data, test)
-    folder = folder or Path("clients") / made.name / str(client)
-    prepare(folder, made.tables, client, shares)
+        shares = own_share(experiment, client, count, data, test)
+    folder = folder or Path("clients") / experiment.name / str(client)
+    prepare(folder, experiment, client, shares)
     sizes = (len(getattr(shares.data[client], s)) for s in ("train", "val", "test"))
     say("client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes))
-    node = SuperNode(folder / "flower", address, folder, own, insecure=insecure, say=say)
+    node = SuperNode(folder / "flower", server, folder, own, insecure=insecure, say=say)
     stop = threading.Event()
     if not stay:
         threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()
-    with ended_once():
+    with _interrupted_once():
         supervise(node, stop)
     for model in _models(folder):
         say(f"its model: {model.parent}")
-    return folder
+    return 0
 
 
 @contextlib.contextmanager
-def ended_once() -> Iterator[None]:
+def _interrupted_once() -> Iterator[None]:
     """An interrupt or a polite kill ends the block as Ctrl-C does; a second one does not end the ending.
 
     Else the programs that the block has started would stay behind.
@@ -323,7 +305,7 @@ def _until_done(folder: Path, node: SuperNode, stop: threading.Event) -> None:
             stop.set()
 
 
-def keys_(
+def keys(
     folder: Path,
     clients: int,
     hosts: Sequence[str],
@@ -331,9 +313,8 @@ def keys_(
     add: int | None,
     revoke: int | None,
     renew: bool,
-    say: Say,
-) -> None:
-    """Make the keys of a federation or of one more client, take one away, or make the server a new certificate."""
+) -> int:
+    """Make the keys of a federation or of one more client, take one away, or renew the server's."""
     if sum((add is not None, revoke is not None, renew)) > 1:
         raise ConfigError("--add, --revoke and --renew exclude each other; give one at a time")
     restart = "start `fedlowrank serve` anew, with --resume if its run goes on"
@@ -341,7 +322,8 @@ def keys_(
         add_client(folder, add)
         say(f"{folder / f'client-{add}'}: give it to client {add}, and to nobody else; {restart}")
     elif revoke is not None:
-        say(f"{revoke_client(folder, revoke)}: the key of client {revoke} is revoked from the next start on; {restart}")
+        gone = revoke_client(folder, revoke)
+        say(f"{gone}: the key of client {revoke} is revoked from the next start on; {restart}")
     elif renew:
         renew_server(folder, hosts, days)
         say(f"{folder / 'server'}: has a new certificate for {days} days; clients notice nothing; {restart}")
@@ -349,17 +331,20 @@ def keys_(
         make_keys(folder, clients, hosts, days)
         say(f"{folder / 'server'}: stays with the server (fedlowrank serve --keys {folder / 'server'})")
         say(f"{folder / 'client-0'} ... client-{clients - 1}: give each to its client, and to nobody else")
+    return 0
 
 
-def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> None:
+def app(file: Path, overrides: Sequence[str], method: str | None, out: Path) -> int:
     """Write a Flower app of an experiment, for `flwr run`."""
-    made = loaded(file, overrides, method)
+    experiment = read_experiment(file, overrides, method)
     if out.exists() and any(p.name != "pyproject.toml" for p in out.iterdir()):
         raise FedlowrankError(
             f"{out} holds other things, which Flower would send to every client; choose an empty folder"
         )
     settings = {
-        "experiment": json.dumps(made.tables),
-        "folder": f"runs/{made.name}/{made.header.method}-s{made.run.seed}",
+        "experiment": json.dumps(experiment.to_dict()),
+        "folder": f"runs/{experiment.name}/{experiment.method}-s{experiment.run.seed}",
     }
     write_app(out, "fedlowrank", SERVER, CLIENT, settings)
+    say(f"Flower app: {out}. Run it by `flwr run {out} CONNECTION`.")
+    return 0

@@ -7,25 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..simulation.lock import is_alive, read_holder
 from ..simulation.records import RunRecord, run_folders
+from .terminal import OUT
 
 
-def show(folders: Sequence[Path], out: Console) -> int:
-    """Prints a row for every run.
-
-    Args:
-        folders: run folders, or folders of run folders.
-        out: where to print.
-    """
+def show(folders: Sequence[Path]) -> int:
+    """Print a row for every run in these folders, or in the folders within them."""
     table = Table("run", "state", "rounds", "process", "clients", "last")
     for folder in run_folders(folders):
         table.add_row(*map(escape, row(folder)))
-    out.print(table)
+    OUT.print(table)
     return 0
 
 
@@ -40,7 +35,8 @@ def row(folder: Path) -> list[str]:
         lost = "; ".join(f"client {client} lost: {why}" for client, why in run.rounds[-1].lost.items())
         message = "; ".join(filter(None, [message, lost]))
     total = run.config.get("run", {}).get("rounds", "?")
-    return [str(folder), str(run.status.get("state", "unknown")), f"{done} of {total}", process, _clients(run), message]
+    state = str(run.status.get("state", "unknown"))
+    return [str(folder), state, f"{done} of {total}", process, _clients(run), message]
 
 
 def _clients(run: RunRecord) -> str:

@@ -1,24 +1,28 @@
-"""From what clients hold to a federation: who they are, and their models."""
+"""From an experiment to a federation: what each client holds, and its model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..core.errors import ConfigError
 from ..core.key import Key
 from ..core.method import ClientInfo
-from ..data.dataset import ClientData, Examples, Inputs, Stored
+from ..data.concept import apply_concept
+from ..data.dataset import ClientData, Examples, Inputs, Stored, subset
+from ..data.divide import divide, keep
 from ..data.federation import Federation
+from ..language import federation as language_models
+from ..language.federation import Language
 from ..models.architecture import Architecture, architecture_of
-from .lora_section import lora_table, stretched
+from .data_section import expand_path
+from .lora_section import LoraSettings, PeftSettings, broadcast_ranks
 
 if TYPE_CHECKING:
-    from ..language.federation import Language
-    from .experiment import Experiment
+    from .experiment import ExperimentConfig
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,42 @@ class Shares:
     language: Language | None = None
 
 
+def share_data(experiment: ExperimentConfig) -> Shares:
+    """Read the data and divide them among the clients, from the seed of the run.
+
+    Raises:
+        DataError: if the data cannot be read or divided so.
+    """
+    key, preparation, language = Key((experiment.run.seed,)), experiment.data.preparation, None
+    if experiment.language is None:
+        dataset = experiment.data.load()
+    else:
+        texts: Any = experiment.data.source.load()
+        dataset, language = language_models.prepare(texts, *_language_settings(experiment))
+    if preparation.examples is not None:
+        dataset = subset(dataset, preparation.examples)
+    data = divide(dataset, experiment.partition, experiment.split, key)
+    if preparation.keep < 1:
+        data = keep(data, preparation.keep, preparation.keep_at_least, key / "keep")
+    data = apply_concept(experiment.concept, data, len(dataset.classes))
+    return Shares(tuple(data), dataset.classes, dataset.notes, language)
+
+
+def load_language(experiment: ExperimentConfig, classes: tuple[str, ...]) -> Language | None:
+    """Load the language model for classes of those names; None where the experiment has none."""
+    if experiment.language is None:
+        return None
+    return language_models.language(*_language_settings(experiment), classes)
+
+
+def _language_settings(experiment: ExperimentConfig) -> tuple[Any, Mapping[str, Any], Key]:
+    """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
+    extra = experiment.lora.model_extra if isinstance(experiment.lora, PeftSettings) else None
+    return expand_path(experiment.language), extra or {}, Key((experiment.run.seed,)) / "init" / "language"
+
+
 def assemble(
-    experiment: Experiment,
+    experiment: ExperimentConfig,
     shares: Shares,
     *,
     sizes: Sequence[int] | None = None,
@@ -60,16 +98,15 @@ def assemble(
     data, key = shares.data, Key((experiment.run.seed,))
     models = _models(experiment, shares, key)
     names = experiment.model.names if shares.language is None else tuple(models)
-    ranks = stretched(experiment.ranks, len(data))
+    ranks = broadcast_ranks(experiment.lora.ranks, len(data))
     counts = [len(d.train) for d in data] if sizes is None else sizes
-    infos = [
-        ClientInfo(i, n, names[i % len(names)], ranks[i], experiment.concept.cluster(i)) for i, n in enumerate(counts)
-    ]
-    held = {i.architecture for i in infos}
+    cluster = experiment.concept.cluster
+    infos = [ClientInfo(i, n, names[i % len(names)], ranks[i], cluster(i)) for i, n in enumerate(counts)]
+    present = {i.architecture for i in infos}
     return Federation(
         data,
         infos,
-        {n: m for n, m in models.items() if n in held},
+        {n: m for n, m in models.items() if n in present},
         shares.classes,
         experiment.run.seed,
         experiment.name,
@@ -81,7 +118,7 @@ def assemble(
     )
 
 
-def _models(experiment: Experiment, shares: Shares, key: Key) -> Mapping[str, Architecture]:
+def _models(experiment: ExperimentConfig, shares: Shares, key: Key) -> Mapping[str, Architecture]:
     first = shares.data[0].train
     example = _example(first.x)
     if isinstance(example, dict):
@@ -90,16 +127,18 @@ def _models(experiment: Experiment, shares: Shares, key: Key) -> Mapping[str, Ar
                 "data: the built-in models take one tensor; use Federation.from_arrays for dicts of inputs"
             )
         return {"language": shares.language.architecture(example)}
-    table, head = lora_table({**experiment.table("lora"), "ranks": experiment.ranks}), experiment.model.head
+    lora, head = experiment.lora, experiment.model.head
+    if not isinstance(lora, LoraSettings):
+        raise ConfigError("language: these data are no texts")
     factories = experiment.model.factories(tuple(example.shape[1:]), _outputs(first, shares.classes))
     return {
-        n: architecture_of(n, table.wrapped(f, head, key / "lora" / n), example, head, key / "init" / n)
+        n: architecture_of(n, lora.wrap(f, head, key / "lora" / n), example, head, key / "init" / n)
         for n, f in factories.items()
     }
 
 
 def _outputs(examples: Examples, classes: tuple[str, ...]) -> int:
-    """Width of a model's output: the number of classes, or of the numbers of a target; 0 for labels of tokens."""
+    """Width of a model's output: the number of classes or targets; 0 for labels of tokens."""
     return 0 if examples.tokens else len(classes) or examples.y.shape[1]
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +10,13 @@ from typing import Any
 
 from ..core.errors import CheckpointError, ConfigError
 from ..simulation.records import RunRecord
-from ..simulation.run_folder import changes_of
-from . import experiment
-from . import tables as config
-from .experiment import Experiment
+from ..simulation.run_folder import RunFolder
+from .experiment import ExperimentConfig
+from .merging import merge_tables, parse_override, parse_value, parse_variation
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """One run of a comparison.
 
     Attributes:
@@ -30,19 +26,19 @@ class Planned:
         folder: of the run.
     """
 
-    experiment: Experiment
+    experiment: ExperimentConfig
     name: str
     vary: dict[str, Any]
     folder: Path
 
 
-def plan(
-    tables: dict[str, Any], methods: Sequence[str], seeds: Sequence[int], vary: Sequence[str], out: Path
-) -> list[Planned]:
-    """All runs of a comparison, every setting checked; those of one experiment follow each other.
+def plan_runs(
+    experiment: ExperimentConfig, methods: Sequence[str], seeds: Sequence[int], vary: Sequence[str], out: Path
+) -> list[PlannedRun]:
+    """List all runs of a comparison, every setting checked; those of one experiment follow each other.
 
     Args:
-        tables: of the experiment.
+        experiment: what the runs have in common.
         methods: names of methods or variants.
         seeds: of the runs.
         vary: each ``section.field=v1,v2,...``; of several, every combination is run.
@@ -52,51 +48,46 @@ def plan(
         ConfigError: if a value or a name is wrong.
     """
     found = []
-    for varied in combinations(vary):
-        label = "".join(f"-{f.rpartition('.')[2]}={text}" for f, text in varied.items())
-        values = {f: config.literal(text) for f, text in varied.items()}
+    for texts in list_combinations(vary):
+        label = "".join(f"-{field.rpartition('.')[2]}={text}" for field, text in texts.items())
+        values = {field: parse_value(text) for field, text in texts.items()}
         for seed in seeds:
-            changed = copy.deepcopy(tables)
-            for text in (*(f"{f}={text}" for f, text in varied.items()), f"run.seed={seed}"):
-                config.merge(changed, config.override(text))
-            made = experiment.load(changed)
+            changed: dict[str, Any] = {}
+            for text in (*(f"{field}={value}" for field, value in texts.items()), f"run.seed={seed}"):
+                merge_tables(changed, parse_override(text))
+            one = experiment.overlay(changed)
             for name in methods:
-                made.method(name)
-                found.append(Planned(made, name, values, out / f"{name}{label}-s{seed}"))
+                one.build_method(name)
+                found.append(PlannedRun(one, name, values, out / f"{name}{label}-s{seed}"))
     return found
 
 
-def combinations(vary: Sequence[str]) -> list[dict[str, str]]:
-    """The grid over all varied fields: one entry a combination, the text of a value by the name of its field.
+def list_combinations(vary: Sequence[str]) -> list[dict[str, str]]:
+    """List the grid over all varied fields: each combination is the texts of values by field.
 
     Raises:
         ConfigError: if a text has another form than ``section.field=v1,v2,...``, or two name the same field.
     """
-    fields = [config.varied(text)[0] for text in vary]
-    if twice := [f for f in fields if fields.count(f) > 1]:
+    parsed = [parse_variation(text) for text in vary]
+    fields = [field for field, _ in parsed]
+    if twice := [field for field in fields if fields.count(field) > 1]:
         raise ConfigError(f"--vary names {twice[0]} twice; put all its values into one, separated by commas")
-    values = [[v.strip() for v in text.partition("=")[2].split(",")] for text in vary]
-    return [dict(zip(fields, chosen, strict=True)) for chosen in itertools.product(*values)]
+    chosen = itertools.product(*(values for _, values in parsed))
+    return [dict(zip(fields, values, strict=True)) for values in chosen]
 
 
-def refuse_conflicts(runs: Sequence[Planned]) -> None:
-    """Refuse to compare where a folder holds a run of another configuration, before hours of training and not after.
+def refuse_conflicts(runs: Sequence[PlannedRun]) -> None:
+    """Refuse to compare where a folder holds a run of another configuration, before anything is trained.
 
     Raises:
         CheckpointError: naming the folder, what differs and the ways out.
     """
     for one in runs:
-        if not (one.folder / "checkpoint" / "manifest.json").exists():
+        if not RunFolder.has_begun(one.folder):
             continue
-        stored, made = RunRecord.load(one.folder).config, one.experiment
-        method = made.method(one.name)
-        # what can be known without data and models; the rest is compared when the run goes on
-        sections = {**made.describe(one.name), "vary": one.vary, "run": dataclasses.asdict(made.run)}
-        del sections["variant"]
-        now = json.loads(json.dumps({**sections, "method": {"fields": dataclasses.asdict(method)}}))
-        before = {name: stored.get(name) for name in now} | {"method": {"fields": stored["method"]["fields"]}}
-        if changes := changes_of(before, now, method):
+        stored = RunRecord.load(one.folder).config
+        if changes := one.experiment.changes_from(stored, one.name, one.vary):
             raise CheckpointError(
-                f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another folder for the "
-                "comparison with -o, or pass --force to move such runs aside and train them anew."
+                f"{one.folder} holds a run of another configuration: {'; '.join(changes)}. Choose another "
+                "folder for the comparison with -o, or pass --force to move such runs aside and train anew."
             )

@@ -1,197 +1,275 @@
-"""An experiment: what a TOML file says, made into a federation and methods."""
+"""An experiment file, parsed once into the settings that its sections configure."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from ..core.errors import ConfigError, did_you_mean
-from ..core.key import Key
 from ..core.method import Method
+from ..core.user_code import import_named
 from ..data.augment import Augment
-from ..data.concept import CONCEPTS, ByNature, Concept, apply_concept
-from ..data.counting import at_least
-from ..data.dataset import Dataset, Normalization, normalize, subset
-from ..data.divide import divide, keep
+from ..data.concept import CONCEPTS, Concept
 from ..data.federation import Federation
 from ..data.partition import PARTITIONS, Partition
-from ..data.sources import SOURCES
 from ..data.split import SPLITS, Split
-from ..data.synthetic import Synthetic
-from ..data.text.sources import TEXT_SOURCES
+from ..language.adapt import lora_config
+from ..language.federation import Language, LanguageSettings
 from ..methods import METHODS
 from ..models.zoo import ModelSettings
 from ..simulation.run import RunSettings
-from .assembly import Shares, assemble
-from .header import Header, Printed, Reference
-from .lora_section import lora_table, split_table
+from ..simulation.run_folder import changes_of
+from .assembly import Shares, assemble, load_language, share_data
+from .data_section import DataSettings
+from .lora_section import LoraSettings, PeftSettings
+from .merging import format_toml, merge_tables, read_tables
 from .network_settings import NetworkSettings
-from .tables import build, check_sections, varied
+from .parsing import build, build_tagged, config_error, print_fields, print_tagged
+from .reference import Reference
 
-if TYPE_CHECKING:
-    from ..language.federation import Language, LanguageSettings
+TAGGED: dict[str, tuple[dict[str, type[Any]], str]] = {
+    "partition": (PARTITIONS, "iid"),
+    "split": (SPLITS, "local"),
+    "concept": (CONCEPTS, "none"),
+}
+"""Sections whose entry ``kind`` chooses among several dataclasses: these, and the default."""
+
+_DESCRIBED = ("data", "partition", "split", "concept", "language", "lora")
+"""Sections that stand in ``run.json`` as they do in a file."""
+
+DEFAULT_METHOD = "pfedlora"
+"""The method of an experiment that names none."""
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """What is done to a data set of any source.
+class MethodSettings(pydantic.BaseModel):
+    """A table ``[methods.NAME]``; further entries are fields of the method, laid over ``[defaults]``.
 
     Attributes:
-        normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or feature.
-        examples: use so many of the official training examples, the same in every run; by default all.
-        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by the seed
-            of the run; validation and test stay whole.
-        keep_at_least: training examples that a client keeps whatever the share, if it has so many.
+        method: of which NAME is a variant; by default NAME is the method.
+        title: of the variant, for reports.
     """
 
-    normalize: Normalization = "scale"
-    examples: int | None = None
-    keep: float = 1.0
-    keep_at_least: int = 10
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
 
-    def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise ConfigError(f"data.keep must be a share above 0 and at most 1, not {self.keep!r}.")
-        at_least("data.keep_at_least", self.keep_at_least, 1)
+    method: str = ""
+    title: str = ""
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """A checked experiment.
+class ExperimentConfig(pydantic.BaseModel):
+    """A parsed and checked experiment.
 
     Attributes:
-        tables: the merged tables it was made from.
-        header: its name and what it runs.
-        run: its protocol.
-        model: its models.
-        augment: how the images of training batches are changed at random.
+        name: of the experiment, for folders and reports.
+        title: for people; by default the name.
+        paper: which paper it reproduces.
+        method: that ``run`` runs: built in, a variant below, or ``module:Class`` of one's own.
+        compare: methods that ``compare`` runs; by default the one above.
+        seeds: that ``compare`` runs; by default that of the run.
+        vary: what ``compare`` varies, each ``section.field=v1,v2,...``; of several, every combination.
+        language: the language model that is adapted, or None for models of other data.
+        data: the source of the data.
         partition: of the data set among clients.
         split: of each client's examples.
         concept: what differs between groups of clients.
+        augment: how the images of training batches are changed at random.
+        model: the models of the clients.
+        lora: ranks of the clients, and LoRA layers.
+        run: the protocol.
+        network: how a server deals with clients that it reaches by messages.
+        defaults: fields of every method.
+        methods: settings of single methods, and variants of them under names of their own.
+        reference: a paper's numbers.
     """
 
-    tables: dict[str, Any]
-    header: Header
-    run: RunSettings
-    model: ModelSettings
-    augment: Augment
-    partition: Partition
-    split: Split
-    concept: Concept
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
-    @property
-    def name(self) -> str:
-        """Its name, for folders and reports."""
-        return self.header.name
+    name: str = "experiment"
+    title: str = ""
+    paper: str = ""
+    method: str = ""
+    compare: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    vary: tuple[str, ...] = ()
+    language: LanguageSettings | None = None
+    data: DataSettings = Field({}, validate_default=True)
+    partition: Partition = Field({}, validate_default=True)
+    split: Split = Field({}, validate_default=True)
+    concept: Concept = Concept()
+    augment: Augment = Augment()
+    model: ModelSettings = ModelSettings()
+    lora: LoraSettings | PeftSettings = Field({}, validate_default=True)
+    run: RunSettings = RunSettings()
+    network: NetworkSettings = NetworkSettings()
+    defaults: dict[str, Any] = {}
+    methods: dict[str, MethodSettings] = {}
+    reference: Reference | None = None
 
-    @property
-    def compared(self) -> list[str]:
-        """Methods that ``compare`` runs unless told otherwise."""
-        return list(self.header.compare) or [self.header.method]
+    _allow_code: bool = pydantic.PrivateAttr(True)
+    _methods: dict[str, Method[Any, Any, Any, Any]] = pydantic.PrivateAttr(default_factory=dict)
 
-    def chosen(self, method: str | None = None) -> str:
-        """The one method that a command such as ``run`` runs.
+    @classmethod
+    def parse(cls, tables: Mapping[str, Any], allow_code: bool = True) -> ExperimentConfig:
+        """Parse nested tables. Everything is checked before data is read.
 
         Args:
-            method: what the command line names, or None for what the file names.
+            tables: of the experiment.
+            allow_code: accept names of Python code of the user's own. False for tables that come from a run
+                folder, which may be somebody else's.
+
+        Raises:
+            ConfigError: if a section, a name or a field is wrong.
+        """
+        try:
+            return cls.model_validate(dict(tables), context={"allow_code": allow_code})
+        except pydantic.ValidationError as error:
+            raise config_error(error, cls) from error
+
+    @classmethod
+    def read(cls, path: Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+        """Read an experiment file.
+
+        Args:
+            path: of a TOML file.
+            overrides: ``section.field=value``, laid over it.
+
+        Raises:
+            ConfigError: if it cannot be read, or something in it is wrong.
+        """
+        return cls.parse(read_tables(path, overrides))
+
+    def overlay(self, tables: Mapping[str, Any]) -> ExperimentConfig:
+        """Parse this experiment with nested tables laid over it."""
+        merged = self.to_dict()
+        merge_tables(merged, tables)
+        return self.parse(merged, self._allow_code)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Print the tables that :meth:`parse` reads, without what is as by default."""
+        found = self.model_dump(mode="json", exclude_defaults=True)
+        return {section: value for section, value in found.items() if value != {}}
+
+    def to_toml(self) -> str:
+        """Print the experiment as the text of a file."""
+        return format_toml(self.to_dict())
+
+    @field_validator("vary", mode="before")
+    @classmethod
+    def _list_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("data", "partition", "split", "concept", "lora", mode="plain")
+    @classmethod
+    def _choose(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        """Choose the dataclass of a section by its tag, or by whether there is a language model."""
+        section, language = str(info.field_name), info.data.get("language") is not None
+        if dataclasses.is_dataclass(value):
+            return value
+        if section == "data":
+            return DataSettings.parse(value, language)
+        if section == "lora":
+            kind: type[Any] = PeftSettings if language else LoraSettings
+            return build(kind, value, section)
+        known, default = TAGGED[section]
+        return build_tagged(known, value, section, default)
+
+    @field_serializer("data", "partition", "split", "concept", "lora")
+    def _print(self, value: Any, info: pydantic.FieldSerializationInfo) -> dict[str, Any]:
+        short = info.exclude_defaults
+        if info.field_name in TAGGED:
+            kinds, _ = TAGGED[info.field_name]
+            return {} if type(value) is Concept else print_tagged(kinds, value, short)
+        return value.to_dict(short) if isinstance(value, DataSettings) else print_fields(value, short)
+
+    @model_validator(mode="after")
+    def _check(self, info: pydantic.ValidationInfo) -> ExperimentConfig:
+        if not self.name or self.name in (".", "..") or any(c in self.name for c in "/\\"):
+            raise ConfigError(f"name: {self.name!r} cannot be the name of a folder")
+        self._allow_code = (info.context or {}).get("allow_code", True)
+        if not self._allow_code:
+            _refuse_code(self.code)
+        self._methods = {
+            name: self._build(name) for name in (*self.compared_methods, self.default_method, *self.methods)
+        }
+        self.concept.check(self.partition, self.augment)
+        self.data.check(self.concept)
+        if isinstance(self.lora, PeftSettings):
+            lora_config(self.lora.model_extra)
+        self.describe()
+        return self
+
+    @property
+    def code(self) -> tuple[str, ...]:
+        """Names of the user's own Python code, ``module:attribute``."""
+        methods = (self.method, *self.compare, *self.methods, *(m.method for m in self.methods.values()))
+        return tuple(dict.fromkeys([*self.model.own, *(name for name in methods if ":" in name)]))
+
+    @property
+    def compared_methods(self) -> list[str]:
+        """Methods that ``compare`` runs unless its options name others."""
+        return list(self.compare) or [self.method or DEFAULT_METHOD]
+
+    @property
+    def default_method(self) -> str:
+        """The method that runs unless another one is named."""
+        return self.method or self.compared_methods[0]
+
+    def choose_method(self, name: str | None = None) -> str:
+        """Choose the one method that a command such as ``run`` runs.
+
+        Args:
+            name: what the command line names, or None for what the file names.
 
         Raises:
             ConfigError: if the file names only methods to compare.
         """
-        if method is None and "method" not in self.tables and len(self.compared) > 1:
+        if not name and not self.method and len(self.compare) > 1:
             raise ConfigError(
-                f"the experiment names methods to compare ({', '.join(self.compared)}) and none to run. Choose one, such as "
-                f"--method {self.compared[0]}, or run them all by `fedlowrank compare`."
+                f"the experiment names methods to compare ({', '.join(self.compare)}) and none to run. "
+                f"Choose one, such as --method {self.compare[0]}, or run them all by `fedlowrank compare`."
             )
-        return method or (self.header.method if "method" in self.tables else self.compared[0])
+        return name or self.default_method
 
-    def method(self, name: str) -> Method[Any, Any, Any, Any]:
-        """A method with the settings of ``[defaults]``, overlaid by those of ``[methods.NAME]``.
+    def build_method(self, name: str) -> Method[Any, Any, Any, Any]:
+        """Build a method with the settings of ``[defaults]``, overlaid by those of ``[methods.NAME]``.
 
-        A table that names a ``method`` is a variant of it under a name of its own, with an own ``title`` if it has one.
+        Args:
+            name: of a built-in method, of a variant, or ``module:Class`` of a method of one's own.
 
         Raises:
             ConfigError: if there is no such method or a setting is wrong.
         """
-        own = self._own(name)
-        own.pop("title", None)
-        kind = str(own.pop("method", name))
-        return build(method_class(kind), {**_table(self.tables, "defaults"), **own}, f"methods.{name}")
+        return self._methods[name] if name in self._methods else self._build(name)
 
-    def title(self, name: str) -> str:
+    def _build(self, name: str) -> Method[Any, Any, Any, Any]:
+        own = self.methods.get(name, MethodSettings())
+        return build(self._class_of(name), {**self.defaults, **(own.model_extra or {})}, f"methods.{name}")
+
+    def _class_of(self, name: str) -> type[Method[Any, Any, Any, Any]]:
+        kind = self.methods[name].method if name in self.methods else ""
+        return method_class(kind or name, self._allow_code)
+
+    def method_title(self, name: str) -> str:
         """How reports call a method or a variant."""
-        own = self._own(name)
-        return str(own.get("title", name if "method" in own else method_class(name).title))
-
-    def _own(self, name: str) -> dict[str, Any]:
-        return _table(_table(self.tables, "methods"), name)
-
-    def federation(self) -> Federation:
-        """The clients, from the seed of the run.
-
-        Raises:
-            DataError: if the data cannot be read or shared out so.
-            TaskError: if a model does not fit.
-        """
-        return assemble(self, self.shares())
+        own = self.methods.get(name, MethodSettings())
+        return own.title or (name if own.method else self._class_of(name).title)
 
     def shares(self) -> Shares:
-        """What each client holds, from the seed of the run.
+        """What each client holds, from the seed of the run; see :func:`.assembly.share_data`."""
+        return share_data(self)
 
-        Raises:
-            DataError: if the data cannot be read or shared out so.
-        """
-        _, prepared, _ = _data_settings(self.tables)
-        key = self._key()
-        dataset, language = self._data(key)
-        if prepared.examples is not None:
-            dataset = subset(dataset, prepared.examples)
-        data = divide(dataset, self.partition, self.split, key)
-        if prepared.keep < 1:
-            data = keep(data, prepared.keep, prepared.keep_at_least, key / "keep")
-        data = apply_concept(self.concept, data, len(dataset.classes))
-        return Shares(tuple(data), dataset.classes, dataset.notes, language)
+    def federation(self) -> Federation:
+        """The clients and their models, from the seed of the run; see :func:`.assembly.assemble`."""
+        return assemble(self, self.shares())
 
-    def language(self, classes: tuple[str, ...]) -> Language | None:
+    def load_language(self, classes: tuple[str, ...]) -> Language | None:
         """The language model for classes of those names, or None where the experiment has none."""
-        if "language" not in self.tables:
-            return None
-        from ..language.federation import language
-
-        return language(self._language(), self.table("lora"), self._key() / "init" / "language", classes)
-
-    def table(self, section: str) -> dict[str, Any]:
-        """The fields of a section as they were given; of ``lora`` without the ranks."""
-        fields = _table(self.tables, section)
-        return split_table(fields)[1] if section == "lora" else fields
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Of the clients, as they were given."""
-        return split_table(_table(self.tables, "lora"))[0]
-
-    def _data(self, key: Key) -> tuple[Dataset, Language | None]:
-        """The data set, and the language model where it is one of texts."""
-        source, prepared, settings = _data_settings(self.tables)
-        if "language" not in self.tables:
-            return _dataset(source, json.dumps(settings, sort_keys=True), prepared.normalize), None
-        from ..language.federation import prepare
-
-        texts = build(_known(source, TEXT_SOURCES, "data"), settings, "data").load()
-        return prepare(texts, self._language(), self.table("lora"), key / "init" / "language")
-
-    def _language(self) -> LanguageSettings:
-        from ..language.federation import LanguageSettings
-
-        return build(LanguageSettings, _with_path(_table(self.tables, "language")), "language")
-
-    def _key(self) -> Key:
-        return Key((self.run.seed,))
+        return load_language(self, classes)
 
     def describe(self, name: str | None = None) -> dict[str, Any]:
         """Entries of ``run.json`` besides what :func:`fedlowrank.simulation.simulate.describe` knows.
@@ -199,167 +277,68 @@ class Experiment:
         Args:
             name: of the method or variant that runs; by default the experiment's.
         """
-        t = self.tables
-        name = self.header.method if name is None else name
+        tables, name = self.to_dict(), name or self.default_method
         return {
-            "variant": {"name": name, "title": self.title(name)},
-            "title": self.header.title or self.name,
-            "paper": self.header.paper,
-            **{s: _table(t, s) for s in ("data", "partition", "split")},
-            **{s: _table(t, s) for s in ("concept", "language", "lora") if s in t},
+            "variant": {"name": name, "title": self.method_title(name)},
+            "title": self.title or self.name,
+            "paper": self.paper,
+            **{section: tables[section] for section in _DESCRIBED if section in tables},
             "model": dataclasses.asdict(self.model),
-            "reference": self._reference(),
-            "experiment": t,
+            "reference": None if self.reference is None else self.reference.describe(self.vary, tables),
+            "experiment": tables,
         }
 
-    def _reference(self) -> dict[str, Any] | None:
-        """The paper's numbers for the value that the varied field has here."""
-        if "reference" not in self.tables:
-            return None
-        given = build(Reference, self.tables["reference"], "reference")
-        shown: dict[str, Any] = {"label": given.label}
-        if given.score:
-            shown["metric"] = given.metric
-        # as runs had it before there were scores
-        for name in ("accuracy", "communication", "parameters", *(("score",) if given.score else ())):
-            numbers: Mapping[str, Printed] = getattr(given, name)
-            chosen = {key: self._printed(value, f"reference.{name}.{key}") for key, value in numbers.items()}
-            # null marks what did not converge; what the paper does not have is left out
-            shown[name] = {k: None if isinstance(v, str) else v for k, v in chosen.items() if v is not None}
-        return shown
+    def changes_from(self, stored: Mapping[str, Any], name: str, vary: Mapping[str, Any]) -> list[str]:
+        """Compare a run of this experiment field by field with a stored one that it is to go on with.
 
-    def _printed(self, value: Printed, where: str) -> float | str | None:
-        if not isinstance(value, list):
-            return value
-        if len(self.header.vary) != 1:
-            raise ConfigError(f"{where} holds a list, which needs one varied field; vary is {self.header.vary!r}")
-        name, values = varied(self.header.vary[0])
-        if len(value) != len(values):
-            raise ConfigError(f"{where} holds {len(value)} numbers, but vary has {len(values)} values: {values}")
-        now: Any = self.tables
-        for part in name.split("."):
-            now = now.get(part) if isinstance(now, Mapping) else None
-        return value[values.index(now)] if now in values else None
+        What only data and models tell is compared later, when the run goes on.
+
+        Args:
+            stored: ``run.json`` of the stored run.
+            name: of the method or variant.
+            vary: the varied fields and their values.
+
+        Returns:
+            A line for each field that keeps the one from going on as the other; more rounds do not.
+        """
+        method = self.build_method(name)
+        fields = {"method": {"fields": dataclasses.asdict(method)}, "run": dataclasses.asdict(self.run)}
+        now = json.loads(json.dumps({**self.describe(name), "vary": vary, **fields}))
+        del now["variant"]
+        before = {section: stored[section] for section in now if section in stored}
+        before["method"] = {"fields": stored["method"].get("fields")}
+        # in full, so that a value is named also where it is the default; no code is named in these sections
+        whole = self.parse({section: stored[section] for section in _DESCRIBED if section in stored})
+        for tables, experiment in ((before, whole), (now, self)):
+            tables |= experiment.model_dump(mode="json", include=set(_DESCRIBED))
+        return changes_of(before, now, method)
 
 
-def load(tables: dict[str, Any], allow_code: bool = True) -> Experiment:
-    """Check the tables of an experiment (see :func:`fedlowrank.config.tables.read`).
+def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, Any, Any]]:
+    """Find a method's class.
 
     Args:
-        tables: of the experiment.
-        allow_code: accept names of Python code of the user's own, which is imported when data and models are made. False for
-            tables that come from a run folder, which may be somebody else's.
-
-    Raises:
-        ConfigError: if a section, a name or a field is wrong. Everything is checked before data is read.
-    """
-    check_sections(tables)
-    top = {f.name: tables[f.name] for f in dataclasses.fields(Header) if f.name in tables}
-    if isinstance(top.get("vary"), str):
-        top["vary"] = [top["vary"]]
-    parts = []
-    for section, known, default in (
-        ("partition", PARTITIONS, "iid"),
-        ("split", SPLITS, "local"),
-        ("concept", CONCEPTS, "none"),
-    ):
-        kind, fields = _tagged(tables, section, "kind", default)
-        parts.append(build(_known(kind, known, section), fields, section))
-    experiment = Experiment(
-        tables,
-        build(Header, top, "experiment"),
-        build(RunSettings, _table(tables, "run"), "run"),
-        build(ModelSettings, _table(tables, "model"), "model"),
-        build(Augment, _table(tables, "augment"), "augment"),
-        *parts,
-    )
-    if experiment.model.own and not allow_code:
-        raise ConfigError(
-            f"the run's configuration names Python code, model.names = {list(experiment.model.own)}, which would be imported "
-            "and run. If you trust this run folder, add --allow-code."
-        )
-    for name in {*experiment.compared, experiment.header.method, *_table(tables, "methods")}:
-        experiment.method(name)
-    experiment.concept.check(experiment.partition, experiment.augment)
-    build(NetworkSettings, _table(tables, "network"), "network")
-    source, prepared, settings = _data_settings(tables)
-    ranks, rest = split_table(_table(tables, "lora"))
-    if "language" in tables:
-        from ..language.adapt import lora_config
-        from ..language.federation import LanguageSettings
-
-        build(LanguageSettings, _with_path(_table(tables, "language")), "language")
-        lora_config(dict(rest))
-        build(_known(source, TEXT_SOURCES, "data"), settings, "data")
-    elif source in TEXT_SOURCES:
-        raise ConfigError(f"data.source {source!r} is text, which needs a section [language] with the path of a model")
-    else:
-        lora_table({**rest, "ranks": ranks})
-    if "language" not in tables and issubclass(cls := _known(source, SOURCES, "data"), Synthetic):
-        _check_synthetic(build(cls, settings, "data"), prepared, experiment.concept)
-    experiment.describe()
-    return experiment
-
-
-def method_class(name: str) -> type[Method[Any, Any, Any, Any]]:
-    """The method of that name.
+        name: of a built-in method, or ``module:Class`` of one's own.
+        allow_code: import the latter.
 
     Raises:
         ConfigError: if there is none; the message names the nearest.
     """
-    if name not in METHODS:
-        raise ConfigError(f"there is no method {name!r}. {did_you_mean(name, METHODS)}")
-    return METHODS[name]
+    if ":" not in name:
+        if name not in METHODS:
+            raise ConfigError(f"there is no method {name!r}. {did_you_mean(name, METHODS)}")
+        return METHODS[name]
+    if not allow_code:
+        _refuse_code((name,))
+    cls = import_named(name, "method")
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise ConfigError(f"method: {name!r} is no subclass of fedlowrank.Method")
+    return cls
 
 
-def _table(tables: Mapping[str, Any], section: str) -> dict[str, Any]:
-    found = tables.get(section, {})
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"[{section}] must be a table of fields, not {found!r}")
-    return dict(found)
-
-
-def _tagged(tables: Mapping[str, Any], section: str, tag: str, default: str) -> tuple[str, dict[str, Any]]:
-    fields = _table(tables, section)
-    return str(fields.pop(tag, default)), fields
-
-
-def _data_settings(tables: Mapping[str, Any]) -> tuple[str, Preparation, dict[str, Any]]:
-    """The source of the data, what is done to them, and the source's own fields."""
-    source, fields = _tagged(tables, "data", "source", "digits")
-    own = {f.name: fields.pop(f.name) for f in dataclasses.fields(Preparation) if f.name in fields}
-    return source, build(Preparation, own, "data"), fields
-
-
-def _check_synthetic(source: Synthetic, prepared: Preparation, concept: Concept) -> None:
-    """Refuse what would make another task of a synthetic regression without a word."""
-    if prepared.normalize != "none":
+def _refuse_code(names: Sequence[str]) -> None:
+    if names:
         raise ConfigError(
-            f"data.normalize is {prepared.normalize!r}, but the targets of a synthetic source are a function of its inputs "
-            "as they were drawn. Set data.normalize to 'none'."
+            f"the run's configuration names Python code, {', '.join(names)}, which would be imported and "
+            "run. If you trust this run folder, add --allow-code."
         )
-    if isinstance(concept, ByNature) and concept.clusters != source.clusters:
-        raise ConfigError(
-            f"concept.clusters is {concept.clusters}, but data.clusters is {source.clusters}: both number the same "
-            "ground-truth tasks. Make them equal."
-        )
-
-
-def _known(name: str, known: Mapping[str, type[Any]], section: str) -> type[Any]:
-    if name not in known:
-        raise ConfigError(f"{section}: there is no {name!r}. {did_you_mean(name, known)}")
-    return known[name]
-
-
-@functools.lru_cache(maxsize=1)
-def _dataset(source: str, settings: str, how: Any) -> Dataset:
-    """A data set, kept for the next run of a comparison."""
-    fields = _with_path(json.loads(settings))
-    return normalize(build(_known(source, SOURCES, "data"), fields, "data").load(), how)
-
-
-def _with_path(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields with ``~`` and environment variables written out in the path."""
-    if not isinstance(fields.get("path"), str):
-        return fields
-    return fields | {"path": os.path.expandvars(os.path.expanduser(fields["path"]))}  # noqa: PTH111 - a hub name is no path

@@ -1,33 +1,34 @@
-"""The section ``[lora]`` of an experiment: which ranks clients have, and where a module of one's own gets LoRA layers."""
+"""The section ``[lora]``: which ranks clients have, and where a module of one's own gets LoRA layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pydantic
 from torch import nn
 
 from ..adapters.lora_layers import lora
 from ..core.errors import ConfigError
 from ..core.key import Key
-from .tables import build
 
 
 @dataclass(frozen=True)
-class LoraTable:
-    """LoRA of the built-in models and of one's own. For a language model ``[lora]`` holds the fields of ``peft.LoraConfig``.
+class LoraSettings:
+    """LoRA of the built-in models and of one's own; of a language model see :class:`PeftSettings`.
 
     Attributes:
-        ranks: of the clients; a shorter list is stretched evenly over them, so that of 100 clients and a list of ten the first
-            ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
+        ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list
+            of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
         r: rank that the layers are made for; None adds updates to the weights themselves and wraps nothing.
         lora_alpha: α; the scale of updates is α/r. None for a scale of 1.
         use_rslora: whether the scale is α/√r.
-        target_modules: layers to wrap, by the end of their names; empty for all. The head is trained whole and never wrapped.
+        target_modules: layers to wrap, by the end of their names; empty for all. The head is trained whole
+            and never wrapped.
     """
 
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[pydantic.StrictInt, ...] = ()
     r: int | None = None
     lora_alpha: float | None = None
     use_rslora: bool = False
@@ -36,57 +37,54 @@ class LoraTable:
     def __post_init__(self) -> None:
         check_ranks(self.ranks)
         if self.r is None and (self.lora_alpha is not None or self.use_rslora or self.target_modules):
-            raise ConfigError(
-                "lora: lora_alpha, use_rslora and target_modules are of LoRA layers, for which lora.r is needed"
-            )
+            raise ConfigError("lora: lora_alpha, use_rslora and target_modules are of layers: set lora.r")
 
-    def wrapped(self, make: Callable[[], nn.Module], head: str | None, key: Key) -> Callable[[], nn.Module]:
-        """A factory of the module with LoRA layers, or the factory itself where nothing is wrapped."""
+    def wrap(self, make: Callable[[], nn.Module], head: str | None, key: Key) -> Callable[[], nn.Module]:
+        """Turn a factory of modules into one of modules with LoRA layers; without r it stays as it is."""
         rank = self.r
         if rank is None:
             return make
 
-        def made() -> nn.Module:
+        def make_with_lora() -> nn.Module:
             module = make()
-            whole = head if head is not None else getattr(module, "head_name", None)
-            if whole is None and any(n == "head" for n, _ in module.named_modules()):
-                whole = "head"
-            held = () if whole is None else (whole,)
-            target = self.target_modules or "all"
-            found = lora(
-                module, rank, self.lora_alpha, target_modules=target, rslora=self.use_rslora, trainable=held, key=key
-            )
-            if whole is not None:
-                found.head_name = whole  # type: ignore[assignment]
+            trained = head if head is not None else getattr(module, "head_name", None)
+            if trained is None and any(name == "head" for name, _ in module.named_modules()):
+                trained = "head"
+            trainable = () if trained is None else (trained,)
+            kind: dict[str, Any] = {"rslora": self.use_rslora, "target_modules": self.target_modules or "all"}
+            found = lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **kind)
+            if trained is not None:
+                found.head_name = trained  # type: ignore[assignment]
             return found
 
-        return made
+        return make_with_lora
+
+
+class PeftSettings(pydantic.BaseModel):
+    """The section ``[lora]`` of a language model: ranks, and the fields of ``peft.LoraConfig``.
+
+    Attributes:
+        ranks: of the clients; see :class:`LoraSettings`.
+    """
+
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
+
+    ranks: tuple[pydantic.StrictInt, ...] = ()
+
+    @pydantic.model_validator(mode="after")
+    def _check(self) -> PeftSettings:
+        check_ranks(self.ranks)
+        return self
 
 
 def check_ranks(ranks: tuple[int, ...]) -> None:
     """Raise ConfigError where a rank is below 1."""
-    if any(type(r) is not int or r < 1 for r in ranks):
+    if any(rank < 1 for rank in ranks):
         raise ConfigError(f"lora.ranks are whole numbers of at least 1; they are {list(ranks)}")
 
 
-def split_table(table: Mapping[str, Any]) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The ranks of a section ``[lora]``, and its other fields."""
-    rest = dict(table)
-    ranks = rest.pop("ranks", ())
-    if not isinstance(ranks, (list, tuple)):
-        raise ConfigError(f"lora.ranks is a list of whole numbers, not {ranks!r}")
-    check_ranks(tuple(ranks))
-    return tuple(ranks), rest
-
-
-def lora_table(table: Mapping[str, Any]) -> LoraTable:
-    """The section for models other than language models."""
-    made: LoraTable = build(LoraTable, dict(table), "lora")
-    return made
-
-
-def stretched(ranks: tuple[int, ...], clients: int) -> list[int | None]:
-    """The rank of every client; None where none are given.
+def broadcast_ranks(ranks: tuple[int, ...], clients: int) -> list[int | None]:
+    """Repeat a list of ranks evenly over the clients, in order; None for each where none are given.
 
     Raises:
         ConfigError: if there are more ranks than clients.

@@ -1,4 +1,4 @@
-"""The section ``[network]`` of an experiment: how a server deals with clients it can only reach by messages."""
+"""The section ``[network]``: how a server deals with clients that it can only reach by messages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class Limits:
 
     Attributes:
         max_bytes: of an upload as it comes; None for twice what is expected and 64 KiB.
-        update_ratio: a reply is refused for its round if its update is longer than this times the median of the round and of past
-            rounds (the formula is in :mod:`fedlowrank.network.validation.norms`);
-            such replies do not count for ban_after; 0 for no bound.
+        update_ratio: a reply is refused for its round if its update is longer than this times the median of
+            the round and of past rounds (the formula is in :mod:`fedlowrank.network.validation.norms`); such
+            replies do not count for ban_after; 0 for no bound.
         max_norm: largest Euclidean norm of all floating-point numbers of an upload together; None for any.
-        examples_ratio: a client's reply is weighted by its training examples, but by at most this times the median of all
-            registered clients; 0 for no bound. Where network.examples promises the counts, those are the bound instead.
+        examples_ratio: a client's reply is weighted by its training examples, but by at most this times the
+            median of all registered clients; 0 for no bound. Where network.examples promises the counts,
+            those are the bound instead.
         max_examples: that a client may claim to hold; None for any number.
         ban_after: a client of whom so many replies were refused takes no further part; 0 for never.
     """
@@ -37,16 +38,16 @@ class Limits:
         for name in ("max_bytes", "max_examples"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(f"limits.{name} is a whole number of at least 1, or left out; it is {value!r}")
+                raise ConfigError(f"limits.{name} is a whole number >= 1, or left out; it is {value!r}")
         norm = self.max_norm
         if norm is not None and (type(norm) not in (int, float) or not 0 < norm < math.inf):
             raise ConfigError(f"limits.max_norm is a number above 0, or left out; it is {norm!r}")
         for name in ("update_ratio", "examples_ratio"):
             ratio = getattr(self, name)
             if type(ratio) not in (int, float) or not (ratio == 0 or 1 <= ratio < math.inf):
-                raise ConfigError(f"limits.{name} is a number of at least 1, or 0 for no bound; it is {ratio!r}")
+                raise ConfigError(f"limits.{name} is a number >= 1, or 0 for no bound; it is {ratio!r}")
         if type(self.ban_after) is not int or self.ban_after < 0:
-            raise ConfigError(f"limits.ban_after is a whole number of at least 0 (never); it is {self.ban_after!r}")
+            raise ConfigError(f"limits.ban_after is a whole number >= 0 (never); it is {self.ban_after!r}")
 
 
 @dataclass(frozen=True)
@@ -55,16 +56,20 @@ class NetworkSettings:
 
     Attributes:
         clients: how many there are; by default as many as partition.clients says.
-        min_clients: the run begins once so many have introduced themselves; by default all. Later ones join as they come.
+        min_clients: the run begins once so many have introduced themselves; by default all. Later ones join
+            as they come.
         wait: seconds for which they are waited for before the run begins, and which a registration may take.
-        deadline: seconds a round; who has not replied by then is left out of it, and keeps the state of before.
-        min_replies: good replies without which a round does not count. It is asked for again, and then the run stops. 0
-            lets rounds pass in which nobody replies.
+        deadline: seconds a round; who has not replied by then is left out of it, and keeps the state of
+            before.
+        min_replies: good replies without which a round does not count. It is asked for again, and then the
+            run stops. 0 lets rounds pass in which nobody replies.
         attempts: how often a round is asked for.
-        silent_after: a client that let so many orders in a row pass without a reply until the deadline sits out a round, then
-            two, four, ...; 0 for never.
-        examples: training examples that each client promised to have; a client that registers more is rejected.
-        forgotten: what to do with a client that lost the state it should build on: leave it out, or let it begin anew.
+        silent_after: a client that let so many orders in a row pass without a reply until the deadline sits
+            out a round, then two, four, ...; 0 for never.
+        examples: training examples that each client promised to have; a client that registers more is
+            rejected.
+        forgotten: what to do with a client that lost the state it should build on: leave it out, or let it
+            begin anew.
         limits: what is taken from a client.
     """
 
@@ -87,14 +92,14 @@ class NetworkSettings:
             if value is not None and value < least:
                 raise ConfigError(f"network.{name} must be >= {least}; it is {value}")
         for name in ("wait", "deadline"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"network.{name} is a number of seconds above 0; it is {getattr(self, name)}")
+            if not 0 < (seconds := getattr(self, name)) < float("inf"):
+                raise ConfigError(f"network.{name} is a number of seconds above 0; it is {seconds}")
         if any(count < 1 for count in self.examples):
             raise ConfigError(
                 f"network.examples promises at least 1 example of every client; it is {list(self.examples)}"
             )
         if self.clients is not None and (self.min_clients or 1) > self.clients:
-            raise ConfigError(f"network.min_clients is {self.min_clients}, but there are {self.clients} clients")
+            raise ConfigError(f"network.min_clients is {self.min_clients}, but there are {self.clients}")
 
     def enough(self, clients: int) -> int:
         """With how many clients the run begins."""

@@ -14,7 +14,7 @@ import fcntl
 import functools
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ..config import experiment
 from ..config.assembly import Shares, assemble
+from ..config.experiment import ExperimentConfig
 from ..core import tree
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import as_checkpoint_error, write_atomically, write_json
@@ -39,12 +39,12 @@ from .client_memory import ForgottenError, Memory
 from .messages import Answer, Hello, Order, sections
 
 
-def prepare(folder: Path, tables: Mapping[str, Any], client: int, shares: Shares) -> None:
+def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Shares) -> None:
     """Make a client's folder; one that exists keeps what it remembers.
 
     Args:
         folder: of the client.
-        tables: of the experiment.
+        experiment: that it takes part in.
         client: which of its clients.
         shares: its examples at that place.
 
@@ -52,15 +52,14 @@ def prepare(folder: Path, tables: Mapping[str, Any], client: int, shares: Shares
         ConfigError: if the folder is of another client or experiment.
         CheckpointError: if it cannot be written.
     """
-    data = tree.encode(_packed(shares.data[client]))
+    data, tables = tree.encode(_packed(shares.data[client])), experiment.to_dict()
     made = {
         "client": client,
-        "tables": dict(tables),
+        "tables": tables,
         "classes": list(shares.classes),
         "clients": len(shares.data),
         "data": digest_of(data),
     }
-    made = json.loads(json.dumps(made))
     path = folder / "party.json"
     if path.exists():
         found = _party(path)
@@ -75,24 +74,25 @@ def prepare(folder: Path, tables: Mapping[str, Any], client: int, shares: Shares
     write_json(path, sealed(made))
 
 
-def own_share(made: experiment.Experiment, client: int, clients: int, data: Path, test: Path | None = None) -> Shares:
+def own_share(experiment: ExperimentConfig, client: int, clients: int, data: Path, test: Path | None = None) -> Shares:
     """The shares of an experiment in which one client brings all examples of a file or folder of its own.
 
     The examples are divided into training, validation and test by the experiment's section ``split``.
 
     Args:
-        made: the experiment.
+        experiment: that the client takes part in.
         client: who brings them.
         clients: how many clients there are.
         data: where they lie, in the form of the experiment's source.
         test: where its test examples lie, if the source takes such a path.
     """
-    own = {**made.tables, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
-    own["data"] = {**made.table("data"), "path": str(data.resolve())}
-    own["data"].pop("test", None)
+    tables = experiment.to_dict()
+    own = {**tables["data"], "path": str(data.resolve())}
+    own.pop("test", None)
     if test is not None:
-        own["data"]["test"] = str(test.resolve())
-    found = experiment.load(own).shares()
+        own["test"] = str(test.resolve())
+    alone = {**tables, "data": own, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
+    found = ExperimentConfig.parse(alone).shares()
     return elsewhere(found, client, clients)
 
 
@@ -121,7 +121,7 @@ class Party:
         self.clients = int(stored["clients"])
         self.made, self.engine = _shared(json.dumps(stored["tables"], sort_keys=True))
         self.classes = tuple(stored["classes"])
-        self.method = self.made.method(self.made.header.method)
+        self.method = self.made.build_method(self.made.default_method)
         try:
             data = (folder / "data.tree").read_bytes()
             if digest_of(data) != stored["data"]:
@@ -136,7 +136,7 @@ class Party:
     @cached_property
     def language(self) -> Any:
         """The base model, or None."""
-        return self.made.language(self.classes)
+        return self.made.load_language(self.classes)
 
     def hello(self) -> tuple[Hello, bytes]:
         """Who it is, and the form of its examples."""
@@ -144,7 +144,7 @@ class Party:
             self.client,
             len(self.data.train),
             (len(self.data.val), len(self.data.test)),
-            sections(self.made.tables),
+            sections(self.made.to_dict()),
             "" if self.language is None else self.language.loaded.digest,
             versions(),
         )
@@ -242,9 +242,9 @@ def _run_name(run: str) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _shared(tables: str) -> tuple[experiment.Experiment, Sequential]:
+def _shared(tables: str) -> tuple[ExperimentConfig, Sequential]:
     """What clients of one process have in common: the experiment, and an engine, which finds once what a step costs."""
-    made, engine = experiment.load(json.loads(tables)), Sequential()
+    made, engine = ExperimentConfig.parse(json.loads(tables)), Sequential()
     engine.micro_batch = made.run.micro_batch
     return made, engine
 

@@ -8,9 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.experiment import Experiment
-from ..config.network_settings import NetworkSettings
-from ..config.tables import build
+from ..config.experiment import ExperimentConfig
 from ..core.errors import ConfigError
 from ..core.files import as_checkpoint_error
 from ..engines.base import client_view
@@ -29,19 +27,13 @@ from .validation.norms import NormBound
 from .validation.uploads import Bans
 
 
-def network_settings(made: Experiment) -> NetworkSettings:
-    """The section ``[network]`` of an experiment."""
-    found: NetworkSettings = build(NetworkSettings, made.table("network"), "network")
-    return found
-
-
-def clients_of(made: Experiment) -> int:
+def clients_of(made: ExperimentConfig) -> int:
     """How many clients an experiment has.
 
     Raises:
         ConfigError: if it does not say so.
     """
-    count = network_settings(made).clients or getattr(made.partition, "clients", None)
+    count = made.network.clients or getattr(made.partition, "clients", None)
     if count is None:
         raise ConfigError("how many clients there are depends on the data; set network.clients")
     return int(count)
@@ -49,7 +41,7 @@ def clients_of(made: Experiment) -> int:
 
 def drive(
     transport: Transport,
-    made: Experiment,
+    made: ExperimentConfig,
     out: Path,
     *,
     say: Say,
@@ -78,8 +70,8 @@ def drive(
         NetworkError: if too few clients come or reply.
         FedlowrankError: if something does not fit.
     """
-    name, settings = made.header.method, network_settings(made)
-    method, count = made.method(name), clients_of(made)
+    name, settings = made.default_method, made.network
+    method, count = made.build_method(name), clients_of(made)
     protocol = dataclasses.replace(made.run, checkpoint_every=1, representations=0, adapters=(), engine="flower")
     promised = promised or settings.examples
     if promised and len(promised) != count:

@@ -28,7 +28,7 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
 
-from ..config import experiment
+from ..config.experiment import ExperimentConfig
 from ..core.errors import ConfigError, FedlowrankError
 from ..core.files import as_checkpoint_error
 from ..simulation.run_folder import RunFolder
@@ -207,26 +207,26 @@ def _folder(context: Context) -> Path:
         )
     made, client = _from_run_config(context), int(config["partition-id"])
     state = Path(str(config.get("state", Path.home() / ".fedlowrank")))
-    digest = hashlib.blake2b(json.dumps(sections(made.tables)).encode(), digest_size=6).hexdigest()
+    digest = hashlib.blake2b(json.dumps(sections(made.to_dict())).encode(), digest_size=6).hexdigest()
     # one node may serve many runs, of experiments that bear one name
     folder = state / f"{made.name}-{digest}" / f"client-{client}"
     if not (folder / "party.json").exists():
-        prepare(folder, made.tables, client, made.shares())
+        prepare(folder, made, client, made.shares())
     return folder
 
 
-def _from_run_config(context: Context) -> experiment.Experiment:
+def _from_run_config(context: Context) -> ExperimentConfig:
     text = context.run_config.get("experiment")
     if not isinstance(text, str):
         raise ConfigError("the app's config holds no experiment; make the app by `fedlowrank app FILE.toml`")
-    return experiment.load(json.loads(text))
+    return ExperimentConfig.parse(json.loads(text))
 
 
 def _serve(grid: Grid, context: Context) -> None:
     env = os.environ
     tables = json.loads(Path(env[EXPERIMENT]).read_text()) if EXPERIMENT in env else None
-    made = _from_run_config(context) if tables is None else experiment.load(tables)
-    default = f"runs/{made.name}/{made.header.method}-s{made.run.seed}"
+    made = _from_run_config(context) if tables is None else ExperimentConfig.parse(tables)
+    default = f"runs/{made.name}/{made.default_method}-s{made.run.seed}"
     out = Path(env.get(OUT) or str(context.run_config.get("folder") or default))
     keys = None
     if NODES in env:
@@ -261,7 +261,7 @@ server = server_app(_serve)
 
 
 def simulation(
-    made: experiment.Experiment,
+    made: ExperimentConfig,
     out: Path,
     clients: Path,
     say: Say,
@@ -289,7 +289,7 @@ def simulation(
 
     shares, count = made.shares(), clients_of(made)
     for i in range(count):
-        prepare(clients / str(i), made.tables, i, shares)
+        prepare(clients / str(i), made, i, shares)
     failed: list[FedlowrankError] = []
 
     def run(grid: Grid, context: Context) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ..config.assembly import Shares, assemble
-from ..config.experiment import Experiment
+from ..config.experiment import ExperimentConfig
 from ..core import tree
 from ..core.errors import FedlowrankError
 from ..data.dataset import ClientData, Examples
@@ -113,7 +113,7 @@ class Roster:
 
     def __init__(
         self,
-        made: Experiment,
+        made: ExperimentConfig,
         clients: int,
         max_examples: int | None = None,
         keys: Mapping[int, int] | None = None,
@@ -126,7 +126,7 @@ class Roster:
         self.members: dict[int, Member] = {}
         self.strangers: dict[int, str] = {}
         self.settled: set[int] = set()
-        self._sections = sections(made.tables)
+        self._sections = sections(made.to_dict())
         self._base = ""
 
     @property
@@ -300,7 +300,7 @@ class Roster:
         if self.form is None:
             raise StrangerError("no client has introduced itself, so nobody knows what the examples look like")
         none = ClientData(self.form.none, self.form.none, self.form.none)
-        language = self.made.language(self.form.classes)
+        language = self.made.load_language(self.form.classes)
         if language is not None and language.loaded.digest != self._base:
             raise StrangerError(
                 f"the clients' base model has the digest {self._base}, the server's {language.loaded.digest}: they are "

@@ -1,0 +1,15 @@
+"""What all commands share: the console, lines on the way, and what to type after an interrupt."""
+
+from __future__ import annotations
+
+from ..simulation.terminal import console
+
+OUT = console()
+
+INTERRUPT_HINTS = ["Nothing is lost; start it again to go on."]
+"""What to do after an interrupt; the last one counts."""
+
+
+def say(text: str) -> None:
+    """Print a line on the way."""
+    OUT.print(text, style="dim", highlight=False)

@@ -1,0 +1,128 @@
+"""The section ``[data]``: a source, and what is done to its examples before clients share them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ..core.errors import ConfigError
+from ..data.bundled import Digits
+from ..data.concept import ByNature, Concept
+from ..data.counting import at_least
+from ..data.dataset import Dataset, Normalization, normalize
+from ..data.sources import SOURCES
+from ..data.synthetic import Synthetic
+from ..data.text.sources import TEXT_SOURCES
+from .parsing import build, build_tagged, print_fields, print_tagged
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is done to a data set of any source.
+
+    Attributes:
+        normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or
+            feature.
+        examples: use so many of the official training examples, the same in every run; by default all.
+        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by
+            the seed of the run; validation and test stay whole.
+        keep_at_least: training examples that a client keeps whatever the share, if it has so many.
+    """
+
+    normalize: Normalization = "scale"
+    examples: int | None = None
+    keep: float = 1.0
+    keep_at_least: int = 10
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ConfigError(f"data.keep must be a share above 0 and at most 1, not {self.keep!r}.")
+        at_least("data.keep_at_least", self.keep_at_least, 1)
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """A source and what is done to its examples; in a file, the fields of both stand in one table.
+
+    Attributes:
+        source: a :class:`~fedlowrank.data.sources.Source`, or a ``TextSource`` for a language model.
+        preparation: what is done to them.
+    """
+
+    source: Any = Digits()
+    preparation: Preparation = Preparation()
+
+    @classmethod
+    def parse(cls, values: Any, language: bool) -> DataSettings:
+        """Make the settings from a table.
+
+        Args:
+            values: the table.
+            language: whether the source gives texts.
+
+        Raises:
+            ConfigError: if there is no such source, or a field is wrong.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"data must be a table of fields, not {values!r}")
+        name, shared = str(values.get("source", "digits")), {f.name for f in dataclasses.fields(Preparation)}
+        if name in TEXT_SOURCES and not language:
+            raise ConfigError(
+                f"data.source {name!r} is text, which needs a section [language] with the path of a model"
+            )
+        own = {key: value for key, value in values.items() if key not in shared}
+        source = build_tagged(TEXT_SOURCES if language else SOURCES, own, "data", "digits", "source")
+        return cls(source, build(Preparation, {k: v for k, v in values.items() if k in shared}, "data"))
+
+    def to_dict(self, short: bool) -> dict[str, Any]:
+        """Print the table that :meth:`parse` reads, in short without the fields that are as by default."""
+        source = print_tagged({**TEXT_SOURCES, **SOURCES}, self.source, short, "source")
+        return {**source, **print_fields(self.preparation, short)}
+
+    def load(self) -> Dataset:
+        """Read and normalize the data set; the last one is kept for the next run of a comparison.
+
+        Raises:
+            DataError: if it cannot be read.
+        """
+        return _load(self.source, self.preparation.normalize)
+
+    def check(self, concept: Concept) -> None:
+        """Refuse what would make another task of a synthetic regression without a word.
+
+        Raises:
+            ConfigError: if normalization or concept do not go with the source.
+        """
+        if not isinstance(self.source, Synthetic):
+            return
+        if self.preparation.normalize != "none":
+            raise ConfigError(
+                f"data.normalize is {self.preparation.normalize!r}, but the targets of a synthetic source "
+                "are a function of its inputs as they were drawn. Set data.normalize to 'none'."
+            )
+        if isinstance(concept, ByNature) and concept.clusters != self.source.clusters:
+            raise ConfigError(
+                f"concept.clusters is {concept.clusters}, but data.clusters is {self.source.clusters}: both "
+                "number the same ground-truth tasks. Make them equal."
+            )
+
+
+@functools.lru_cache(maxsize=1)
+def _load(source: Any, how: Normalization) -> Dataset:
+    return normalize(expand_path(source).load(), how)
+
+
+def expand_path(settings: T) -> T:
+    """Write out ``~`` and environment variables in the field ``path`` of a dataclass, if it has one."""
+    path, changeable = getattr(settings, "path", None), settings
+    if not isinstance(path, str):
+        return settings
+    full = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 - a hub name is no path
+    found: T = dataclasses.replace(changeable, path=full)  # type: ignore[type-var]
+    return found

@@ -1,0 +1,148 @@
+"""Dataclasses from tables, every field checked, with messages for a person."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import pydantic
+
+from ..core.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+Kinds: TypeAlias = Mapping[str, type[Any]]
+"""The dataclasses among which a table chooses, by the value of its tag."""
+
+_ADAPTERS: dict[Any, pydantic.TypeAdapter[Any]] = {}
+
+
+def build(cls: type[T], values: Any, path: str) -> T:
+    """Make a dataclass from a table, every field checked.
+
+    Args:
+        cls: a dataclass or pydantic model whose fields are numbers, strings, tuples or further such classes.
+        values: the table.
+        path: of the table, for messages.
+
+    Raises:
+        ConfigError: for every field that is unknown, missing or of the wrong type; one line each.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path} must be a table of fields, not {values!r}")
+    try:
+        found: T = _adapter(cls).validate_python({path: dict(values)})[path]
+    except pydantic.ValidationError as error:
+        raise config_error(error, cls, 1) from error
+    return found
+
+
+def build_tagged(known: Kinds, values: Any, path: str, default: str, tag: str = "kind") -> Any:
+    """Make one of several dataclasses, chosen by the table's tag, from a table.
+
+    Args:
+        known: the dataclasses by the value of their tag.
+        values: the table.
+        path: of the table, for messages.
+        default: the tag of a table that has none.
+        tag: name of the entry that chooses.
+
+    Raises:
+        ConfigError: if there is no such tag, or a field is wrong.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path} must be a table of fields, not {values!r}")
+    name = str(values.get(tag, default))
+    if name not in known:
+        raise ConfigError(f"{path}: there is no {name!r}. {did_you_mean(name, known)}")
+    return build(known[name], {key: value for key, value in values.items() if key != tag}, path)
+
+
+def print_tagged(known: Kinds, value: Any, short: bool, tag: str = "kind") -> dict[str, Any]:
+    """Turn a dataclass into the table that :func:`build_tagged` makes it from."""
+    name = next(name for name, cls in known.items() if cls is type(value))
+    return {tag: name, **print_fields(value, short)}
+
+
+def print_fields(value: Any, short: bool) -> dict[str, Any]:
+    """Turn a dataclass into a table, in short without the fields that are as by default."""
+    tables = _adapter(type(value)).dump_python({"": value}, mode="json", exclude_defaults=short)
+    return dict(tables[""])
+
+
+def _adapter(cls: Any) -> pydantic.TypeAdapter[Any]:
+    """Make what checks the fields of a dataclass, once: that takes ten times as long as to use it."""
+    if cls not in _ADAPTERS:
+        # a dataclass takes its configuration from the dict around it; by default unknown keys are ignored
+        _ADAPTERS[cls] = pydantic.TypeAdapter(dict[str, cls], config=pydantic.ConfigDict(extra="forbid"))
+    return _ADAPTERS[cls]
+
+
+def config_error(error: pydantic.ValidationError, cls: type[Any], above: int = 0) -> ConfigError:
+    """Explain what pydantic refused, a line for each field.
+
+    Args:
+        error: of pydantic.
+        cls: the class that was to be made.
+        above: entries of an error's location that lie above the class.
+    """
+    return ConfigError("\n".join(_explain(cls, above, e) for e in error.errors()))
+
+
+def _explain(cls: type[Any], above: int, error: Any) -> str:
+    given, context, kind = error["input"], error.get("ctx", {}), error["type"]
+    *parents, name = error["loc"]
+    shown, owners = _locate(cls, parents[above:])
+    where = ".".join([*map(str, parents[:above]), *shown, str(name)])
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        what = f"{where}: there is no such field" if "." in where else f"there is no section {name!r}"
+        return f"{what}. {did_you_mean(str(name), [n for owner in owners for n in _field_names(owner)])}"
+    if kind == "missing":
+        return f"{where}: this field is needed"
+    if kind == "union_tag_invalid":
+        where, given, context = f"{where}.kind", context["tag"], {"expected": context["expected_tags"]}
+    if kind in ("literal_error", "union_tag_invalid"):
+        return f"{where}: {given!r} is no choice. {_suggest(given, context['expected'])}"
+    if kind == "tuple_type" and isinstance(given, str | int | float):
+        return f"{where}: a list is needed, such as [{json.dumps(given)}]; it is {given!r}"
+    if kind in ("dataclass_type", "model_type", "dict_type"):
+        return f"{where} must be a table of fields, not {given!r}"
+    return f"{where}: {error['msg'][0].lower()}{error['msg'][1:]}; it is {given!r}"
+
+
+def _suggest(given: Any, expected: str) -> str:
+    """The word that was meant, or all that are known; pydantic lists them as ``'a', 'b' or 'c'``."""
+    words = re.findall(r"'([^']*)'", expected)
+    return f"Known: {expected}." if not words else did_you_mean(str(given), words)
+
+
+def _locate(cls: type[Any], path: Sequence[str | int]) -> tuple[list[str], list[type[Any]]]:
+    """The path of a table as its file writes it, and the classes that it may be."""
+    shown, owners = [], [cls]
+    for part in path:
+        all_hints = [typing.get_type_hints(owner) for owner in owners]
+        hints = [known[part] for known in all_hints if part in known]
+        tagged = [owner for owner in owners if getattr(owner, "kind", None) == part]
+        if tagged and not hints:
+            # the tag by which pydantic chose among several classes
+            owners = tagged
+            continue
+        shown.append(str(part))
+        owners = [inner for hint in hints for inner in classes_in(hint)] or owners
+    return shown, owners
+
+
+def classes_in(hint: Any) -> list[type[Any]]:
+    """The dataclasses in a type, such as in ``Mapping[str, Group] | None``."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return [hint]
+    return [cls for inner in typing.get_args(hint) for cls in classes_in(inner)]
+
+
+def _field_names(cls: type[Any]) -> list[str]:
+    if issubclass(cls, pydantic.BaseModel):
+        return list(cls.model_fields)
+    return [field.name for field in dataclasses.fields(cls) if field.init]

@@ -1,0 +1,154 @@
+"""A method of one's own, ``module:Class``, wherever the name of a built-in method may stand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlowrank.cli.main import main
+from fedlowrank.simulation.records import RunRecord
+
+from .small import SMALL, done, refused, write
+
+Capsys = pytest.CaptureFixture[str]
+
+CODE = '''
+from dataclasses import dataclass
+from pathlib import Path
+from fedlowrank.methods import FedAvg
+
+Path("imported").touch()
+
+
+@dataclass(frozen=True)
+class Damped(FedAvg):
+    """Federated averaging that goes a part of the way to the mean.
+
+    Attributes:
+        damping: share of the way.
+    """
+
+    damping: float = 0.5
+
+    title = "Damped FedAvg"
+    citation = "this test"
+
+    def server_update(self, server, *rest):
+        mean = super().server_update(server, *rest)
+        return {name: value + self.damping * (mean[name] - value) for name, value in server.items()}
+
+
+class Other:
+    pass
+'''
+NAME = "own_method:Damped"
+ALONE = SMALL.replace('method = "fedavg"', f'method = "{NAME}"').replace("compare", "# compare")
+VARIANT = SMALL + f'[methods.half]\nmethod = "{NAME}"\n[methods."{NAME}"]\ndamping = 0.25\n'
+
+
+@pytest.fixture(autouse=True)
+def _code() -> None:
+    Path("own_method.py").write_text(CODE)
+
+
+def fields(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = RunRecord.load(Path(folder)).config["method"]
+    return found
+
+
+def forget() -> None:
+    sys.modules.pop("own_method", None)
+    Path("imported").unlink()
+
+
+def test_as_the_method_of_a_file(capsys: Capsys) -> None:
+    out = done(capsys, "run", write(Path(), ALONE), "defaults.batch_size=16")
+    assert "Damped FedAvg" in out
+    found = fields(f"runs/small/{NAME}-s0")
+    assert (found["name"], found["title"], found["fields"]["damping"]) == (NAME, "Damped FedAvg", 0.5)
+    assert found["fields"]["batch_size"] == 16
+
+
+def test_as_an_option_of_run_and_compare(capsys: Capsys) -> None:
+    done(capsys, "run", write(Path()), "run.rounds=1", "--method", NAME)
+    out = done(capsys, "compare", write(Path()), "run.rounds=1", "--methods", f"fedavg,{NAME}")
+    assert "Damped FedAvg" in out
+    # the run of before is finished, and not made again
+    assert sorted(p.name for p in Path("runs/small").glob("*-s0*")) == ["fedavg-s0", f"{NAME}-s0"]
+
+
+def test_with_settings_of_its_own_and_as_a_variant(capsys: Capsys) -> None:
+    done(capsys, "compare", write(Path(), VARIANT), "run.rounds=1", f'compare=["fedavg", "half", "{NAME}"]')
+    found = [fields(f"runs/small/{name}-s0") for name in ("half", NAME)]
+    assert [(f["name"], f["title"], f["fields"]["damping"]) for f in found] == [
+        ("half", "half", 0.5), (NAME, "Damped FedAvg", 0.25),
+    ]  # fmt: skip
+    # half the way is another run than the whole way
+    ends = [RunRecord.load(Path(f"runs/small/{n}-s0")).rounds[-1].untimed() for n in ("fedavg", "half")]
+    assert ends[0] != ends[1]
+
+
+def test_a_field_is_varied(capsys: Capsys) -> None:
+    vary = f"methods.{NAME}.damping=0.5,1.0"
+    done(capsys, "compare", write(Path()), "run.rounds=1", "--methods", NAME, "--vary", vary)
+    assert sorted(fields(str(p.parent))["fields"]["damping"] for p in Path("runs/small").glob("*/run.json")) == [0.5, 1]
+
+
+def test_check_takes_it(capsys: Capsys) -> None:
+    assert "FAILED" not in done(capsys, "check", NAME)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('method = "own_method:Nothing"', "'own_method:Nothing' cannot be imported"),
+        ('method = "own_nowhere:Damped"', "'own_nowhere:Damped' cannot be imported"),
+        ('compare = ["own_method:Other"]', "'own_method:Other' is no subclass of fedlowrank.Method"),
+        (f'compare = ["{NAME}"]\n[methods."{NAME}"]\ndampin = 1.0', f"methods.{NAME}.dampin: there is no such field. Did you"),
+        ('[methods.half]\nmethod = "own_method:Dampd"', "cannot be imported"),
+    ],
+)  # fmt: skip
+def test_a_class_that_does_not_fit(text: str, says: str, capsys: Capsys) -> None:
+    for command in ("run", "compare", "data"):
+        assert says in refused(capsys, command, write(Path(), text))
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "folder"),
+    [(ALONE, [], f"{NAME}-s0"), (SMALL, ["--method", NAME], f"{NAME}-s0"), (VARIANT, ["--method", "half"], "half-s0")],
+    ids=["method", "option", "variant"],
+)  # fmt: skip
+@pytest.mark.parametrize("command", [["resume"], ["export"], ["adapters"], ["score", "--task", "gsm8k", "path=no"]])
+def test_a_run_folder_imports_nothing_unless_allowed(
+    text: str, options: list[str], folder: str, command: list[str], capsys: Capsys
+) -> None:
+    done(capsys, "run", write(Path(), text), "run.rounds=1", *options)
+    # downloaded from somebody else, it would belong to this user all the same
+    Path(f"runs/small/{folder}").rename("theirs")
+    forget()
+    typed = [command[0], "theirs", *command[1:]]
+    found = refused(capsys, *typed)
+    assert NAME in found
+    assert "--allow-code" in found
+    assert not Path("imported").exists()
+    main([*typed, "--allow-code"])
+    assert Path("imported").exists()
+
+
+def test_allowed_code_goes_on_with_the_run(capsys: Capsys) -> None:
+    done(capsys, "run", write(Path(), ALONE), "run.rounds=1", "-o", "a run")
+    forget()
+    done(capsys, "resume", "a run", "run.rounds=2", "--allow-code")
+    assert len(RunRecord.load(Path("a run")).rounds) == 3
+
+
+def test_report_and_list_import_nothing(capsys: Capsys) -> None:
+    done(capsys, "run", write(Path(), ALONE), "run.rounds=1")
+    forget()
+    assert "Damped FedAvg" in done(capsys, "report", "runs/small")
+    assert "fedlowrank check" in refused(capsys, "list", NAME)
+    assert not Path("imported").exists()

@@ -1,0 +1,37 @@
+"""A method of one's own, ``module:Class``, over a network: registration, training and the end are as in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from .local import agrees, local, served, small
+
+CODE = """
+from dataclasses import dataclass
+from fedlowrank.methods import FedAvg
+
+@dataclass(frozen=True)
+class Damped(FedAvg):
+    title = "Damped FedAvg"
+
+    def server_update(self, server, *rest):
+        mean = super().server_update(server, *rest)
+        return {name: (value + mean[name]) / 2 for name, value in server.items()}
+"""
+
+
+@pytest.mark.parametrize("variant", [False, True])
+def test_a_class_is_named_in_the_file(variant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"own_damped_{variant}".lower()
+    (tmp_path / f"{module}.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = f"{module}:Damped"
+    made = small("half", methods={"half": {"method": name}}) if variant else small(name)
+    carrier = local(made, tmp_path / "clients")
+    result = served(carrier, made, tmp_path / "run")
+    assert agrees(result, carrier, made) == set()
+    method = json.loads((tmp_path / "run" / "run.json").read_text())["method"]
+    assert (method["name"], method["title"]) == (("half", "half") if variant else (name, "Damped FedAvg"))
