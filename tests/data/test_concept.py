@@ -13,9 +13,9 @@ from fedlowrank.config import tables as config
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.augment import Augment
-from fedlowrank.data.concept import CONCEPTS, ByNature, Concept, LabelShift, Rotation, apply_concept, rotate
+from fedlowrank.data.clients import make_clients
+from fedlowrank.data.concept import CONCEPTS, Concept, LabelShift, NaturalClusters, Rotation, apply_concept, rotate
 from fedlowrank.data.dataset import ClientData, Dataset, Examples
-from fedlowrank.data.divide import divide
 from fedlowrank.data.partition import Dirichlet, Iid, LabelGroups, Natural
 from fedlowrank.data.split import WholeTest
 
@@ -38,7 +38,7 @@ def parts(data: ClientData) -> list[Examples]:
 def test_a_quarter_turn_is_counter_clockwise_on_an_image_by_hand() -> None:
     image = torch.tensor([[1.0, 2], [3, 4]])
     turned = [
-        Rotation(4).change(Examples(image[None, None], torch.tensor([0])), c, 10).x[0, 0].tolist() for c in range(4)
+        Rotation(4).transform(Examples(image[None, None], torch.tensor([0])), c, 10).x[0, 0].tolist() for c in range(4)
     ]
     assert turned == [[[1, 2], [3, 4]], [[2, 4], [1, 3]], [[4, 3], [2, 1]], [[3, 1], [4, 2]]]
 
@@ -74,7 +74,7 @@ def test_notes_about_classes_say_that_labels_were_shifted_after() -> None:
     assert [d.notes for d in data] == [("a note",), ("a note (before labels were shifted by 1)",)]
 
 
-@pytest.mark.parametrize("concept", [Concept(), ByNature(3)])
+@pytest.mark.parametrize("concept", [Concept(), NaturalClusters(3)])
 def test_other_concepts_change_nothing(concept: Concept) -> None:
     before = [client(k) for k in range(4)]
     for old, new in zip(before, apply_concept(concept, before, 5), strict=True):
@@ -172,7 +172,7 @@ def test_with_a_crop_every_image_is_a_window_of_its_mirrored_and_padded_self(tur
 def test_clients_of_one_cluster_go_on_sharing_the_whole_test_part() -> None:
     x, y = images(24), torch.arange(24) % 3
     dataset = Dataset("toy", Examples(x, y), Examples(images(6, seed=1), torch.arange(6) % 3), ("a", "b", "c"))
-    clients = apply_concept(Rotation(4), divide(dataset, Iid(8), WholeTest(0.0), Key((0,))), 3)
+    clients = apply_concept(Rotation(4), make_clients(dataset, Iid(8), WholeTest(0.0), Key((0,))), 3)
     assert [c.test.x.data_ptr() for c in clients[:4]] == [c.test.x.data_ptr() for c in clients[4:]]
     assert clients[0].test.x.data_ptr() == dataset.test.x.data_ptr()
     assert len({c.test.x.data_ptr() for c in clients}) == 4
@@ -218,25 +218,25 @@ def test_a_federation_knows_its_clusters_and_holds_turned_digits(tmp_path) -> No
 
 def test_images_that_a_quarter_turn_would_reshape_are_refused() -> None:
     wide = Examples(torch.zeros(2, 1, 4, 6), torch.tensor([0, 1]))
-    with pytest.raises(DataError, match="4×6 into ones of 6×4"):
-        Rotation(4).change(wide, 1, 2)
-    assert Rotation(2).change(wide, 1, 2).x.shape == (2, 1, 4, 6)
+    with pytest.raises(DataError, match="4×6 into 6×4"):
+        Rotation(4).transform(wide, 1, 2)
+    assert Rotation(2).transform(wide, 1, 2).x.shape == (2, 1, 4, 6)
     for x in (torch.zeros(2, 5), {"ids": torch.zeros(2, 5)}):
         for cluster in range(2):
             with pytest.raises(DataError, match="needs images"):
-                Rotation(4).change(Examples(x, torch.tensor([0, 1])), cluster, 2)
+                Rotation(4).transform(Examples(x, torch.tensor([0, 1])), cluster, 2)
 
 
 def test_label_shift_refuses_a_regression_and_clusters_that_would_be_equal() -> None:
     with pytest.raises(DataError, match="regression"):
-        LabelShift(2).change(Examples(torch.zeros(2, 1), torch.zeros(2, 3)), 0, 0)
+        LabelShift(2).transform(Examples(torch.zeros(2, 1), torch.zeros(2, 3)), 0, 0)
     with pytest.raises(DataError, match="6 clusters cannot all differ with 5 classes"):
-        LabelShift(6).change(client().train, 0, 5)
-    assert LabelShift(5).change(client().train, 4, 5).y.tolist() == [4, 0, 1, 2]
+        LabelShift(6).transform(client().train, 0, 5)
+    assert LabelShift(5).transform(client().train, 4, 5).y.tolist() == [4, 0, 1, 2]
 
 
 def test_settings_that_contradict_each_other_are_refused_before_data_are_read(tmp_path) -> None:
-    for kind in (Rotation, LabelShift, ByNature):
+    for kind in (Rotation, LabelShift, NaturalClusters):
         with pytest.raises(ConfigError, match=r"concept\.clusters"):
             kind(0)
     with pytest.raises(ConfigError, match=r"concept\.fill"):
@@ -255,7 +255,7 @@ def test_settings_that_contradict_each_other_are_refused_before_data_are_read(tm
 
 
 def test_natural_clusters_go_only_where_clients_differ_by_k_mod_c() -> None:
-    concept, plain = ByNature(5), Augment()
+    concept, plain = NaturalClusters(5), Augment()
     concept.check(LabelGroups(5, 20), plain)
     concept.check(Natural(), plain)
     for partition, message in (

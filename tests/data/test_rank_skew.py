@@ -54,7 +54,7 @@ def test_all_examples_are_shared_out_once_and_sizes_follow_ranks(
     partition = RankSkew(clients, tuple(ranks), alpha, exponent, skew)
     if share.min() < 1:
         return
-    parts = partition.split(labels, classes, Key((seed,)))
+    parts = partition.assign(labels, classes, Key((seed,)))
     joined = np.concatenate(parts)
     assert sorted(joined.tolist()) == list(range(n))
     sizes = np.array([len(p) for p in parts])
@@ -71,7 +71,7 @@ def test_all_examples_are_shared_out_once_and_sizes_follow_ranks(
 def test_sums_are_exact_with_many_examples_too(seed: int) -> None:
     # the fit ends at a relative error, which here is many examples
     labels = balanced(4, 100_000)
-    parts = RankSkew(6, (8, 4), alpha=0.3).split(labels, 4, Key((seed,)))
+    parts = RankSkew(6, (8, 4), alpha=0.3).assign(labels, 4, Key((seed,)))
     assert np.bincount(np.concatenate(parts), minlength=400_000).tolist() == [1] * 400_000
     sizes = [len(p) for p in parts]
     assert all(abs(n - w) < 1 for n, w in zip(sizes, [400_000 * r / 36 for r in (8, 8, 8, 4, 4, 4)], strict=True))
@@ -79,7 +79,7 @@ def test_sums_are_exact_with_many_examples_too(seed: int) -> None:
 
 def test_equal_keys_give_equal_clients_and_others_do_not() -> None:
     labels = balanced(8, 300)
-    one, again, other = (RankSkew().split(labels, 8, key) for key in (KEY, Key((0, "test")), Key((1,))))
+    one, again, other = (RankSkew().assign(labels, 8, key) for key in (KEY, Key((0, "test")), Key((1,))))
     assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
     assert not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
     assert not RankSkew().repeatable
@@ -97,7 +97,7 @@ def test_mixtures_have_the_second_moment_of_their_dirichlet_distribution(classes
     ranks = (32, 16, 8, 8)
     found: dict[int, list[float]] = {}
     for seed in range(10):
-        parts = RankSkew(200, ranks).split(labels, classes, Key((seed,)))
+        parts = RankSkew(200, ranks).assign(labels, classes, Key((seed,)))
         for rank, q in zip(client_ranks(ranks, 200), mixtures(parts, labels, classes), strict=True):
             found.setdefault(rank, []).append(float((q**2).sum()))
     for rank, values in found.items():
@@ -112,10 +112,10 @@ def test_larger_ranks_are_more_skewed_on_average_and_hold_more() -> None:
     ranks = (32, 24, 20, 16, 16, 12, 12, 12, 8, 8)
     sums, even = np.zeros(100), np.zeros(100)
     for seed in range(20):
-        parts = RankSkew().split(labels, 8, Key((seed,)))
+        parts = RankSkew().assign(labels, 8, Key((seed,)))
         assert all(abs(len(p) - 15_000 * r / 1600) < 1 for p, r in zip(parts, np.repeat(ranks, 10), strict=True))
         sums += entropies(parts, labels, 8)
-        even += entropies(RankSkew(skew=0.0).split(labels, 8, Key((seed,))), labels, 8)
+        even += entropies(RankSkew(skew=0.0).assign(labels, 8, Key((seed,))), labels, 8)
     held = np.repeat(ranks, 10)
     means = [sums[held == r].mean() / 20 for r in sorted(set(ranks))]
     assert (np.diff(means) < 0).all()
@@ -134,9 +134,9 @@ def test_ranks_are_stretched_evenly() -> None:
 
 def test_classes_that_nobody_has_and_one_class_alone() -> None:
     labels = np.array([0, 2] * 50)
-    parts = RankSkew(4, (8, 4)).split(labels, 5, KEY)
+    parts = RankSkew(4, (8, 4)).assign(labels, 5, KEY)
     assert [len(p) for p in parts] == [33, 33, 17, 17]
-    parts = RankSkew(4, (8, 4)).split(np.zeros(90, dtype=np.int64), 1, KEY)
+    parts = RankSkew(4, (8, 4)).assign(np.zeros(90, dtype=np.int64), 1, KEY)
     assert [len(p) for p in parts] == [30, 30, 15, 15]
 
 
@@ -154,11 +154,11 @@ def test_settings_and_data_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ConfigError, match=message):
             RankSkew(**wrong)
     with pytest.raises(DataError, match=r"clients of rank 1 0 each, less than partition\.min_size = 1"):
-        RankSkew(2, (64, 1)).split(balanced(2, 10), 2, KEY)
+        RankSkew(2, (64, 1)).assign(balanced(2, 10), 2, KEY)
     with pytest.raises(DataError, match=r"min_size = 6"):
-        RankSkew(4, (8, 8), min_size=6).split(balanced(2, 10), 2, KEY)
+        RankSkew(4, (8, 8), min_size=6).assign(balanced(2, 10), 2, KEY)
     with pytest.raises(DataError, match="regression"):
-        RankSkew(2, (1,)).split(np.zeros((5, 1)), 0, KEY)
+        RankSkew(2, (1,)).assign(np.zeros((5, 1)), 0, KEY)
 
 
 def test_it_is_known_by_name() -> None:

@@ -19,9 +19,9 @@ from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.arrays import Arrays
+from fedlowrank.data.clients import make_clients, subsample_training
 from fedlowrank.data.dataset import Dataset, Examples, normalize, subset
 from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
-from fedlowrank.data.divide import divide, keep
 from fedlowrank.data.partition import Iid, Natural
 from fedlowrank.data.split import Local, Matched, OwnTest, TestShare, WholeTest
 from fedlowrank.data.synthetic import SyntheticLinear, SyntheticMLP
@@ -58,7 +58,7 @@ def numbered(n_train: int = 40, n_test: int = 20, width: int = 2) -> Dataset:
 )
 def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) -> None:
     data = numbered()
-    clients = divide(data, partition, split, KEY)
+    clients = make_clients(data, partition, split, KEY)
     for c in clients:
         assert c.notes == ()
         for part in (c.train, c.val, c.test):
@@ -74,12 +74,12 @@ def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) ->
     table = class_count_table(clients, ()).split("\n")
     assert table[0].split() == ["client", "train", "val", "test"]
     assert len(table) == 1 + 4 + 2
-    assert all(len(c.train) == 3 for c in keep(clients, 0.01, 3, KEY))
+    assert all(len(c.train) == 3 for c in subsample_training(clients, 0.01, 3, KEY))
 
 
 def test_what_goes_by_classes_refuses_a_regression() -> None:
     with pytest.raises(DataError, match=r"split 'matched' .* have none"):
-        divide(numbered(), Iid(4), Matched(), KEY)
+        make_clients(numbered(), Iid(4), Matched(), KEY)
     with pytest.raises(DataError, match="no classes to draw"):
         class_count_figure(np.zeros((4, 0)), ())
 
@@ -294,7 +294,7 @@ def test_synthetic_settings_are_checked() -> None:
     for name in ("alpha", "share"):
         with pytest.raises(ConfigError, match=rf"data\.{name}"):
             SyntheticLinear(**{name: 0.0})
-    with pytest.raises(ConfigError, match="some clusters would be empty"):
+    with pytest.raises(ConfigError, match="only 2 clients"):
         SyntheticLinear(clients=2, clusters=3)
 
 

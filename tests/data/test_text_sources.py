@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from fedlowrank.config import tables as config
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
+from fedlowrank.data.files import expand_path
 from fedlowrank.data.text.passages import Speakers
 from fedlowrank.data.text.records import Instruction, Labeled, Texts, hold_out
-from fedlowrank.data.text.rows import expand, find_file, read_file, read_split
 from fedlowrank.data.text.sources import TEXT_SOURCES, CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
+from fedlowrank.data.text.table import find_file, read_file, read_split
 
 
 def write(file: Path, rows: list[Any]) -> str:
@@ -113,7 +114,7 @@ def test_home_and_environment_variables_in_paths(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("TEXTS_HERE")
     with pytest.raises(DataError, match=r"variable \$TEXTS_HERE, which is not set"):
         CodeAlpaca("$TEXTS_HERE/a.jsonl").load()
-    assert expand("owner/name") == "owner/name"
+    assert expand_path("owner/name") == "owner/name"
 
 
 def test_a_file_is_found_by_its_stem(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_empty_responses_are_left_out_and_counted(tmp_path: Path, empty: str | N
     found = CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load()
     assert found.train == [r for i, r in enumerate(AS_RECORDS) if i not in (3, 7)]
     assert len(found.notes) == 1
-    assert "2 of 10 records left out" in found.notes[0]
+    assert "2 of 10 records dropped" in found.notes[0]
     for row in rows:
         row["output"] = empty
     with pytest.raises(DataError, match="each of the 10 records has an empty response; nothing is left"):
@@ -302,7 +303,7 @@ def test_text_classes_joins_columns_and_knows_its_labels(tmp_path: Path) -> None
     assert found.test == found.train
     assert found.kind == "classes"
     assert found.name == "news"
-    assert [note.split(": ")[1] for note in found.notes] == ["1 of 4 records left out, which have no text"] * 2
+    assert [note.split(": ")[1] for note in found.notes] == ["1 of 4 records dropped, which have no text"] * 2
     with pytest.raises(DataError, match="line 2 has no 'title'"):
         TextClasses(path, text=("title",)).load()
     with pytest.raises(DataError, match="no column 'head'"):

@@ -14,10 +14,10 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.key import Key
 from ..core.method import Method
 from ..data.augment import Augment
-from ..data.concept import CONCEPTS, ByNature, Concept, apply_concept
-from ..data.counting import at_least
+from ..data.concept import CONCEPTS, Concept, NaturalClusters, apply_concept
+from ..data.checks import check_minimum
 from ..data.dataset import Dataset, Normalization, normalize, subset
-from ..data.divide import divide, keep
+from ..data.clients import make_clients, subsample_training
 from ..data.federation import Federation
 from ..data.partition import PARTITIONS, Partition
 from ..data.sources import SOURCES
@@ -57,7 +57,7 @@ class Preparation:
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
             raise ConfigError(f"data.keep must be a share above 0 and at most 1, not {self.keep!r}.")
-        at_least("data.keep_at_least", self.keep_at_least, 1)
+        check_minimum("data.keep_at_least", self.keep_at_least, 1)
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ class Experiment:
         dataset, language = self._data(key)
         if prepared.examples is not None:
             dataset = subset(dataset, prepared.examples)
-        data = divide(dataset, self.partition, self.split, key)
+        data = make_clients(dataset, self.partition, self.split, key)
         if prepared.keep < 1:
-            data = keep(data, prepared.keep, prepared.keep_at_least, key / "keep")
+            data = subsample_training(data, prepared.keep, prepared.keep_at_least, key / "keep")
         data = apply_concept(self.concept, data, len(dataset.classes))
         return Shares(tuple(data), dataset.classes, dataset.notes, language)
 
@@ -338,7 +338,7 @@ def _check_synthetic(source: Synthetic, prepared: Preparation, concept: Concept)
             f"data.normalize is {prepared.normalize!r}, but the targets of a synthetic source are a function of its inputs "
             "as they were drawn. Set data.normalize to 'none'."
         )
-    if isinstance(concept, ByNature) and concept.clusters != source.clusters:
+    if isinstance(concept, NaturalClusters) and concept.clusters != source.clusters:
         raise ConfigError(
             f"concept.clusters is {concept.clusters}, but data.clusters is {source.clusters}: both number the same "
             "ground-truth tasks. Make them equal."
