@@ -108,15 +108,15 @@ def test_pathological_gives_k_classes_and_spreads_owners_evenly(data, classes, c
 
 
 def test_pathological_weights_fill_their_range():
-    labels = balanced(2, 10_000)
+    labels = balanced(2, 2000)
     shares = []
-    for seed in range(200):
+    for seed in range(60):
         parts = Pathological(2, 2).assign(labels, 2, Key((seed,)))
-        shares += [np.mean(labels[parts[0]] == c) * len(parts[0]) / 10_000 for c in range(2)]
+        shares += [np.mean(labels[parts[0]] == c) * len(parts[0]) / 2000 for c in range(2)]
     # Of two owners with weights a, b from U(.4, .6), one has a / (a + b), between .4 and .6.
-    assert 0.4 <= min(shares) < 0.43
-    assert 0.57 < max(shares) <= 0.6
-    assert abs(np.mean(shares) - 0.5) < 0.01
+    assert 0.4 <= min(shares) < 0.44
+    assert 0.56 < max(shares) <= 0.6
+    assert abs(np.mean(shares) - 0.5) < 0.02
 
 
 def test_pathological_shuffles_which_classes_go_together():
@@ -127,20 +127,20 @@ def test_pathological_shuffles_which_classes_go_together():
     assert len(pairs) == 6
 
 
-def test_pathological_with_few_examples_still_gives_everyone_some():
-    for seed in range(50):
-        parts = Pathological(6, 3).assign(balanced(3, 6), 3, Key((seed,)))
-        assert [len(p) for p in parts] == [3] * 6
-    with pytest.raises(DataError, match="class 0 has 6 examples for 7 clients"):
-        Pathological(7, 3).assign(balanced(3, 6), 3, KEY)
-
-
 def test_pathological_skips_classes_without_examples():
     labels = np.array([0, 0, 2, 2, 0, 2])
     parts = Pathological(2, 2).assign(labels, 3, KEY)
     assert_disjoint(parts, 6, cover=True)
     with pytest.raises(DataError, match="only 2 classes"):
         Pathological(2, 3).assign(labels, 3, KEY)
+
+
+def test_pathological_with_few_examples_still_gives_everyone_some():
+    for seed in range(50):
+        parts = Pathological(6, 3).assign(balanced(3, 6), 3, Key((seed,)))
+        assert [len(p) for p in parts] == [3] * 6
+    with pytest.raises(DataError, match="class 0 has 6 examples for 7 clients"):
+        Pathological(7, 3).assign(balanced(3, 6), 3, KEY)
 
 
 def test_natural_follows_the_ids():
@@ -234,11 +234,11 @@ def test_dirichlet_shares_have_the_moments_of_the_distribution(alpha):
 def test_equal_dirichlet_mixtures_have_the_moments_of_the_distribution(alpha):
     # The first of two clients takes its draws from a full store: it sees the distribution that the scheme defines, if
     # no class runs out; so the client is small.
-    labels = np.repeat(np.arange(3), [30_000, 20_000, 10_000])
-    size, draws = 600, 400
+    labels = np.repeat(np.arange(3), [600, 400, 200])
+    size, draws = 120, 400
     shares = np.array(
         [
-            np.bincount(labels[EqualDirichlet(100, alpha).assign(labels, 3, Key((s,)))[0]], minlength=3)
+            np.bincount(labels[EqualDirichlet(10, alpha).assign(labels, 3, Key((s,)))[0]], minlength=3)
             for s in range(draws)
         ]
     )
@@ -247,14 +247,6 @@ def test_equal_dirichlet_mixtures_have_the_moments_of_the_distribution(alpha):
     variance = spread + (prior * (1 - prior) - spread) / size
     assert np.allclose((shares / size).mean(0), prior, atol=5 * (variance.max() / draws) ** 0.5)
     assert np.allclose((shares / size).var(0), variance, rtol=0.25)
-
-
-def test_alpha_orders_the_skew():
-    def classes_held(alpha):
-        parts = EqualDirichlet(20, alpha).assign(LABELS, 10, KEY)
-        return np.mean([len(np.unique(LABELS[p])) for p in parts])
-
-    assert classes_held(0.05) < classes_held(1) < classes_held(100)
 
 
 def test_errors_say_what_to_change():
@@ -287,8 +279,3 @@ def test_largest_remainder_adds_up_and_stays_near(weights, total):
     counts = largest_remainder(weights, total)
     assert counts.sum() == total
     assert (np.abs(counts - np.array(weights) / sum(weights) * total) < 1 + 1e-6).all()
-
-
-def test_largest_remainder_by_hand():
-    assert largest_remainder([0.8, 0.1, 0.1], 10).tolist() == [8, 1, 1]
-    assert largest_remainder([5, 3, 1], 4).tolist() == [2, 1, 1]

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.config import tables as config
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.data.partition import PARTITIONS
 from fedlowrank.data.rank_skew import RankSkew, client_ranks
 
 KEY = Key((0, "test"))
@@ -27,12 +25,7 @@ def mixtures(parts: list[Any], labels: np.ndarray, classes: int) -> np.ndarray:
     return counts / counts.sum(1, keepdims=True)
 
 
-def entropies(parts: list[Any], labels: np.ndarray, classes: int) -> np.ndarray:
-    q = mixtures(parts, labels, classes)
-    return -np.where(q > 0, q * np.log(np.where(q > 0, q, 1)), 0).sum(1)
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     ranks=st.lists(st.integers(1, 64), min_size=1, max_size=6),
     times=st.integers(1, 4),
@@ -67,36 +60,32 @@ def test_all_examples_are_shared_out_once_and_sizes_follow_ranks(
         assert (np.diff(p) > 0).all()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_sums_are_exact_with_many_examples_too(seed: int) -> None:
+def test_sums_are_exact_with_many_examples_too() -> None:
     # the fit ends at a relative error, which here is many examples
     labels = balanced(4, 100_000)
-    parts = RankSkew(6, (8, 4), alpha=0.3).assign(labels, 4, Key((seed,)))
+    parts = RankSkew(6, (8, 4), alpha=0.3).assign(labels, 4, KEY)
     assert np.bincount(np.concatenate(parts), minlength=400_000).tolist() == [1] * 400_000
     sizes = [len(p) for p in parts]
     assert all(abs(n - w) < 1 for n, w in zip(sizes, [400_000 * r / 36 for r in (8, 8, 8, 4, 4, 4)], strict=True))
 
 
-def test_equal_keys_give_equal_clients_and_others_do_not() -> None:
+def test_which_examples_of_a_class_a_client_gets_is_random() -> None:
     labels = balanced(8, 300)
-    one, again, other = (RankSkew().assign(labels, 8, key) for key in (KEY, Key((0, "test")), Key((1,))))
-    assert all(np.array_equal(a, b) for a, b in zip(one, again, strict=True))
-    assert not all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
-    assert not RankSkew().repeatable
-    # which examples of a class a client gets is random: nobody has five or more in a row
+    parts = RankSkew().assign(labels, 8, KEY)
     for c in range(8):
         of_class = np.flatnonzero(labels == c)
-        for places in (np.searchsorted(of_class, p[labels[p] == c]) for p in one):
+        for places in (np.searchsorted(of_class, p[labels[p] == c]) for p in parts):
+            # nobody has five or more in a row
             assert len(places) < 5 or np.ptp(places) >= len(places)
 
 
-@pytest.mark.parametrize("classes", [4, 8])
-def test_mixtures_have_the_second_moment_of_their_dirichlet_distribution(classes: int) -> None:
+def test_mixtures_have_the_second_moment_of_their_dirichlet_distribution() -> None:
+    classes = 8
     # E Σ q_c² = (a + 1) / (C·a + 1) for the symmetric Dir(a) of C classes; many examples, so that rounding is small
     labels = balanced(classes, 60_000 // classes)
     ranks = (32, 16, 8, 8)
     found: dict[int, list[float]] = {}
-    for seed in range(10):
+    for seed in range(6):
         parts = RankSkew(200, ranks).assign(labels, classes, Key((seed,)))
         for rank, q in zip(client_ranks(ranks, 200), mixtures(parts, labels, classes), strict=True):
             found.setdefault(rank, []).append(float((q**2).sum()))
@@ -105,23 +94,6 @@ def test_mixtures_have_the_second_moment_of_their_dirichlet_distribution(classes
         wanted = (a + 1) / (classes * a + 1)
         # the fit to the class totals changes mixtures a little
         assert np.mean(values) == pytest.approx(wanted, abs=0.025), rank
-
-
-def test_larger_ranks_are_more_skewed_on_average_and_hold_more() -> None:
-    labels = np.random.default_rng(1).choice(8, 15_000, p=[0.25, 0.15, 0.14, 0.12, 0.12, 0.1, 0.08, 0.04])
-    ranks = (32, 24, 20, 16, 16, 12, 12, 12, 8, 8)
-    sums, even = np.zeros(100), np.zeros(100)
-    for seed in range(20):
-        parts = RankSkew().assign(labels, 8, Key((seed,)))
-        assert all(abs(len(p) - 15_000 * r / 1600) < 1 for p, r in zip(parts, np.repeat(ranks, 10), strict=True))
-        sums += entropies(parts, labels, 8)
-        even += entropies(RankSkew(skew=0.0).assign(labels, 8, Key((seed,))), labels, 8)
-    held = np.repeat(ranks, 10)
-    means = [sums[held == r].mean() / 20 for r in sorted(set(ranks))]
-    assert (np.diff(means) < 0).all()
-    assert means[0] - means[-1] > 0.3
-    flat = [even[held == r].mean() / 20 for r in sorted(set(ranks))]
-    assert max(flat) - min(flat) < 0.12
 
 
 def test_ranks_are_stretched_evenly() -> None:
@@ -159,7 +131,3 @@ def test_settings_and_data_that_do_not_fit_are_refused() -> None:
         RankSkew(4, (8, 8), min_size=6).assign(balanced(2, 10), 2, KEY)
     with pytest.raises(DataError, match="regression"):
         RankSkew(2, (1,)).assign(np.zeros((5, 1)), 0, KEY)
-
-
-def test_it_is_known_by_name() -> None:
-    assert config.build(PARTITIONS["rank_skew"], {"ranks": [8, 4], "clients": 4}, "partition") == RankSkew(4, (8, 4))
