@@ -130,15 +130,14 @@ def test_a_turned_image_is_mirrored_as_the_upright_one_would_be(turns: int, seed
     assert torch.equal(turned, torch.rot90(upright, turns, (2, 3)))
 
 
-@pytest.mark.parametrize("turns", [0, 1])
-def test_with_a_crop_every_image_is_a_window_of_its_mirrored_and_padded_self(turns: int) -> None:
+def test_with_a_crop_every_image_is_a_window_of_its_mirrored_and_padded_self() -> None:
     x, augment = images(40, 3, 1), Augment(flip=True, crop=1, fill=-1.0)
-    out = augment.apply(x, torch.Generator().manual_seed(0), turns)
+    out = augment.apply(x, torch.Generator().manual_seed(0), 1)
     kinds = set()
     for old, new in zip(x[:, 0].numpy(), out[:, 0].numpy(), strict=True):
         found = []
         for mirrored in (False, True):
-            image = (np.flipud(old) if turns else np.fliplr(old)) if mirrored else old
+            image = np.flipud(old) if mirrored else old
             padded = np.pad(image, 1, constant_values=-1.0)
             found += [
                 (mirrored, i, j)

@@ -175,17 +175,6 @@ def test_label_groups_share_their_own_classes_alone(groups, width, more, seed):
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_label_groups_deal_at_random_within_a_group():
-    # Of 600 examples of two classes, each of two clients gets each class's half, up to chance (7 standard deviations).
-    labels = np.repeat([0, 1], 300)
-    for seed in range(5):
-        for part in LabelGroups(1, 2).assign(labels, 2, Key((seed,))):
-            assert len(part) == 300
-            assert abs((labels[part] == 0).sum() - 150) < 7 * (600 / 16) ** 0.5
-            assert (part > 10).any()
-            assert set(part.tolist()) != set(range(0, 600, 2))
-
-
 def test_label_groups_that_do_not_fit_are_refused():
     with pytest.raises(DataError, match="10 classes cannot be divided into 4 groups"):
         LabelGroups(4, 8).assign(LABELS, 10, KEY)

@@ -104,14 +104,6 @@ def test_ranks_are_stretched_evenly() -> None:
     assert [paper.count(r) for r in (32, 24, 20, 16, 12, 8)] == [10, 10, 10, 20, 30, 20]
 
 
-def test_classes_that_nobody_has_and_one_class_alone() -> None:
-    labels = np.array([0, 2] * 50)
-    parts = RankSkew(4, (8, 4)).assign(labels, 5, KEY)
-    assert [len(p) for p in parts] == [33, 33, 17, 17]
-    parts = RankSkew(4, (8, 4)).assign(np.zeros(90, dtype=np.int64), 1, KEY)
-    assert [len(p) for p in parts] == [30, 30, 15, 15]
-
-
 def test_settings_and_data_that_do_not_fit_are_refused() -> None:
     for wrong, message in [
         ({"clients": 0}, "clients"),

@@ -14,13 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank import data
-from fedlowrank.config import tables as config
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.files import expand_path
 from fedlowrank.data.text.passages import Speakers
 from fedlowrank.data.text.records import Instruction, Labeled, Texts, hold_out
-from fedlowrank.data.text.sources import TEXT_SOURCES, CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
+from fedlowrank.data.text.sources import CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
 from fedlowrank.data.text.table import find_file, read_file, read_split
 
 
@@ -324,12 +323,6 @@ def test_texts_of_two_kinds_and_empty_parts_are_refused() -> None:
         Texts("t", [Instruction("a", "b")], [])
     with pytest.raises(DataError, match="name classes"):
         Texts("t", [Instruction("a", "b")], classes=("x",))
-
-
-def test_every_source_is_built_from_a_table_of_settings(tmp_path: Path) -> None:
-    for name, cls in TEXT_SOURCES.items():
-        assert config.build(cls, {"path": "p"}, "data") == cls("p"), name
-    assert config.build(Speakers, {"path": "p", "speaker": ["play", "speaker"]}, "data").speaker == ("play", "speaker")
 
 
 def test_optional_libraries_are_imported_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

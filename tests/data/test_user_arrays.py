@@ -34,15 +34,6 @@ def test_real_targets_without_a_width_are_no_classes(y: Any) -> None:
         federation(y)
 
 
-def test_the_advice_is_right() -> None:
-    y = LABELS.float() + 0.5
-    assert federation(y[:, None], model=nn.Linear(4, 1)).classes == ()
-    assert torch.equal(examples_from_arrays((X, y[:, None]), 0).y[:, 0], y)
-    made = federation(LABELS.float().long())
-    assert made.classes == ("0", "1", "2")
-    assert torch.equal(examples_from_arrays((X, LABELS.float().long()), 0).y, LABELS)
-
-
 def test_real_targets_without_a_width_in_a_file(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", x=X.numpy(), y=LABELS.float().numpy())
     with pytest.raises(DataError, match=r"a\.npz.*float32 \[12\].*\[n, 1\]"):
@@ -164,29 +155,7 @@ def test_initial_parameters_that_are_not_finite() -> None:
 # Models
 
 
-class Dictionary(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"logits": self.head(x)}
-
-
-class Pair(Dictionary):
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.head(x), x
-
-
-@pytest.mark.parametrize(("model", "kind"), [(Dictionary(), "dict"), (Pair(), "tuple")])
-def test_a_model_that_returns_no_tensor(model: nn.Module, kind: str) -> None:
-    with pytest.raises(
-        TaskError, match=rf"the model \w+ returns a {kind}, but .*tensor of scores \[b, classes\]\. Wrap it"
-    ):
-        federation(LABELS, model=model)
-
-
-@pytest.mark.parametrize(("width", "classes"), [(2, None), (3, 4), (1, None)])
+@pytest.mark.parametrize(("width", "classes"), [(2, None), (3, 4)])
 def test_fewer_outputs_than_classes(width: int, classes: int | None) -> None:
     with pytest.raises(
         TaskError, match=rf"client 0: model model makes \[1, {width}\] .*there are {classes or 3} classes"
@@ -208,8 +177,8 @@ def test_more_outputs_than_classes_are_learnt() -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), torch.optim.SGD, 0.1, {"lr": 0.1}, None, "sgd"],
-    ids=["torch", "torch class", "number", "dict", "None", "word"],
+    [torch.optim.SGD, {"lr": 0.1}, None],
+    ids=["torch", "dict", "None"],
 )
 def test_another_optimizer(optimizer: Any) -> None:
     if optimizer is not None:

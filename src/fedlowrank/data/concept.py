@@ -60,7 +60,25 @@ class Concept:
 
 
 @dataclass(frozen=True)
-class Rotation(Concept):
+class ClusteredConcept(Concept):
+    """Client k belongs to cluster k mod C.
+
+    Attributes:
+        clusters: number C of clusters, at least 1.
+    """
+
+    clusters: int = 4
+
+    def __post_init__(self) -> None:
+        check_minimum("concept.clusters", self.clusters, 1)
+
+    def cluster(self, client: int) -> int | None:
+        """See `Concept.cluster`."""
+        return client % self.clusters
+
+
+@dataclass(frozen=True)
+class Rotation(ClusteredConcept):
     """Cluster c sees all images (training, validation and test) rotated by 360·c/C degrees counter-clockwise.
 
     Quarter turns are exact. Other angles rotate about the center of the image by bilinear interpolation.
@@ -74,17 +92,12 @@ class Rotation(Concept):
             black pixels), but not with "standard".
     """
 
-    clusters: int = 4
     fill: float = 0.0
 
     def __post_init__(self) -> None:
-        check_minimum("concept.clusters", self.clusters, 1)
+        super().__post_init__()
         if not math.isfinite(self.fill):
             raise ConfigError(f"concept.fill must be a finite number, not {self.fill!r}.")
-
-    def cluster(self, client: int) -> int | None:
-        """See `Concept.cluster`."""
-        return client % self.clusters
 
     def check(self, partition: Partition, augment: Augment) -> None:
         """See `Concept.check`."""
@@ -123,7 +136,7 @@ class Rotation(Concept):
 
 
 @dataclass(frozen=True)
-class LabelShift(Concept):
+class LabelShift(ClusteredConcept):
     """Cluster c sees label y, of training, validation and test examples, as (y + c) mod classes.
 
     Source: Almansoori et al. (FLoRAL), after Werner et al., "Provably Personalized and Robust Federated
@@ -132,15 +145,6 @@ class LabelShift(Concept):
     Attributes:
         clusters: number C of clusters, from 1 to the number of classes.
     """
-
-    clusters: int = 4
-
-    def __post_init__(self) -> None:
-        check_minimum("concept.clusters", self.clusters, 1)
-
-    def cluster(self, client: int) -> int | None:
-        """See `Concept.cluster`."""
-        return client % self.clusters
 
     def transform(self, examples: Examples, cluster: int, classes: int) -> Examples:
         """See `Concept.transform`."""
@@ -159,7 +163,7 @@ class LabelShift(Concept):
 
 
 @dataclass(frozen=True)
-class NaturalClusters(Concept):
+class NaturalClusters(ClusteredConcept):
     """The clients' tasks differ already; nothing is changed, but their clusters become known.
 
     Use it with partition ``label_groups`` and as many groups; or with ``natural`` and all clients, if client
@@ -168,15 +172,6 @@ class NaturalClusters(Concept):
     Attributes:
         clusters: number C of clusters, at least 1.
     """
-
-    clusters: int = 4
-
-    def __post_init__(self) -> None:
-        check_minimum("concept.clusters", self.clusters, 1)
-
-    def cluster(self, client: int) -> int | None:
-        """See `Concept.cluster`."""
-        return client % self.clusters
 
     def check(self, partition: Partition, augment: Augment) -> None:
         """See `Concept.check`."""

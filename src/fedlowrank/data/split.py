@@ -158,7 +158,34 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Matched:
+class _OfficialTest:
+    """Tests on the official test part; a share of the client's own examples is for validation."""
+
+    official_test: ClassVar[TestUse] = "whole"
+
+    val: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.val < 1:
+            raise ConfigError(f"split.val must be a share from 0 to below 1, not {self.val!r}.")
+
+    def _hold_out(self, own: IntArray, client: int, key: Key) -> tuple[IntArray, IntArray]:
+        """Sorted positions for training and for validation."""
+        val = self.val
+        if val == 0:
+            return own, own[:0]
+        if len(own) < 2:
+            raise DataError(
+                f"client {client} has {len(own)} examples, too few for two parts. Set split.val to 0, "
+                "or raise the smallest size of a client in the partition."
+            )
+        size = int(np.clip(largest_remainder([1 - val, val], len(own))[1], 1, len(own) - 1))
+        order = (key / "order").numpy().permutation(own)
+        return np.sort(order[size:]), np.sort(order[:size])
+
+
+@dataclass(frozen=True)
+class Matched(_OfficialTest):
     """Test examples from the official test part, in the class mixture of the client's own examples.
 
     The test examples of one client are distinct, but two clients may have some in common. The mixture is that
@@ -172,13 +199,10 @@ class Matched:
             few of a class, which the client's notes then report.
     """
 
-    official_test: ClassVar[TestUse] = "whole"
-
-    val: float = 0.1
     test_per_client: int = 100
 
     def __post_init__(self) -> None:
-        _check_val(self.val)
+        super().__post_init__()
         check_minimum("test_per_client", self.test_per_client, 1)
 
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
@@ -189,7 +213,7 @@ class Matched:
                 "split 'matched' draws test examples by class labels, but these data have none. Use split "
                 "'local', 'whole_test' or 'own_test'."
             )
-        train, val = _hold_out(own, self.val, client, key)
+        train, val = self._hold_out(own, client, key)
         wanted = largest_remainder(np.bincount(pool.labels[own], minlength=len(names)), self.test_per_client)
         generator = (key / "test").numpy()
         test, notes = [], []
@@ -208,7 +232,7 @@ class Matched:
 
 
 @dataclass(frozen=True)
-class WholeTest:
+class WholeTest(_OfficialTest):
     """Every client is tested on the whole official test part.
 
     Attributes:
@@ -216,33 +240,19 @@ class WholeTest:
             example.
     """
 
-    official_test: ClassVar[TestUse] = "whole"
-
-    val: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_val(self.val)
-
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""
-        return Positions(*_hold_out(own, self.val, client, key), pool.test)
+        return Positions(*self._hold_out(own, client, key), pool.test)
 
 
 @dataclass(frozen=True)
-class OwnTest:
+class OwnTest(_OfficialTest):
     """Every natural client is tested on its own examples of the official test part. Use it with ``natural``.
 
     Attributes:
         val: share of the client's examples for validation, from 0 to below 1; above 0 it is at least one
             example.
     """
-
-    official_test: ClassVar[TestUse] = "whole"
-
-    val: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_val(self.val)
 
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""
@@ -254,11 +264,11 @@ class OwnTest:
         test = pool.test[pool.natural[pool.test] == ids[0]]
         if len(test) == 0:
             raise DataError(f"client {client} (natural client {ids[0]}) has no example in the test part.")
-        return Positions(*_hold_out(own, self.val, client, key), test)
+        return Positions(*self._hold_out(own, client, key), test)
 
 
 @dataclass(frozen=True)
-class TestShare:
+class TestShare(_OfficialTest):
     """The official test part is partitioned among the clients by the rule that partitions the training part.
 
     No test example occurs twice. It works with the partitions that draw no class mixtures, ``iid`` and
@@ -273,13 +283,10 @@ class TestShare:
 
     val: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_val(self.val)
-
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""
         is_train = own < pool.train_size
-        return Positions(*_hold_out(own[is_train], self.val, client, key), own[~is_train])
+        return Positions(*self._hold_out(own[is_train], client, key), own[~is_train])
 
 
 SPLITS: dict[str, type] = {
@@ -290,25 +297,6 @@ SPLITS: dict[str, type] = {
     "test_share": TestShare,
 }
 """Splits by name."""
-
-
-def _check_val(val: float) -> None:
-    if not 0 <= val < 1:
-        raise ConfigError(f"split.val must be a share from 0 to below 1, not {val!r}.")
-
-
-def _hold_out(own: IntArray, val: float, client: int, key: Key) -> tuple[IntArray, IntArray]:
-    """Sorted positions for training and for validation."""
-    if val == 0:
-        return own, own[:0]
-    if len(own) < 2:
-        raise DataError(
-            f"client {client} has {len(own)} examples, too few for training and validation. Set split.val to "
-            "0, or raise the smallest size of a client in the partition."
-        )
-    size = int(np.clip(largest_remainder([1 - val, val], len(own))[1], 1, len(own) - 1))
-    order = (key / "order").numpy().permutation(own)
-    return np.sort(order[size:]), np.sort(order[:size])
 
 
 def _concatenate(train: torch.Tensor, test: torch.Tensor | None) -> npt.NDArray[Any]:
