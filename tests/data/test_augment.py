@@ -1,4 +1,4 @@
-"""Images changed at random in training: every one is a window of its padded self, in all engines the same, elsewhere none."""
+"""Augmentation of training images: every image is a window of its padded self, equal in all engines."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_other_concepts_change_nothing(concept: Concept) -> None:
     assert [concept.cluster(k) for k in range(4)] == ([None] * 4 if type(concept) is Concept else [0, 1, 2, 0])
 
 
-# -- other angles ------------------------------------------------------------------------------------------------------
+# Other angles
 
 
 @pytest.mark.parametrize(("height", "width"), [(5, 5), (6, 6), (4, 7)])
@@ -117,7 +117,7 @@ def test_with_eight_clusters_every_second_turn_is_exact() -> None:
     assert len(rotate(data.train.x[:0], 1.0, 0.0)) == 0
 
 
-# -- with augmentation -------------------------------------------------------------------------------------------------
+# With augmentation
 
 
 @quick
@@ -150,7 +150,7 @@ def test_with_a_crop_every_image_is_a_window_of_its_mirrored_and_padded_self() -
     assert len(kinds) > 12
 
 
-# -- through divide and an experiment ----------------------------------------------------------------------------------
+# Through make_clients and an experiment
 
 
 def test_clients_of_one_cluster_go_on_sharing_the_whole_test_part() -> None:
@@ -197,7 +197,7 @@ def test_a_federation_knows_its_clusters_and_holds_turned_digits(tmp_path) -> No
     assert made.describe()["concept"] == {"kind": "rotation", "clusters": 4}
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# What is refused
 
 
 def test_images_that_a_quarter_turn_would_reshape_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Images as bytes: every bit of them comes back, and no run can tell them from float32."""
+"""Images stored as bytes: every bit comes back, and runs are equal to those on float32."""
 
 from __future__ import annotations
 

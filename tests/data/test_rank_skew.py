@@ -1,4 +1,4 @@
-"""The partition by ranks: sums that must hold exactly, and mixtures against the moments of the Dirichlet distribution."""
+"""The partition by ranks: exact sums, and mixtures with the moments of the Dirichlet distribution."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def numbered(n_train: int = 40, n_test: int = 20, width: int = 2) -> Dataset:
     return Dataset("numbers", part(0, n_train), part(1000, n_test), (), *natural)
 
 
-# -- data sets and their division --------------------------------------------------------------------------------------
+# Data sets and their division
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_arrays_of_real_targets(tmp_path: Any) -> None:
         Arrays(str(tmp_path / "r.npz")).load()
 
 
-# -- federations -------------------------------------------------------------------------------------------------------
+# Federations
 
 
 def pairs(clients: int = 3, width: int = 2, kind: Any = np.float64) -> list[Any]:
@@ -202,7 +202,7 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
         assert score.risk == pytest.approx(np.mean(((x @ after.T - y) ** 2).sum(1)) / 2, rel=1e-4)
 
 
-# -- synthetic regressions ---------------------------------------------------------------------------------------------
+# Synthetic regressions
 
 
 def test_the_papers_sizes_and_the_seed() -> None:

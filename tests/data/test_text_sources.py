@@ -40,7 +40,7 @@ TASKS = [{"instruction": f"do {i}", "input": "" if i % 2 else f"with {i}", "outp
 AS_RECORDS = [Instruction(f"do {i}", f"done {i} é", "" if i % 2 else f"with {i}") for i in range(10)]
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# Files
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet"])
@@ -127,7 +127,7 @@ def test_a_file_is_found_by_its_stem(tmp_path: Path) -> None:
         find_file(tmp_path, "train")
 
 
-# -- sources -----------------------------------------------------------------------------------------------------------
+# Sources
 
 
 def test_gsm8k_from_a_folder_and_from_files(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_optional_libraries_are_imported_when_they_are_needed(tmp_path: Path, mo
         read_file(tmp_path / "a.parquet")
 
 
-# -- the authors' own files --------------------------------------------------------------------------------------------
+# The authors' own files
 
 
 @pytest.mark.data

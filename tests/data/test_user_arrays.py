@@ -1,4 +1,4 @@
-"""Arrays, models and methods from Python that cannot be meant: each gets one message that says what to give instead."""
+"""Arrays, models and methods from Python that cannot work: each error says what to pass instead."""
 
 from __future__ import annotations
 

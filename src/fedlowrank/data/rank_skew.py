@@ -13,13 +13,14 @@ from ..core.key import Key
 from .apportion import FloatArray, IntArray, Parts, deal_classes, largest_remainder, shuffle_classes
 from .checks import check_labels, check_minimum, check_positive
 
+# ruff: noqa: ARG002 - the rule ignores natural clients
+
 # The iterative fit stops after this many iterations, or when all sizes have this relative error. Whole
 # examples are then added where some are missing.
 _MAX_ITERATIONS = 500
 _TOLERANCE = 1e-4
 
-# Share of the data's own mixture in every client's mixture, so that sizes and class totals can be met
-# together.
+# Share of the data's own mixture in every client's, so that sizes and class totals can be met together.
 _FLOOR = 1e-9
 
 
@@ -69,13 +70,7 @@ class RankSkew:
         check_positive("partition.skew", self.skew, zero=True)
         client_ranks(self.ranks, self.clients)
 
-    def assign(
-        self,
-        labels: np.ndarray,
-        classes: int,
-        key: Key,
-        natural: IntArray | None = None,  # noqa: ARG002
-    ) -> Parts:
+    def assign(self, labels: np.ndarray, classes: int, key: Key, natural: IntArray | None = None) -> Parts:
         """See `Partition.assign`."""
         n = check_labels(labels, classes, self.clients)
         ranks = np.array(client_ranks(self.ranks, self.clients), dtype=np.float64)
