@@ -14,10 +14,10 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.key import Key
 from ..core.method import Method
 from ..data.augment import Augment
-from ..data.concept import CONCEPTS, Concept, NaturalClusters, apply_concept
 from ..data.checks import check_minimum
-from ..data.dataset import Dataset, Normalization, normalize, subset
 from ..data.clients import make_clients, subsample_training
+from ..data.concept import CONCEPTS, Concept, NaturalClusters, apply_concept
+from ..data.dataset import Dataset, Normalization, normalize, subset
 from ..data.federation import Federation
 from ..data.partition import PARTITIONS, Partition
 from ..data.sources import SOURCES
