@@ -186,7 +186,7 @@ def test_label_groups_that_do_not_fit_are_refused():
         LabelGroups(0)
 
 
-def test_only_partitions_that_look_at_no_labels_share_out_a_regression():
+def test_only_partitions_that_ignore_labels_accept_a_regression():
     targets = np.random.default_rng(0).normal(size=(70, 3))
     natural = np.arange(70) % 7
     for name, partition in ALL.items():

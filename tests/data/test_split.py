@@ -36,7 +36,7 @@ def everything(client) -> list[int]:
     return ids(client.train) + ids(client.val) + ids(client.test)
 
 
-class Given:
+class FixedPartition:
     """A partition by hand."""
 
     def __init__(self, *parts):
@@ -90,7 +90,7 @@ def test_equal_keys_give_equal_clients_and_others_do_not():
 
 def test_matched_has_the_mixture_of_the_client():
     own = [*range(0, 120, 4), *range(1, 40, 4)]  # 30 of class a, 10 of class b
-    (client,) = make_clients(numbered(), Given(own), Matched(val=0.25, test_per_client=40), KEY)
+    (client,) = make_clients(numbered(), FixedPartition(own), Matched(val=0.25, test_per_client=40), KEY)
     assert len(client.train) == 30
     assert len(client.val) == 10
     assert sorted(ids(client.train) + ids(client.val)) == sorted(own)
@@ -102,17 +102,17 @@ def test_matched_has_the_mixture_of_the_client():
 
 def test_matched_rounds_by_the_largest_remainder():
     own = [0, 4, 8, 1, 5, 2, 6]  # 3 a, 2 b, 2 c: of 10 test examples 4.29, 2.86, 2.86
-    (client,) = make_clients(numbered(), Given(own), Matched(test_per_client=10), KEY)
+    (client,) = make_clients(numbered(), FixedPartition(own), Matched(test_per_client=10), KEY)
     assert torch.bincount(client.test.y, minlength=4).tolist() == [4, 3, 3, 0]
 
 
 def test_matched_says_when_the_test_part_runs_out():
-    (client,) = make_clients(numbered(400, 8), Given([0, 4, 1]), Matched(test_per_client=9), KEY)
+    (client,) = make_clients(numbered(400, 8), FixedPartition([0, 4, 1]), Matched(test_per_client=9), KEY)
     assert torch.bincount(client.test.y).tolist() == [2, 2]
     assert len(client.notes) == 2
     assert "client 0: 2 test examples of class 'a' instead of 6" in client.notes[0]
     with pytest.raises(DataError, match="client 1 gets no test example"):
-        make_clients(numbered(400, 1), Given([0, 4], [1, 5]), Matched(), KEY)
+        make_clients(numbered(400, 1), FixedPartition([0, 4], [1, 5]), Matched(), KEY)
 
 
 def test_whole_test_is_shared_and_complete():
@@ -182,7 +182,7 @@ def test_test_share_refuses_partitions_that_draw_mixtures():
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(0.01, 1), st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
-def test_keep_leaves_so_many_of_the_training_examples_and_all_others(share, least, clients, seed):
+def test_subsampling_keeps_a_share_of_the_training_examples_and_all_others(share, least, clients, seed):
     before = make_clients(numbered(), Iid(clients), Local(), Key((seed,)))
     after = subsample_training(before, share, least, Key((seed,)))
     for old, new in zip(before, after, strict=True):
@@ -198,7 +198,7 @@ def test_keep_leaves_so_many_of_the_training_examples_and_all_others(share, leas
     ]
 
 
-def test_keep_draws_for_each_client_from_a_key_of_its_own():
+def test_each_client_is_subsampled_with_a_key_of_its_own():
     (one,) = make_clients(numbered(), Iid(1), Local(), KEY)
     kept = [ids(c.train) for c in subsample_training([one] * 3, 0.1, 1, KEY)]
     assert len({tuple(k) for k in kept}) == 3
@@ -217,18 +217,18 @@ def test_natural_clients_with_the_parts_together():
 
 def test_clients_with_too_little_are_named():
     with pytest.raises(DataError, match="client 1 has 2 examples, too few for one in each of 3 parts"):
-        make_clients(numbered(), Given(range(10), [11, 12]), Local(), KEY)
+        make_clients(numbered(), FixedPartition(range(10), [11, 12]), Local(), KEY)
     with pytest.raises(DataError, match="client 1 has no examples"):
-        make_clients(numbered(), Given(range(10), []), Local(), KEY)
+        make_clients(numbered(), FixedPartition(range(10), []), Local(), KEY)
     for split in (Matched(), WholeTest()):
         with pytest.raises(DataError, match="client 0 has 1 examples, too few for two parts"):
-            make_clients(numbered(), Given([0]), split, KEY)
-    (client,) = make_clients(numbered(), Given([0]), WholeTest(val=0.0), KEY)
+            make_clients(numbered(), FixedPartition([0]), split, KEY)
+    (client,) = make_clients(numbered(), FixedPartition([0]), WholeTest(val=0.0), KEY)
     assert (len(client.train), len(client.val)) == (1, 0)
 
 
 def test_a_single_class_is_noted():
-    first, second = make_clients(numbered(), Given(range(0, 40, 4), range(1, 41)), Local(), KEY)
+    first, second = make_clients(numbered(), FixedPartition(range(0, 40, 4), range(1, 41)), Local(), KEY)
     assert first.notes == ("client 0: a single class, 'a'",)
     assert second.notes == ()
 

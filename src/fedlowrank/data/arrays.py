@@ -110,8 +110,7 @@ def encode_labels(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tu
         where: what they are, for messages.
 
     Returns:
-        int64 labels of each part; names of the classes: the texts in alphabetical order, or the numbers up to
-        the largest.
+        int64 labels of each part; names of the classes: the sorted texts, or the numbers up to the largest.
 
     Raises:
         DataError: if they are of another type, or negative.

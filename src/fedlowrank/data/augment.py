@@ -54,8 +54,7 @@ class Augment:
             x: inputs [n, ...], or several by name.
 
         Raises:
-            DataError: if they are not [n, channels, height, width], or so small that a crop could show only
-                padding.
+            DataError: if they are not [n, channels, height, width], or no larger than the padding.
         """
         if not self.active:
             return

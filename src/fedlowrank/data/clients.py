@@ -26,8 +26,7 @@ def make_clients(dataset: Dataset, partition: Partition, split: Split, key: Key)
 
     Returns:
         The data of each client in the order of the partition, in tensors of their own. Clients that are
-        tested on the whole test part share its tensors. ``notes`` carry warnings, e.g. that a client has a
-        single class.
+        tested on the whole test part share its tensors. ``notes`` carry warnings, e.g. of a single class.
 
     Raises:
         DataError: if the split needs a test part that the data set lacks, if the partition fails, or if a
@@ -63,8 +62,7 @@ def subsample_training(clients: list[ClientData], share: float, minimum: int, ke
         key: randomness; each client draws from a key of its own.
 
     Returns:
-        The clients in the same order, with min(n, max(minimum, round(share·n))) training examples in the old
-        order.
+        The clients in the same order, with min(n, max(minimum, round(share·n))) training examples each.
     """
     out = []
     for client, data in enumerate(clients):

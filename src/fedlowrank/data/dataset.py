@@ -29,8 +29,7 @@ class Examples:
     """Inputs and targets of n examples (n may be 0: a client may have no validation data).
 
     Attributes:
-        x: inputs, float32 [n, ...]; or such images as bytes; or, for text, a dictionary of tensors [n, ...]
-            of any type.
+        x: inputs, float32 [n, ...]; or such images as bytes; or, for text, named tensors [n, ...].
         y: labels, int64 [n]; or the real targets of a regression, float32 [n, d]; or token labels, int64 [n,
             T], beside inputs ``input_ids`` [n, T]: the token's own id where the loss counts, -100 elsewhere.
             They are not shifted: position t holds the label of token t, which is predicted from the tokens
@@ -138,8 +137,7 @@ class Dataset:
         name: name for messages and reports.
         train: the official training part, or all examples if the authors define no test part.
         test: the official test part, or None.
-        classes: names of the classes; label k means ``classes[k]``. Empty for a regression and for token
-            labels.
+        classes: names of the classes; label k means ``classes[k]``. Empty without class labels.
         natural: natural client of each training example (a writer, a hospital, ...), int64 [n], or None. A
             negative number means no client.
         natural_test: the same for the test part, or None.

@@ -253,8 +253,7 @@ class Federation:
             architecture: name of each client's model. By default client k has the (k mod number)-th.
             rank: rank of each client's low-rank parts.
             cluster: ground-truth task of each client, counted from 0, for methods with optimal routing.
-            classes: names or number of the classes. By default the largest label plus one. None for a
-                regression.
+            classes: names or number of the classes. By default the largest label plus one.
             val: share of the examples for validation, if the client has no split of its own.
             test: share for testing, likewise.
             seed: seed of all randomness.

@@ -72,8 +72,7 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
                 raise DataError(f"{where}: expected a header of {4 + 4 * dims} bytes, found {len(header)}.")
             shape = struct.unpack(f">{dims}I", header[4:])
             size = math.prod(shape)
-            # One more byte than the header says shows that a file is too long, without decompressing all of
-            # it.
+            # One more byte than the header says shows that a file is too long.
             content = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{where} cannot be read or is cut short: {error}.") from error

@@ -24,8 +24,7 @@ class Partition(Protocol):
     """A rule that assigns examples to clients.
 
     Attributes:
-        repeatable: whether the same rule can assign further examples, because no client draws a class
-            mixture.
+        repeatable: whether the rule can assign further examples: no client draws a class mixture.
     """
 
     repeatable: ClassVar[bool]
@@ -297,8 +296,7 @@ class LabelGroups:
 
     Attributes:
         groups: number of groups, at least 1; it must divide the number of classes.
-        clients: number of clients, at least one per group. Sizes within a group differ by at most one
-            example.
+        clients: number of clients, at least one per group. Sizes within a group differ by at most one.
     """
 
     repeatable: ClassVar[bool] = True

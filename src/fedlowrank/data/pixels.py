@@ -88,8 +88,7 @@ class Pixels:
         """Decode images.
 
         Args:
-            codes: uint8 [..., channels, ...] whose last dimensions are those of one of these images; all by
-                default.
+            codes: uint8 [..., channels, ...] with the last dimensions of these images; all by default.
 
         Returns:
             float32 of the shape of the codes, contiguous.
@@ -179,8 +178,7 @@ class _ColorTable:
         self.rows = rows
         self.values = np.zeros(rows * LEVELS, dtype=np.uint32)
         self._counts = np.zeros(rows, dtype=np.int64)
-        # Hash table: a slot holds the code of the last value with that hash, which is checked against
-        # `values`.
+        # Hash table: a slot holds the code of the last value with that hash.
         self._slots = np.zeros(rows << _SLOT_BITS, dtype=np.uint8)
         # Sorted keys (row and value) and their codes, for values whose slot another value took.
         self._keys = np.zeros(0, dtype=np.uint64)

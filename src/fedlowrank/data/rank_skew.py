@@ -32,16 +32,14 @@ class RankSkew:
     with mean 16; "clients with larger LoRA ranks are assigned more data and a more skewed local
     distribution". The paper gives no formula; the rule here is:
 
-    - Client k of K has rank r_k = ranks[floor(k·len(ranks)/K)]. The mean of ``ranks`` is kept if len(ranks)
-      divides K.
+    - Client k of K has rank r_k = ranks[floor(k·len(ranks)/K)]. The mean is kept if len(ranks) divides K.
     - Its size n_k is proportional to r_k^size_exponent, rounded by the largest remainder to add up to n.
     - Its mixture of the C classes that occur is drawn from Dir(α_k·C·prior), where the prior is the share of
       each class in the data and α_k = alpha·(mean rank / r_k)^skew. For classes of equal size this is the
       symmetric Dir(α_k).
     - The table of counts, clients by classes, starts at n_k times the mixture. Its rows are scaled to the
       sizes and its columns to the class totals in turn (iterative proportional fitting), and it is rounded to
-      integers with exactly these sums. So no client has to take what the others left, as when they draw one
-      after the other.
+      integers with exactly these sums. So no client has to take what the others left.
     - The examples of a class are assigned at random.
 
     Attributes:
@@ -102,8 +100,7 @@ def client_ranks(ranks: Sequence[int], clients: int) -> list[int]:
 
     Args:
         ranks: ranks in the order of the clients.
-        clients: number of clients; if len(ranks) does not divide it, some ranks get one client more than
-            others.
+        clients: number of clients; if len(ranks) does not divide it, some ranks get one client more.
 
     Raises:
         ConfigError: if there are no ranks, more ranks than clients, or a rank below 1.
@@ -147,8 +144,7 @@ def _add_missing(counts: IntArray, fractions: FloatArray, sizes: IntArray, total
         client, label = divmod(int(cell), counts.shape[1])
         if by_client[client] > 0 and by_class[label] > 0:
             add(client, label, 1)
-    # One more per cell may not be enough. A client and a class that both miss examples always remain
-    # together.
+    # One more per cell may not be enough. If a client misses examples, so does a class.
     while by_client.any():
         client, label = int(by_client.argmax()), int(by_class.argmax())
         add(client, label, min(by_client[client], by_class[label]))

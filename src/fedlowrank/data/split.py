@@ -193,8 +193,7 @@ class Matched(_OfficialTest):
     FedSLR tests personalized models.
 
     Attributes:
-        val: share of the client's examples for validation, from 0 to below 1; above 0 it is at least one
-            example.
+        val: share of the client's examples for validation, from 0 to below 1; above 0 at least one.
         test_per_client: number of test examples of each client, at least 1; fewer if the test part has too
             few of a class, which the client's notes then report.
     """
@@ -236,8 +235,7 @@ class WholeTest(_OfficialTest):
     """Every client is tested on the whole official test part.
 
     Attributes:
-        val: share of the client's examples for validation, from 0 to below 1; above 0 it is at least one
-            example.
+        val: share of the client's examples for validation, from 0 to below 1; above 0 at least one.
     """
 
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
@@ -250,8 +248,7 @@ class OwnTest(_OfficialTest):
     """Every natural client is tested on its own examples of the official test part. Use it with ``natural``.
 
     Attributes:
-        val: share of the client's examples for validation, from 0 to below 1; above 0 it is at least one
-            example.
+        val: share of the client's examples for validation, from 0 to below 1; above 0 at least one.
     """
 
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:

@@ -2,8 +2,8 @@
 
 The python version of CIFAR is a pickled dictionary, and unpickling can call anything that a file names. This
 reader accepts bytes, text, numbers, lists and dictionaries, which need no calls, and the few functions
-through which numpy arrays are pickled. It replaces those by functions of its own, so that no name in a file
-leads to other code.
+through which numpy arrays are pickled. It replaces those by its own
+functions, so a file never runs other code.
 """
 
 from __future__ import annotations

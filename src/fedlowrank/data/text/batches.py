@@ -19,8 +19,7 @@ def length_buckets(lengths: Tensor, batch_size: int, generator: torch.Generator)
     """Batches of one epoch with examples of similar length.
 
     The examples are shuffled, sorted by length within windows of `WINDOW` batches, cut into batches, and the
-    batches shuffled. Each example occurs once. All batches are full, except one if the number of examples is
-    no multiple.
+    batches shuffled. Each example occurs once. All batches but one are full.
 
     Args:
         lengths: number of tokens of each example, integers [n].

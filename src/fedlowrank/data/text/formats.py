@@ -31,8 +31,7 @@ def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[
         format: ``alpaca``: the template of Stanford Alpaca, verbatim, whose prompt ends in ``### Response:``
             without a line break; ``plain``: instruction and input, each followed by a line break; ``chat``:
             the chat template of the tokenizer, with instruction and input, separated by a blank line, as the
-            user's message (the response ends as the template ends a turn); ``none``: an empty prompt, for
-            plain text.
+            user's message (the response ends as the template ends a turn); ``none``: no prompt.
         tokenizer: for ``chat``: a tokenizer of ``transformers`` with a chat template.
 
     Returns:

@@ -26,8 +26,7 @@ def pack_sequences(samples: Sequence[Sample], context: int, eos: int | None) -> 
     """Join samples to rows of at most ``context`` tokens, for less padding.
 
     Each sample goes into the fullest row with room for it, long ones first (best fit decreasing), and stays
-    whole with its labels. An EOS separates two samples: the last token of the first one, or an additional
-    token without a label.
+    whole with its labels. An EOS separates two samples: the end of the first one, or one without a label.
 
     Packing changes training: a token attends to the earlier samples of its row, too, and positions count from
     the start of the row, as no attention mask separates the samples; the first token of a later sample, if it

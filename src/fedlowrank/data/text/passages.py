@@ -62,12 +62,10 @@ class Speakers:
     Attributes:
         path: a file with a row for each speech or speaker, e.g. ``by_speaker.jsonl.gz``; kinds of files as of
             `table.read_file`.
-        speaker: columns that together name a speaker; ``("play", "speaker")`` tells the first lords of two
-            plays apart.
+        speaker: columns that together name a speaker; e.g. ``("play", "speaker")``.
         text: column of the text.
         unit: what ``length`` counts.
-        length: characters or lines of a passage, at least 1. No passage spans two rows; the last of a row may
-            be shorter.
+        length: characters or lines of a passage, at least 1. No passage spans two rows.
         test_share: share of each speaker's passages, the last ones, that become the test part, from 0 to
             below 1. It is rounded, and one passage at least stays for training, so that speakers with few
             passages have none in the test part.
@@ -90,8 +88,7 @@ class Speakers:
         """The passages as responses without a prompt, speakers in the order of their first row.
 
         Raises:
-            DataError: if the file cannot be read, a column is missing or a row names no speaker; with the
-                line.
+            DataError: if the file cannot be read, a column is missing or a row names no speaker.
         """
         table = read_file(self.path)
         table.require(*self.speaker, self.text)

@@ -88,9 +88,8 @@ class CodeAlpaca:
     Attributes:
         path: the file, ``.json`` as published, ``.jsonl``, either with ``.gz``, or ``.parquet``.
         by_language: keep only tasks that name one of nine programming languages, which becomes their
-            category. The file has no categories; the language is the first of :data:`LANGUAGES` in
-            instruction or input.
-        test_share: share of the records that become the test part, from 0 (none) to below 1, drawn at random.
+            category. It is the first of :data:`LANGUAGES` in instruction or input.
+        test_share: random share of the records that become the test part, from 0 (none) to below 1.
         seed: seed of that draw.
     """
 
@@ -126,10 +125,8 @@ class Dolly:
 
     Attributes:
         path: the file, ``.jsonl`` as published, ``.json``, either with ``.gz``, or ``.parquet``.
-        held_out_category: category whose records become the test part (a task that nobody trains on), or
-            None.
-        test_share: otherwise: share of the records that become the test part, from 0 (none) to below 1, drawn
-            at random.
+        held_out_category: category whose records become the test part (an unseen task), or None.
+        test_share: otherwise: random share of the records that become the test part, from 0 to below 1.
         seed: seed of that draw.
     """
 
@@ -175,9 +172,8 @@ class Instructions:
         client: column of natural clients, text or whole numbers, or None.
         name: of a folder or on the hub: configuration of the data set, for those that have several.
         train_split: of a folder or on the hub: split for training.
-        test_split: of a folder or on the hub: split for the test part, or None for no test part or that of
-            ``test``.
-        test_share: share of the records that become the test part, from 0 (none) to below 1, drawn at random.
+        test_split: of a folder or on the hub: split for the test part, or None for none or that of ``test``.
+        test_share: random share of the records that become the test part, from 0 (none) to below 1.
         seed: seed of that draw.
         cache: folder of the cache of ``datasets``, or None for its usual one.
     """
@@ -220,12 +216,11 @@ class TextClasses:
         separator: text between joined columns; empty columns are skipped.
         label: column of the labels: text, or whole numbers from 0 on.
         client: column of natural clients, text or whole numbers, or None.
-        classes: names of the classes in the order of their numbers; by default those that the data set
-            defines, else text labels in alphabetical order, or the numbers.
+        classes: names of the classes in the order of their numbers; by default those of the data set, else
+            the sorted text labels, or the numbers.
         name: of a folder or on the hub: configuration of the data set, for those that have several.
         train_split: of a folder or on the hub: split for training.
-        test_split: of a folder or on the hub: split for the test part, or None for no test part or that of
-            ``test``.
+        test_split: of a folder or on the hub: split for the test part, or None for none or that of ``test``.
         cache: folder of the cache of ``datasets``, or None for its usual one.
     """
 

@@ -298,8 +298,7 @@ def _special_tokens(tokenizer: Any, notes: list[str]) -> _SpecialTokens:
     pad, eos, bos = _pad_token(tokenizer, notes), tokenizer.eos_token_id, tokenizer.bos_token_id
     if eos is None:
         notes.append("the tokenizer has no EOS: responses end without one")
-    # Kinds of tokenizers have different settings for a BOS, so tokenize a text with and without special
-    # tokens.
+    # Kinds of tokenizers have different settings for a BOS, so see whether the tokenizer adds one.
     with_special, without = list(tokenizer("a")["input_ids"]), _encode(tokenizer, ["a"])[0]
     adds_bos = bos is not None and with_special[:1] == [bos] and without[:1] != [bos]
     return _SpecialTokens([bos] if adds_bos else [], eos, pad)
