@@ -84,8 +84,7 @@ def score(
         folder: of the run.
         task: name of the task.
         fields: ``name=value``, settings of the task.
-        models: ``server``, ``base`` or numbers of clients; empty for the server's model where there is one,
-            else client 0.
+        models: ``server``, ``base`` or numbers of clients; empty for the server's model where there is one, else client 0.
         out: JSON file to write the scores to, or None.
         best: the round with the best validation and not the last.
         allow_code: import the Python code that the run's configuration names.

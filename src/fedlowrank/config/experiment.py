@@ -42,11 +42,10 @@ class Preparation:
     """What is done to a data set of any source.
 
     Attributes:
-        normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or
-            feature.
+        normalize: none; or scale, to [0, 1]; or standard, to mean 0 and variance 1 of each channel or feature.
         examples: use so many of the official training examples, the same in every run; by default all.
-        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by
-            the seed of the run; validation and test stay whole.
+        keep: share of its training examples that each client keeps, above 0 and at most 1, drawn at random by the seed
+            of the run; validation and test stay whole.
         keep_at_least: training examples that a client keeps whatever the share, if it has so many.
     """
 
@@ -248,8 +247,8 @@ def load(tables: dict[str, Any], allow_code: bool = True) -> Experiment:
 
     Args:
         tables: of the experiment.
-        allow_code: accept names of Python code of the user's own, which is imported when data and models are
-            made. False for tables that come from a run folder, which may be somebody else's.
+        allow_code: accept names of Python code of the user's own, which is imported when data and models are made. False for
+            tables that come from a run folder, which may be somebody else's.
 
     Raises:
         ConfigError: if a section, a name or a field is wrong. Everything is checked before data is read.

@@ -19,13 +19,12 @@ class LoraTable:
     """LoRA of the built-in models and of one's own. For a language model ``[lora]`` holds the fields of ``peft.LoraConfig``.
 
     Attributes:
-        ranks: of the clients; a shorter list is stretched evenly over them, so that of 100 clients and a list
-            of ten the first ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
+        ranks: of the clients; a shorter list is stretched evenly over them, so that of 100 clients and a list of ten the first
+            ten get the first rank. Empty: ``methods.NAME.tuning.rank`` for all.
         r: rank that the layers are made for; None adds updates to the weights themselves and wraps nothing.
         lora_alpha: α; the scale of updates is α/r. None for a scale of 1.
         use_rslora: whether the scale is α/√r.
-        target_modules: layers to wrap, by the end of their names; empty for all. The head is trained whole
-            and never wrapped.
+        target_modules: layers to wrap, by the end of their names; empty for all. The head is trained whole and never wrapped.
     """
 
     ranks: tuple[int, ...] = ()

@@ -16,13 +16,12 @@ class Limits:
 
     Attributes:
         max_bytes: of an upload as it comes; None for twice what is expected and 64 KiB.
-        update_ratio: a reply is refused for its round if its update is longer than this times the median of
-            the round and of past rounds (the formula is in :mod:`fedlowrank.network.validation.norms`); such
-            replies do not count for ban_after; 0 for no bound.
+        update_ratio: a reply is refused for its round if its update is longer than this times the median of the round and of past
+            rounds (the formula is in :mod:`fedlowrank.network.validation.norms`);
+            such replies do not count for ban_after; 0 for no bound.
         max_norm: largest Euclidean norm of all floating-point numbers of an upload together; None for any.
-        examples_ratio: a client's reply is weighted by its training examples, but by at most this times the
-            median of all registered clients; 0 for no bound. Where network.examples promises the counts,
-            those are the bound instead.
+        examples_ratio: a client's reply is weighted by its training examples, but by at most this times the median of all
+            registered clients; 0 for no bound. Where network.examples promises the counts, those are the bound instead.
         max_examples: that a client may claim to hold; None for any number.
         ban_after: a client of whom so many replies were refused takes no further part; 0 for never.
     """
@@ -56,20 +55,16 @@ class NetworkSettings:
 
     Attributes:
         clients: how many there are; by default as many as partition.clients says.
-        min_clients: the run begins once so many have introduced themselves; by default all. Later ones join
-            as they come.
+        min_clients: the run begins once so many have introduced themselves; by default all. Later ones join as they come.
         wait: seconds for which they are waited for before the run begins, and which a registration may take.
-        deadline: seconds a round; who has not replied by then is left out of it, and keeps the state of
-            before.
-        min_replies: good replies without which a round does not count. It is asked for again, and then the
-            run stops. 0 lets rounds pass in which nobody replies.
+        deadline: seconds a round; who has not replied by then is left out of it, and keeps the state of before.
+        min_replies: good replies without which a round does not count. It is asked for again, and then the run stops. 0
+            lets rounds pass in which nobody replies.
         attempts: how often a round is asked for.
-        silent_after: a client that let so many orders in a row pass without a reply until the deadline sits
-            out a round, then two, four, ...; 0 for never.
-        examples: training examples that each client promised to have; a client that registers more is
-            rejected.
-        forgotten: what to do with a client that lost the state it should build on: leave it out, or let it
-            begin anew.
+        silent_after: a client that let so many orders in a row pass without a reply until the deadline sits out a round, then
+            two, four, ...; 0 for never.
+        examples: training examples that each client promised to have; a client that registers more is rejected.
+        forgotten: what to do with a client that lost the state it should build on: leave it out, or let it begin anew.
         limits: what is taken from a client.
     """
 

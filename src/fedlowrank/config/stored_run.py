@@ -19,8 +19,7 @@ def opened(folder: Path, python: str, best: bool = False, allow_code: bool = Fal
         folder: of a run that an experiment file made.
         python: what to do instead with a run that was made from Python, for the message.
         best: the round with the best validation, of a run with ``run.keep_best``, and not the last.
-        allow_code: import the Python code that the stored configuration names; see
-            :mod:`fedlowrank.core.user_code`.
+        allow_code: import the Python code that the stored configuration names; see :mod:`fedlowrank.core.user_code`.
 
     Raises:
         CheckpointError: if there is no such run, or data or configuration have changed.
