@@ -39,7 +39,7 @@ def test_named_inputs_are_taken_together():
     assert part.x["mask"].shape == (1, 2)
     with pytest.raises(DataError, match="'ids' holds 3"):
         Examples({"ids": torch.zeros(3, 2)}, torch.tensor([0]))
-    with pytest.raises(ConfigError, match="none"):
+    with pytest.raises(ConfigError, match="named ones"):
         normalize(Dataset("text", whole, None, ("a", "b")), "standard")
 
 

@@ -1,3 +1,4 @@
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -50,12 +51,13 @@ def test_table_of_many_classes_shows_the_largest():
     assert "class_99," not in only.split("no client trains on")[1]
 
 
-@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (10, 10), (100, 10), (100, 100), (10, 100), (400, 62)])
+@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (400, 62)])
 def test_figure_can_be_drawn(tmp_path, clients, classes):
     counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
     figure = class_count_figure(counts, [f"class {c}" for c in range(classes)])
-    figure.savefig(tmp_path / "counts.png", dpi=40)
-    assert (tmp_path / "counts.png").stat().st_size > 1000
+    figure.savefig(tmp_path / "counts.png", dpi=20)
+    assert (tmp_path / "counts.png").stat().st_size > 500
+    assert plt.get_fignums() == []
     width, height = figure.get_size_inches()
     assert 4 <= width <= 20
     assert 3 <= height <= 16
@@ -78,14 +80,6 @@ def test_the_map_shows_clients_by_class():
     assert shown.shape == (3, 60)
     assert shown[2, 5] == 9
     assert shown.mask.sum() == 179
-
-
-def test_figure_touches_no_state_of_pyplot():
-    import matplotlib.pyplot as plt
-
-    before = plt.get_fignums()
-    class_count_figure(np.ones((3, 2)), ["a", "b"])
-    assert plt.get_fignums() == before
 
 
 def test_counts_that_do_not_fit_are_refused():

@@ -127,7 +127,7 @@ def test_arrays_in_other_layouts(tmp_path):
     assert data.train.x.is_contiguous()
     data = Arrays(save(tmp_path, x=image[..., 0], y=Y), "hw").load()
     assert data.train.x.shape == (4, 1, 5, 6)
-    with pytest.raises(DataError, match="needs inputs of 4 axes"):
+    with pytest.raises(DataError, match="needs 4 axes"):
         Arrays(save(tmp_path, x=X, y=Y), "hwc").load()
     with pytest.raises(ConfigError, match="'hwc'"):
         Arrays("x", "hwcc")
@@ -142,7 +142,7 @@ def test_arrays_in_other_layouts(tmp_path):
         ({"x": X, "y": Y[:3]}, "3 labels.*4 examples"),
         ({"x": X, "y": Y - 1}, "there is a -1"),
         ({"x": X, "y": Y / 1.0}, "whole numbers"),
-        ({"x": X, "y": Y[:, None]}, "whole numbers"),
+        ({"x": X, "y": Y[:, None]}, r"give labels \[n\]"),
         ({"x": X.astype("U3"), "y": Y}, "must be numbers"),
         ({"x": X * 1j, "y": Y}, "must be numbers"),
         ({"x": X * 1e300, "y": Y}, "infinity"),

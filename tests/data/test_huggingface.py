@@ -115,7 +115,7 @@ def test_columns_of_arrays(tmp_path, load):
     assert load(tmp_path / "arrays", features=("row",)).train.x.tolist() == [[1, 2]] * 4
     with pytest.raises(DataError, match="several columns must hold single numbers"):
         load(tmp_path / "arrays", features=("pixels", "row"))
-    with pytest.raises(DataError, match="no column of images or of numbers"):
+    with pytest.raises(DataError, match="no column of images or numbers"):
         load(tmp_path / "arrays")
 
 

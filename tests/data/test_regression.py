@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from fedlowrank import Federation, simulate
@@ -18,9 +16,9 @@ from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.arrays import Arrays
+from fedlowrank.data.clients import make_clients, subsample_training
 from fedlowrank.data.dataset import Dataset, Examples, normalize, subset
 from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
-from fedlowrank.data.divide import divide, keep
 from fedlowrank.data.partition import Iid, Natural
 from fedlowrank.data.split import Local, Matched, OwnTest, TestShare, WholeTest
 from fedlowrank.data.synthetic import SyntheticLinear, SyntheticMLP
@@ -41,7 +39,7 @@ def numbered(n_train: int = 40, n_test: int = 20, width: int = 2) -> Dataset:
     return Dataset("numbers", part(0, n_train), part(1000, n_test), (), *natural)
 
 
-# -- data sets and their division --------------------------------------------------------------------------------------
+# Data sets and their division
 
 
 @pytest.mark.parametrize(
@@ -57,7 +55,7 @@ def numbered(n_train: int = 40, n_test: int = 20, width: int = 2) -> Dataset:
 )
 def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) -> None:
     data = numbered()
-    clients = divide(data, partition, split, KEY)
+    clients = make_clients(data, partition, split, KEY)
     for c in clients:
         assert c.notes == ()
         for part in (c.train, c.val, c.test):
@@ -73,12 +71,12 @@ def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) ->
     table = class_count_table(clients, ()).split("\n")
     assert table[0].split() == ["client", "train", "val", "test"]
     assert len(table) == 1 + 4 + 2
-    assert all(len(c.train) == 3 for c in keep(clients, 0.01, 3, KEY))
+    assert all(len(c.train) == 3 for c in subsample_training(clients, 0.01, 3, KEY))
 
 
 def test_what_goes_by_classes_refuses_a_regression() -> None:
     with pytest.raises(DataError, match=r"split 'matched' .* have none"):
-        divide(numbered(), Iid(4), Matched(), KEY)
+        make_clients(numbered(), Iid(4), Matched(), KEY)
     with pytest.raises(DataError, match="no classes to draw"):
         class_count_figure(np.zeros((4, 0)), ())
 
@@ -123,7 +121,7 @@ def test_arrays_of_real_targets(tmp_path: Any) -> None:
         Arrays(str(tmp_path / "r.npz")).load()
 
 
-# -- federations -------------------------------------------------------------------------------------------------------
+# Federations
 
 
 def pairs(clients: int = 3, width: int = 2, kind: Any = np.float64) -> list[Any]:
@@ -203,51 +201,7 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
         assert score.risk == pytest.approx(np.mean(((x @ after.T - y) ** 2).sum(1)) / 2, rel=1e-4)
 
 
-# -- synthetic regressions ---------------------------------------------------------------------------------------------
-
-
-def solve(x: torch.Tensor, y: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The weight that explains the examples exactly; it must."""
-    found, _, rank, _ = np.linalg.lstsq(x.double().numpy(), y.double().numpy(), rcond=None)
-    assert rank == x.shape[1]
-    assert np.allclose(x.double().numpy() @ found, y.double().numpy(), atol=1e-5)
-    return found.T
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.integers(1, 3), st.integers(0, 100), st.sampled_from([0.5, 2.0]))
-def test_linear_targets_differ_between_clusters_by_low_rank_alone(rank: int, seed: int, alpha: float) -> None:
-    source = SyntheticLinear(clients=6, clusters=3, inputs=9, outputs=7, rank=rank, alpha=alpha, test=40, seed=seed)
-    data = source.load()
-    weights = []
-    for k in range(6):
-        mine = data.natural_test == k
-        assert int(mine.sum()) == 40
-        assert int((data.natural == k).sum()) == 16  # 0.25 · 63 = 15.75
-        weight = solve(data.test.x[mine], data.test.y[mine])
-        train = data.natural == k
-        assert np.allclose(data.train.x[train].numpy() @ weight.T, data.train.y[train].numpy(), atol=1e-4)
-        weights.append(weight)
-    for k in range(3):
-        assert np.allclose(weights[k], weights[k + 3], atol=1e-4)
-    # W + α U_a V_aᵀ - W - α U_b V_bᵀ has rank 2r
-    values = np.linalg.svd(weights[0] - weights[1], compute_uv=False)
-    assert (values[: 2 * rank] > 1e-4).all()
-    assert (values[2 * rank :] < 1e-4).all()
-
-
-def test_parameters_have_the_standard_deviation_one_over_the_root_of_the_inputs() -> None:
-    # With a tiny α the weights are W: 40·50 numbers of variance 1/50.
-    data = SyntheticLinear(1, 1, 50, 40, alpha=1e-9, test=60).load()
-    weight = solve(data.test.x, data.test.y)
-    assert weight.var() == pytest.approx(1 / 50, rel=6 * (2 / 2000) ** 0.5)
-    # α U Vᵀ of full rank 50: sums of 50 products, each of variance 1/50², times α² = 4; W besides.
-    data = SyntheticLinear(1, 1, 50, 40, rank=50, alpha=2.0, test=60).load()
-    weight = solve(data.test.x, data.test.y)
-    assert weight.var() == pytest.approx(1 / 50 + 4 * 50 / 50**2, rel=0.2)
-    x = SyntheticLinear(test=5000).load().test.x
-    assert abs(float(x.mean())) < 0.01
-    assert float(x.var()) == pytest.approx(1, rel=0.01)
+# Synthetic regressions
 
 
 def test_the_papers_sizes_and_the_seed() -> None:
@@ -264,23 +218,26 @@ def test_the_papers_sizes_and_the_seed() -> None:
         assert len(torch.unique(first.train.x, dim=0)) == len(first.train)
 
 
-def test_mlp_targets_are_those_of_the_network_in_the_paper() -> None:
-    # Drawn again by the names of the parameters, computed by numpy.
-    source = SyntheticMLP(clients=5, clusters=2, inputs=6, hidden=8, outputs=2, rank=2, alpha=1.5, test=30, seed=4)
-    data = source.load()
-    key = Key(("synthetic_mlp", 4))
+@pytest.mark.parametrize("kind", [SyntheticLinear, SyntheticMLP])
+def test_targets_are_those_of_the_models_in_the_paper(kind: Any) -> None:
+    # Drawn again by the names of the parameters, computed by numpy; 1/√d_in is the standard deviation.
+    is_mlp = kind is SyntheticMLP
+    more = {"hidden": 8} if is_mlp else {}
+    data = kind(clients=5, clusters=2, inputs=6, outputs=3, rank=2, alpha=1.5, test=30, seed=4, **more).load()
+    key, width = Key(("synthetic_mlp" if is_mlp else "synthetic_linear", 4)), 8 if is_mlp else 3
 
     def normal(at: Key, *shape: int) -> np.ndarray[Any, Any]:
         return torch.randn(shape, generator=at.generator(), dtype=torch.float64).numpy()
 
-    phi = normal(key / "phi", 2, 8) / np.sqrt(8)
+    phi = normal(key / "phi", 3, 8) / np.sqrt(8)
     for k in range(5):
         c = k % 2
-        u, v = (normal(key / n / c, rows, 2) / np.sqrt(6) for n, rows in (("U", 8), ("V", 6)))
-        weight = normal(key / "W", 8, 6) / np.sqrt(6) + 1.5 * u @ v.T
+        u, v = (normal(key / n / c, rows, 2) / np.sqrt(6) for n, rows in (("U", width), ("V", 6)))
+        weight = normal(key / "W", width, 6) / np.sqrt(6) + 1.5 * u @ v.T
         for part, ids in ((data.train, data.natural), (data.test, data.natural_test)):
             x, y = part.x[ids == k].double().numpy(), part.y[ids == k].numpy()
-            assert np.allclose(y, np.maximum(x @ weight.T, 0) @ phi.T, atol=1e-5)
+            wanted = np.maximum(x @ weight.T, 0) @ phi.T if is_mlp else x @ weight.T
+            assert np.allclose(y, wanted, atol=1e-5)
 
 
 def test_synthetic_settings_are_checked() -> None:
@@ -293,7 +250,7 @@ def test_synthetic_settings_are_checked() -> None:
     for name in ("alpha", "share"):
         with pytest.raises(ConfigError, match=rf"data\.{name}"):
             SyntheticLinear(**{name: 0.0})
-    with pytest.raises(ConfigError, match="some clusters would be empty"):
+    with pytest.raises(ConfigError, match="only 2 clients"):
         SyntheticLinear(clients=2, clusters=3)
 
 

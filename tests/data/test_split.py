@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
+from fedlowrank.data.clients import make_clients, subsample_training
 from fedlowrank.data.dataset import Dataset, Examples
-from fedlowrank.data.describe import class_counts
-from fedlowrank.data.divide import divide, keep
 from fedlowrank.data.partition import Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
 from fedlowrank.data.split import SPLITS, Local, Matched, OwnTest, TestShare, WholeTest
 
@@ -37,20 +36,20 @@ def everything(client) -> list[int]:
     return ids(client.train) + ids(client.val) + ids(client.test)
 
 
-class Given:
+class FixedPartition:
     """A partition by hand."""
 
     def __init__(self, *parts):
         self.parts = [np.array(part, dtype=np.int64) for part in parts]
 
-    def split(self, labels, classes, key, natural=None):
+    def assign(self, labels, classes, key, natural=None):
         return self.parts
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(3, 60), st.integers(0, 1000))
 def test_local_gives_each_part_its_share_and_at_least_one(n, seed):
-    (client,) = divide(numbered(n, 0), Iid(1), Local(), Key((seed,)))
+    (client,) = make_clients(numbered(n, 0), Iid(1), Local(), Key((seed,)))
     assert sorted(everything(client)) == list(range(n))
     assert abs(len(client.train) - 0.8 * n) < 2
     for part in (client.val, client.test):
@@ -61,22 +60,16 @@ def test_local_gives_each_part_its_share_and_at_least_one(n, seed):
         assert part.x.is_contiguous()
 
 
-def test_local_by_hand():
-    def sizes(n, **shares):
-        (c,) = divide(numbered(n, 0), Iid(1), Local(**shares), KEY)
-        return len(c.train), len(c.val), len(c.test)
-
-    assert sizes(100) == (80, 10, 10)
-    assert sizes(3) == (1, 1, 1)
-    assert sizes(5) == (3, 1, 1)
-    assert sizes(10, train=0.5, val=0.0, test=0.5) == (5, 0, 5)
-    assert sizes(2, train=0.9, val=0.0, test=0.1) == (1, 0, 1)
+@pytest.mark.parametrize(("n", "shares", "sizes"), [(5, (0.8, 0.1, 0.1), (3, 1, 1)), (2, (0.9, 0.0, 0.1), (1, 0, 1))])
+def test_local_takes_from_the_largest_part_for_an_empty_one(n, shares, sizes):
+    (c,) = make_clients(numbered(n, 0), Iid(1), Local(*shares), KEY)
+    assert (len(c.train), len(c.val), len(c.test)) == sizes
 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_pool_all_shares_out_the_official_test_part_too(named):
-    alone = divide(numbered(named=named), Iid(4), Local(), KEY)
-    both = divide(numbered(named=named), Iid(4), Local(pool="all"), KEY)
+    alone = make_clients(numbered(named=named), Iid(4), Local(), KEY)
+    both = make_clients(numbered(named=named), Iid(4), Local(pool="all"), KEY)
     assert sorted(i for c in alone for i in everything(c)) == list(range(400))
     assert sorted(i for c in both for i in everything(c)) == [*range(400), *range(10_000, 10_200)]
     for c in both:
@@ -89,7 +82,7 @@ def test_equal_keys_give_equal_clients_and_others_do_not():
         natural = torch.arange(400) % 4, torch.arange(200) % 4
         partition = Iid(4) if name == "test_share" else Natural()
         first, again, other = (
-            divide(numbered(400, 200, 4, *natural), partition, kind(), k) for k in (KEY, Key((3,)), Key((4,)))
+            make_clients(numbered(400, 200, 4, *natural), partition, kind(), k) for k in (KEY, Key((3,)), Key((4,)))
         )
         assert [everything(c) for c in first] == [everything(c) for c in again], name
         assert [everything(c) for c in first] != [everything(c) for c in other], name
@@ -97,7 +90,7 @@ def test_equal_keys_give_equal_clients_and_others_do_not():
 
 def test_matched_has_the_mixture_of_the_client():
     own = [*range(0, 120, 4), *range(1, 40, 4)]  # 30 of class a, 10 of class b
-    (client,) = divide(numbered(), Given(own), Matched(val=0.25, test_per_client=40), KEY)
+    (client,) = make_clients(numbered(), FixedPartition(own), Matched(val=0.25, test_per_client=40), KEY)
     assert len(client.train) == 30
     assert len(client.val) == 10
     assert sorted(ids(client.train) + ids(client.val)) == sorted(own)
@@ -109,28 +102,22 @@ def test_matched_has_the_mixture_of_the_client():
 
 def test_matched_rounds_by_the_largest_remainder():
     own = [0, 4, 8, 1, 5, 2, 6]  # 3 a, 2 b, 2 c: of 10 test examples 4.29, 2.86, 2.86
-    (client,) = divide(numbered(), Given(own), Matched(test_per_client=10), KEY)
+    (client,) = make_clients(numbered(), FixedPartition(own), Matched(test_per_client=10), KEY)
     assert torch.bincount(client.test.y, minlength=4).tolist() == [4, 3, 3, 0]
 
 
 def test_matched_says_when_the_test_part_runs_out():
-    (client,) = divide(numbered(400, 8), Given([0, 4, 1]), Matched(test_per_client=9), KEY)
+    (client,) = make_clients(numbered(400, 8), FixedPartition([0, 4, 1]), Matched(test_per_client=9), KEY)
     assert torch.bincount(client.test.y).tolist() == [2, 2]
     assert len(client.notes) == 2
     assert "client 0: 2 test examples of class 'a' instead of 6" in client.notes[0]
     with pytest.raises(DataError, match="client 1 gets no test example"):
-        divide(numbered(400, 1), Given([0, 4], [1, 5]), Matched(), KEY)
-
-
-def test_matched_clients_may_share_test_examples():
-    clients = divide(numbered(400, 40), Pathological(8, 4), Matched(test_per_client=20), KEY)
-    assert all(len(set(ids(c.test))) == 20 for c in clients)
-    assert sum(len(c.test) for c in clients) > 40
+        make_clients(numbered(400, 1), FixedPartition([0, 4], [1, 5]), Matched(), KEY)
 
 
 def test_whole_test_is_shared_and_complete():
     data = numbered()
-    clients = divide(data, Iid(4), WholeTest(), KEY)
+    clients = make_clients(data, Iid(4), WholeTest(), KEY)
     for c in clients:
         assert ids(c.test) == list(range(10_000, 10_200))
         assert c.test.x.data_ptr() == data.test.x.data_ptr()
@@ -141,45 +128,41 @@ def test_whole_test_is_shared_and_complete():
 def test_own_test_follows_the_natural_client():
     natural = torch.arange(400) % 5
     data = numbered(natural=natural, natural_test=torch.arange(200) % 5)
-    for i, c in enumerate(divide(data, Natural(), OwnTest(), KEY)):
+    for i, c in enumerate(make_clients(data, Natural(), OwnTest(), KEY)):
         assert {n % 5 for n in everything(c)} == {i}
         assert len(c.test) == 40
     with pytest.raises(DataError, match="client 0 mixes"):
-        divide(data, Iid(2), OwnTest(), KEY)
+        make_clients(data, Iid(2), OwnTest(), KEY)
     with pytest.raises(DataError, match="both"):
-        divide(numbered(natural=natural), Natural(), OwnTest(), KEY)
+        make_clients(numbered(natural=natural), Natural(), OwnTest(), KEY)
     with pytest.raises(DataError, match=r"client 0 \(natural client 0\) has no example"):
-        divide(numbered(natural=natural, natural_test=torch.ones(200, dtype=torch.int64)), Natural(), OwnTest(), KEY)
+        make_clients(
+            numbered(natural=natural, natural_test=torch.ones(200, dtype=torch.int64)), Natural(), OwnTest(), KEY
+        )
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 30), st.integers(30, 90), st.sampled_from([0.0, 0.2]), st.integers(0, 1000))
 def test_test_share_gives_every_test_example_to_one_client(clients, n_test, val, seed):
     data = numbered(120, n_test)
-    shared = divide(data, Iid(clients), TestShare(val), Key((seed,)))
+    shared = make_clients(data, Iid(clients), TestShare(val), Key((seed,)))
     assert sorted(i for c in shared for i in ids(c.test)) == list(range(10_000, 10_000 + n_test))
     assert sorted(i for c in shared for i in ids(c.train) + ids(c.val)) == list(range(120))
     sizes = [len(c.test) for c in shared]
     assert max(sizes) - min(sizes) <= 1
     assert all((len(c.val) > 0) == (val > 0) for c in shared)
     # the training part is shared out as with any other split
-    whole = divide(data, Iid(clients), WholeTest(val), Key((seed,)))
+    whole = make_clients(data, Iid(clients), WholeTest(val), Key((seed,)))
     assert [ids(c.train) for c in shared] == [ids(c.train) for c in whole]
 
 
-def test_test_share_of_300_clients_as_floral_shares_mnist():
-    clients = divide(numbered(600, 10_000), Iid(300), TestShare(), KEY)
-    assert sorted({len(c.test) for c in clients}) == [33, 34]
-    assert {len(c.val) for c in clients} == {0}
-
-
 def test_test_share_draws_its_own_deal():
-    for c in divide(numbered(200, 200), Iid(4), TestShare(), KEY):
+    for c in make_clients(numbered(200, 200), Iid(4), TestShare(), KEY):
         assert ids(c.test) != [10_000 + i for i in ids(c.train)]
 
 
 def test_test_share_follows_the_groups_of_labels():
-    clients = divide(numbered(), LabelGroups(2, 6), TestShare(), KEY)
+    clients = make_clients(numbered(), LabelGroups(2, 6), TestShare(), KEY)
     assert sorted(i for c in clients for i in ids(c.test)) == list(range(10_000, 10_200))
     for k, c in enumerate(clients):
         assert set(c.test.y.tolist()) | set(c.train.y.tolist()) <= ({0, 1} if k % 2 == 0 else {2, 3})
@@ -190,18 +173,18 @@ def test_test_share_refuses_partitions_that_draw_mixtures():
     natural = {"natural": torch.arange(400) % 5, "natural_test": torch.arange(200) % 5}
     for partition in (Dirichlet(5), EqualDirichlet(5), Pathological(5), Natural()):
         with pytest.raises(DataError, match=rf"{type(partition).__name__} cannot.*'iid' or 'label_groups'.*own_test"):
-            divide(numbered(**natural), partition, TestShare(), KEY)
+            make_clients(numbered(**natural), partition, TestShare(), KEY)
     with pytest.raises(DataError, match="no official test part"):
-        divide(numbered(400, 0), Iid(5), TestShare(), KEY)
+        make_clients(numbered(400, 0), Iid(5), TestShare(), KEY)
     with pytest.raises(DataError, match="official test part: 11 clients cannot share 10 examples"):
-        divide(numbered(400, 10), Iid(11), TestShare(), KEY)
+        make_clients(numbered(400, 10), Iid(11), TestShare(), KEY)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.floats(0.01, 1), st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
-def test_keep_leaves_so_many_of_the_training_examples_and_all_others(share, least, clients, seed):
-    before = divide(numbered(), Iid(clients), Local(), Key((seed,)))
-    after = keep(before, share, least, Key((seed,)))
+def test_subsampling_keeps_a_share_of_the_training_examples_and_all_others(share, least, clients, seed):
+    before = make_clients(numbered(), Iid(clients), Local(), Key((seed,)))
+    after = subsample_training(before, share, least, Key((seed,)))
     for old, new in zip(before, after, strict=True):
         n = len(old.train)
         assert len(new.train) == min(n, max(least, round(share * n)))
@@ -210,47 +193,42 @@ def test_keep_leaves_so_many_of_the_training_examples_and_all_others(share, leas
         assert (new.train.y == torch.tensor(ids(new.train)) % 4).all()
         assert new.val is old.val
         assert new.test is old.test
-    assert [ids(c.train) for c in keep(before, share, least, Key((seed,)))] == [ids(c.train) for c in after]
+    assert [ids(c.train) for c in subsample_training(before, share, least, Key((seed,)))] == [
+        ids(c.train) for c in after
+    ]
 
 
-def test_keep_draws_for_each_client_from_a_key_of_its_own():
-    (one,) = divide(numbered(), Iid(1), Local(), KEY)
-    kept = [ids(c.train) for c in keep([one] * 3, 0.1, 1, KEY)]
+def test_each_client_is_subsampled_with_a_key_of_its_own():
+    (one,) = make_clients(numbered(), Iid(1), Local(), KEY)
+    kept = [ids(c.train) for c in subsample_training([one] * 3, 0.1, 1, KEY)]
     assert len({tuple(k) for k in kept}) == 3
     # a client more or less changes nothing for the others
-    assert [ids(c.train) for c in keep([one] * 2, 0.1, 1, KEY)] == kept[:2]
-    often = np.zeros(400)
-    for seed in range(200):
-        often[ids(keep([one], 0.1, 1, Key((seed,)))[0].train)] += 1
-    mine = often[ids(one.train)]
-    # binomial, 200 draws at 1/10
-    assert mine.sum() == 200 * 32
-    assert abs(mine - 20).max() < 6 * (200 * 0.1 * 0.9) ** 0.5
+    assert [ids(c.train) for c in subsample_training([one] * 2, 0.1, 1, KEY)] == kept[:2]
 
 
 def test_natural_clients_with_the_parts_together():
     data = numbered(natural=torch.arange(400) % 5, natural_test=torch.arange(200) % 5)
-    for i, c in enumerate(divide(data, Natural(), Local(pool="all"), KEY)):
+    for i, c in enumerate(make_clients(data, Natural(), Local(pool="all"), KEY)):
         assert {n % 5 for n in everything(c)} == {i}
         assert len(everything(c)) == 120
     with pytest.raises(DataError, match="no natural clients"):
-        divide(numbered(natural=torch.arange(400) % 5), Natural(), Local(pool="all"), KEY)
+        make_clients(numbered(natural=torch.arange(400) % 5), Natural(), Local(pool="all"), KEY)
 
 
 def test_clients_with_too_little_are_named():
     with pytest.raises(DataError, match="client 1 has 2 examples, too few for one in each of 3 parts"):
-        divide(numbered(), Given(range(10), [11, 12]), Local(), KEY)
+        make_clients(numbered(), FixedPartition(range(10), [11, 12]), Local(), KEY)
     with pytest.raises(DataError, match="client 1 has no examples"):
-        divide(numbered(), Given(range(10), []), Local(), KEY)
+        make_clients(numbered(), FixedPartition(range(10), []), Local(), KEY)
     for split in (Matched(), WholeTest()):
-        with pytest.raises(DataError, match="client 0 has 1 examples, too few for training and validation"):
-            divide(numbered(), Given([0]), split, KEY)
-    (client,) = divide(numbered(), Given([0]), WholeTest(val=0.0), KEY)
+        with pytest.raises(DataError, match="client 0 has 1 examples, too few for two parts"):
+            make_clients(numbered(), FixedPartition([0]), split, KEY)
+    (client,) = make_clients(numbered(), FixedPartition([0]), WholeTest(val=0.0), KEY)
     assert (len(client.train), len(client.val)) == (1, 0)
 
 
 def test_a_single_class_is_noted():
-    first, second = divide(numbered(), Given(range(0, 40, 4), range(1, 41)), Local(), KEY)
+    first, second = make_clients(numbered(), FixedPartition(range(0, 40, 4), range(1, 41)), Local(), KEY)
     assert first.notes == ("client 0: a single class, 'a'",)
     assert second.notes == ()
 
@@ -258,7 +236,7 @@ def test_a_single_class_is_noted():
 def test_splits_that_need_a_test_part_say_so():
     for split in (Matched(), WholeTest(), OwnTest()):
         with pytest.raises(DataError, match=r"'numbers' has no official test part.*'local'"):
-            divide(numbered(n_test=0), Iid(2), split, KEY)
+            make_clients(numbered(n_test=0), Iid(2), split, KEY)
 
 
 def test_settings_are_checked():
@@ -273,11 +251,3 @@ def test_settings_are_checked():
                 kind(val=val)
     with pytest.raises(ConfigError, match="test_per_client"):
         Matched(test_per_client=0)
-
-
-def test_the_training_counts_add_up():
-    clients = divide(numbered(), Dirichlet(5, 0.5), Local(), KEY)
-    counts = class_counts(clients, 4)
-    assert counts.sum() == sum(len(c.train) for c in clients)
-    for row, client in zip(counts, clients, strict=True):
-        assert row.tolist() == [sum(n % 4 == c for n in ids(client.train)) for c in range(4)]

@@ -93,5 +93,5 @@ def test_formats_that_do_not_fit_are_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match="writes another prompt when a response follows"):
         render(Instruction("p", "r"), "chat", tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(ConfigError, match="chat template of the tokenizer fails: no such role"):
+    with pytest.raises(ConfigError, match="chat template fails: no such role"):
         render(Instruction("p", "r"), "chat", tokenizer)

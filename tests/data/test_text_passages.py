@@ -51,7 +51,7 @@ def test_speakers_are_clients_and_keep_their_last_passages_for_the_test(tmp_path
     assert [(r.client, r.response) for r in found.test] == [("LORD", "klmn"), ("LORD", "opqr")]
     assert all(r.prompt == r.input == "" for r in found.train)
     assert found.notes == (
-        "1 passages of white space alone left out",
+        "1 blank passages dropped",
         "1 of 2 speakers have too few passages for the test part",
     )
     # one passage at least stays for training
@@ -60,7 +60,7 @@ def test_speakers_are_clients_and_keep_their_last_passages_for_the_test(tmp_path
     apart = Speakers(path, ("play", "speaker"), length=4).load()
     assert list(dict.fromkeys(r.client for r in apart.train)) == ["p, LORD", "p, KING", "q, LORD"]
     assert (apart.test, found.name) == (None, "by_speaker")
-    with pytest.raises(DataError, match="too few passages for a test part"):
+    with pytest.raises(DataError, match="too few passages per speaker"):
         Speakers(path, length=100, test_share=0.1).load()
     with pytest.raises(DataError, match=r"line 2 names no speaker in 'speaker'"):
         Speakers(write(tmp_path / "b.jsonl", [rows[0], {"text": "a", "speaker": ""}])).load()
@@ -73,7 +73,7 @@ def test_lines_of_a_text_file(tmp_path: Path) -> None:
     found = Lines(str(tmp_path / "t.txt.gz"), "lines", 2, 0.5).load()
     assert [r.response for r in found.train] == ["one\ntwo\n"]
     assert [r.response for r in found.test] == ["five"]
-    assert found.notes == ("1 passages of white space alone left out",)
+    assert found.notes == ("1 blank passages dropped",)
     (tmp_path / "e.txt").write_text(" \n")
     with pytest.raises(DataError, match="holds no text"):
         Lines(str(tmp_path / "e.txt")).load()

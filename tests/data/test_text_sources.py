@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank.config.parsing import build
+from fedlowrank import data
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
+from fedlowrank.data.files import expand_path
 from fedlowrank.data.text.passages import Speakers
 from fedlowrank.data.text.records import Instruction, Labeled, Texts, hold_out
-from fedlowrank.data.text.rows import expand, find_file, read_file, read_split
-from fedlowrank.data.text.sources import TEXT_SOURCES, CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
+from fedlowrank.data.text.sources import CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
+from fedlowrank.data.text.table import find_file, read_file, read_split
 
 
 def write(file: Path, rows: list[Any]) -> str:
@@ -39,7 +40,7 @@ TASKS = [{"instruction": f"do {i}", "input": "" if i % 2 else f"with {i}", "outp
 AS_RECORDS = [Instruction(f"do {i}", f"done {i} é", "" if i % 2 else f"with {i}") for i in range(10)]
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# Files
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.json.gz", "a.parquet"])
@@ -113,7 +114,7 @@ def test_home_and_environment_variables_in_paths(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("TEXTS_HERE")
     with pytest.raises(DataError, match=r"variable \$TEXTS_HERE, which is not set"):
         CodeAlpaca("$TEXTS_HERE/a.jsonl").load()
-    assert expand("owner/name") == "owner/name"
+    assert expand_path("owner/name") == "owner/name"
 
 
 def test_a_file_is_found_by_its_stem(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_a_file_is_found_by_its_stem(tmp_path: Path) -> None:
         find_file(tmp_path, "train")
 
 
-# -- sources -----------------------------------------------------------------------------------------------------------
+# Sources
 
 
 def test_gsm8k_from_a_folder_and_from_files(tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def test_empty_responses_are_left_out_and_counted(tmp_path: Path, empty: str | N
     found = CodeAlpaca(write(tmp_path / "a.jsonl", rows)).load()
     assert found.train == [r for i, r in enumerate(AS_RECORDS) if i not in (3, 7)]
     assert len(found.notes) == 1
-    assert "2 of 10 records left out" in found.notes[0]
+    assert "2 of 10 records dropped" in found.notes[0]
     for row in rows:
         row["output"] = empty
     with pytest.raises(DataError, match="each of the 10 records has an empty response; nothing is left"):
@@ -302,7 +303,7 @@ def test_text_classes_joins_columns_and_knows_its_labels(tmp_path: Path) -> None
     assert found.test == found.train
     assert found.kind == "classes"
     assert found.name == "news"
-    assert [note.split(": ")[1] for note in found.notes] == ["1 of 4 records left out, which have no text"] * 2
+    assert [note.split(": ")[1] for note in found.notes] == ["1 of 4 records dropped, which have no text"] * 2
     with pytest.raises(DataError, match="line 2 has no 'title'"):
         TextClasses(path, text=("title",)).load()
     with pytest.raises(DataError, match="no column 'head'"):
@@ -324,18 +325,12 @@ def test_texts_of_two_kinds_and_empty_parts_are_refused() -> None:
         Texts("t", [Instruction("a", "b")], classes=("x",))
 
 
-def test_every_source_is_built_from_a_table_of_settings(tmp_path: Path) -> None:
-    for name, cls in TEXT_SOURCES.items():
-        assert build(cls, {"path": "p"}, "data") == cls("p"), name
-    assert build(Speakers, {"path": "p", "speaker": ["play", "speaker"]}, "data").speaker == ("play", "speaker")
-
-
 def test_optional_libraries_are_imported_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = "sources", "tokens", "formats", "batches"
-    code = "import sys\n" + "".join(f"import fedlowrank.data.text.{name}\n" for name in modules)
-    code += "print(sorted({'transformers', 'tokenizers', 'datasets', 'pyarrow', 'peft'} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert found.stdout.strip() == "[]"
+    optional = {"transformers", "tokenizers", "datasets", "pyarrow", "peft", "PIL", "jinja2"}
+    for file in Path(data.__file__).parent.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in getattr(node, "names", [])]
+            assert not {str(name).split(".")[0] for name in names} & optional, file
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the library datasets: pip install 'fedlowrank\[language\]'"):
         read_split("owner/name", None, "train", None)
@@ -345,7 +340,7 @@ def test_optional_libraries_are_imported_when_they_are_needed(tmp_path: Path, mo
         read_file(tmp_path / "a.parquet")
 
 
-# -- the authors' own files --------------------------------------------------------------------------------------------
+# The authors' own files
 
 
 @pytest.mark.data

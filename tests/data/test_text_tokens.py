@@ -68,7 +68,7 @@ PLAIN = TextSettings("plain", 16)
 PAIR = [Instruction("a b", "c"), Instruction("a", "d e f", "b")]
 
 
-# -- causal language models --------------------------------------------------------------------------------------------
+# Causal language models
 
 
 def test_ids_mask_and_labels_by_hand() -> None:
@@ -231,7 +231,7 @@ def test_settings_that_do_not_fit_are_refused() -> None:
             TextSettings(**wrong)
 
 
-# -- packing -----------------------------------------------------------------------------------------------------------
+# Packing
 
 
 def test_packed_rows_by_hand() -> None:
@@ -300,7 +300,7 @@ def test_a_sample_that_fits_into_no_row_is_refused() -> None:
         pack_sequences([Sample([1, 2, 3], [1, 2, 3])], 2, 0)
 
 
-# -- classifiers -------------------------------------------------------------------------------------------------------
+# Classifiers
 
 
 def test_texts_with_labels_by_hand() -> None:

@@ -56,10 +56,12 @@ def test_names_near_the_known_ones_are_refused(module, name):
 
 
 def test_a_pickle_cannot_change_the_reader():
-    # GLOBAL, then BUILD with a state for __setattr__: would alter what later pickles meet.
+    # GLOBAL, then BUILD with a state for __setattr__: would change what later pickles meet.
     for name in (b"cnumpy\nndarray\n", b"c_codecs\nencode\n", b"cnumpy\ndtype\n"):
-        with pytest.raises(DataError, match="not a whole pickle"):
-            unpickle(b"\x80\x02" + name + b"N}X\x01\x00\x00\x00aK\x01s\x86b.", "it")
+        for attribute in (b"a", b"_call"):
+            state = b"N}X" + bytes([len(attribute), 0, 0, 0]) + attribute + b"K\x01s\x86b."
+            with pytest.raises(DataError, match="not a whole pickle"):
+                unpickle(b"\x80\x02" + name + state, "it")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from fedlowrank import Federation
 from fedlowrank.core.loss import task_loss
 from fedlowrank.core.method import Batch, ProximalTerm, Request
 from fedlowrank.core.optimizer import SGD, AdamW
-from fedlowrank.data.augment import UNCHANGED, Augment
+from fedlowrank.data.augment import NO_AUGMENT, Augment
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.engines import ENGINES
 from fedlowrank.engines.base import ClientJob, Engine
@@ -92,7 +92,7 @@ def test_the_ear_hears() -> None:
 # Federations
 
 
-def images(augment: Augment = UNCHANGED) -> Federation:
+def images(augment: Augment = NO_AUGMENT) -> Federation:
     random, clients = np.random.default_rng(0), []
     for n in (21, 9, 16):
         x = random.integers(0, 256, (n, 2, 8, 8)).astype(np.float32) / np.float32(255)

@@ -11,9 +11,9 @@ import torch
 from ..core.errors import ConfigError
 from ..core.key import Key
 from ..core.method import ClientInfo
+from ..data.clients import subsample_training
 from ..data.concept import apply_concept
 from ..data.dataset import ClientData, Examples, Inputs, Stored, subset
-from ..data.divide import divide, keep
 from ..data.federation import Federation
 from ..language import federation as language_models
 from ..language.federation import Language
@@ -56,9 +56,9 @@ def share_data(experiment: ExperimentConfig) -> Shares:
         dataset, language = language_models.prepare(texts, *_language_settings(experiment))
     if preparation.examples is not None:
         dataset = subset(dataset, preparation.examples)
-    data = divide(dataset, experiment.partition, experiment.split, key)
+    data = make_clients(dataset, experiment.partition, experiment.split, key)
     if preparation.keep < 1:
-        data = keep(data, preparation.keep, preparation.keep_at_least, key / "keep")
+        data = subsample_training(data, preparation.keep, preparation.keep_at_least, key / "keep")
     data = apply_concept(experiment.concept, data, len(dataset.classes))
     return Shares(tuple(data), dataset.classes, dataset.notes, language)
 

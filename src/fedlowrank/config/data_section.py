@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from ..core.errors import ConfigError
 from ..data.bundled import Digits
-from ..data.concept import ByNature, Concept
-from ..data.counting import at_least
+from ..data.checks import check_minimum
+from ..data.concept import Concept, NaturalClusters
 from ..data.dataset import Dataset, Normalization, normalize
 from ..data.sources import SOURCES
 from ..data.synthetic import Synthetic
@@ -43,7 +43,7 @@ class Preparation:
     def __post_init__(self) -> None:
         if not 0 < self.keep <= 1:
             raise ConfigError(f"data.keep must be a share above 0 and at most 1, not {self.keep!r}.")
-        at_least("data.keep_at_least", self.keep_at_least, 1)
+        check_minimum("data.keep_at_least", self.keep_at_least, 1)
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class DataSettings:
                 f"data.normalize is {self.preparation.normalize!r}, but the targets of a synthetic source "
                 "are a function of its inputs as they were drawn. Set data.normalize to 'none'."
             )
-        if isinstance(concept, ByNature) and concept.clusters != self.source.clusters:
+        if isinstance(concept, NaturalClusters) and concept.clusters != self.source.clusters:
             raise ConfigError(
                 f"concept.clusters is {concept.clusters}, but data.clusters is {self.source.clusters}: both "
                 "number the same ground-truth tasks. Make them equal."

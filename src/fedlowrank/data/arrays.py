@@ -1,4 +1,4 @@
-"""Data sets saved by the user as arrays of numpy."""
+"""Data sets that the user saved as numpy arrays, and the conversion of arrays to examples."""
 
 from __future__ import annotations
 
@@ -7,140 +7,127 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError, DataError, did_you_mean
+from ..core.choices import check_choices
+from ..core.errors import DataError, did_you_mean
+from .checks import describe_array
 from .dataset import Dataset, Examples
-from .files import pixels, whole_labels
-from .given import ONE_HOT, advice, is_one_hot
+from .files import expand_path, scale_bytes
+from .user_arrays import ONE_HOT_WARNING, is_one_hot, target_hint
 
 Layout = Literal["as_is", "hw", "hwc"]
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """An ``.npz`` file with ``x_train`` and ``y_train``, and optionally ``x_test`` and ``y_test``; or ``x`` and ``y``.
+    """An ``.npz`` file with ``x_train``, ``y_train``, optionally ``x_test``, ``y_test``; or ``x`` and ``y``.
 
-    Inputs of unsigned bytes are taken for pixels and divided by 255; other numbers are taken as they are. Labels are
-    whole numbers from 0 on, or text; floating-point targets ``y`` [n, d] make a regression. ``client_train`` and
-    ``client_test`` (or ``client``, for the training part) hold the natural client of each example: whole numbers,
-    negative for none, or text. ``classes``, text, names the classes. Arrays under unlike names are ignored. Pickled
-    objects in the file are refused.
+    Unsigned bytes as inputs are pixels and are divided by 255; other numbers stay unchanged. Labels are whole
+    numbers from 0 on, or text; floating-point targets ``y`` [n, d] make a regression. ``client_train`` and
+    ``client_test`` (or ``client``, for the training part) hold the natural client of each example: whole
+    numbers, negative for none, or text. ``classes``, text, names the classes. Arrays under unrelated names
+    are ignored. Pickled objects are rejected.
 
     Attributes:
         path: the file.
-        layout: how the inputs lie: ``as_is`` for [n, features] and [n, channels, height, width]; ``hw`` for gray
-            images [n, height, width]; ``hwc`` for images with the channels last.
+        layout: axes of the inputs: ``as_is`` for [n, features] and [n, channels, height, width]; ``hw`` for
+            gray images [n, height, width]; ``hwc`` for images with the channels last.
     """
 
     path: str
     layout: Layout = "as_is"
 
     def __post_init__(self) -> None:
-        if self.layout not in get_args(Layout):
-            raise ConfigError(f"unknown layout {self.layout!r}. " + did_you_mean(self.layout, get_args(Layout)))
+        check_choices(self)
 
     def load(self) -> Dataset:
         """The arrays, inputs as float32.
 
         Raises:
-            DataError: if the file is damaged, an array is missing, unknown or of the wrong type.
+            DataError: if the file is damaged, or an array is missing, unknown or of the wrong type.
         """
-        file = Path(self.path).expanduser()
-        arrays = _read(file)
-        where = repr(str(file))
+        file = Path(expand_path(self.path))
+        arrays, where = _read(file), repr(str(file))
         end = "_train" if "x_train" in arrays or "y_train" in arrays else ""
-        known = {"x_train", "y_train", "x_test", "y_test", "client_train", "client_test"} if end else {"x", "y"}
-        known |= {"client", "classes"}
-        # Arrays under other names do no harm; one that looks like ours but is not would be missed without a word.
+        known = {"x", "y", "client", "classes"}
+        if end:
+            parts = ("train", "test")
+            known = {"client", "classes", *(f"{n}_{part}" for n in ("x", "y", "client") for part in parts)}
+        # A misspelt name must not be ignored silently.
         for name in sorted(n for n in set(arrays) - known if n.startswith(("x", "y", "client", "class"))):
             raise DataError(f"{where} holds an unknown array {name!r}. " + did_you_mean(name, known))
         if "client" in arrays and "client_train" in arrays:
             raise DataError(f"{where} holds both 'client' and 'client_train'.")
-        parts = [end, "_test"] if "x_test" in arrays or "y_test" in arrays else [end]
-        inputs = [self._inputs(_get(arrays, "x" + part, where), where) for part in parts]
-        given = [_get(arrays, "y" + part, where) for part in parts]
-        if all(y.dtype.kind == "f" and y.ndim == 2 for y in given):
-            if "classes" in arrays:
-                raise DataError(f"{where} names classes, but its targets are real numbers, a regression.")
-            targets = f"the targets in {where}"
-            labels, classes = [to_inputs(y, targets, bytes_are_pixels=False) for y in given], tuple[str, ...]()
-        else:
-            if hint := next((h for y in given if y.dtype.kind in "biuf" and (h := advice(torch.as_tensor(y)))), ""):
-                form = f"{given[0].dtype} {list(given[0].shape)}"
-                raise DataError(f"the labels in {where} must be whole numbers [n] or text [n], not {form}. {hint}")
-            labels, classes = encode_labels(given, f"the labels in {where}")
-        if "classes" in arrays:
-            classes = _named_classes(arrays, classes, where)
+        ends = [end, "_test"] if "x_test" in arrays or "y_test" in arrays else [end]
+        inputs = [self._inputs(_get(arrays, "x" + e, where), where) for e in ends]
+        targets, classes = _targets([_get(arrays, "y" + e, where) for e in ends], arrays, where)
         ids = [arrays.get("client" + end, arrays.get("client")), arrays.get("client_test")]
         natural, natural_test = encode_clients(ids, f"the client ids in {where}")
-        examples = [Examples(x, y) for x, y in zip(inputs, labels, strict=True)]
-        test = examples[1] if len(examples) > 1 else None
-        notes = () if classes or not is_one_hot(labels[0]) else (ONE_HOT,)
-        return Dataset(file.stem, examples[0], test, classes, natural, natural_test, notes=notes)
+        train, *rest = [Examples(x, y) for x, y in zip(inputs, targets, strict=True)]
+        test = rest[0] if rest else None
+        notes = () if classes or not is_one_hot(train.y) else (ONE_HOT_WARNING,)
+        return Dataset(file.stem, train, test, classes, natural, natural_test, notes=notes)
 
     def _inputs(self, x: np.ndarray, where: str) -> Tensor:
         if self.layout != "as_is":
-            dims = {"hw": 3, "hwc": 4}[self.layout]
-            if x.ndim != dims:
-                raise DataError(f"{where}: layout {self.layout!r} needs inputs of {dims} axes, found {list(x.shape)}.")
+            axes = {"hw": 3, "hwc": 4}[self.layout]
+            if x.ndim != axes:
+                raise DataError(f"{where}: layout {self.layout!r} needs {axes} axes, found {list(x.shape)}.")
             x = x[:, None] if self.layout == "hw" else x.transpose(0, 3, 1, 2)
-        return to_inputs(x, f"the inputs in {where}", bytes_are_pixels=True)
+        return to_float32(x, f"the inputs in {where}", bytes_are_pixels=True)
 
 
-def to_inputs(x: np.ndarray, where: str, *, bytes_are_pixels: bool) -> Tensor:
-    """Numbers as contiguous float32.
+def to_float32(x: np.ndarray, where: str, *, bytes_are_pixels: bool) -> Tensor:
+    """Convert numbers to a contiguous float32 tensor.
 
     Args:
         x: numbers [n, ...].
         where: what they are, for messages.
-        bytes_are_pixels: whether unsigned bytes are to be divided by 255.
+        bytes_are_pixels: whether to divide unsigned bytes by 255.
 
     Raises:
-        DataError: if these are no real numbers, or if a number overflows float32.
+        DataError: if these are no real numbers.
     """
     if x.ndim == 0 or x.dtype.kind not in "biuf":
-        raise DataError(f"{where} must be numbers [n, ...], not {x.dtype} {list(x.shape)}.")
+        raise DataError(f"{where} must be numbers [n, ...], not {describe_array(x)}.")
     if bytes_are_pixels and x.dtype == np.uint8:
-        return pixels(x)
+        return scale_bytes(x)
     with np.errstate(over="ignore"):
-        # An overflow becomes an infinity, which the data set refuses with the place where it is.
+        # An overflow becomes an infinity, which the data set rejects with its position.
         return torch.from_numpy(np.array(x, dtype=np.float32, order="C"))
 
 
 def encode_labels(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tuple[str, ...]]:
-    """Labels as numbers, with the names of the classes.
+    """Encode labels as numbers.
 
     Args:
-        parts: labels of the training part and others: whole numbers from 0 on, truth values, or text.
+        parts: labels of each part: whole numbers from 0 on, truth values, or text.
         where: what they are, for messages.
 
     Returns:
-        int64 labels of each part; names of the classes: the texts in alphabetical order, or the numbers up to the
-        largest.
+        int64 labels of each part; names of the classes: the sorted texts, or the numbers up to the largest.
 
     Raises:
         DataError: if they are of another type, or negative.
     """
     if all(part.dtype.kind == "U" and part.ndim == 1 for part in parts):
-        names, codes = np.unique(np.concatenate(parts), return_inverse=True)
-        ends = np.cumsum([len(part) for part in parts])[:-1]
-        labels = [torch.from_numpy(y) for y in np.split(codes.astype(np.int64), ends)]
-        return labels, tuple(str(name) for name in names)
-    labels = [whole_labels(part, where) for part in parts]
+        names = np.unique(np.concatenate(parts))
+        return [torch.from_numpy(np.searchsorted(names, part)) for part in parts], tuple(map(str, names))
+    labels = [_to_int64(part, where) for part in parts]
     if not all(len(y) for y in labels):
         raise DataError(f"{where}: a part is empty.")
     if (low := min(int(y.min()) for y in labels)) < 0:
         raise DataError(f"{where} must count from 0; there is a {low}.")
-    return labels, tuple(str(c) for c in range(1 + max(int(y.max()) for y in labels)))
+    return labels, tuple(map(str, range(1 + max(int(y.max()) for y in labels))))
 
 
 def encode_clients(parts: list[np.ndarray | None], where: str) -> list[Tensor | None]:
-    """Client ids as numbers; the same text gets the same number in all parts.
+    """Encode client ids as numbers; the same text gets the same number in all parts.
 
     Args:
         parts: ids of each part, whole numbers or text, or None.
@@ -151,29 +138,48 @@ def encode_clients(parts: list[np.ndarray | None], where: str) -> list[Tensor | 
     """
     texts = [part for part in parts if part is not None and part.dtype.kind == "U"]
     if not texts:
-        return [None if part is None else whole_labels(part, where) for part in parts]
+        return [None if part is None else _to_int64(part, where) for part in parts]
     if any(part is not None and (part.dtype.kind != "U" or part.ndim != 1) for part in parts):
         raise DataError(f"{where} must be whole numbers [n] or text [n], the same in all parts.")
     names = np.unique(np.concatenate(texts))
     return [None if part is None else torch.from_numpy(np.searchsorted(names, part)) for part in parts]
 
 
-def _named_classes(arrays: Mapping[str, np.ndarray], found: tuple[str, ...], where: str) -> tuple[str, ...]:
+def _targets(
+    parts: list[np.ndarray], arrays: Mapping[str, np.ndarray], where: str
+) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Real targets without classes, or encoded labels with the names of the classes."""
+    if all(y.dtype.kind == "f" and y.ndim == 2 for y in parts):
+        if "classes" in arrays:
+            raise DataError(f"{where} names classes, but its targets are real numbers, a regression.")
+        return [to_float32(y, f"the targets in {where}", bytes_are_pixels=False) for y in parts], ()
+    for y in parts:
+        if y.dtype.kind in "biuf" and (hint := target_hint(torch.as_tensor(y))):
+            raise DataError(f"the labels in {where} must not be {describe_array(y)}. {hint}")
+    labels, classes = encode_labels(parts, f"the labels in {where}")
+    if "classes" not in arrays:
+        return labels, classes
     names = arrays["classes"]
-    if names.ndim != 1 or names.dtype.kind != "U" or arrays.get("y", arrays.get("y_train", names)).dtype.kind == "U":
+    if names.ndim != 1 or names.dtype.kind != "U" or parts[0].dtype.kind == "U":
         raise DataError(f"{where}: 'classes' must be text [classes], beside labels that are whole numbers.")
-    if len(names) < len(found):
-        raise DataError(f"{where}: 'classes' names {len(names)} classes, but the labels go up to {len(found) - 1}.")
-    return tuple(str(name) for name in names)
+    if len(names) < len(classes):
+        raise DataError(f"{where}: 'classes' has {len(names)} names, but labels go up to {len(classes) - 1}.")
+    return labels, tuple(map(str, names))
+
+
+def _to_int64(values: np.ndarray, where: str) -> Tensor:
+    if values.ndim != 1 or values.dtype.kind not in "iub":
+        raise DataError(f"{where} must be whole numbers [n], not {describe_array(values)}.")
+    return torch.from_numpy(values.astype(np.int64))
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:
     try:
-        # Opened here: numpy leaves a file that it cannot make sense of open.
+        # numpy does not close a file that it cannot read.
         with file.open("rb") as stream:
             content = np.load(stream, allow_pickle=False)
             if isinstance(content, np.ndarray):
-                raise DataError(f"{str(file)!r} holds a single array; save inputs and labels together: numpy.savez.")
+                raise DataError(f"{str(file)!r} holds a single array; save x and y with numpy.savez.")
             with content:
                 return {name: content[name] for name in content.files}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
@@ -182,5 +188,6 @@ def _read(file: Path) -> dict[str, np.ndarray]:
 
 def _get(arrays: Mapping[str, np.ndarray], name: str, where: str) -> np.ndarray:
     if name not in arrays:
-        raise DataError(f"{where} lacks the array {name!r}; it holds {', '.join(map(repr, sorted(arrays))) or 'none'}.")
+        found = ", ".join(map(repr, sorted(arrays))) or "none"
+        raise DataError(f"{where} lacks the array {name!r}; it holds {found}.")
     return arrays[name]

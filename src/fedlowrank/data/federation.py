@@ -1,4 +1,4 @@
-"""The clients of a run: who they are, what they hold, which models they have."""
+"""Federations: the clients of a run, their data and their models."""
 
 from __future__ import annotations
 
@@ -17,28 +17,32 @@ from ..core.key import Key
 from ..core.method import ClientInfo, Task
 from ..core.tree import Params
 from ..models.architecture import Architecture, architecture_of
-from .augment import UNCHANGED, Augment
+from .augment import NO_AUGMENT, Augment
 from .dataset import ClientData, Examples
-from .given import ONE_HOT, Pair, examples_of, is_one_hot
 from .pixels import Pixels, pack
+from .user_arrays import ONE_HOT_WARNING, ArrayPair, class_names, client_from_arrays, is_one_hot
 
-# Examples that are looked at together.
-_ROWS = 4096
+# Examples that are hashed at a time: images stored as bytes become four times as large.
+_HASH_ROWS = 4096
 
 
 class Companion(Protocol):
-    """What belongs to models besides their code."""
+    """What belongs to models besides their code, such as a tokenizer."""
 
     def describe(self) -> dict[str, Any]:
-        """What a resumed run must find unchanged, as JSON."""
+        """What must be the same when a run is resumed, as JSON."""
         ...
 
     def write(self, run: Any, folder: Path, merged: bool = False) -> list[Path]:
-        """Write the models of a :class:`fedlowrank.simulation.run.Run` in the form that others read; returns the folders."""
+        """Export the models of a :class:`fedlowrank.simulation.run.Run` for other libraries.
+
+        Returns:
+            The folders of the models.
+        """
         ...
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
-        """Write one model likewise, a client's or, by None, the server's."""
+        """Export one model likewise: a client's, or the server's if ``client`` is None."""
         ...
 
 
@@ -51,13 +55,13 @@ class Federation:
         infos: description of each client, in the same order; ``infos[i].id == i``.
         architectures: models by name.
         classes: names of the classes; empty for a regression.
-        seed: of everything random in a run on this federation: participants, order of examples, initial values.
+        seed: seed of a run on this federation: participants, order of examples, initial values.
         name: for reports.
-        notes: what a reader of the class counts should know.
-        augment: how the images of training batches are changed at random.
-        by_length: of texts: whether training batches are of examples of like length.
-        companion: what else belongs to the models, such as a tokenizer, and writes them in the form that others read.
-        here: identifiers of the clients whose data lie on this machine, or None for all; the others' are empty.
+        notes: warnings for the reader of the class counts.
+        augment: augmentation of the training images.
+        by_length: for texts: whether training batches hold examples of similar length.
+        companion: what else belongs to the models, such as a tokenizer; exports them for other libraries.
+        here: ids of the clients whose data are on this machine, or None for all; the others have no examples.
     """
 
     clients: Sequence[ClientData]
@@ -67,68 +71,68 @@ class Federation:
     seed: int = 0
     name: str = "federation"
     notes: tuple[str, ...] = ()
-    augment: Augment = UNCHANGED
+    augment: Augment = NO_AUGMENT
     by_length: bool = False
     companion: Companion | None = None
     here: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         if not self.clients or len(self.clients) != len(self.infos):
-            raise DataError(
-                f"a federation needs one description a client; {len(self.clients)} clients, {len(self.infos)}"
-            )
+            raise DataError(f"there are {len(self.clients)} clients, but {len(self.infos)} infos")
         for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
             if info.id != i:
-                raise DataError(f"the client at place {i} has the identifier {info.id}; identifiers count from 0")
+                raise DataError(f"the client at place {i} has the id {info.id}; ids count from 0")
             if not len(data.train) and (self.here is None or i in self.here):
                 raise DataError(f"client {i} has no training example")
             if info.architecture not in self.architectures:
-                raise TaskError(f"client {i} holds model {info.architecture!r}; known: {sorted(self.architectures)}")
+                raise TaskError(f"client {i} has model {info.architecture!r}; known: {[*self.architectures]}")
             for part in ("train", "val", "test"):
-                held: Examples = getattr(data, part)
-                if (held.regression or held.tokens) == bool(self.classes):
-                    kind = "real targets" if held.regression else "labels of tokens" if held.tokens else "class labels"
-                    raise DataError(
-                        f"client {i}: {part} has {kind}, but the federation names "
-                        f"{len(self.classes)} classes; a regression has none, and all clients learn the same kind of task"
-                    )
+                self._check_kind(getattr(data, part), f"client {i}: {part}")
             try:
                 self.augment.check(data.train.x)
             except DataError as error:
                 raise DataError(f"client {i}: {error}") from error
         if self.clients[0].train.regression:
+            self._check_target_widths()
+        # A companion makes the head for the number of classes itself.
+        if self.clients[0].train.regression or (self.classes and self.companion is None):
             self._check_outputs()
-        elif self.classes and self.companion is None:
-            # a companion makes the head for the number of classes itself
-            self._check_scores()
 
-    def _check_scores(self) -> None:
-        """Refuse models without a score for every class, which training would tell by an index out of bounds."""
-        held = {i.architecture: i.id for i in reversed(self.infos) if len(self.clients[i.id].train)}
-        for name, client in held.items():
-            shape = list(_outputs(self.architectures[name], self.clients[client].train).shape)
-            if len(shape) != 2 or shape[0] != 1 or shape[1] < len(self.classes):
-                raise TaskError(
-                    f"client {client}: model {name} makes {shape} of one example, but there are {len(self.classes)} classes; "
-                    f"it must make [1, {len(self.classes)}], one score for each class"
-                )
+    def _check_kind(self, examples: Examples, where: str) -> None:
+        """Reject targets of another kind than those of the other clients."""
+        if (examples.regression or examples.tokens) != bool(self.classes):
+            return
+        kind = "real targets" if examples.regression else "class labels"
+        kind = "token labels" if examples.tokens else kind
+        raise DataError(
+            f"{where} has {kind}, but the federation names {len(self.classes)} classes; a regression has "
+            "none, and all clients learn the same kind of task"
+        )
+
+    def _check_target_widths(self) -> None:
+        """Reject clients of a regression with targets of different widths."""
+        clients = reversed(list(enumerate(self.clients)))
+        widths = {e.y.shape[1]: i for i, d in clients for e in (d.train, d.val, d.test)}
+        if len(widths) > 1:
+            found = ", ".join(f"{width} at client {i}" for width, i in sorted(widths.items()))
+            raise DataError(f"all clients need targets of one width [n, d], but d is {found}")
 
     def _check_outputs(self) -> None:
-        """Refuse models that a regression's loss would broadcast against its targets without a word."""
-        clients = reversed(list(enumerate(self.clients)))
-        targets = {e.y.shape[1]: i for i, d in clients for e in (d.train, d.val, d.test)}
-        if len(targets) > 1:
-            found = ", ".join(f"{d} at client {i}" for d, i in sorted(targets.items()))
-            raise DataError(f"all clients need targets of one width [n, d], but d is {found}")
-        width = next(iter(targets))
-        for info, data in zip(self.infos, self.clients, strict=True):
-            if not len(data.train):
-                continue
-            out = _outputs(self.architectures[info.architecture], data.train)
-            if tuple(out.shape) != (1, width):
+        """Reject models with too few scores, or with outputs that would broadcast against real targets."""
+        clients = [i for i in self.infos if len(self.clients[i.id].train)]
+        first = {(i.architecture, _input_shape(self.clients[i.id].train)): i.id for i in reversed(clients)}
+        for (name, _), client in first.items():
+            examples = self.clients[client].train
+            with torch.inference_mode():
+                shape = list(self.architectures[name].probe(_first_input(examples)).shape)
+            found = f"client {client}: model {name} makes {shape} of one example, but"
+            if examples.regression:
+                if shape != [1, examples.y.shape[1]]:
+                    raise TaskError(f"{found} its target is [1, {examples.y.shape[1]}]")
+            elif len(shape) != 2 or shape[0] != 1 or shape[1] < len(self.classes):
                 raise TaskError(
-                    f"client {info.id}: model {info.architecture} makes {list(out.shape)} of one example, but its "
-                    f"target is [1, {width}]"
+                    f"{found} there are {len(self.classes)} classes; it must make [1, {len(self.classes)}], "
+                    "one score per class"
                 )
 
     @property
@@ -137,11 +141,11 @@ class Federation:
         return Key((self.seed,))
 
     def task(self, rounds: int) -> Task:
-        """What is to be learnt in a run of that many rounds."""
+        """The learning task of a run of that many rounds."""
         return Task(self.architectures, self.infos, len(self.classes), rounds, self.key / "init")
 
     def to(self, device: str) -> Federation:
-        """The same with data and initial parameters on a device; what clients have in common goes there once."""
+        """The same federation with data and initial parameters on a device; shared tensors are moved once."""
         if device == "cpu":
             return self
         moved: dict[int, Tensor] = {}
@@ -149,7 +153,7 @@ class Federation:
         def move(t: Tensor) -> Tensor:
             return moved[id(t)] if id(t) in moved else moved.setdefault(id(t), t.to(device))
 
-        def of(examples: Examples) -> Examples:
+        def move_examples(examples: Examples) -> Examples:
             x = examples.x
             if isinstance(x, dict):
                 return Examples({n: move(t) for n, t in x.items()}, move(examples.y))
@@ -157,69 +161,72 @@ class Federation:
             return Examples(inputs, move(examples.y))
 
         architectures = {n: a.to(device) for n, a in self.architectures.items()}
-        return replace(self, clients=self._changed(of), architectures=architectures)
+        return replace(self, clients=self._map_examples(move_examples), architectures=architectures)
 
     @property
     def is_packed(self) -> bool:
-        """Whether images are kept as bytes."""
+        """Whether images are stored as bytes."""
         return isinstance(self.clients[0].train.x, Pixels)
 
     def packed(self) -> Federation:
-        """The same with images as bytes, a quarter of the memory; what is made of them has the very bits it had before.
+        """The same federation with images stored as bytes, without loss, in a quarter of the memory.
 
         Raises:
-            DataError: if the inputs are no images, or a channel takes more than 256 values, over all clients.
+            DataError: if the inputs are no images, or a channel has more than 256 values over all clients.
         """
         if self.is_packed:
             return self
-        held = {id(e.x): e.x for e in self._parts()}
-        images = {i: x for i, x in held.items() if isinstance(x, Tensor)}
-        if len(images) < len(held):
-            raise DataError("only images can be kept as bytes; these are inputs by name, as of texts.")
-        made = dict(zip(images, pack(list(images.values())), strict=True))
-        return replace(self, clients=self._changed(lambda e: Examples(made[id(e.x)], e.y)))
+        inputs = {id(e.x): e.x for e in self._all_examples()}
+        images = {i: x for i, x in inputs.items() if isinstance(x, Tensor)}
+        if len(images) < len(inputs):
+            raise DataError("only images can be stored as bytes; these are named inputs, e.g. of texts.")
+        pixels = dict(zip(images, pack(list(images.values())), strict=True))
+        return replace(self, clients=self._map_examples(lambda e: Examples(pixels[id(e.x)], e.y)))
 
     def unpacked(self) -> Federation:
-        """The same with images as float32, the inverse of :meth:`packed`."""
+        """The same federation with images as float32, the inverse of :meth:`packed`."""
         if not self.is_packed:
             return self
-        return replace(self, clients=self._changed(lambda e: Examples(e.inputs, e.y)))
+        return replace(self, clients=self._map_examples(lambda e: Examples(e.inputs, e.y)))
 
-    def _changed(self, change: Callable[[Examples], Examples]) -> list[ClientData]:
-        """What the clients hold with all examples changed; those that several of them share once."""
-        made = {id(e): change(e) for e in {id(e): e for e in self._parts()}.values()}
-        return [replace(c, train=made[id(c.train)], val=made[id(c.val)], test=made[id(c.test)]) for c in self.clients]
+    def _map_examples(self, change: Callable[[Examples], Examples]) -> list[ClientData]:
+        """The clients with changed examples; examples that several clients share are changed once."""
+        new = {id(e): change(e) for e in {id(e): e for e in self._all_examples()}.values()}
+        return [
+            replace(client, train=new[id(client.train)], val=new[id(client.val)], test=new[id(client.test)])
+            for client in self.clients
+        ]
 
-    def _parts(self) -> Iterator[Examples]:
+    def _all_examples(self) -> Iterator[Examples]:
         for client in self.clients:
             yield from (client.train, client.val, client.test)
 
     def fingerprint(self) -> list[str]:
-        """One digest a client of all its examples, so that a resumed run notices other data."""
-        return [_digest(c) for c in self.clients]
+        """One hash per client of all its examples, so that a resumed run notices other data."""
+        return [_hash(c) for c in self.clients]
 
     def describe(self) -> list[dict[str, Any]]:
-        """One row a client: identifier, architecture, sizes and class counts of its splits, its cluster if known.
+        """One row per client: id, architecture, sizes and class counts of its parts, rank, cluster.
 
-        The counts of a regression are empty.
+        The class counts of a regression are empty.
         """
         rows = []
         for info, data in zip(self.infos, self.clients, strict=True):
-            splits = {s: getattr(data, s) for s in ("train", "val", "test")}
+            parts = {"train": data.train, "val": data.val, "test": data.test}
+            has_classes = not data.train.regression and not data.train.tokens
             counts = {
-                s: [] if e.regression or e.tokens else torch.bincount(e.y, minlength=len(self.classes)).tolist()
-                for s, e in splits.items()
+                name: torch.bincount(e.y, minlength=len(self.classes)).tolist() if has_classes else []
+                for name, e in parts.items()
             }
-            sizes = {s: len(e) for s, e in splits.items()}
-            row = {"id": info.id, "architecture": info.architecture, **sizes, "classes": counts}
+            row = {"id": info.id, "architecture": info.architecture, **{n: len(e) for n, e in parts.items()}}
             known = {"rank": info.rank, "cluster": info.cluster}
-            rows.append({**row, **{n: v for n, v in known.items() if v is not None}})
+            rows.append({**row, "classes": counts, **{n: v for n, v in known.items() if v is not None}})
         return rows
 
     @classmethod
     def from_arrays(
         cls,
-        clients: Sequence[Pair | Mapping[str, Pair]],
+        clients: Sequence[ArrayPair | Mapping[str, ArrayPair]],
         model: nn.Module | Callable[[], nn.Module] | Mapping[str, nn.Module | Callable[[], nn.Module]],
         *,
         head: str | None = None,
@@ -231,124 +238,78 @@ class Federation:
         test: float = 0.1,
         seed: int = 0,
         name: str = "federation",
-        augment: Augment = UNCHANGED,
+        augment: Augment = NO_AUGMENT,
     ) -> Federation:
-        """A federation of one's own data and models.
+        """Make a federation of your own data and models.
 
         Args:
-            clients: of each client either inputs and labels ``(x [n, ...], y [n])``, to be divided, or a dict of such
-                pairs under ``train`` and optionally ``val`` and ``test``; tensors, arrays of numpy or data frames. Labels are
-                whole numbers from 0. Real targets ``y [n, d]`` make a regression, with d = 1 for a single number.
-            model: a module (its parameters are where training starts), a factory of modules (drawn from the seed), or
-                several of them by name.
+            clients: for each client a pair of inputs and labels ``(x [n, ...], y [n])``, which is divided at
+                random; or a dict of such pairs under ``train`` and optionally ``val`` and ``test``. Tensors,
+                numpy arrays or data frames. Labels are whole numbers from 0. Real targets ``y [n, d]`` make a
+                regression, with d = 1 for a single number.
+            model: a module (its parameters are the initial ones), a factory of modules (initialized from the
+                seed), or several of them by name.
             head: dotted name of the submodule that is the head; see :class:`Architecture`.
-            architecture: name of each client's model. By default client k holds the (k mod number)-th.
-            rank: of each client's low-rank parts.
-            cluster: each client's ground-truth task, counted from 0, for methods with optimal routing.
-            classes: their names or their number. By default the largest label plus one. A regression has none.
-            val: share of the examples held back for validation, where the client brings no split of its own.
-            test: share held back for testing.
-            seed: of everything random.
+            architecture: name of each client's model. By default client k has the (k mod number)-th.
+            rank: rank of each client's low-rank parts.
+            cluster: ground-truth task of each client, counted from 0, for methods with optimal routing.
+            classes: names or number of the classes. By default the largest label plus one.
+            val: share of the examples for validation, if the client has no split of its own.
+            test: share for testing, likewise.
+            seed: seed of all randomness.
             name: for reports.
-            augment: how the images of training batches are changed at random.
+            augment: augmentation of the training images.
 
         Raises:
             DataError: if an array does not fit; the message names the client.
             TaskError: if a model does not fit.
         """
         key = Key((seed,))
-        data = [_client_data(c, i, val, test, key / "split" / i) for i, c in enumerate(clients)]
+        data = [client_from_arrays(c, i, val, test, key / "split" / i) for i, c in enumerate(clients)]
         if not data:
             raise DataError("a federation needs at least one client")
-        names = _class_names(data, classes)
+        names = class_names(data, classes)
         if not names and all(is_one_hot(d.train.y) for d in data):
-            warnings.warn(ONE_HOT, stacklevel=2)
-        x = data[0].train.x
-        example = {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1]
+            warnings.warn(ONE_HOT_WARNING, stacklevel=2)
         models = model if isinstance(model, Mapping) else {"model": model}
-        known = {n: architecture_of(n, m, example, head, key / "init" / n) for n, m in models.items()}
-        held = (
-            list(architecture) if architecture is not None else [list(known)[i % len(known)] for i in range(len(data))]
-        )
-        ranks = list(rank) if rank is not None else [None] * len(data)
-        clusters = list(cluster) if cluster is not None else [None] * len(data)
-        if {len(held), len(ranks), len(clusters)} != {len(data)}:
+        example = _first_input(data[0].train)
+        architectures = {n: architecture_of(n, m, example, head, key / "init" / n) for n, m in models.items()}
+        if architecture is None:
+            architecture = [list(architectures)[i % len(architectures)] for i in range(len(data))]
+        ranks = [None] * len(data) if rank is None else list(rank)
+        clusters = [None] * len(data) if cluster is None else list(cluster)
+        if {len(architecture), len(ranks), len(clusters)} != {len(data)}:
             raise DataError(
-                f"{len(data)} clients, but {len(held)} architectures, {len(ranks)} ranks and {len(clusters)} clusters"
+                f"{len(data)} clients, but {len(architecture)} architectures, {len(ranks)} ranks and "
+                f"{len(clusters)} clusters"
             )
-        if any(c is not None and c < 0 for c in clusters):
-            raise DataError(f"clusters count from 0, but there is a {min(c for c in clusters if c is not None)}")
+        if cluster is not None and min(cluster) < 0:
+            raise DataError(f"clusters count from 0, but there is a {min(cluster)}")
         infos = [
             ClientInfo(i, len(d.train), a, r, c)
-            for i, (d, a, r, c) in enumerate(zip(data, held, ranks, clusters, strict=True))
+            for i, (d, a, r, c) in enumerate(zip(data, architecture, ranks, clusters, strict=True))
         ]
-        return cls(data, infos, known, names, seed, name, augment=augment)
+        return cls(data, infos, architectures, names, seed, name, augment=augment)
 
 
-def _outputs(model: Architecture, examples: Examples) -> Tensor:
-    """What a model makes of the first example."""
+def _first_input(examples: Examples) -> Tensor | dict[str, Tensor]:
+    """The inputs of the first example, a batch of 1."""
     x = examples.x
-    with torch.inference_mode():
-        return model.probe({n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1])
+    return {n: t[:1] for n, t in x.items()} if isinstance(x, dict) else x[:1]
 
 
-def _class_names(data: Sequence[ClientData], classes: Sequence[str] | int | None) -> tuple[str, ...]:
-    """Names of the classes that users gave or that the labels imply; none for a regression."""
-    kinds = {d.train.regression: i for i, d in reversed(list(enumerate(data)))}
-    if len(kinds) > 1:
-        raise DataError(
-            f"client {kinds[True]} has real targets and client {kinds[False]} class labels; all must learn the same task"
-        )
-    if True in kinds:
-        if classes:
-            raise DataError(
-                f"client {kinds[True]} has real targets, a regression, which has no classes; leave them out. For a "
-                "classification give labels [n], whole numbers; of one-hot rows, y.argmax(1)."
-            )
-        return ()
-    top = max(int(e.y.max()) for d in data for e in (d.train, d.val, d.test) if len(e) and not e.regression) + 1
-    if classes is None:
-        classes = top
-    names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
-    if top > len(names):
-        raise DataError(f"there is a label {top - 1} but only {len(names)} classes; labels count from 0")
-    return names
+def _input_shape(examples: Examples) -> str:
+    x = examples.x
+    shapes = {n: t.shape[1:] for n, t in x.items()} if isinstance(x, dict) else x.shape[1:]
+    return str(shapes)
 
 
-def _client_data(given: Pair | Mapping[str, Pair], client: int, val: float, test: float, key: Key) -> ClientData:
-    if isinstance(given, Mapping):
-        unknown = set(given) - {"train", "val", "test"}
-        if unknown or "train" not in given:
-            raise DataError(
-                f"client {client}: splits must be 'train' and optionally 'val' and 'test', not {sorted(given)}"
-            )
-        parts = {s: examples_of(p, client) for s, p in given.items()}
-        empty = _take(parts["train"], torch.arange(0))
-        return ClientData(parts["train"], parts.get("val", empty), parts.get("test", empty))
-    everything = examples_of(given, client)
-    n = len(everything)
-    n_val, n_test = round(n * val), round(n * test)
-    if n - n_val - n_test < 1:
-        raise DataError(f"client {client} has {n} examples, too few for shares of {val} and {test} besides training")
-    order = torch.randperm(n, generator=key.generator())
-    return ClientData(
-        _take(everything, order[n_val + n_test :]),
-        _take(everything, order[:n_val]),
-        _take(everything, order[n_val:][:n_test]),
-    )
-
-
-def _take(examples: Examples, index: Tensor) -> Examples:
-    return examples.take(index)
-
-
-def _digest(data: ClientData) -> str:
+def _hash(data: ClientData) -> str:
     state = hashlib.blake2b(digest_size=16)
     for examples in (data.train, data.val, data.test):
         parts = examples.x.values() if isinstance(examples.x, dict) else [examples.x]
         for t in (*parts, examples.y):
             state.update(repr((t.dtype, tuple(t.shape))).encode())
-            # a few at a time, for images that are bytes take four times as much as numbers
-            for start in range(0, len(t), _ROWS):
-                state.update(t[start : start + _ROWS].detach().cpu().contiguous().numpy())
+            for start in range(0, len(t), _HASH_ROWS):
+                state.update(t[start : start + _HASH_ROWS].detach().cpu().contiguous().numpy())
     return state.hexdigest()

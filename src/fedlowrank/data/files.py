@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,41 +14,47 @@ from torch import Tensor
 from ..core.errors import DataError
 
 
-def folder_of(path: str) -> Path:
-    """The folder that a setting names.
+def expand_path(path: str) -> str:
+    """Replace ``~`` and environment variables in a path.
 
-    Args:
-        path: folder; ``~`` stands for the home of the user.
+    Raises:
+        DataError: if a variable is not set.
+    """
+    text = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 - a name on the hub is no path
+    if (unset := re.search(r"\$(\w+|\{\w+\})", text)) and not Path(text).exists():
+        raise DataError(f"the path {path!r} needs the environment variable {unset[0]}, which is not set.")
+    return text
+
+
+def check_folder(path: str) -> Path:
+    """The folder at a path.
 
     Raises:
         DataError: if there is no such folder.
     """
-    folder = Path(path).expanduser()
+    folder = Path(expand_path(path))
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise DataError(f"the folder {str(folder)!r} {what}.")
     return folder
 
 
-def find_folder(path: str, holds: Callable[[Path], bool], what: str) -> Path:
-    """The folder that holds a data set: the one given, or the only one at most two levels below it.
+def find_folder(path: str, contains: Callable[[Path], bool], what: str) -> Path:
+    """The folder of a data set: the one at the path, or the only one at most two levels below it.
 
     Args:
         path: folder that the user names.
-        holds: whether a folder holds the data set.
-        what: what is looked for, for messages.
-
-    Returns:
-        That folder.
+        contains: whether a folder contains the data set.
+        what: what to look for, for messages.
 
     Raises:
-        DataError: if none or several hold it.
+        DataError: if no folder or several contain it.
     """
-    root = folder_of(path)
-    if holds(root):
+    root = check_folder(path)
+    if contains(root):
         return root
     for pattern in ("*", "*/*"):
-        found = sorted(folder for folder in root.glob(pattern) if folder.is_dir() and holds(folder))
+        found = sorted(folder for folder in root.glob(pattern) if folder.is_dir() and contains(folder))
         if len(found) > 1:
             names = ", ".join(repr(str(folder.relative_to(root))) for folder in found)
             raise DataError(f"several folders below {str(root)!r} hold {what}: {names}. Name one of them.")
@@ -55,7 +63,7 @@ def find_folder(path: str, holds: Callable[[Path], bool], what: str) -> Path:
     raise DataError(f"found no {what} in {str(root)!r} or up to two folders below it.")
 
 
-def read(path: Path) -> bytes:
+def read_bytes(path: Path) -> bytes:
     """All bytes of a file.
 
     Raises:
@@ -67,36 +75,15 @@ def read(path: Path) -> bytes:
         raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
 
 
-def pixels(values: np.ndarray) -> Tensor:
-    """Bytes as float32 in [0, 1]: 0 for 0, 1 for 255.
+def scale_bytes(values: np.ndarray, out: Tensor | None = None) -> Tensor:
+    """Convert bytes to float32 in [0, 1], 255 to 1.
 
     Args:
         values: uint8, any shape.
-
-    Returns:
-        float32 of the same shape; the only copy that is made.
+        out: float32 tensor of that shape to write to, or None for a new one.
     """
-    out = torch.empty(values.shape, dtype=torch.float32)
-    return fill(out, values)
-
-
-def fill(out: Tensor, values: np.ndarray) -> Tensor:
-    """Write bytes into a float32 tensor of the same shape as numbers in [0, 1], and return it."""
-    # numpy casts while it writes; torch would want a writable uint8 array first.
+    if out is None:
+        out = torch.empty(values.shape, dtype=torch.float32)
+    # numpy casts while it writes; torch would first need a writable copy.
     out.numpy()[...] = values
     return out.div_(255)
-
-
-def whole_labels(values: np.ndarray, where: str) -> Tensor:
-    """Labels as int64 [n].
-
-    Args:
-        values: integers or booleans [n].
-        where: what they are, for messages.
-
-    Raises:
-        DataError: if they are of another type or shape.
-    """
-    if values.ndim != 1 or values.dtype.kind not in "iub":
-        raise DataError(f"{where} must be whole numbers [n], not {values.dtype} {list(values.shape)}.")
-    return torch.from_numpy(values.astype(np.int64))

@@ -1,4 +1,4 @@
-"""MNIST and the data sets published in its IDX format."""
+"""MNIST and other data sets in its IDX format."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from ..core.errors import DataError
 from .dataset import Dataset, Examples
-from .files import find_folder, pixels
+from .files import find_folder, scale_bytes
 
-_PARTS = {"train": "train", "test": "t10k"}
+_DIMENSIONS = {"images": 3, "labels": 1}
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Mnist:
     """MNIST, Fashion-MNIST, KMNIST and others in the same files: IDX, plain or compressed with gzip.
 
     The folder holds ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte`` and
-    ``t10k-labels-idx1-ubyte``, each with or without ``.gz``; ``train-images.idx3-ubyte`` and so on are known too.
-    Source of the format: LeCun, Cortes and Burges, "The MNIST database of handwritten digits".
+    ``t10k-labels-idx1-ubyte``, each with or without ``.gz``; names like ``train-images.idx3-ubyte`` work,
+    too. Source of the format: LeCun, Cortes and Burges, "The MNIST database of handwritten digits".
 
     Attributes:
         path: folder with the four files, or a folder at most two levels above it.
-        classes: names of the classes in the order of the labels; none given: the numbers "0", "1", ...
+        classes: names of the classes in the order of the labels; by default the numbers "0", "1", ...
     """
 
     path: str
@@ -41,62 +41,60 @@ class Mnist:
         Raises:
             DataError: if a file is missing, of another format, cut short, or too long.
         """
-        folder = find_folder(self.path, lambda f: all(_find(f, p, "images") for p in _PARTS.values()), "IDX files")
-        parts = {part: _part(folder, prefix) for part, prefix in _PARTS.items()}
-        count = 1 + max(int(examples.y.max()) for examples in parts.values())
-        names = self.classes or tuple(str(c) for c in range(count))
-        return Dataset("mnist", parts["train"], parts["test"], names)
+        prefixes = ("train", "t10k")
+        folder = find_folder(self.path, lambda f: all(_find(f, p, "images") for p in prefixes), "IDX files")
+        train, test = (_read_part(folder, prefix) for prefix in prefixes)
+        count = 1 + max(int(train.y.max()), int(test.y.max()))
+        return Dataset("mnist", train, test, self.classes or tuple(map(str, range(count))))
 
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
-    """The array of an IDX file of unsigned bytes.
+    """Read an IDX file of unsigned bytes.
 
     Args:
         path: the file; compressed if its name ends in ``.gz``.
         dims: number of dimensions that it must have.
 
     Returns:
-        uint8 array of the shape that the header gives, not writable.
+        Read-only uint8 array of the shape in the header.
 
     Raises:
-        DataError: if the magic number differs, or if the file holds fewer or more bytes than its header says.
+        DataError: if the magic number differs, or if the file has fewer or more bytes than its header says.
     """
     where = f"IDX file {str(path)!r}"
+    magic = struct.pack(">I", 0x0800 + dims)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(4 + 4 * dims)
-            expected = 0x0800 + dims
-            if len(header) < 4 or (magic := struct.unpack(">I", header[:4])[0]) != expected:
-                found = f"{magic:#010x}" if len(header) >= 4 else f"{len(header)} bytes in all"
-                raise DataError(f"{where}: expected the magic number {expected:#010x}, found {found}.")
+            if header[:4] != magic:
+                raise DataError(f"{where}: expected magic number {magic.hex()}, found {header[:4].hex()}.")
             if len(header) < 4 + 4 * dims:
                 raise DataError(f"{where}: expected a header of {4 + 4 * dims} bytes, found {len(header)}.")
             shape = struct.unpack(f">{dims}I", header[4:])
             size = math.prod(shape)
-            # One byte more than the header promises shows a file that is too long; a compressed file that expands
-            # without end is not followed.
-            body = file.read(size + 1)
+            # One more byte than the header says shows that a file is too long.
+            content = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{where} cannot be read or is cut short: {error}.") from error
-    if len(body) != size:
-        found = str(len(body)) if len(body) < size else "more"
+    if len(content) != size:
+        found = str(len(content)) if len(content) < size else "more"
         raise DataError(f"{where}: its header says {list(shape)}, {size} bytes; found {found}.")
-    return np.frombuffer(body, dtype=np.uint8).reshape(shape)
+    return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
-def _part(folder: Path, prefix: str) -> Examples:
+def _read_part(folder: Path, prefix: str) -> Examples:
     images, labels = (_find(folder, prefix, kind) for kind in ("images", "labels"))
     if images is None or labels is None:
-        raise DataError(f"{str(folder)!r} holds the images {prefix}-images-idx3-ubyte, but not their labels.")
+        raise DataError(f"{str(folder)!r} has the images {prefix}-images-idx3-ubyte, but not their labels.")
     x, y = read_idx(images, 3), read_idx(labels, 1)
-    if len(x) == 0 or x.size == 0:
-        raise DataError(f"IDX file {str(images)!r} holds no images: its header says {list(x.shape)}.")
+    if x.size == 0:
+        raise DataError(f"IDX file {str(images)!r} has no images: its header says {list(x.shape)}.")
     if len(x) != len(y):
-        raise DataError(f"{str(images)!r} holds {len(x)} images, but {str(labels)!r} {len(y)} labels.")
-    return Examples(pixels(x[:, None]), torch.from_numpy(y.astype(np.int64)))
+        raise DataError(f"{str(images)!r} has {len(x)} images, but {str(labels)!r} {len(y)} labels.")
+    return Examples(scale_bytes(x[:, None]), torch.from_numpy(y.astype(np.int64)))
 
 
 def _find(folder: Path, prefix: str, kind: str) -> Path | None:
-    dims = {"images": 3, "labels": 1}[kind]
-    names = [f"{prefix}-{kind}{dot}idx{dims}-ubyte{end}" for dot in "-." for end in ("", ".gz")]
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    suffixes = (f"{dot}idx{_DIMENSIONS[kind]}-ubyte{end}" for dot in "-." for end in ("", ".gz"))
+    files = (folder / f"{prefix}-{kind}{suffix}" for suffix in suffixes)
+    return next((file for file in files if file.is_file()), None)

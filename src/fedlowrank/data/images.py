@@ -1,4 +1,4 @@
-"""Image files in a folder for each class, and the conversion of images to tensors."""
+"""Image files in a folder per class, and the conversion of images to tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from ..core.errors import ConfigError, DataError
-from .counting import at_least
+from .checks import check_minimum
 from .dataset import Dataset, Examples
-from .files import folder_of, pixels
+from .files import check_folder, scale_bytes
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,16 +24,16 @@ _TEST_NAMES = ("test", "val", "valid", "validation")
 
 @dataclass(frozen=True)
 class Folder:
-    """Image files in a folder for each class, as ImageNet is laid out.
+    """Image files in a folder per class, as in ImageNet.
 
-    Either ``train/CLASS/...`` with ``test/CLASS/...`` (or ``val``, ``valid``, ``validation``, looked for in this
-    order) as the test part, or just ``CLASS/...`` without a test part. Classes are in alphabetical order. Files that
-    are no images by their endings, and hidden ones, are left out. Needs ``pip install 'fedlowrank[images]'``.
+    Either ``train/CLASS/...`` with ``test/CLASS/...`` (or ``val``, ``valid``, ``validation``, in this order)
+    as the test part, or just ``CLASS/...`` without a test part. Classes are in alphabetical order. Hidden
+    files and files without the ending of an image are ignored. Needs ``pip install 'fedlowrank[images]'``.
 
     Attributes:
         path: the folder.
-        size: height and width to which every image is resized (bilinear; the aspect ratio is not kept), or None if all
-            images have the same size already.
+        size: height and width to which every image is resized (bilinear; the aspect ratio is not kept), or
+            None if all images have the same size already.
         channels: 3 for color, 1 for gray levels.
     """
 
@@ -48,48 +48,44 @@ class Folder:
         """The images as [n, channels, height, width] in [0, 1].
 
         Raises:
-            DataError: if pillow is missing, a class has no images, an image is broken, sizes differ, or the test part
-                has a class that the training part lacks.
+            DataError: if pillow is missing, a class has no images, an image is broken, sizes differ, or the
+                test part has a class that the training part lacks.
         """
-        root = folder_of(self.path)
-        whole = not (root / "train").is_dir()
-        train = root if whole else root / "train"
-        test = None if whole else next((root / name for name in _TEST_NAMES if (root / name).is_dir()), None)
-        classes = _classes(train)
-        if test is not None and (unknown := sorted(set(_classes(test)) - set(classes))):
-            raise DataError(f"{str(test)!r} holds classes that {str(train)!r} lacks: {', '.join(map(repr, unknown))}.")
-        return Dataset(
-            root.resolve().name,
-            self._part(train, classes),
-            None if test is None else self._part(test, classes),
-            tuple(classes),
-        )
+        root = check_folder(self.path)
+        has_parts = (root / "train").is_dir()
+        train = root / "train" if has_parts else root
+        test = next((root / name for name in _TEST_NAMES if has_parts and (root / name).is_dir()), None)
+        classes = _class_folders(train)
+        if test is not None and (unknown := sorted(set(_class_folders(test)) - set(classes))):
+            raise DataError(f"{str(test)!r} has classes that {str(train)!r} lacks: {str(unknown)[1:-1]}.")
+        test_part = None if test is None else self._read_part(test, classes)
+        return Dataset(root.resolve().name, self._read_part(train, classes), test_part, tuple(classes))
 
-    def _part(self, folder: Path, classes: list[str]) -> Examples:
+    def _read_part(self, folder: Path, classes: list[str]) -> Examples:
         files, labels = [], []
         for label, name in enumerate(classes):
-            found = _images(folder / name)
+            found = _image_files(folder / name)
             files += found
             labels += [label] * len(found)
-        image = pillow()
-        x = stack_images((_open(image, file) for file in files), len(files), self.size, self.channels, files)
+        pillow = import_pillow()
+        x = stack_images((_open(pillow, file) for file in files), len(files), self.size, self.channels, files)
         return Examples(x, torch.tensor(labels, dtype=torch.int64))
 
 
-def check_image_settings(size: int | None, channels: int | None) -> None:
-    """Refuse sizes and channels that no image has.
+def check_image_settings(size: int | None, channels: int) -> None:
+    """Reject a size below 1, and channels that are neither 1 nor 3.
 
     Raises:
-        ConfigError: if the size is below 1, or the channels are neither 1 nor 3.
+        ConfigError: naming the setting.
     """
     if size is not None:
-        at_least("size", size, 1)
+        check_minimum("size", size, 1)
     if channels not in (1, 3):
         raise ConfigError(f"channels must be 3 (color) or 1 (gray levels), not {channels!r}.")
 
 
-def pillow() -> Any:
-    """The module ``PIL.Image``.
+def import_pillow() -> Any:
+    """Import the module ``PIL.Image``.
 
     Raises:
         DataError: if pillow is not installed.
@@ -104,14 +100,14 @@ def pillow() -> Any:
 def stack_images(
     images: Iterable[Image], count: int, size: int | None, channels: int, names: list[Path] | None = None
 ) -> torch.Tensor:
-    """Images of pillow as one tensor.
+    """Convert images of pillow to one tensor.
 
     Args:
-        images: ``count`` images, taken one at a time.
-        count: how many.
-        size: height and width of the result, or None to keep the common size of all.
+        images: ``count`` images, read one at a time.
+        count: number of images.
+        size: height and width of the result, or None to keep the common size.
         channels: 3 for color, 1 for gray levels.
-        names: their names for messages, or None to name them by their place.
+        names: their files for messages, or None to name them by position.
 
     Returns:
         float32 [count, channels, height, width] in [0, 1].
@@ -119,18 +115,17 @@ def stack_images(
     Raises:
         DataError: if an image cannot be decoded, or if sizes differ and ``size`` is None.
     """
-    image_module = pillow()
+    pillow = import_pillow()
     out: np.ndarray | None = None
     for i, image in enumerate(images):
         where = f"image {str(names[i])!r}" if names else f"image {i} (counted from 0)"
         try:
-            plain = image.convert("L" if channels == 1 else "RGB")
-            if size is not None and plain.size != (size, size):
-                plain = plain.resize((size, size), image_module.Resampling.BILINEAR)
-        # Pillow's decoders report broken files in all of these ways.
-        except (OSError, SyntaxError, ValueError, EOFError, image_module.DecompressionBombError) as error:
+            converted = image.convert("L" if channels == 1 else "RGB")
+            if size is not None and converted.size != (size, size):
+                converted = converted.resize((size, size), pillow.Resampling.BILINEAR)
+        except (*_DECODE_ERRORS, pillow.DecompressionBombError) as error:
             raise DataError(f"{where} cannot be decoded: {error}") from error
-        values = np.asarray(plain, dtype=np.uint8)
+        values = np.asarray(converted, dtype=np.uint8)
         values = values[None] if channels == 1 else values.transpose(2, 0, 1)
         if out is None:
             out = np.empty((count, *values.shape), dtype=np.uint8)
@@ -140,31 +135,34 @@ def stack_images(
         out[i] = values
     if out is None:
         raise DataError("there are no images.")
-    return pixels(out)
+    return scale_bytes(out)
 
 
-def _open(image_module: Any, file: Path) -> Image:
+# Pillow's decoders report broken files by any of these.
+_DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError)
+
+
+def _open(pillow: Any, file: Path) -> Image:
     try:
         # Decoded while the file is open: a large folder would otherwise run out of open files.
         with file.open("rb") as stream:
-            image: Image = image_module.open(stream)
+            image: Image = pillow.open(stream)
             image.load()
-    except (OSError, SyntaxError, ValueError, EOFError, image_module.DecompressionBombError) as error:
+    except (*_DECODE_ERRORS, pillow.DecompressionBombError) as error:
         raise DataError(f"image {str(file)!r} cannot be decoded: {error}") from error
     return image
 
 
-def _classes(folder: Path) -> list[str]:
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+def _class_folders(folder: Path) -> list[str]:
+    names = sorted(f.name for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
     if not names:
         raise DataError(f"{str(folder)!r} holds no folder for any class.")
     return names
 
 
-def _images(folder: Path) -> list[Path]:
-    found = sorted(
-        file for file in folder.rglob("*") if file.suffix.lower() in _ENDINGS and not file.name.startswith(".")
-    )
+def _image_files(folder: Path) -> list[Path]:
+    files = (f for f in folder.rglob("*") if f.suffix.lower() in _ENDINGS and not f.name.startswith("."))
+    found = sorted(files)
     if not found and folder.is_dir():
         raise DataError(f"the folder {str(folder)!r} of a class holds no image.")
     return found

@@ -1,9 +1,8 @@
-"""Images as bytes and a table of what the bytes stand for: a quarter of the memory, and not one bit of an image is lost."""
+"""Images stored as bytes with a color table (indexed color): a quarter of the memory, without loss."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,29 +10,30 @@ import torch
 from torch import Tensor
 
 from ..core.errors import DataError
+from .checks import chunks, describe_array
 
 LEVELS = 256
-"""Values that a byte can stand for."""
+"""Number of values that a byte can stand for."""
 
-# Values that are looked at together: the temporaries of packing stay in the cache.
+# Values that are encoded at a time, so that temporaries stay in the cache.
 _CHUNK = 2**17
-# Of a table that finds a value's byte: two values in one slot cost time, and no more than that.
+# Size of the hash table from values to codes. A collision costs time, but never a wrong code.
 _SLOT_BITS = 14
-_SPREAD = np.uint32(0x9E3779B1)
+_HASH_FACTOR = np.uint32(0x9E3779B1)
 
 
 @dataclass(frozen=True, eq=False)
 class Pixels:
-    """Images that are kept as bytes and handed out as float32: ``image = table[channel, code]``.
+    """Images that are stored as bytes and read as float32: ``image = table[channel, code]``.
 
-    It stands where a tensor of images stands and answers what is asked of one there. Rows come out as new float32
-    tensors, on the device of the bytes, in the very bits that :func:`pack` was given. A CPU core takes about three times as
-    long for them as to copy float32 images: 2.4 to 3.4 ns a value beside 0.7 to 1.2 ns, measured on batches of 32 of
-    60,000 images of 784 values and of 50,000 of 3072.
+    It has the interface of an image tensor as far as examples need it. Rows come out as new float32 tensors
+    on the device of the bytes, bit for bit as :func:`pack` received them. Reading takes a CPU core about
+    three times as long as copying float32 images: 2.4 to 3.4 ns per value instead of 0.7 to 1.2 ns, measured
+    on batches of 32 of 60,000 images of 784 values and of 50,000 of 3072.
 
     Attributes:
-        codes: uint8 [n, channels, ...]: images [n, C, H, W], or flattened ones [n, d] of d features.
-        table: float32 [channels, 256], or [1, 256] where one row serves all channels; on the device of the codes.
+        codes: uint8 [n, channels, ...]: images [n, C, H, W], or flattened images [n, d] of d features.
+        table: float32 [channels, 256], or [1, 256] if all channels share one row; on the device of the codes.
 
     Raises:
         DataError: on construction, if these are no such tensors.
@@ -41,67 +41,66 @@ class Pixels:
 
     codes: Tensor
     table: Tensor
-    _rows: Tensor | None = field(init=False, repr=False)
+    _row_starts: Tensor | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         codes, table = self.codes, self.table
         if codes.dtype != torch.uint8 or codes.ndim < 2:
+            raise DataError(f"image codes must be uint8 [n, channels, ...], not {describe_array(codes)}.")
+        channels = codes.shape[1]
+        if table.dtype != torch.float32 or tuple(table.shape) not in ((1, LEVELS), (channels, LEVELS)):
             raise DataError(
-                f"the codes of images must be uint8 [n, channels, ...], not {codes.dtype} {[*codes.shape]}."
-            )
-        if table.dtype != torch.float32 or tuple(table.shape) not in ((1, LEVELS), (codes.shape[1], LEVELS)):
-            raise DataError(
-                f"the table of images with {codes.shape[1]} channels must be float32 [1, {LEVELS}] or "
-                f"[{codes.shape[1]}, {LEVELS}], not {table.dtype} {[*table.shape]}."
+                f"the table of images with {channels} channels must be float32 [1, {LEVELS}] or "
+                f"[{channels}, {LEVELS}], not {describe_array(table)}."
             )
         if table.device != codes.device:
-            raise DataError(f"the codes of images are on {codes.device}, but their table is on {table.device}.")
-        rows = None
+            raise DataError(f"the image codes are on {codes.device}, but their table is on {table.device}.")
+        starts = None
         if len(table) > 1:
-            rows = torch.arange(len(table), dtype=torch.int32, device=table.device) * LEVELS
-            rows = rows.reshape(-1, *[1] * (codes.ndim - 2))
-        object.__setattr__(self, "_rows", rows)
+            starts = torch.arange(len(table), dtype=torch.int32, device=table.device) * LEVELS
+            starts = starts.reshape(-1, *[1] * (codes.ndim - 2))
+        object.__setattr__(self, "_row_starts", starts)
 
     def __len__(self) -> int:
         return len(self.codes)
 
     @property
     def shape(self) -> torch.Size:
-        """Of the images."""
+        """Shape of the images."""
         return self.codes.shape
 
     @property
     def ndim(self) -> int:
-        """Of the images."""
+        """Number of dimensions of the images."""
         return self.codes.ndim
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the images that are handed out."""
+        """Type of the images that are read."""
         return torch.float32
 
     @property
     def device(self) -> torch.device:
-        """Where the bytes lie, and where images are made of them."""
+        """Device of the codes and of the images that are read."""
         return self.codes.device
 
     def images(self, codes: Tensor | None = None) -> Tensor:
-        """Images as numbers.
+        """Decode images.
 
         Args:
-            codes: uint8 [..., channels, ...] whose last dimensions are those of one of these images; all by default.
+            codes: uint8 [..., channels, ...] with the last dimensions of these images; all by default.
 
         Returns:
             float32 of the shape of the codes, contiguous.
         """
         codes = self.codes if codes is None else codes
-        where = codes.to(torch.int32)
-        if self._rows is not None:
-            where = where.add_(self._rows)
-        return self.table.flatten().index_select(0, where.flatten()).reshape(codes.shape)
+        index = codes.to(torch.int32)
+        if self._row_starts is not None:
+            index = index.add_(self._row_starts)
+        return self.table.flatten().index_select(0, index.flatten()).reshape(codes.shape)
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Images at some places, as ``Tensor.index_select`` gives them.
+        """Decode the images at some positions, like ``Tensor.index_select``.
 
         Args:
             dim: 0.
@@ -113,62 +112,63 @@ class Pixels:
         return self.images(self.codes.index_select(dim, index))
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Images that follow one another, float32."""
+        """Decode consecutive images, float32."""
         return self.images(self.codes[rows])
 
 
 def pack(parts: Sequence[Tensor]) -> list[Pixels]:
-    """Images as bytes, with one table for all, so that images of several parts can be made together.
+    """Encode images as bytes, with one table for all parts.
 
-    One CPU core takes 1 to 2 s, measured, for 60,000 images of 784 values as for 50,000 of 3072, normalized or not. Of
-    inputs that take more values it knows after the first few.
+    One CPU core takes 1 to 2 s, measured, for 60,000 images of 784 values as for 50,000 of 3072. Inputs with
+    more values per channel are rejected after their first few images.
 
     Args:
-        parts: float32 [n, channels, ...] each; the number of channels is that of the others. Some may be empty.
+        parts: float32 [n, channels, ...] each, with the same number of channels. Some may be empty.
 
     Returns:
-        One for each part, in their order and on their devices, compared with it bit by bit.
+        One result per part, on its device, verified to decode to the same bits.
 
     Raises:
-        DataError: if a channel takes more than 256 values, or these are no images.
+        DataError: if a channel has more than 256 values, or these are no images.
     """
     if not any(t.numel() for t in parts):
-        raise DataError("there are no images to keep as bytes.")
+        raise DataError("there are no images to store as bytes.")
     channels = {t.shape[1] if t.ndim > 1 else 0 for t in parts}
     if 0 in channels or len(channels) > 1 or any(t.dtype != torch.float32 for t in parts):
-        found = ", ".join(sorted({f"{str(t.dtype).removeprefix('torch.')} {[*t.shape[1:]]}" for t in parts}))
-        raise DataError(f"images are kept as bytes where all are float32 of one number of channels; these are {found}.")
+        found = ", ".join(sorted({describe_array(t[0]) for t in parts if len(t)}))
+        raise DataError(f"images stored as bytes must be float32 with the same channels, not {found}.")
     try:
-        levels = _Levels(1)
-        codes = [levels.encoded(t) for t in parts]
+        table = _ColorTable(1)
+        codes = [table.encode(t) for t in parts]
     except _TooManyError:
-        levels = _Levels(channels.pop())
+        table = _ColorTable(channels.pop())
         try:
-            codes = [levels.encoded(t) for t in parts]
+            codes = [table.encode(t) for t in parts]
         except _TooManyError as error:
             raise DataError(
-                f"inputs can be kept as bytes where each channel takes at most {LEVELS} values; channel {error.channel} "
-                "(counted from 0) takes more."
+                f"inputs can be stored as bytes if each channel has at most {LEVELS} values; channel "
+                f"{error.channel} (counted from 0) has more."
             ) from error
-    table = torch.from_numpy(levels.values.view(np.float32).reshape(-1, LEVELS))
-    packed = [Pixels(c.to(t.device), table.to(t.device)) for c, t in zip(codes, parts, strict=True)]
-    for made, given in zip(packed, parts, strict=True):
-        for rows in _chunks(given):
-            if not torch.equal(made[rows].view(torch.int32), given[rows].contiguous().view(torch.int32)):
-                raise AssertionError("images come out of bytes otherwise than they went in")
+    values = torch.from_numpy(table.values.view(np.float32).reshape(-1, LEVELS))
+    packed = [Pixels(c.to(t.device), values.to(t.device)) for c, t in zip(codes, parts, strict=True)]
+    for pixels, images in zip(packed, parts, strict=True):
+        for start, rows in chunks(images, _CHUNK):
+            decoded = pixels[start : start + len(rows)]
+            if not torch.equal(decoded.view(torch.int32), rows.contiguous().view(torch.int32)):
+                raise AssertionError("packed images decode to other bits")
     return packed
 
 
 class _TooManyError(Exception):
-    """A row of the table would need more values than a byte can tell apart."""
+    """A row of the table would need more than 256 values."""
 
     def __init__(self, channel: int) -> None:
         super().__init__(channel)
         self.channel = channel
 
 
-class _Levels:
-    """The values that have been met, as bit patterns, for -0.0 is another value than 0.0.
+class _ColorTable:
+    """The values seen so far as bit patterns (-0.0 differs from 0.0), and the code of each.
 
     Args:
         rows: 1, or the number of channels.
@@ -178,72 +178,59 @@ class _Levels:
         self.rows = rows
         self.values = np.zeros(rows * LEVELS, dtype=np.uint32)
         self._counts = np.zeros(rows, dtype=np.int64)
-        # the byte of a value is guessed by a slot, which is right nearly always, and looked at
-        self._guess = np.zeros(rows << _SLOT_BITS, dtype=np.uint8)
-        # row and value in one number, sorted, for the rest
+        # Hash table: a slot holds the code of the last value with that hash.
+        self._slots = np.zeros(rows << _SLOT_BITS, dtype=np.uint8)
+        # Sorted keys (row and value) and their codes, for values whose slot another value took.
         self._keys = np.zeros(0, dtype=np.uint64)
         self._codes = np.zeros(0, dtype=np.uint8)
 
-    def encoded(self, x: Tensor) -> Tensor:
-        """Bytes for all values of ``x [n, channels, ...]``, uint8 of its shape."""
+    def encode(self, x: Tensor) -> Tensor:
+        """Codes of all values of ``x [n, channels, ...]``, uint8 of its shape; new values get new codes."""
         codes = torch.empty(x.shape, dtype=torch.uint8)
-        for rows in _chunks(x):
-            bits = x[rows].detach().cpu().contiguous().view(torch.int32).numpy().view(np.uint32)
-            codes[rows] = torch.from_numpy(self._encoded(bits))
+        for start, rows in chunks(x, _CHUNK) if x.numel() else ():
+            bits = rows.detach().cpu().contiguous().view(torch.int32).numpy().view(np.uint32)
+            codes[start : start + len(rows)] = torch.from_numpy(self._encode(bits))
         return codes
 
-    def _encoded(self, bits: np.ndarray) -> np.ndarray:
+    def _encode(self, bits: np.ndarray) -> np.ndarray:
         row = np.zeros((), dtype=np.uint32)
         if self.rows > 1:
             row = np.arange(self.rows, dtype=np.uint32).reshape(-1, *[1] * (bits.ndim - 2))
         if not len(self._keys):
+            # An empty slot holds code 0, so code 0 must be in use before any slot is read.
             first = bits[0].reshape(self.rows, -1)[:, 0]
-            # a slot without a guess says 0, so that place must be taken before any guess is looked at
-            self._learn(_keys(np.arange(self.rows, dtype=np.uint32), first))
-        slots = _slots(bits) + (row << np.uint32(_SLOT_BITS))
-        codes: np.ndarray = self._guess.take(slots)
+            self._add(_keys(np.arange(self.rows, dtype=np.uint32), first))
+        codes: np.ndarray = self._slots.take(_hash(bits) + (row << np.uint32(_SLOT_BITS)))
         wrong = np.flatnonzero(self.values.take(codes + row * np.uint32(LEVELS)) != bits)
         if len(wrong):
             keys = _keys(np.broadcast_to(row, bits.shape).reshape(-1)[wrong], bits.reshape(-1)[wrong])
-            met = np.unique(keys)
-            self._learn(met[self._keys[self._places(met)] != met])
-            codes.reshape(-1)[wrong] = self._codes[self._places(keys)]
+            self._add(np.setdiff1d(keys, self._keys))
+            codes.reshape(-1)[wrong] = self._codes[np.searchsorted(self._keys, keys)]
         return codes
 
-    def _places(self, keys: np.ndarray) -> np.ndarray:
-        return np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-
-    def _learn(self, keys: np.ndarray) -> None:
-        """Give each of these a byte; they are new and sorted."""
-        if not len(keys):
-            return
+    def _add(self, keys: np.ndarray) -> None:
+        """Give a code to each of these new and sorted keys."""
         row, bits = (keys >> np.uint64(32)).astype(np.int64), keys.astype(np.uint32)
         counts = np.bincount(row, minlength=self.rows)
         if (self._counts + counts).max() > LEVELS:
             raise _TooManyError(int((self._counts + counts).argmax()))
-        # of the new ones of a row, which one it is
-        nth = np.arange(len(keys)) - (np.cumsum(counts) - counts)[row]
-        codes = (self._counts[row] + nth).astype(np.uint8)
+        place_in_row = np.arange(len(keys)) - (np.cumsum(counts) - counts)[row]
+        codes = (self._counts[row] + place_in_row).astype(np.uint8)
         self.values[row * LEVELS + codes] = bits
-        self._guess[(row << _SLOT_BITS) + _slots(bits)] = codes
+        self._slots[(row << _SLOT_BITS) + _hash(bits)] = codes
         self._counts += counts
-        every, chosen = np.concatenate([self._keys, keys]), np.concatenate([self._codes, codes])
-        order = np.argsort(every, kind="stable")
-        self._keys, self._codes = every[order], chosen[order]
+        all_keys, all_codes = np.concatenate([self._keys, keys]), np.concatenate([self._codes, codes])
+        order = np.argsort(all_keys, kind="stable")
+        self._keys, self._codes = all_keys[order], all_codes[order]
 
 
 def _keys(row: np.ndarray, bits: np.ndarray) -> np.ndarray:
-    found: np.ndarray = (row.astype(np.uint64) << np.uint64(32)) | bits
-    return found
+    """Row and bit pattern in one uint64."""
+    keys: np.ndarray = (row.astype(np.uint64) << np.uint64(32)) | bits
+    return keys
 
 
-def _slots(bits: np.ndarray) -> np.ndarray:
-    """Where a value's byte is looked for: a product wraps around, and its first digits depend on all of the value's."""
-    slots: np.ndarray = (bits * _SPREAD) >> np.uint32(32 - _SLOT_BITS)
+def _hash(bits: np.ndarray) -> np.ndarray:
+    """Slot of each value: the upper bits of a product depend on all bits of the value."""
+    slots: np.ndarray = (bits * _HASH_FACTOR) >> np.uint32(32 - _SLOT_BITS)
     return slots
-
-
-def _chunks(x: Tensor) -> Iterator[slice]:
-    rows = max(1, _CHUNK // max(1, math.prod(x.shape[1:])))
-    for start in range(0, len(x) if x.numel() else 0, rows):
-        yield slice(start, start + rows)

@@ -1,4 +1,4 @@
-"""Where data sets come from, by name."""
+"""Sources of data sets by name."""
 
 from __future__ import annotations
 

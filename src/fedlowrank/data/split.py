@@ -1,9 +1,8 @@
-"""How the examples of each client are divided into training, validation and test."""
+"""Splits: rules that give each client training, validation and test examples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
@@ -12,15 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError
 from ..core.key import Key
-from .counting import Index, at_least, largest_remainder
-from .dataset import Dataset, Examples
+from .apportion import IntArray, largest_remainder
+from .checks import check_minimum
+from .dataset import Dataset
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What a split may look at. Positions count through the official training part and go on through the test part.
+    """The examples of both official parts as positions; test positions follow training positions.
 
     Attributes:
         dataset: the data set.
@@ -30,80 +31,74 @@ class Pool:
 
     @cached_property
     def labels(self) -> npt.NDArray[Any]:
-        """What partitions go by, of all examples: strata [n], where there are some; else labels [n].
+        """What partitions use, of all examples: strata [n] if there are any, else labels [n].
 
-        Else of a regression its targets [n, d], and of labels of tokens, by which no partition could go, zeros [n, 1].
+        A regression gives its targets [n, d]. Token labels, which no partition can use, become zeros [n, 1].
         """
-        strata = [s for s in (self.dataset.strata, self.dataset.strata_test) if s is not None]
-        if strata:
-            return _joined(strata)
-        if self.dataset.train.tokens:
-            return np.zeros((sum(len(part) for part in self.parts), 1))
-        return _joined([part.y for part in self.parts])
+        train, test = self.dataset.train, self.dataset.test
+        if self.dataset.strata is not None:
+            return _concatenate(self.dataset.strata, self.dataset.strata_test)
+        if train.tokens:
+            return np.zeros((len(train) + (0 if test is None else len(test)), 1))
+        return _concatenate(train.y, None if test is None else test.y)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What :attr:`labels` number: classes, or strata; empty where there are neither."""
+        """Names of the classes or strata that :attr:`labels` number; empty if there are neither."""
         return self.dataset.classes or self.dataset.strata_names
 
     @cached_property
-    def natural(self) -> Index | None:
-        """Natural clients of all examples, [n], or None unless every part has them."""
-        ids = [self.dataset.natural, self.dataset.natural_test][: len(self.parts)]
-        known = [i for i in ids if i is not None]
-        if len(known) < len(ids):
+    def natural(self) -> IntArray | None:
+        """Natural clients of all examples, [n]; None unless every part has them."""
+        train, test = self.dataset.natural, self.dataset.natural_test
+        if train is None or (test is None and self.dataset.test is not None):
             return None
-        joined: Index = _joined(known)
-        return joined
-
-    @property
-    def parts(self) -> list[Examples]:
-        """The official parts."""
-        return [part for part in (self.dataset.train, self.dataset.test) if part is not None]
+        return _concatenate(train, test)
 
     @property
     def train_size(self) -> int:
-        """Number of examples of the training part; the position of the first test example."""
+        """Number of training examples, which is the position of the first test example."""
         return len(self.dataset.train)
 
     @cached_property
-    def test(self) -> Index:
+    def test(self) -> IntArray:
         """Positions of the official test part."""
         return np.arange(self.train_size, len(self.labels))
 
 
-Use: TypeAlias = Literal["unused", "merged", "shared", "whole"]
+TestUse: TypeAlias = Literal["unused", "merged", "shared", "whole"]
+"""What becomes of the official test part.
+
+``unused``: nothing. ``merged``: the partition assigns it together with the training part, if there is one.
+``shared``: the partition assigns it separately, by the same rule. ``whole``: every client sees all of it. The
+last two need a test part.
+"""
 
 
 class Positions(NamedTuple):
-    """Positions of one client's examples in the pool, with notes for the reader."""
+    """Sorted positions of one client's examples in the pool, and warnings for the reader."""
 
-    train: Index
-    val: Index
-    test: Index
+    train: IntArray
+    val: IntArray
+    test: IntArray
     notes: tuple[str, ...] = ()
 
 
 class Split(Protocol):
-    """A way to give each client training, validation and test examples."""
+    """A rule that gives each client training, validation and test examples."""
 
     @property
-    def official_test(self) -> Use:
-        """What becomes of the official test part.
-
-        ``unused``: nothing. ``merged``: the partition shares it out together with the training part, if there is one.
-        ``shared``: the partition shares it out by itself, by the same rule as the training part. ``whole``: every client
-        sees all of it. The last two need one.
-        """
+    def official_test(self) -> TestUse:
+        """What becomes of the official test part."""
         ...
 
-    def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
+    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
         """Divide the examples of one client.
 
         Args:
             pool: the whole data set.
-            own: sorted positions that the partition gave to the client; of test examples, too, if the official test
-                part is merged or shared.
+            own: sorted positions that the partition assigned to the client; test examples are among them if
+                the official test part is merged or shared.
             client: its number, for messages.
             key: randomness of this client.
 
@@ -120,10 +115,10 @@ class Local:
     Attributes:
         train: share for training, above 0.
         val: share for validation; with 0 there is none.
-        test: share for the test, above 0. The three add up to 1. A client has at least one example in each part whose
-            share is above 0.
-        pool: ``train`` shares out the official training part and leaves the official test part unused; ``all`` shares
-            out both together.
+        test: share for the test, above 0. The three add up to 1. A client has at least one example in each
+            part whose share is above 0.
+        pool: ``train`` partitions the official training part and leaves the official test part unused;
+            ``all`` partitions both together.
     """
 
     train: float = 0.8
@@ -134,19 +129,18 @@ class Local:
     def __post_init__(self) -> None:
         shares = (self.train, self.val, self.test)
         if not all(math.isfinite(s) and s >= 0 for s in shares) or self.train <= 0 or self.test <= 0:
-            raise ConfigError(f"the shares train, val, test must be numbers from 0 to 1, val alone may be 0: {shares}.")
+            raise ConfigError(f"train, val, test must be shares from 0 to 1, val alone may be 0: {shares}.")
         if not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
-            raise ConfigError(f"the shares train, val, test must add up to 1: {shares} add up to {sum(shares):g}.")
-        if self.pool not in ("train", "all"):
-            raise ConfigError(f"split.pool must be 'train' or 'all', not {self.pool!r}.")
+            raise ConfigError(f"train, val, test must add up to 1: {shares} add up to {sum(shares):g}.")
+        check_choices(self)
 
     @property
-    def official_test(self) -> Use:
+    def official_test(self) -> TestUse:
         """See `Split.official_test`."""
         return "merged" if self.pool == "all" else "unused"
 
-    def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:  # noqa: ARG002
-        """Divide the examples of one client; see `Split.cut`."""
+    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:  # noqa: ARG002
+        """See `Split.divide`."""
         shares = np.array([self.train, self.val, self.test])
         least = (shares > 0).astype(np.int64)
         if len(own) < least.sum():
@@ -164,138 +158,132 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Matched:
-    """Test examples from the official test part, with the mixture of classes of the client's own examples.
+class _OfficialTest:
+    """Tests on the official test part; a share of the client's own examples is for validation."""
 
-    A client's test examples differ from each other, but two clients may have some in common. The mixture is that of
-    all the examples that the client holds for training and validation, rounded by the largest remainder. This is how
+    official_test: ClassVar[TestUse] = "whole"
+
+    val: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.val < 1:
+            raise ConfigError(f"split.val must be a share from 0 to below 1, not {self.val!r}.")
+
+    def _hold_out(self, own: IntArray, client: int, key: Key) -> tuple[IntArray, IntArray]:
+        """Sorted positions for training and for validation."""
+        val = self.val
+        if val == 0:
+            return own, own[:0]
+        if len(own) < 2:
+            raise DataError(
+                f"client {client} has {len(own)} examples, too few for two parts. Set split.val to 0, "
+                "or raise the smallest size of a client in the partition."
+            )
+        size = int(np.clip(largest_remainder([1 - val, val], len(own))[1], 1, len(own) - 1))
+        order = (key / "order").numpy().permutation(own)
+        return np.sort(order[size:]), np.sort(order[:size])
+
+
+@dataclass(frozen=True)
+class Matched(_OfficialTest):
+    """Test examples from the official test part, in the class mixture of the client's own examples.
+
+    The test examples of one client are distinct, but two clients may have some in common. The mixture is that
+    of all training and validation examples of the client, rounded by the largest remainder. This is how
     FedSLR tests personalized models.
 
     Attributes:
-        val: share of the client's examples for validation, from 0 to below 1; above 0 it is at least one example.
-        test_per_client: number of test examples of each client, at least 1; fewer if the test part has too few of a
-            class, which the client's notes then say.
+        val: share of the client's examples for validation, from 0 to below 1; above 0 at least one.
+        test_per_client: number of test examples of each client, at least 1; fewer if the test part has too
+            few of a class, which the client's notes then report.
     """
 
-    val: float = 0.1
     test_per_client: int = 100
 
     def __post_init__(self) -> None:
-        _check_val(self.val)
-        at_least("test_per_client", self.test_per_client, 1)
+        super().__post_init__()
+        check_minimum("test_per_client", self.test_per_client, 1)
 
-    @property
-    def official_test(self) -> Use:
-        """See `Split.official_test`."""
-        return "whole"
-
-    def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
-        """Divide the examples of one client; see `Split.cut`."""
+    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
+        """See `Split.divide`."""
         names = pool.names
         if not names:
             raise DataError(
                 "split 'matched' draws test examples by class labels, but these data have none. Use split "
                 "'local', 'whole_test' or 'own_test'."
             )
-        train, val = _hold_out(own, self.val, client, key)
+        train, val = self._hold_out(own, client, key)
         wanted = largest_remainder(np.bincount(pool.labels[own], minlength=len(names)), self.test_per_client)
-        draws = (key / "test").numpy()
+        generator = (key / "test").numpy()
         test, notes = [], []
         for c in np.flatnonzero(wanted):
-            there = pool.test[pool.labels[pool.test] == c]
-            if len(there) < wanted[c]:
+            available = pool.test[pool.labels[pool.test] == c]
+            if len(available) < wanted[c]:
                 notes.append(
-                    f"client {client}: {len(there)} test examples of class {names[c]!r} instead of {wanted[c]}; "
-                    "the official test part has no more"
+                    f"client {client}: {len(available)} test examples of class {names[c]!r} instead of "
+                    f"{wanted[c]}; the official test part has no more"
                 )
-            test.append(draws.permutation(there)[: wanted[c]])
-        found = np.sort(np.concatenate(test))
-        if len(found) == 0:
+            test.append(generator.permutation(available)[: wanted[c]])
+        positions = np.sort(np.concatenate(test))
+        if len(positions) == 0:
             raise DataError(f"client {client} gets no test example: the test part has none of its classes.")
-        return Positions(train, val, found, tuple(notes))
+        return Positions(train, val, positions, tuple(notes))
 
 
 @dataclass(frozen=True)
-class WholeTest:
+class WholeTest(_OfficialTest):
     """Every client is tested on the whole official test part.
 
     Attributes:
-        val: share of the client's examples for validation, from 0 to below 1; above 0 it is at least one example.
+        val: share of the client's examples for validation, from 0 to below 1; above 0 at least one.
     """
 
-    val: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_val(self.val)
-
-    @property
-    def official_test(self) -> Use:
-        """See `Split.official_test`."""
-        return "whole"
-
-    def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
-        """Divide the examples of one client; see `Split.cut`."""
-        return Positions(*_hold_out(own, self.val, client, key), pool.test)
+    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
+        """See `Split.divide`."""
+        return Positions(*self._hold_out(own, client, key), pool.test)
 
 
 @dataclass(frozen=True)
-class OwnTest:
-    """Every natural client is tested on its own examples of the official test part. Goes with partition ``natural``.
+class OwnTest(_OfficialTest):
+    """Every natural client is tested on its own examples of the official test part. Use it with ``natural``.
 
     Attributes:
-        val: share of the client's examples for validation, from 0 to below 1; above 0 it is at least one example.
+        val: share of the client's examples for validation, from 0 to below 1; above 0 at least one.
     """
 
-    val: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_val(self.val)
-
-    @property
-    def official_test(self) -> Use:
-        """See `Split.official_test`."""
-        return "whole"
-
-    def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
-        """Divide the examples of one client; see `Split.cut`."""
+    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
+        """See `Split.divide`."""
         if pool.natural is None:
-            raise DataError("split 'own_test' needs natural clients in both the training part and the test part.")
+            raise DataError("split 'own_test' needs natural clients in both the training and the test part.")
         ids = np.unique(pool.natural[own])
         if len(ids) != 1:
-            raise DataError(f"client {client} mixes natural clients; split 'own_test' needs partition 'natural'.")
+            raise DataError(f"client {client} mixes natural clients; 'own_test' needs partition 'natural'.")
         test = pool.test[pool.natural[pool.test] == ids[0]]
         if len(test) == 0:
             raise DataError(f"client {client} (natural client {ids[0]}) has no example in the test part.")
-        return Positions(*_hold_out(own, self.val, client, key), test)
+        return Positions(*self._hold_out(own, client, key), test)
 
 
 @dataclass(frozen=True)
-class TestShare:
-    """The official test part is shared out among the clients by the rule that shares out the training part.
+class TestShare(_OfficialTest):
+    """The official test part is partitioned among the clients by the rule that partitions the training part.
 
-    No test example occurs twice. It goes with the partitions whose rule draws no mixture of classes at random, ``iid``
-    and ``label_groups``; ``own_test`` does the same for ``natural``.
+    No test example occurs twice. It works with the partitions that draw no class mixtures, ``iid`` and
+    ``label_groups``; ``own_test`` does the same for ``natural``.
 
     Attributes:
-        val: share of the client's training examples for validation, from 0 to below 1; above 0 it is at least one.
+        val: share of the client's training examples for validation, from 0 to below 1; above 0 at least one.
     """
 
-    __test__: ClassVar[bool] = False  # pytest would take it for a class of tests
+    __test__: ClassVar[bool] = False  # pytest would collect it as a test class
+    official_test: ClassVar[TestUse] = "shared"
 
     val: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_val(self.val)
-
-    @property
-    def official_test(self) -> Use:
-        """See `Split.official_test`."""
-        return "shared"
-
-    def cut(self, pool: Pool, own: Index, client: int, key: Key) -> Positions:
-        """Divide the examples of one client; see `Split.cut`."""
-        mine = own < pool.train_size
-        return Positions(*_hold_out(own[mine], self.val, client, key), own[~mine])
+    def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
+        """See `Split.divide`."""
+        is_train = own < pool.train_size
+        return Positions(*self._hold_out(own[is_train], client, key), own[~is_train])
 
 
 SPLITS: dict[str, type] = {
@@ -308,25 +296,6 @@ SPLITS: dict[str, type] = {
 """Splits by name."""
 
 
-def _check_val(val: float) -> None:
-    if not 0 <= val < 1:
-        raise ConfigError(f"split.val must be a share from 0 to below 1, not {val!r}.")
-
-
-def _hold_out(own: Index, val: float, client: int, key: Key) -> tuple[Index, Index]:
-    """Positions for training and for validation."""
-    if val == 0:
-        return own, own[:0]
-    if len(own) < 2:
-        raise DataError(
-            f"client {client} has {len(own)} examples, too few for training and validation. Set split.val to 0, or "
-            "raise the smallest size of a client in the partition."
-        )
-    held = int(np.clip(largest_remainder([1 - val, val], len(own))[1], 1, len(own) - 1))
-    order = (key / "order").numpy().permutation(own)
-    return np.sort(order[held:]), np.sort(order[:held])
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
-    joined: npt.NDArray[Any] = torch.cat(list(parts)).numpy()
+def _concatenate(train: torch.Tensor, test: torch.Tensor | None) -> npt.NDArray[Any]:
+    joined: npt.NDArray[Any] = torch.cat([train] if test is None else [train, test]).numpy()
     return joined

@@ -1,10 +1,11 @@
-"""Regressions whose targets are those of FLoRAL's models: a common weight and a low-rank update for each cluster.
+"""Synthetic regressions of FLoRAL: a common weight with a low-rank update per cluster.
 
-Source: Almansoori et al. (FLoRAL), Appendices G.1 and G.2. The paper draws every parameter from N(0, 1/√d_in), d_in being
-the input dimension of the layer, and leaves open which of the two numbers that is; here 1/√d_in is the standard
-deviation (the usual initialization), and d_in is ``inputs`` for W, U and V, which make up one layer, and ``hidden`` for
-Φ. Clients are natural ones: use partition ``natural``, split ``own_test`` with val = 0, concept ``natural`` with as many
-clusters, and data.normalize = "none", since x is standard already and y is a function of x as drawn.
+Source: Almansoori et al. (FLoRAL), Appendices G.1 and G.2. The paper draws every parameter from N(0,
+1/√d_in), where d_in is the input dimension of the layer, and does not say whether 1/√d_in is the variance or
+the standard deviation; here it is the standard deviation (the usual initialization). d_in is ``inputs`` for
+W, U and V, which make up one layer, and ``hidden`` for Φ. Clients are natural ones: use partition
+``natural``, split ``own_test`` with val = 0, concept ``natural`` with as many clusters, and data.normalize =
+"none", since x is standard normal and y is a function of x.
 """
 
 from __future__ import annotations
@@ -18,30 +19,30 @@ from torch import Tensor
 
 from ..core.errors import ConfigError
 from ..core.key import Key
-from .counting import at_least, positive
+from .checks import check_minimum, check_positive
 from .dataset import Dataset, Examples
 
 Target: TypeAlias = Callable[[Tensor, int], Tensor]
-"""From inputs [n, inputs] and a cluster to targets [n, outputs], both float64."""
+"""Maps inputs [n, inputs] and a cluster to targets [n, outputs], both float64."""
 
 
 @dataclass(frozen=True)
 class SyntheticLinear:
     """Linear regressions y = (W + α U_c V_cᵀ) x, where x ~ N(0, I) and client k is of cluster c = k mod C.
 
-    Each client has N = share·d training examples (rounded, half up), d = outputs·inputs being the size of W: too few to
-    find W alone, enough together. There is no noise.
+    Each client has N = share·d training examples (rounded, half up), d = outputs·inputs being the size of W:
+    too few to find W alone, enough together. There is no noise.
 
     Attributes:
         clients: number K of natural clients, at least 1.
         clusters: number C of clusters, from 1 to the number of clients.
         inputs: width of x.
         outputs: width of y.
-        rank: of the update of each cluster.
+        rank: rank of the update of each cluster.
         alpha: α, factor of the updates, above 0.
         share: training examples of a client as a share of d, above 0.
         test: test examples of each client, at least 1.
-        seed: of everything drawn; the data do not depend on the seed of the run.
+        seed: of all draws; the data do not depend on the seed of the run.
     """
 
     clients: int = 10
@@ -55,22 +56,23 @@ class SyntheticLinear:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, ("clients", "clusters", "inputs", "outputs", "rank", "test"))
+        _check_settings(self, ("clients", "clusters", "inputs", "outputs", "rank", "test"))
 
     def load(self) -> Dataset:
         """The examples of all clients, x [n, inputs] and y [n, outputs]."""
         key = Key(("synthetic_linear", self.seed))
-        weights = _weights(self, self.outputs, key)
-        return _dataset(self, "synthetic_linear", self.outputs * self.inputs, lambda x, c: x @ weights[c].T, key)
+        weights = _draw_weights(self, self.outputs, key)
+        size = self.outputs * self.inputs
+        return _draw_dataset(self, "synthetic_linear", size, lambda x, c: x @ weights[c].T, key)
 
 
 @dataclass(frozen=True)
 class SyntheticMLP:
     """Regressions y = Φ relu((W + α U_c V_cᵀ) x), where x ~ N(0, I) and client k is of cluster c = k mod C.
 
-    Each client has N = share·d training examples (rounded, half up), where d is taken to be hidden·inputs, the size of
-    W: the layer in which clusters differ. The paper's models are twice as wide as this target, model.hidden = [20].
-    There is no noise.
+    Each client has N = share·d training examples (rounded, half up), where d is taken to be hidden·inputs,
+    the size of W: the layer in which clusters differ. The paper's models are twice as wide as this target,
+    model.hidden = [20]. There is no noise.
 
     Attributes:
         clients: number K of natural clients, at least 1.
@@ -78,11 +80,11 @@ class SyntheticMLP:
         inputs: width of x.
         hidden: width of the target's hidden layer.
         outputs: width of y.
-        rank: of the update of each cluster.
-        alpha: α, factor of the updates, above 0; eq. 44 of the paper does without, which is 1.
+        rank: rank of the update of each cluster.
+        alpha: α, factor of the updates, above 0; eq. 44 of the paper has none, which is 1.
         share: training examples of a client as a share of d, above 0.
         test: test examples of each client, at least 1.
-        seed: of everything drawn; the data do not depend on the seed of the run.
+        seed: of all draws; the data do not depend on the seed of the run.
     """
 
     clients: int = 20
@@ -97,54 +99,52 @@ class SyntheticMLP:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, ("clients", "clusters", "inputs", "hidden", "outputs", "rank", "test"))
+        _check_settings(self, ("clients", "clusters", "inputs", "hidden", "outputs", "rank", "test"))
 
     def load(self) -> Dataset:
         """The examples of all clients, x [n, inputs] and y [n, outputs]."""
         key = Key(("synthetic_mlp", self.seed))
-        weights = _weights(self, self.hidden, key)
-        top = _normal(key / "phi", self.outputs, self.hidden) / self.hidden**0.5
-        return _dataset(
-            self, "synthetic_mlp", self.hidden * self.inputs, lambda x, c: (x @ weights[c].T).relu() @ top.T, key
-        )
+        weights = _draw_weights(self, self.hidden, key)
+        top = _draw_normal(key / "phi", self.outputs, self.hidden) / self.hidden**0.5
+        size = self.hidden * self.inputs
+        return _draw_dataset(self, "synthetic_mlp", size, lambda x, c: (x @ weights[c].T).relu() @ top.T, key)
 
 
 Synthetic: TypeAlias = SyntheticLinear | SyntheticMLP
 
 
-def _check(source: Synthetic, counts: tuple[str, ...]) -> None:
+def _check_settings(source: Synthetic, counts: tuple[str, ...]) -> None:
     for name in counts:
-        at_least(f"data.{name}", getattr(source, name), 1)
-    positive("data.alpha", source.alpha)
-    positive("data.share", source.share)
+        check_minimum(f"data.{name}", getattr(source, name), 1)
+    check_positive("data.alpha", source.alpha)
+    check_positive("data.share", source.share)
     if source.clusters > source.clients:
-        raise ConfigError(
-            f"data.clusters is {source.clusters}, but there are {source.clients} clients: some clusters would be empty."
-        )
+        raise ConfigError(f"data.clusters is {source.clusters}, but there are only {source.clients} clients.")
 
 
-def _weights(source: Synthetic, outputs: int, key: Key) -> list[Tensor]:
+def _draw_weights(source: Synthetic, outputs: int, key: Key) -> list[Tensor]:
     """The first layer of each cluster, [outputs, inputs]."""
     scale = source.inputs**-0.5
-    common = _normal(key / "W", outputs, source.inputs) * scale
+    common = _draw_normal(key / "W", outputs, source.inputs) * scale
     weights = []
     for c in range(source.clusters):
-        u = _normal(key / "U" / c, outputs, source.rank) * scale
-        v = _normal(key / "V" / c, source.inputs, source.rank) * scale
+        u = _draw_normal(key / "U" / c, outputs, source.rank) * scale
+        v = _draw_normal(key / "V" / c, source.inputs, source.rank) * scale
         weights.append(common + source.alpha * u @ v.T)
     return weights
 
 
-def _dataset(source: Synthetic, name: str, size: int, target: Target, key: Key) -> Dataset:
+def _draw_dataset(source: Synthetic, name: str, size: int, target: Target, key: Key) -> Dataset:
     parts = []
     for part, n in (("train", max(1, int(source.share * size + 0.5))), ("test", source.test)):
-        x = [_normal(key / part / k, n, source.inputs).float() for k in range(source.clients)]
+        x = [_draw_normal(key / part / k, n, source.inputs).float() for k in range(source.clients)]
         y = [target(rows.double(), k % source.clusters).float() for k, rows in enumerate(x)]
-        parts.append((Examples(torch.cat(x), torch.cat(y)), torch.arange(source.clients).repeat_interleave(n)))
+        client = torch.arange(source.clients).repeat_interleave(n)
+        parts.append((Examples(torch.cat(x), torch.cat(y)), client))
     (train, natural), (test, natural_test) = parts
     return Dataset(name, train, test, (), natural, natural_test)
 
 
-def _normal(key: Key, *shape: int) -> Tensor:
-    """Standard normal numbers, float64."""
+def _draw_normal(key: Key, *shape: int) -> Tensor:
+    """Standard normal draws, float64."""
     return torch.randn(shape, generator=key.generator(), dtype=torch.float64)

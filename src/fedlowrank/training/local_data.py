@@ -14,9 +14,9 @@ from torch import Tensor
 from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.method import Batch, ClientInfo, Pass
-from ..data.augment import UNCHANGED, Augment
+from ..data.augment import NO_AUGMENT, Augment
 from ..data.dataset import Examples
-from ..data.text.batches import MULTIPLE, columns, cut, ends, length_buckets, trim
+from ..data.text.batches import MULTIPLE, length_buckets, padded_width, sequence_lengths, trim, truncate_columns
 
 CHUNK = 256
 """Examples at once where no gradient is taken: large enough to keep a core busy, small enough for its cache."""
@@ -56,7 +56,7 @@ class LocalData:
     examples: Examples
     passes: Mapping[str, Pass]
     key: Key
-    augment: Augment = UNCHANGED
+    augment: Augment = NO_AUGMENT
     quarter_turns: int = 0
     by_length: bool = False
     _orders: dict[str, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -139,12 +139,12 @@ class LocalData:
         """Where the last token of each example ends ``[n]``, or None where examples are no texts."""
         if _width(self.examples) is None or not isinstance(self.examples.x, dict):
             return None
-        found: np.ndarray = ends(self.examples.x["attention_mask"]).cpu().numpy()
+        found: np.ndarray = sequence_lengths(self.examples.x["attention_mask"]).cpu().numpy()
         return found
 
     def _columns(self, some: np.ndarray | slice) -> int | None:
         """Columns of the batch of some examples, known without a look at the device; None where they are no texts."""
-        return None if self._ends is None else columns(int(self._ends[some].max()))
+        return None if self._ends is None else padded_width(int(self._ends[some].max()))
 
     def size(self, index: Tensor) -> Size:
         """The size of the batch of these examples."""
@@ -171,7 +171,7 @@ def gather(examples: Examples, index: Tensor, step: int = 0, columns: int | None
     if isinstance(x, dict):
         picked = {n: t.index_select(0, index) for n, t in x.items()}
         if _width(examples) is not None:
-            picked, y = trim(picked, y) if columns is None else cut(picked, y, columns)
+            picked, y = trim(picked, y) if columns is None else truncate_columns(picked, y, columns)
         return Batch(picked, y, step=step)
     return Batch(channels_last(x.index_select(0, index)), y, step=step)
 

@@ -1,4 +1,4 @@
-"""How an instruction and its response are written down for a language model."""
+"""Formats: how an instruction and its response are written as one text."""
 
 from __future__ import annotations
 
@@ -22,28 +22,29 @@ _WITHOUT_INPUT = (
 
 
 def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[str, str]:
-    """The text before the response, and the response as it is to be learnt.
+    """Write an instruction as a prompt and a response.
 
-    The prompt does not depend on the response: it is the one to generate from, too.
+    The prompt does not depend on the response, so it is also the prompt for generation.
 
     Args:
         record: an instruction; without a response the second text is empty.
-        format: ``alpaca``: the template of Stanford Alpaca, letter by letter, whose prompt ends in ``### Response:``
-            without a line break; ``plain``: instruction and input, each followed by a line break; ``chat``: the chat
-            template of the tokenizer, with instruction and input, a blank line between them, as the words of the user
-            (the response then ends as the template ends a turn); ``none``: nothing before the response, for plain text.
+        format: ``alpaca``: the template of Stanford Alpaca, verbatim, whose prompt ends in ``### Response:``
+            without a line break; ``plain``: instruction and input, each followed by a line break; ``chat``:
+            the chat template of the tokenizer, with instruction and input, separated by a blank line, as the
+            user's message (the response ends as the template ends a turn); ``none``: no prompt.
         tokenizer: for ``chat``: a tokenizer of ``transformers`` with a chat template.
 
     Returns:
         Prompt and response. Their concatenation is the whole text.
 
     Raises:
-        ConfigError: if the format is unknown; if the record has neither instruction nor input but the format needs one;
-            or, for ``chat``, if the tokenizer has no chat template, or one that begins otherwise once there is a
-            response.
+        ConfigError: if the format is unknown; if it needs an instruction or input but the record has none;
+            or, for ``chat``, if the tokenizer has no chat template, or its prompt changes when a response
+            follows.
 
     Source:
-        Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023), train.py, ``PROMPT_DICT``.
+        Taori et al., "Stanford Alpaca: An Instruction-following LLaMA model" (2023), train.py,
+        ``PROMPT_DICT``.
     """
     if format == "none":
         return "", record.response
@@ -52,36 +53,36 @@ def render(record: Instruction, format: Format, tokenizer: Any = None) -> tuple[
     if format not in get_args(Format):
         raise ConfigError(f"unknown format {format!r}. {did_you_mean(format, get_args(Format))}")
     if not record.prompt and not record.input:
-        raise ConfigError(f"format {format!r} needs instructions, but there is plain text. Use format 'none'.")
+        raise ConfigError(f"format {format!r} needs instructions, but this is plain text. Use format 'none'.")
     if format == "chat":
-        return _chat(record, tokenizer)
+        return _render_chat(record, tokenizer)
     template = _WITH_INPUT if record.input else _WITHOUT_INPUT
-    # Not one replacement after the other: an instruction may hold the word {input}.
     return template.format(instruction=record.prompt, input=record.input), record.response
 
 
-def _chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:
+def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            "format 'chat' needs a tokenizer with a chat template, which this one lacks. "
-            "Use format 'alpaca' or 'plain', or set tokenizer.chat_template."
+            "format 'chat' needs a tokenizer with a chat template, which this one lacks. Use format 'alpaca' "
+            "or 'plain', or set tokenizer.chat_template."
         )
-    words = "\n\n".join(text for text in (record.prompt, record.input) if text)
-    turns = [{"role": "user", "content": words}]
-    prompt = _apply(tokenizer, turns, generate=True)
+    message = "\n\n".join(text for text in (record.prompt, record.input) if text)
+    turns = [{"role": "user", "content": message}]
+    prompt = _apply_template(tokenizer, turns, generate=True)
     if not record.response:
         return prompt, ""
-    whole = _apply(tokenizer, [*turns, {"role": "assistant", "content": record.response}], generate=False)
+    turns.append({"role": "assistant", "content": record.response})
+    whole = _apply_template(tokenizer, turns, generate=False)
     if not whole.startswith(prompt):
         raise ConfigError(
-            "the chat template of the tokenizer writes another prompt when a response follows, so that a model would "
-            f"learn from other prompts than it replies to: {prompt[-60:]!r} is no part of the beginning of the whole. "
-            "Use format 'alpaca' or 'plain', or another template."
+            "the chat template of the tokenizer writes another prompt when a response follows, so the "
+            "prompts of training and generation would differ: the whole text does not start with "
+            f"{prompt[-60:]!r}. Use format 'alpaca' or 'plain', or another template."
         )
     return prompt, whole[len(prompt) :]
 
 
-def _apply(tokenizer: Any, turns: list[dict[str, str]], *, generate: bool) -> str:
+def _apply_template(tokenizer: Any, turns: list[dict[str, str]], *, generate: bool) -> str:
     try:
         import jinja2
     except ImportError as error:
@@ -89,4 +90,4 @@ def _apply(tokenizer: Any, turns: list[dict[str, str]], *, generate: bool) -> st
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate))
     except jinja2.TemplateError as error:
-        raise ConfigError(f"the chat template of the tokenizer fails: {error}. Use another format.") from error
+        raise ConfigError(f"the tokenizer's chat template fails: {error}. Use another format.") from error

@@ -1,4 +1,4 @@
-"""Several short samples of tokens in one row."""
+"""Packing: several short samples of tokens in one row."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...core.loss import IGNORE_INDEX
 
 
 class Sample(NamedTuple):
-    """Token ids of one text, and what of them the loss counts.
+    """Token ids and token labels of one text.
 
     Attributes:
         ids: T token ids.
@@ -23,35 +23,35 @@ class Sample(NamedTuple):
 
 
 def pack_sequences(samples: Sequence[Sample], context: int, eos: int | None) -> list[Sample]:
-    """Join samples to rows of at most ``context`` tokens, so that less is padded.
+    """Join samples to rows of at most ``context`` tokens, for less padding.
 
-    Each sample goes into the fullest row in which it has room, long ones first (best fit decreasing), and stays whole
-    with its labels. Between two samples stands an EOS: the one in which the first ends, or else one without a label.
+    Each sample goes into the fullest row with room for it, long ones first (best fit decreasing), and stays
+    whole with its labels. An EOS separates two samples: the end of the first one, or one without a label.
 
-    What is changed by it: a token attends to the earlier samples of its row, too, and positions count from the start of
-    the row, as no attention mask keeps the samples apart; the first token of a later sample, if it has a label, is
-    predicted from the EOS before it; an example of the data set is a row, so that batches and the sizes of clients
-    count rows.
+    Packing changes training: a token attends to the earlier samples of its row, too, and positions count from
+    the start of the row, as no attention mask separates the samples; the first token of a later sample, if it
+    has a label, is predicted from the EOS before it; an example of the data set is a row, so batches and
+    client sizes count rows.
 
     Args:
         samples: each of 1 to ``context`` tokens.
-        context: tokens of a row, at least 1.
-        eos: token id between two samples, or None for a tokenizer without, and then nothing stands between them.
+        context: tokens per row, at least 1.
+        eos: token id between two samples, or None for no separator.
 
     Returns:
-        Rows in the order of the first sample that each holds; the samples of a row in their old order.
+        Rows in the order of their first samples; the samples of a row in their old order.
 
     Raises:
         ConfigError: if a sample is longer than ``context``.
     """
     rows: list[list[int]] = []
-    # Free tokens of each row, in ascending order; ties go to the oldest row.
+    # (free tokens, row) in ascending order; of rows with equal room the oldest comes first.
     free: list[tuple[int, int]] = []
     for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].ids)):
         ids = samples[i].ids
         if len(ids) > context:
-            raise ConfigError(f"a sample of {len(ids)} tokens does not fit into rows of {context}. Truncate it first.")
-        # Whoever stands last in a row needs no separator, but who that is will be known only at the end.
+            raise ConfigError(f"a sample of {len(ids)} tokens does not fit into rows of {context}.")
+        # The last sample of a row needs no separator, but which one is last is known only at the end.
         need = len(ids) + (eos is not None and ids[-1] != eos)
         at = bisect_left(free, (need, -1))
         if at < len(free):
@@ -61,9 +61,7 @@ def pack_sequences(samples: Sequence[Sample], context: int, eos: int | None) -> 
         else:
             rows.append([i])
             insort(free, (context - need, len(rows) - 1))
-    for row in rows:
-        row.sort()
-    return [_join([samples[i] for i in row], eos) for row in sorted(rows)]
+    return [_join([samples[i] for i in row], eos) for row in sorted(sorted(row) for row in rows)]
 
 
 def _join(samples: Sequence[Sample], eos: int | None) -> Sample:

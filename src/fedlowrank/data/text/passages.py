@@ -1,4 +1,4 @@
-"""Plain text cut into passages, by speaker or as one."""
+"""Sources of plain text that is cut into passages, with or without speakers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Literal
 
 from ...core.choices import check_choices
 from ...core.errors import DataError
-from ..counting import at_least
+from ..checks import check_minimum
+from ..files import expand_path
 from .records import Instruction, Texts, check_columns, check_share
-from .rows import expand, read_file, read_text
+from .table import read_file, read_text
 
 Unit = Literal["characters", "lines"]
 
@@ -24,7 +25,8 @@ class Lines:
         path: the file, with ``.gz`` or without; ``~`` and environment variables are replaced.
         unit: what ``length`` counts.
         length: characters or lines of a passage, at least 1; the last one may be shorter.
-        test_share: share of the passages, from the end of the text, that become the test part, from 0 to below 1.
+        test_share: share of the passages, from the end of the text, that become the test part, from 0 to
+            below 1.
     """
 
     path: str
@@ -34,7 +36,7 @@ class Lines:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        at_least("length", self.length, 1)
+        check_minimum("length", self.length, 1)
         check_share(self.test_share)
 
     def load(self) -> Texts:
@@ -44,12 +46,13 @@ class Lines:
             DataError: if the file cannot be read or holds no text.
         """
         records, blank = _records(read_text(self.path), self.unit, self.length, None)
+        path = expand_path(self.path)
         if not records:
-            raise DataError(f"{expand(self.path)!r} holds no text.")
-        train, test = _last(records, self.test_share)
+            raise DataError(f"{path!r} holds no text.")
+        train, test = _split_last(records, self.test_share)
         if self.test_share and not test:
-            raise DataError(f"{expand(self.path)!r}: too few passages for a test part: {len(records)}. Lower length.")
-        return Texts(Path(expand(self.path)).name, train, test or None, notes=_notes(blank))
+            raise DataError(f"{path!r}: too few passages for a test part: {len(records)}. Lower length.")
+        return Texts(Path(path).name, train, test or None, notes=_notes(blank))
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,14 @@ class Speakers:
 
     Attributes:
         path: a file with a row for each speech or speaker, e.g. ``by_speaker.jsonl.gz``; kinds of files as of
-            `rows.read_file`.
-        speaker: columns that together name a speaker; ``("play", "speaker")`` tells the first lords of two plays apart.
+            `table.read_file`.
+        speaker: columns that together name a speaker; e.g. ``("play", "speaker")``.
         text: column of the text.
         unit: what ``length`` counts.
-        length: characters or lines of a passage, at least 1. No passage spans two rows; the last of a row may be
-            shorter.
-        test_share: share of each speaker's passages, the last ones, that become the test part, from 0 to below 1. It is
-            rounded, and one passage at least stays for training, so that speakers with few passages have none in the
-            test part.
+        length: characters or lines of a passage, at least 1. No passage spans two rows.
+        test_share: share of each speaker's passages, the last ones, that become the test part, from 0 to
+            below 1. It is rounded, and one passage at least stays for training, so that speakers with few
+            passages have none in the test part.
     """
 
     path: str
@@ -79,14 +81,14 @@ class Speakers:
     def __post_init__(self) -> None:
         check_choices(self)
         check_columns("speaker", self.speaker)
-        at_least("length", self.length, 1)
+        check_minimum("length", self.length, 1)
         check_share(self.test_share)
 
     def load(self) -> Texts:
         """The passages as responses without a prompt, speakers in the order of their first row.
 
         Raises:
-            DataError: if the file cannot be read, a column is missing or a row names no speaker; with the line.
+            DataError: if the file cannot be read, a column is missing or a row names no speaker.
         """
         table = read_file(self.path)
         table.require(*self.speaker, self.text)
@@ -96,25 +98,25 @@ class Speakers:
             names = [table.name(i, column) for column in self.speaker]
             if None in names:
                 raise DataError(f"{table.place(i)} names no speaker in {', '.join(map(repr, self.speaker))}.")
-            who = ", ".join(name for name in names if name is not None)
-            records, empty = _records(table.text(i, self.text), self.unit, self.length, who)
-            speakers.setdefault(who, []).extend(records)
+            speaker = ", ".join(name for name in names if name is not None)
+            records, empty = _records(table.text(i, self.text), self.unit, self.length, speaker)
+            speakers.setdefault(speaker, []).extend(records)
             blank += empty
-        parts = [_last(records, self.test_share) for records in speakers.values()]
+        parts = [_split_last(records, self.test_share) for records in speakers.values()]
         train, test = ([record for part in parts for record in part[k]] for k in (0, 1))
         if not train:
             raise DataError(f"{table.source!r} holds no text in the column {self.text!r}.")
         notes = list(_notes(blank))
         if self.test_share:
             if not test:
-                raise DataError(f"{table.source!r}: every speaker has too few passages for a test part. Lower length.")
+                raise DataError(f"{table.source!r}: too few passages per speaker for a test. Lower length.")
             if without := sum(not part[1] for part in parts):
                 notes.append(f"{without} of {len(parts)} speakers have too few passages for the test part")
         return Texts(Path(table.source).name.split(".")[0], train, test or None, notes=tuple(notes))
 
 
 def passages(text: str, unit: Unit, length: int) -> list[str]:
-    """Consecutive pieces of a text, which joined give the text again.
+    """Cut a text into consecutive pieces.
 
     Args:
         text: any text.
@@ -126,16 +128,17 @@ def passages(text: str, unit: Unit, length: int) -> list[str]:
 
 
 def _records(text: str, unit: Unit, length: int, client: str | None) -> tuple[list[Instruction], int]:
-    """Passages with something in them, and the number of those without."""
+    """The passages that are not blank, and the number of blank ones."""
     pieces = passages(text, unit, length)
     records = [Instruction("", piece, client=client) for piece in pieces if piece.strip()]
     return records, len(pieces) - len(records)
 
 
-def _last(records: list[Instruction], share: float) -> tuple[list[Instruction], list[Instruction]]:
-    held = min(round(share * len(records)), max(0, len(records) - 1))
-    return records[: len(records) - held], records[len(records) - held :]
+def _split_last(records: list[Instruction], share: float) -> tuple[list[Instruction], list[Instruction]]:
+    """All but the last share of the records, and these; at least one of the former."""
+    at = len(records) - min(round(share * len(records)), max(0, len(records) - 1))
+    return records[:at], records[at:]
 
 
 def _notes(blank: int) -> tuple[str, ...]:
-    return (f"{blank} passages of white space alone left out",) if blank else ()
+    return (f"{blank} blank passages dropped",) if blank else ()

@@ -1,4 +1,4 @@
-"""Raw text: instructions with their responses, and texts with class labels."""
+"""Text records: instructions with their responses, and texts with class labels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ...core.key import Key
 
 @dataclass(frozen=True)
 class Instruction:
-    """What a language model is asked and what it should reply.
+    """An instruction for a language model, and its response.
 
     Attributes:
         prompt: the instruction or question; empty for plain text.
-        response: what the model learns to reply; empty where a reply is still to be generated.
-        input: what the instruction is about (a passage, a piece of code); empty for none.
-        category: kind of the task, by which partitions can skew the clients, or None.
+        response: the text to learn; empty if it is still to be generated.
+        input: the text that the instruction is about (a passage, a piece of code); empty for none.
+        category: kind of the task, which partitions can use like a class, or None.
         client: natural client to whom the record belongs, or None.
     """
 
@@ -55,9 +55,9 @@ class Texts:
         name: name for messages and reports.
         train: records to train on, all instructions or all labeled.
         test: records of the same kind to test on, or None.
-        classes: of labeled texts: names of the classes in the order of their numbers; empty to take them from the
-            labels. Empty for instructions.
-        notes: what a reader of results should know, e.g. how many records were left out.
+        classes: of labeled texts: names of the classes in the order of their numbers; empty to take them from
+            the labels. Empty for instructions.
+        notes: warnings for the reader of results, e.g. how many records were dropped.
 
     Raises:
         DataError: on construction: an empty part, or instructions beside labeled texts.
@@ -75,33 +75,32 @@ class Texts:
                 raise DataError(f"the {part} part of the texts {self.name!r} is empty.")
         kinds = {type(record).__name__ for records in (self.train, self.test or []) for record in records}
         if len(kinds) > 1:
-            raise DataError(
-                f"the texts {self.name!r} mix {' and '.join(sorted(kinds))} records; they must be of a kind."
-            )
+            found = " and ".join(sorted(kinds))
+            raise DataError(f"the texts {self.name!r} mix {found} records; all must be of one kind.")
         if self.classes and self.kind == "instructions":
             raise DataError(f"the texts {self.name!r} are instructions, but they name classes.")
 
     @property
     def kind(self) -> Literal["instructions", "classes"]:
-        """What is to be learnt: replies to instructions, or the classes of texts."""
+        """The task: responses to instructions, or the classes of texts."""
         return "instructions" if isinstance(self.train[0], Instruction) else "classes"
 
 
 def check_share(share: float) -> None:
-    """Refuse a share of test records outside [0, 1).
+    """Reject a share of test records outside [0, 1).
 
     Raises:
-        ConfigError: if it is.
+        ConfigError: naming the setting.
     """
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise ConfigError(f"test_share must be a share from 0 to below 1, not {share!r}.")
 
 
 def check_columns(setting: str, columns: object) -> None:
-    """Refuse an empty list of columns, or a single word, whose letters would be taken for columns.
+    """Reject an empty list of columns, and a string, whose letters would be taken for columns.
 
     Raises:
-        ConfigError: if it is one.
+        ConfigError: naming the setting.
     """
     if isinstance(columns, str) or not columns:
         raise ConfigError(f"{setting} must be a list of at least one column, not {columns!r}.")
@@ -110,24 +109,24 @@ def check_columns(setting: str, columns: object) -> None:
 def hold_out(
     records: Sequence[Instruction], share: float, key: Key
 ) -> tuple[list[Instruction], list[Instruction] | None]:
-    """Set a share of the records aside for the test, at random.
+    """Split off a random share of the records for the test.
 
     Args:
         records: all records.
-        share: of the records, from 0 to below 1; rounded, but at least one record where it is above 0.
+        share: share of the records, from 0 to below 1; rounded, but at least one record if it is above 0.
         key: randomness.
 
     Returns:
         Records for training and for the test, both in their old order; None for a share of 0.
 
     Raises:
-        DataError: if nothing would be left to train on.
+        DataError: if no record would be left to train on.
     """
     if share == 0:
         return list(records), None
-    held = max(1, round(share * len(records)))
-    if held >= len(records):
-        raise DataError(f"{len(records)} records cannot spare {held} for the test. Lower test_share.")
-    chosen = set((key / "test").numpy().permutation(len(records))[:held].tolist())
+    size = max(1, round(share * len(records)))
+    if size >= len(records):
+        raise DataError(f"{len(records)} records cannot spare {size} for the test. Lower test_share.")
+    chosen = set((key / "test").numpy().permutation(len(records))[:size].tolist())
     train = [record for i, record in enumerate(records) if i not in chosen]
     return train, [record for i, record in enumerate(records) if i in chosen]

@@ -1,4 +1,4 @@
-"""Where texts come from, by name."""
+"""Sources of texts by name."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Protocol
 
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.key import Key
+from ..files import expand_path
 from .passages import Lines, Speakers
 from .records import Instruction, Labeled, Texts, check_columns, check_share, hold_out
-from .rows import Table, expand, find_file, read_file, read_split
+from .table import Table, find_file, read_file, read_split
 
 
 class TextSource(Protocol):
@@ -28,15 +29,15 @@ class TextSource(Protocol):
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """Grade-school maths questions with worked answers that end in ``#### number``.
+    """Grade-school math questions with worked answers that end in ``#### number``.
 
     Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems" (2021).
 
     Attributes:
-        path: the folder with the files ``train`` and ``test`` (``.jsonl``, ``.jsonl.gz``, ``.json`` or ``.parquet``),
-            or the training file.
-        test: the test file, or None: the one in the folder, or no test part where ``path`` is a file.
-        annotations: whether the answers keep what is meant for a calculator, ``<<48/2=24>>``.
+        path: the folder with the files ``train`` and ``test`` (``.jsonl``, ``.jsonl.gz``, ``.json`` or
+            ``.parquet``), or the training file.
+        test: the test file, or None: the one in the folder, or no test part if ``path`` is a file.
+        annotations: whether the answers keep the annotations for a calculator, ``<<48/2=24>>``.
     """
 
     path: str
@@ -45,12 +46,12 @@ class Gsm8k:
 
     def load(self) -> Texts:
         """The questions as prompts and the answers as responses; see `TextSource.load`."""
-        folder = Path(expand(self.path))
+        folder = Path(expand_path(self.path))
         train_file: Path | str = self.path
         test_file: Path | str | None = self.test
         if folder.is_dir():
             train_file = find_file(folder, "train")
-            test_file = find_file(folder, "test") if self.test is None else self.test
+            test_file = self.test or find_file(folder, "test")
         notes: list[str] = []
         train = self._read(train_file, notes)
         test = None if test_file is None else self._read(test_file, notes)
@@ -66,13 +67,13 @@ class Gsm8k:
 LANGUAGES = ("C", "C#", "C++", "Go", "Java", "PHP", "Pascal", "Python", "Scala")
 """The nine subsets of Fed-CodeAlpaca (Kuang et al., FederatedScope-LLM, 2023)."""
 
+# ``go`` is a verb and ``c`` a letter, so these two count only with a capital.
+_LANGUAGE = re.compile(r"(?<![\w#+])(C#|C\+\+|C(?![\w#+])|Go(?!\w)|(?i:java|php|pascal|python|scala)(?!\w))")
+
 
 def language_of(text: str) -> str | None:
-    """The first programming language that a text names as a word of its own, or None.
-
-    ``go`` is a verb, too, and ``c`` a letter, so these two count with a capital alone.
-    """
-    found = re.search(r"(?<![\w#+])(C#|C\+\+|C(?![\w#+])|Go(?!\w)|(?i:java|php|pascal|python|scala)(?!\w))", text)
+    """The first programming language that a text names as a separate word, or None."""
+    found = _LANGUAGE.search(text)
     if found is None:
         return None
     return next(name for name in LANGUAGES if name.lower() == found.group().lower())
@@ -86,10 +87,10 @@ class CodeAlpaca:
 
     Attributes:
         path: the file, ``.json`` as published, ``.jsonl``, either with ``.gz``, or ``.parquet``.
-        by_language: keep only tasks that name one of nine programming languages, which becomes their category. The file
-            itself does not say; it is the first of :data:`LANGUAGES` in instruction or input.
-        test_share: share of the records that become the test part, from 0 (none) to below 1, drawn at random.
-        seed: of that draw.
+        by_language: keep only tasks that name one of nine programming languages, which becomes their
+            category. It is the first of :data:`LANGUAGES` in instruction or input.
+        test_share: random share of the records that become the test part, from 0 (none) to below 1.
+        seed: seed of that draw.
     """
 
     path: str
@@ -105,9 +106,10 @@ class CodeAlpaca:
         notes: list[str] = []
         records = _instructions(read_file(self.path), notes, "instruction", "output", "input")
         if self.by_language:
-            named = [replace(r, category=language_of(f"{r.prompt} {r.input}")) for r in records]
-            records = [r for r in named if r.category is not None]
-            notes.append(f"{len(named) - len(records)} of {len(named)} tasks name none of the nine languages; left out")
+            count = len(records)
+            records = [replace(r, category=language_of(f"{r.prompt} {r.input}")) for r in records]
+            records = [r for r in records if r.category is not None]
+            notes.append(f"{count - len(records)} of {count} tasks name none of the nine languages; dropped")
             if not records:
                 raise DataError(f"{self.path!r}: no task names one of {', '.join(LANGUAGES)}")
         train, test = hold_out(records, self.test_share, Key(("codealpaca", self.seed)))
@@ -116,16 +118,16 @@ class CodeAlpaca:
 
 @dataclass(frozen=True)
 class Dolly:
-    """Instructions of eight categories written by people, some about a passage (the context), with their replies.
+    """Instructions of eight categories written by people, some about a passage (the context), with responses.
 
-    Source: Conover et al., "Free Dolly: Introducing the World's First Truly Open Instruction-Tuned LLM" (2023).
+    Source: Conover et al., "Free Dolly: Introducing the World's First Truly Open Instruction-Tuned LLM"
+        (2023).
 
     Attributes:
         path: the file, ``.jsonl`` as published, ``.json``, either with ``.gz``, or ``.parquet``.
-        held_out_category: category whose records become the test part (a task that nobody trains on), or None.
-        test_share: otherwise: share of the records that become the test part, from 0 (none) to below 1, drawn at
-            random.
-        seed: of that draw.
+        held_out_category: category whose records become the test part (an unseen task), or None.
+        test_share: otherwise: random share of the records that become the test part, from 0 to below 1.
+        seed: seed of that draw.
     """
 
     path: str
@@ -143,17 +145,15 @@ class Dolly:
         notes: list[str] = []
         table = read_file(self.path)
         records = _instructions(table, notes, "instruction", "response", "context", "category")
-        if self.held_out_category is None:
+        category = self.held_out_category
+        if category is None:
             train, test = hold_out(records, self.test_share, Key(("dolly", self.seed)))
             return Texts("dolly", train, test, notes=tuple(notes))
-        known = {record.category for record in records if record.category is not None}
-        if self.held_out_category not in known:
-            raise DataError(
-                f"{table.source!r} has no category {self.held_out_category!r}. "
-                + did_you_mean(self.held_out_category, known)
-            )
-        train = [record for record in records if record.category != self.held_out_category]
-        test = [record for record in records if record.category == self.held_out_category]
+        test = [record for record in records if record.category == category]
+        if not test:
+            hint = did_you_mean(category, {str(record.category) for record in records})
+            raise DataError(f"{table.source!r} has no category {category!r}. {hint}")
+        train = [record for record in records if record.category != category]
         return Texts("dolly", train, test, notes=tuple(notes))
 
 
@@ -162,20 +162,20 @@ class Instructions:
     """Instructions and responses from any file or data set with such columns.
 
     Attributes:
-        path: a file (``.jsonl``, ``.json``, either with ``.gz``, ``.parquet``); a folder that ``datasets`` reads or has
-            saved; or, if no such path exists, a name on the hub.
+        path: a file (``.jsonl``, ``.json``, either with ``.gz``, ``.parquet``); a folder that ``datasets``
+            reads or has saved; or, if no such path exists, a name on the hub.
         test: a file with the test part, or None.
         prompt: column of the instructions.
         response: column of the responses.
-        input: column of what an instruction is about, or None where there is none.
+        input: column of the texts that the instructions are about, or None.
         category: column of categories, text or whole numbers, or None.
         client: column of natural clients, text or whole numbers, or None.
         name: of a folder or on the hub: configuration of the data set, for those that have several.
         train_split: of a folder or on the hub: split for training.
-        test_split: of a folder or on the hub: split for the test part, or None for no test part or that of ``test``.
-        test_share: share of the records that become the test part, from 0 (none) to below 1, drawn at random.
-        seed: of that draw.
-        cache: folder for what ``datasets`` keeps between runs, or None for its usual one.
+        test_split: of a folder or on the hub: split for the test part, or None for none or that of ``test``.
+        test_share: random share of the records that become the test part, from 0 (none) to below 1.
+        seed: seed of that draw.
+        cache: folder of the cache of ``datasets``, or None for its usual one.
     """
 
     path: str
@@ -194,16 +194,15 @@ class Instructions:
 
     def __post_init__(self) -> None:
         check_share(self.test_share)
-        _check_test(test=self.test, test_split=self.test_split, test_share=self.test_share or None)
+        _check_one_test(test=self.test, test_split=self.test_split, test_share=self.test_share or None)
 
     def load(self) -> Texts:
         """The records; see `TextSource.load`."""
         notes: list[str] = []
-        tables = _tables(self.path, self.test, self.name, self.train_split, self.test_split, self.cache)
         columns = (self.prompt, self.response, self.input, self.category, self.client)
-        parts = [_instructions(table, notes, *columns) for table in tables]
-        train, test = hold_out(parts[0], self.test_share, Key(("instructions", self.seed)))
-        return Texts(_name(self.path), train, parts[1] if len(parts) > 1 else test, notes=tuple(notes))
+        records, *test = [_instructions(table, notes, *columns) for table in _read_tables(self)]
+        train, share = hold_out(records, self.test_share, Key(("instructions", self.seed)))
+        return Texts(_data_name(self.path), train, test[0] if test else share, notes=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -214,15 +213,15 @@ class TextClasses:
         path: as of :class:`Instructions`: a file, a folder or a name on the hub.
         test: a file with the test part, or None.
         text: columns of the text; several (a title and a body) are joined.
-        separator: what stands between joined columns; empty columns are passed over.
+        separator: text between joined columns; empty columns are skipped.
         label: column of the labels: text, or whole numbers from 0 on.
         client: column of natural clients, text or whole numbers, or None.
-        classes: names of the classes in the order of their numbers; empty to take them from the data: those that the
-            data set itself defines, else labels that are text in alphabetical order, or the numbers.
+        classes: names of the classes in the order of their numbers; by default those of the data set, else
+            the sorted text labels, or the numbers.
         name: of a folder or on the hub: configuration of the data set, for those that have several.
         train_split: of a folder or on the hub: split for training.
-        test_split: of a folder or on the hub: split for the test part, or None for no test part or that of ``test``.
-        cache: folder for what ``datasets`` keeps between runs, or None for its usual one.
+        test_split: of a folder or on the hub: split for the test part, or None for none or that of ``test``.
+        cache: folder of the cache of ``datasets``, or None for its usual one.
     """
 
     path: str
@@ -239,30 +238,30 @@ class TextClasses:
 
     def __post_init__(self) -> None:
         check_columns("text", self.text)
-        _check_test(test=self.test, test_split=self.test_split)
+        _check_one_test(test=self.test, test_split=self.test_split)
 
     def load(self) -> Texts:
         """The labeled texts; see `TextSource.load`."""
         notes: list[str] = []
-        tables = _tables(self.path, self.test, self.name, self.train_split, self.test_split, self.cache)
-        parts = [self._labeled(table, notes) for table in tables]
+        tables = _read_tables(self)
+        train, *test = [self._records(table, notes) for table in tables]
         classes = self.classes or tables[0].classes.get(self.label, ())
-        test = parts[1] if len(parts) > 1 else None
-        return Texts(_name(self.path), parts[0], test, classes, tuple(notes))
+        return Texts(_data_name(self.path), train, test[0] if test else None, classes, tuple(notes))
 
-    def _labeled(self, table: Table, notes: list[str]) -> list[Labeled]:
+    def _records(self, table: Table, notes: list[str]) -> list[Labeled]:
         table.require(*self.text, self.label, self.client)
         records = []
         for i in range(len(table)):
-            # A missing title does no harm beside a body; without any text the record is left out below.
+            # Of several columns some may be missing, e.g. the title.
             columns = [table.text(i, column, optional=len(self.text) > 1) for column in self.text]
             label = table.rows[i].get(self.label)
             if isinstance(label, bool) or not isinstance(label, str | int):
-                raise DataError(f"{table.place(i)}: {self.label!r} must be text or a whole number, not {label!r}.")
+                place = table.place(i)
+                raise DataError(f"{place}: {self.label!r} must be text or a whole number, not {label!r}.")
             text = self.separator.join(column for column in columns if column)
             records.append(Labeled(text, label, table.name(i, self.client)))
         kept = [record for record in records if record.text.strip()]
-        _tell(table, len(records), len(kept), "no text", notes)
+        _note_dropped(table, len(records), len(kept), "no text", notes)
         return kept
 
 
@@ -287,7 +286,7 @@ def _instructions(
     category: str | None = None,
     client: str | None = None,
 ) -> list[Instruction]:
-    """Records of a table by the names of its columns; those with an empty response are left out, with a note."""
+    """Records from the columns of a table; those with an empty response are dropped, with a note."""
     table.require(prompt, response, input, category, client)
     records = []
     for i in range(len(table)):
@@ -299,43 +298,43 @@ def _instructions(
             table.name(i, client),
         )
         if category is not None and record.category is None:
-            raise DataError(f"{table.place(i)} has no {category!r}, by which partitions go. Fill it in.")
+            raise DataError(f"{table.place(i)} has no {category!r}, which partitions use. Fill it in.")
         records.append(record)
     kept = [record for record in records if record.response.strip()]
-    _tell(table, len(records), len(kept), "an empty response", notes)
+    _note_dropped(table, len(records), len(kept), "an empty response", notes)
     return kept
 
 
-def _tell(table: Table, found: int, kept: int, why: str, notes: list[str]) -> None:
+def _note_dropped(table: Table, found: int, kept: int, why: str, notes: list[str]) -> None:
     if kept == 0:
         raise DataError(f"{table.source!r}: each of the {found} records has {why}; nothing is left.")
     if kept < found:
-        notes.append(f"{table.source}: {found - kept} of {found} records left out, which have {why}")
+        notes.append(f"{table.source}: {found - kept} of {found} records dropped, which have {why}")
 
 
-def _tables(
-    path: str, test: str | None, name: str | None, train_split: str, test_split: str | None, cache: str | None
-) -> list[Table]:
+def _read_tables(source: Instructions | TextClasses) -> list[Table]:
     """The training part, and the test part if there is one."""
-    if Path(expand(path)).is_file():
-        if test_split is not None:
-            raise ConfigError(f"{path!r} is a file, which has no split {test_split!r}. Name a test file as test.")
+    path, split = source.path, source.test_split
+    if Path(expand_path(path)).is_file():
+        if split is not None:
+            raise ConfigError(f"{path!r} is a file, which has no split {split!r}. Name a test file as test.")
         tables = [read_file(path)]
     else:
-        splits = [train_split] if test_split is None else [train_split, test_split]
-        tables = [read_split(path, name, split, cache) for split in splits]
-    return tables if test is None else [*tables, read_file(test)]
+        splits = [source.train_split] if split is None else [source.train_split, split]
+        tables = [read_split(path, source.name, name, source.cache) for name in splits]
+    return tables if source.test is None else [*tables, read_file(source.test)]
 
 
-def _check_test(**choices: object) -> None:
-    given = [name for name, value in choices.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} each choose the test part; set one of them.")
+def _check_one_test(**settings: object) -> None:
+    """Reject more than one setting that chooses the test part."""
+    names = [name for name, value in settings.items() if value is not None]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} each choose the test part; set one of them.")
 
 
-def _name(path: str) -> str:
-    """A name for reports: of the file, or of its folder where the file is merely the training part."""
-    where = Path(expand(path))
+def _data_name(path: str) -> str:
+    """A name for reports: of the file, or of its folder if the file is only the training part."""
+    where = Path(expand_path(path))
     stem = where.name
     for end in (".gz", ".jsonl", ".json", ".parquet"):
         stem = stem.removesuffix(end)

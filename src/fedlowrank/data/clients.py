@@ -1,0 +1,118 @@
+"""The data of each client: a data set partitioned among clients and split into parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..core.errors import DataError
+from ..core.key import Key
+from .apportion import IntArray, Parts
+from .dataset import ClientData, Dataset, Examples
+from .partition import Partition
+from .split import Pool, Split
+
+
+def make_clients(dataset: Dataset, partition: Partition, split: Split, key: Key) -> list[ClientData]:
+    """Partition a data set among clients and split each client's examples into training, validation and test.
+
+    Args:
+        dataset: the data set.
+        partition: which examples a client gets.
+        split: which of them are for training, validation and test.
+        key: randomness; equal keys give equal clients.
+
+    Returns:
+        The data of each client in the order of the partition, in tensors of their own. Clients that are
+        tested on the whole test part share its tensors. ``notes`` carry warnings, e.g. of a single class.
+
+    Raises:
+        DataError: if the split needs a test part that the data set lacks, if the partition fails, or if a
+            client would have no training data; the message names the client.
+    """
+    if split.official_test in ("shared", "whole") and dataset.test is None:
+        raise DataError(
+            f"data set {dataset.name!r} has no official test part, which this split needs. Use split 'local'."
+        )
+    pool = Pool(dataset)
+    clients = []
+    for client, own in enumerate(_assign(pool, partition, split, key / "partition")):
+        if len(own) == 0:
+            raise DataError(f"client {client} has no examples. Use fewer clients or a less skewed partition.")
+        positions = split.divide(pool, own, client, key / "split" / client)
+        if len(positions.train) == 0:
+            raise DataError(f"client {client} has no training data. Raise its number of examples.")
+        notes = positions.notes
+        if pool.names and len(classes := np.unique(pool.labels[own])) == 1:
+            notes = (f"client {client}: a single class, {pool.names[classes[0]]!r}", *notes)
+        train, val, test = (_take(pool, part) for part in (positions.train, positions.val, positions.test))
+        clients.append(ClientData(train, val, test, notes))
+    return clients
+
+
+def subsample_training(clients: list[ClientData], share: float, minimum: int, key: Key) -> list[ClientData]:
+    """Keep a random share of each client's training examples; validation and test stay whole.
+
+    Args:
+        clients: data of each client.
+        share: share of the n training examples of a client to keep, above 0 and at most 1.
+        minimum: training examples to keep in any case, if the client has as many.
+        key: randomness; each client draws from a key of its own.
+
+    Returns:
+        The clients in the same order, with min(n, max(minimum, round(share·n))) training examples each.
+    """
+    out = []
+    for client, data in enumerate(clients):
+        n = len(data.train)
+        size = min(n, max(minimum, round(share * n)))
+        if size < n:
+            index = np.sort((key / client).numpy().permutation(n)[:size])
+            data = replace(data, train=data.train.take(index))
+        out.append(data)
+    return out
+
+
+def _assign(pool: Pool, partition: Partition, split: Split, key: Key) -> Parts:
+    """Sorted positions of each client; with test examples if the split assigns those to clients."""
+    n, classes = pool.train_size, len(pool.names)
+    if split.official_test == "merged":
+        return partition.assign(pool.labels, classes, key, pool.natural)
+    natural = pool.dataset.natural
+    parts = partition.assign(pool.labels[:n], classes, key, None if natural is None else natural.numpy())
+    if split.official_test != "shared":
+        return parts
+    if not partition.repeatable:
+        raise DataError(
+            f"split 'test_share' partitions the test part by the rule of the training part, which "
+            f"{type(partition).__name__} cannot: each of its clients has its own mixture. Use partition "
+            "'iid' or 'label_groups', or split 'matched' (for 'natural': 'own_test')."
+        )
+    try:
+        tests = partition.assign(pool.labels[n:], classes, key / "test")
+    except DataError as error:
+        raise DataError(f"split 'test_share', the official test part: {error}") from error
+    return [np.concatenate([own, test + n]) for own, test in zip(parts, tests, strict=True)]
+
+
+def _take(pool: Pool, index: IntArray) -> Examples:
+    """The examples at sorted positions, without concatenating the official parts."""
+    train, test, n = pool.dataset.train, pool.dataset.test, pool.train_size
+    if test is None or len(index) == 0 or index[-1] < n:
+        return train.take(index)
+    if index is pool.test:
+        # All clients share the test part: a copy per client would multiply its memory.
+        return test
+    if index[0] >= n:
+        return test.take(index - n)
+    at = int(np.searchsorted(index, n))
+    first, second = train.take(index[:at]), test.take(index[at:] - n)
+    y = torch.cat([first.y, second.y])
+    a, b = first.inputs, second.inputs
+    if isinstance(a, dict) and isinstance(b, dict):
+        return Examples({name: torch.cat([t, b[name]]) for name, t in a.items()}, y)
+    if isinstance(a, dict) or isinstance(b, dict):
+        raise DataError(f"data set {pool.dataset.name!r} has named inputs in one part only.")
+    return Examples(torch.cat([a, b]), y)

@@ -1,0 +1,222 @@
+"""Tables of text: rows of named values from files, folders and the hub, with their line for messages."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from ...core.errors import DataError, did_you_mean
+from ..files import expand_path
+from ..hub import import_datasets, open_dataset
+
+_LINES = (".jsonl", ".jsonl.gz")
+_ENDINGS = (*_LINES, ".json", ".json.gz", ".parquet")
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Rows of named values.
+
+    Attributes:
+        source: name of the source, for messages.
+        rows: the rows; a row may lack a column that others have.
+        numbers: number of each row at its source, for messages.
+        unit: what these numbers count: lines of a file, or rows.
+        classes: names of the classes of the columns that hold class numbers.
+    """
+
+    source: str
+    rows: Sequence[Mapping[str, Any]]
+    numbers: Sequence[int]
+    unit: str = "row"
+    classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def place(self, i: int) -> str:
+        """Source and number of row ``i``, for messages."""
+        return f"{self.source!r}, {self.unit} {self.numbers[i]}"
+
+    def require(self, *columns: str | None) -> None:
+        """Reject a table without rows, or without one of these columns in any row.
+
+        Raises:
+            DataError: naming the column and the nearest existing one.
+        """
+        if not self.rows:
+            raise DataError(f"{self.source!r} holds no rows.")
+        known = {name for row in self.rows for name in row}
+        for column in columns:
+            if column is not None and column not in known:
+                raise DataError(f"{self.source!r} has no column {column!r}. {did_you_mean(column, known)}")
+
+    def text(self, i: int, column: str, *, optional: bool = False) -> str:
+        """The text in a column of row ``i``; empty for a null, and with ``optional`` for a missing column.
+
+        Raises:
+            DataError: if the value is missing or no text; the message names the line.
+        """
+        row = self.rows[i]
+        if column not in row and not optional:
+            found = ", ".join(map(repr, row)) or "nothing"
+            raise DataError(f"{self.place(i)} has no {column!r}; it has {found}.")
+        value = row.get(column)
+        if value is not None and not isinstance(value, str):
+            raise DataError(f"{self.place(i)}: {column!r} must be text, not {_shorten(value)}.")
+        return value or ""
+
+    def name(self, i: int, column: str | None) -> str | None:
+        """The name of a client or category in row ``i``: text, or a whole number as text; None for a null.
+
+        Raises:
+            DataError: if the value is of another type; the message names the line.
+        """
+        value = None if column is None else self.rows[i].get(column)
+        if value is None or value == "":
+            return None
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            found = _shorten(value)
+            raise DataError(f"{self.place(i)}: {column!r} must be text or a whole number, not {found}.")
+        return str(value)
+
+
+def find_file(folder: Path, stem: str) -> Path:
+    """The file with that stem in a folder, with any known ending.
+
+    Raises:
+        DataError: if there is none, or several.
+    """
+    found = [file for ending in _ENDINGS if (file := folder / (stem + ending)).is_file()]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise DataError(f"{str(folder)!r} holds several: {names}. Name one of them.")
+    names = ", ".join(stem + ending for ending in _ENDINGS)
+    raise DataError(f"{str(folder)!r} holds no {stem} file; looked for {names}.")
+
+
+def read_file(path: str | Path) -> Table:
+    """Read ``.jsonl`` (an object per line), ``.json`` (a list of objects), also with ``.gz``, or parquet.
+
+    Args:
+        path: the file; ``~`` and environment variables are replaced. Blank lines of ``.jsonl`` are skipped.
+
+    Raises:
+        DataError: if it is missing, damaged or of another kind; the message names the line.
+    """
+    file = Path(expand_path(str(path)))
+    if not file.is_file():
+        raise DataError(f"{str(file)!r} {'is no file' if file.exists() else 'does not exist'}.")
+    if not file.name.endswith(_ENDINGS):
+        raise DataError(f"{str(file)!r} ends in none of {', '.join(_ENDINGS)}.")
+    if file.name.endswith(_LINES):
+        return _read_lines(file)
+    rows = _read_parquet(file) if file.suffix == ".parquet" else _read_list(file)
+    return Table(str(file), rows, range(1, len(rows) + 1))
+
+
+def read_text(path: str) -> str:
+    """Read a text file in UTF-8, also with ``.gz``; ``~`` and environment variables are replaced.
+
+    Raises:
+        DataError: if it cannot be read.
+    """
+    with _open_text(Path(expand_path(path))) as stream:
+        return stream.read()
+
+
+def read_split(path: str, name: str | None, split: str, cache: str | None) -> Table:
+    """Read a split of a data set with the library ``datasets``.
+
+    Args:
+        path: a folder, or a name on the hub; see `hub.open_dataset`.
+        name: configuration of the data set, for those that have several.
+        split: name of the split; a data set saved without splits is the split ``train``.
+        cache: folder of the library's cache, or None for its usual one.
+
+    Raises:
+        DataError: if ``datasets`` is missing, nothing can be read, or there is no such split.
+    """
+    library = import_datasets(path, "language")
+    found = open_dataset(library, path, name, cache)
+    splits = {"train": found} if isinstance(found, library.Dataset) else dict(found)
+    if split not in splits:
+        raise DataError(f"{path!r} has no split {split!r}. {did_you_mean(split, splits)}")
+    part = splits[split]
+    kinds = {column: kind for column, kind in part.features.items() if isinstance(kind, library.ClassLabel)}
+    classes = {column: tuple(kind.names) for column, kind in kinds.items()}
+    return Table(f"{expand_path(path)} ({split})", part.to_list(), range(1, len(part) + 1), classes=classes)
+
+
+@contextmanager
+def _open_text(file: Path) -> Iterator[IO[str]]:
+    try:
+        opener = gzip.open if file.name.endswith(".gz") else open
+        # utf-8-sig skips the byte order mark that some editors write.
+        with opener(file, "rt", encoding="utf-8-sig", newline="\n") as stream:
+            yield stream
+    except UnicodeDecodeError as error:
+        raise DataError(f"{str(file)!r} is not text in UTF-8: {error}.") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read {str(file)!r}: {error}.") from error
+
+
+def _read_lines(file: Path) -> Table:
+    rows, numbers = [], []
+    with _open_text(file) as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                where = f"{str(file)!r}, line {number}"
+                rows.append(_check_object(_parse(line, where), where))
+                numbers.append(number)
+    return Table(str(file), rows, numbers, "line")
+
+
+def _read_list(file: Path) -> list[dict[str, Any]]:
+    with _open_text(file) as stream:
+        content = stream.read()
+    rows = _parse(content, repr(str(file)))
+    if not isinstance(rows, list):
+        raise DataError(f"{str(file)!r} must hold a list of objects, not {_shorten(rows)}.")
+    return [_check_object(row, f"{str(file)!r}, row {number}") for number, row in enumerate(rows, 1)]
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        hint = " A file with an object per line must end in .jsonl." if "Extra data" in str(error) else ""
+        raise DataError(f"{where} is not JSON: {error}.{hint}") from error
+
+
+def _check_object(row: Any, where: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        raise DataError(f"{where} must be an object with named values, not {_shorten(row)}.")
+    return row
+
+
+def _read_parquet(file: Path) -> list[dict[str, Any]]:
+    try:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        install = "pip install 'fedlowrank[language]'"
+        raise DataError(f"{str(file)!r} needs the library pyarrow: {install}") from error
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(file).to_pylist()
+    except (OSError, ValueError, arrow.ArrowException) as error:
+        raise DataError(f"{str(file)!r} cannot be read as parquet: {error}") from error
+    return rows
+
+
+def _shorten(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 40 else text[:37] + "..."
