@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fedlowrank.config import experiment
 from fedlowrank.config import tables as config
-from fedlowrank.report.groups import half_width
+from fedlowrank.report.metrics import half_width
 from fedlowrank.simulation.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]

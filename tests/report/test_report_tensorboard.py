@@ -25,7 +25,13 @@ def test_event_file_reads_back(make_run, tmp_path):
         events = EventAccumulator(str(tmp_path / "events"))
         events.Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"accuracy/personal/test", "accuracy/personal/val", "bytes/up", "bytes/down", "bytes/total"} <= tags
+    assert {
+        "accuracy/personal/test",
+        "accuracy/personal/val",
+        "bytes/up",
+        "bytes/down",
+        "bytes/total",
+    } <= tags
     assert {"loss/local", "seconds/train", "seconds/server", "seconds/evaluate"} <= tags
     assert "loss/bad" not in tags
     got = [(event.step, event.value) for event in events.Scalars("accuracy/personal/test")]

@@ -1,35 +1,97 @@
-"""What the figures share: axes, their limits and ticks, entries of legends, words of captions."""
+"""Parts that figures share: curves, axes with their limits and ticks, legend entries, words of captions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation, Transform
 
-from .courses import NON_NEGATIVE, UNBOUNDED, Bounds, Floats, interval_ends
+from .formats import format_tick, one_line
 from .groups import Group
-from .measure import ACCURACY, Measure, spans
+from .measures import Measure
 from .style import Style
-from .units import tick
 
-Styles = Mapping[str, Style]
+Bounds = tuple[float, float]
+UNBOUNDED: Bounds = (-math.inf, math.inf)
+NON_NEGATIVE: Bounds = (0.0, math.inf)
+
 LOG_FROM = 20
 """Ratio of the largest to the smallest positive value from which an axis is logarithmic."""
 
 DECADES = 100.0
 """Ratio of the largest to the smallest loss beyond which an axis of losses is logarithmic."""
 
+LINES = 14
+"""Most lines of a figure with the further series of methods; with more, only the headlines are drawn."""
+
 THIN = 1.0
 """Width of the line of a further series of a method, in points."""
 
 
-def handle(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
+class Line(NamedTuple):
+    """A learning curve in a figure.
+
+    Attributes:
+        group: the method.
+        series: name of the series.
+        place: 0 for the headline, then 1, 2, ...
+        label: the method, with the series after a colon unless it is the headline.
+        unseen: whether it is about the clients that never train.
+    """
+
+    group: Group
+    series: str | None
+    place: int
+    label: str
+    unseen: bool = False
+
+
+def choose_lines(groups: Sequence[Group], most: int = LINES, *, unseen: bool = False) -> list[Line]:
+    """The headline of every evaluated group, each followed by the group's further series.
+
+    Args:
+        groups: the groups.
+        most: if there are more lines in all, only the headlines.
+        unseen: whether to add the headline over the clients that never train, where there are any.
+    """
+    lines = []
+    for group in groups:
+        for place, name in enumerate(group.series):
+            if group.final(name):
+                label = f"{group.short}: {one_line(name)}" if place else group.short
+                lines.append(Line(group, name, place, label))
+        if unseen and group.results()["unseen"].notna().any():
+            label = f"{group.short}: unseen clients"
+            lines.append(Line(group, group.headline, len(group.series), label, unseen=True))
+    return lines if len(lines) <= most else [line for line in lines if not line.place]
+
+
+def interval_ends(table: pd.DataFrame, bounds: Bounds = UNBOUNDED) -> tuple[pd.Series, pd.Series]:
+    """Lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values; the mean for one seed."""
+    half = table["ci"].fillna(0.0)
+    return (table["mean"] - half).clip(*bounds), (table["mean"] + half).clip(*bounds)
+
+
+def all_ends(tables: Iterable[pd.DataFrame], bounds: Bounds = UNBOUNDED) -> list[float]:
+    """Both ends of all intervals, for which an axis must have room."""
+    return [float(end) for table in tables for side in interval_ends(table, bounds) for end in side]
+
+
+def all_means(tables: Iterable[pd.DataFrame]) -> list[float]:
+    """All means of some curves."""
+    return [float(mean) for table in tables for mean in table["mean"]]
+
+
+def legend_entry(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
     """Entry of a legend: line and marker of a style, or others instead."""
     return Line2D(
         [], [], color=style.color, linestyle=style.line if line is None else line, markersize=6,
@@ -37,142 +99,161 @@ def handle(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
     )  # fmt: skip
 
 
-def rgb(code: str) -> tuple[float, float, float]:
-    """A color such as ``#0a0001`` as numbers, to which an opacity can be added."""
-    return (int(code[1:3], 16) / 255, int(code[3:5], 16) / 255, int(code[5:7], 16) / 255)
-
-
-def around(axes: Axes, shown: Sequence[float]) -> None:
-    """Limits of an axis of accuracies around all that is drawn, as fractions."""
-    low, high = 100 * min(shown), 100 * max(shown)
-    pad = max(1.0, 0.06 * (high - low))
-    axes.set_ylim(*within((low - pad, high + pad)))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
-
-
-def judged_axis(axis: Axis, measure: Measure, means: Sequence[float], ends: Sequence[float] = ()) -> None:
-    """Label, scale, limits and ticks of an axis of accuracies or losses around means and the ends of their intervals.
-
-    Losses are on a logarithmic axis where all means are positive and span more than two decades. It has no place for
-    the ends that are not positive: below the least mean it shows one decade at most.
-    """
-    vertical = not isinstance(axis, XAxis)
-    axes = axis.axes
-    if measure == ACCURACY:
-        axis.set_label_text(measure.axis)
-        if vertical:
-            around(axes, [*means, *ends])
-        return
-    log = spans(means, DECADES)
-    axis.set_label_text(f"{measure.axis}, logarithmic" if log else measure.axis)
-    low, high = min([*means, *ends]), max([*means, *ends])
-    if log:
-        low = max(low, min(means) / 10)
-        (axes.set_yscale if vertical else axes.set_xscale)("log")
-        pad = (high / low) ** 0.05
-        limits = (low / pad, high * pad)
-        axis.set_major_locator(LogLocator(numticks=8))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
-    else:
-        # a loss has no scale of its own: equal ones still need an axis
-        pad = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
-        limits = (low - pad, high + pad)
-        axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
-    (axes.set_ylim if vertical else axes.set_xlim)(*limits)
-
-
-def points_axis(axes: Axes, measure: Measure, means: Sequence[float], margin: float) -> None:
-    """The vertical axis of a scatter chart of accuracies or losses, with a margin for the markers on all sides."""
-    judged_axis(axes.yaxis, measure, means)
-    axes.autoscale()
-    axes.margins(margin)
-    if measure == ACCURACY:
-        axes.set_ylim(*within(axes.get_ylim()))
-
-
-def line(
-    axes: Axes, x: Floats, mean: Floats, ci: Floats | None, style: Style, scale: float = 1.0, *,
-    bounds: Bounds = UNBOUNDED, thin: bool = False,
+def draw_curve(
+    axes: Axes, curve: pd.DataFrame, style: Style, scale: float = 1.0, *, bounds: Bounds = UNBOUNDED,
+    x: str | None = None, thin: bool = False,
 ) -> Line2D:  # fmt: skip
-    """Draw means with their interval over seeds as a band.
+    """Draw means over seeds with their 95 % interval as a band.
 
     Args:
-        axes: where to; a logarithmic axis must have its limits.
-        x: ``[n]`` places.
-        mean: ``[n]`` means.
-        ci: ``[n]`` half-widths of the interval, or None for one seed.
+        axes: where; a logarithmic axis must have its limits.
+        curve: columns ``mean`` and ``ci``, indexed by round.
         style: look of the method.
         scale: factor of means and half-widths to the unit of the axis.
         bounds: the least and the largest possible value, to which the band is cut.
-        thin: a further line of the method, without a band.
+        x: column for the horizontal axis; None for the rounds.
+        thin: whether it is a further line of the method, without a band.
 
     Returns:
         The entry of a legend.
     """
-    if ci is not None and not thin:
-        low, high = interval_ends(mean, ci, bounds)
+    at = (curve.index if x is None else curve[x]).to_numpy(dtype=np.float64)
+    if not thin and curve["ci"].notna().any():
+        low, high = interval_ends(curve, bounds)
         if axes.get_yscale() == "log":
-            # below zero a logarithmic axis has no place
+            # A logarithmic axis has no place below zero.
             low = np.maximum(low, axes.get_ylim()[0] / scale)
-        axes.fill_between(x, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
-    # One evaluation is a point; a line through it would show nothing.
-    key = handle(style, marker=style.marker if len(mean) == 1 else "")
+        axes.fill_between(at, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
+    # One evaluation is a point: a line through it would show nothing.
+    entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
     if thin:
-        key.set(linewidth=THIN, markerfacecolor="none")
+        entry.set(linewidth=THIN, markerfacecolor="none")
     axes.plot(
-        x, scale * mean, color=style.color, linestyle=style.line, marker=key.get_marker(), dash_capstyle="butt",
-        linewidth=key.get_linewidth(), markerfacecolor=key.get_markerfacecolor(),
+        at, scale * curve["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
+        dash_capstyle="butt", linewidth=entry.get_linewidth(), markerfacecolor=entry.get_markerfacecolor(),
     )  # fmt: skip
-    return key
+    return entry
 
 
-def within(limits: tuple[float, float]) -> tuple[float, float]:
+def draw_bars(axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, place: float, size: float = 5.0) -> None:
+    """Draw means against the index with bars of their 95 % interval, ``place`` points aside.
+
+    Lines that are a few points on paper apart do not hide each other's bars.
+    """
+    low, high = interval_ends(table, measure.bounds)
+    bars = measure.scale * np.array([table["mean"] - low, high - table["mean"]])
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    aside: Transform = ScaledTranslation(place / 72, 0, figure.dpi_scale_trans)
+    axes.errorbar(
+        table.index.to_numpy(), measure.scale * table["mean"].to_numpy(), yerr=bars if bars.any() else None, color=style.color,
+        linestyle=style.line, marker=style.marker, markersize=size, capsize=2, elinewidth=1,
+        transform=axes.transData + aside,
+    )  # fmt: skip
+
+
+def is_wide_range(values: Sequence[float], factor: float) -> bool:
+    """Whether all values are positive and the largest is more than ``factor`` times the smallest."""
+    return bool(values) and all(v > 0 and math.isfinite(v) for v in values) and max(values) > factor * min(values)
+
+
+def set_measure_axis(axis: Axis, measure: Measure, means: Sequence[float], ends: Sequence[float] = ()) -> None:
+    """Label, scale, limits and ticks of an axis of accuracies or losses around means and ends of intervals.
+
+    Losses are on a logarithmic axis where all means are positive and span more than two decades. It shows at most one
+    decade below the least mean, because it has no place for ends that are not positive.
+    """
+    axes = axis.axes
+    set_limits = axes.set_xlim if isinstance(axis, XAxis) else axes.set_ylim
+    axis.set_label_text(measure.axis_label)
+    low, high = min([*means, *ends]), max([*means, *ends])
+    if not measure.is_loss:
+        if not isinstance(axis, XAxis):
+            pad = max(1.0, 6 * (high - low))
+            set_limits(*clip_percent((100 * low - pad, 100 * high + pad)))
+            axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+    elif is_wide_range(means, DECADES):
+        axis.set_label_text(f"{measure.axis_label}, logarithmic")
+        low = max(low, min(means) / 10)
+        (axes.set_xscale if isinstance(axis, XAxis) else axes.set_yscale)("log")
+        pad = (high / low) ** 0.05
+        set_limits(low / pad, high * pad)
+        axis.set_major_locator(LogLocator(numticks=8))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        # A loss has no scale of its own: equal ones still need an axis.
+        pad = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
+        set_limits(low - pad, high + pad)
+        axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
+
+
+def set_scatter_axis(axes: Axes, measure: Measure, means: Sequence[float], margin: float) -> None:
+    """The vertical axis of a scatter chart of accuracies or losses, with a margin for the markers on all sides."""
+    set_measure_axis(axes.yaxis, measure, means)
+    axes.autoscale()
+    axes.margins(margin)
+    if not measure.is_loss:
+        axes.set_ylim(*clip_percent(axes.get_ylim()))
+
+
+def clip_percent(limits: tuple[float, float]) -> tuple[float, float]:
     """Limits cut to what a percentage can be."""
     low, high = limits
     return (max(low, -1.5) if low < 0 else low, min(high, 101.5))
 
 
-def rounds_axis(axis: Axis, most: int = 8) -> None:
+def set_round_axis(axis: Axis, most: int = 8) -> None:
     """Ticks at whole rounds."""
     axis.set_major_locator(MaxNLocator(nbins=most, integer=True, steps=[1, 2, 5, 10]))
 
 
-def prefixed(axis: Axis, unit: str, log_over: Sequence[float] | None) -> None:
-    """Ticks such as ``10 MB``; on a logarithmic axis two or three a decade where one decade is all there is."""
+def set_limits_from_zero(axes: Axes, top: float) -> None:
+    """Vertical limits from a little below 0 to a little above ``top``."""
+    axes.set_ylim(-0.03 * top, 1.06 * top)
+
+
+def set_prefix_axis(axis: Axis, unit: str, log_over: Sequence[float] | None) -> None:
+    """Ticks such as ``10 MB``; logarithmic over some values, with two or three ticks if it is one decade."""
     if log_over is not None:
-        scale = axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale
-        scale("log")
+        (axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale)("log")
         decades = math.log10(max(log_over) / min(log_over))
         axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 3.0), numticks=6))
         axis.set_minor_formatter(NullFormatter())
     else:
         axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value, unit)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value, unit)))
 
 
-def methods(count: int) -> str:
+def set_method_axis(axes: Axes, labels: Sequence[str]) -> None:
+    """The vertical axis of a chart with a row for each method, the first on top."""
+    axes.set_yticks(range(len(labels)), [one_line(label, 28) for label in labels])
+    axes.set(ylim=(len(labels) - 0.5, -0.5))
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+
+
+def count_methods(count: int) -> str:
     """How many methods a figure compares, in words."""
     return "one method" if count == 1 else f"{count} methods"
 
 
-def seeds_note(groups: Sequence[Group], bounds: Bounds = NON_NEGATIVE) -> str:
-    """End of a caption: over how many seeds the mean is, and what the band is, cut where it has bounds."""
-    said, cut = over_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
-    return f"{said}; the band is the 95 % interval over seeds{cut}." if said else "."
-
-
-def cut_note(axes: Axes, ends: Sequence[float]) -> str:
-    """A sentence for the caption if a logarithmic axis has no place for the lower ends of some intervals."""
-    if axes.get_yscale() != "log" or not any(end < axes.get_ylim()[0] for end in ends):
-        return ""
-    return " Bands that reach further down, or below 0, end at the lower edge of the logarithmic axis."
-
-
-def over_seeds(groups: Sequence[Group]) -> str:
+def note_seeds(groups: Iterable[Group]) -> str:
     """``, mean over 3 seeds``, or ``, mean over up to 3 seeds``; nothing where no group has more than one."""
     counts = {len(group.runs) for group in groups}
     if max(counts, default=1) < 2:
         return ""
-    many = f"{max(counts)}" if len(counts) == 1 else f"up to {max(counts)}"
-    return f", mean over {many} seeds"
+    return f", mean over {max(counts)} seeds" if len(counts) == 1 else f", mean over up to {max(counts)} seeds"
+
+
+def note_band(groups: Iterable[Group], bounds: Bounds = NON_NEGATIVE) -> str:
+    """End of a sentence: over how many seeds the mean is, and what the band is."""
+    seeds, cut = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
+    return f"{seeds}; the band is the 95 % interval over seeds{cut}." if seeds else "."
+
+
+def note_cut(axes: Axes, ends: Sequence[float]) -> str:
+    """A sentence for the caption if a logarithmic axis has no place for the lower ends of some intervals."""
+    if axes.get_yscale() != "log" or not any(end < axes.get_ylim()[0] for end in ends):
+        return ""
+    return " Bands that reach further down, or below 0, end at the lower edge of the logarithmic axis."
