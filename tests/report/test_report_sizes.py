@@ -10,7 +10,7 @@ from report_runs import page_of, rounds_of, rows_of, text_of
 from scipy import stats
 
 from fedlowrank.report import comparison
-from fedlowrank.report.axes import choose_lines
+from fedlowrank.report.chart import choose_lines
 from fedlowrank.report.formats import MISSING, format_si_pair
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.ranks import downlink, last_ranks, model_size, rank_curves, sizes_differ

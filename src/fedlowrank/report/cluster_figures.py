@@ -1,7 +1,7 @@
-"""Figures of routes: which share each cluster has of each client, over rounds, and the recovery of true clusters.
+"""Figures of routes: the share that each cluster has of each client, and the recovery of true clusters.
 
-As in :mod:`fedlowrank.report.figures`, they are made from groups and styles, and None or nothing where there is none to
-draw.
+As in :mod:`fedlowrank.report.figures`, they are made from groups and styles, and None or nothing where there
+is none to draw.
 """
 
 from __future__ import annotations
@@ -16,31 +16,23 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from .axes import Bounds, all_ends, count_methods, draw_curve, note_band, set_round_axis
+from . import chart
 from .clusters import Floats, recovery_curve, routes_by_round, true_clusters
 from .formats import one_line
 from .frame import unseen_clients
 from .groups import Group, seed_of
 from .style import INK, WIDTH, Picture, Styles, add_legend, drawing, make_styles, new_figure
 
-INDEX: Bounds = (-0.5, 1.0)
-"""The least and the largest value of an adjusted Rand index."""
-
-PANELS = 5
-"""Most rounds of which a figure shows the routes."""
-
-CLIENTS = 300
-"""Most rows of a heat map; of more clients, so many are drawn, evenly spaced."""
-
+INDEX: chart.Bounds = (-0.5, 1.0)  # the least and the largest value of an adjusted Rand index
+PANELS = 5  # most rounds of which a figure shows the routes
+CLIENTS = 300  # most rows of a heat map; of more clients, so many are drawn, evenly spaced
+# Cells of all panels together beyond which there are fewer rows, down to :data:`FEWEST`: each is a path in
+# the page.
 CELLS = 6000
-"""Cells of all panels together beyond which there are fewer rows, down to :data:`FEWEST`: each is a path in the page."""
-
 FEWEST = 100
+# Shades of a share: neighbors cannot be told apart, and cells of one shade make one path of the drawing.
 LEVELS = 16
-"""Shades of a share: neighbors cannot be told apart, and cells of one shade make one path of the drawing."""
-
-ALL_TICKS = 5
-"""Most clusters that are all named along an axis."""
+ALL_TICKS = 5  # most clusters that are all named along an axis
 
 
 @drawing()
@@ -50,21 +42,21 @@ def plot_recovery(groups: Sequence[Group], styles: Styles) -> Picture | None:
     if not found:
         return None
     figure, axes = new_figure(2.6)
-    entries = [draw_curve(axes, curve, styles[group.short], bounds=INDEX) for group, curve in found]
-    lowest = min(all_ends([curve for _, curve in found], INDEX))
+    entries = [chart.draw_curve(axes, curve, styles[group.short], bounds=INDEX) for group, curve in found]
+    lowest = min(chart.all_ends([curve for _, curve in found], INDEX))
     axes.set(xlabel="round", ylabel="adjusted Rand index", ylim=(min(-0.04, lowest - 0.04), 1.04))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    set_round_axis(axes.xaxis)
+    chart.set_round_axis(axes.xaxis)
     add_legend(figure, entries, [group.short for group, _ in found])
     last = ", ".join(f"{group.short} {curve['mean'].iloc[-1]:.2f}" for group, curve in found)
     return Picture(
         figure,
         "Cluster recovery over rounds",
         f"Line chart of the adjusted Rand index of routes and true clusters against rounds for "
-        f"{count_methods(len(found))}. At the end: {last}.",
-        "Adjusted Rand index of the clients' largest shares against the clusters that their data come from: 1 where "
-        "both divide the clients alike, about 0 where routes say nothing"
-        f"{note_band([group for group, _ in found])}",
+        f"{chart.count_methods(len(found))}. At the end: {last}.",
+        "Adjusted Rand index of the clients' largest shares against the clusters that their data come from: 1 "
+        "where both divide the clients alike, about 0 where routes say nothing"
+        f"{chart.note_band([group for group, _ in found])}",
     )
 
 
@@ -88,7 +80,7 @@ def _plot_routes(group: Group) -> Picture | None:
     truth = true_clusters(run, clients)
     order = sorted(range(clients), key=lambda i: (truth[i] is None, truth[i] or 0, i))
     most = min(clients, CLIENTS, max(FEWEST, CELLS // (clusters * len(shown))))
-    rows = [order[i] for i in np.linspace(0, clients - 1, most).round().astype(int)]
+    rows = [order[i] for i in chart.space_evenly(clients, most)]
     height = 0.9 + min(3.3, max(1.5, 0.07 * len(rows)))
     figure = Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(wspace=0.06))
     ratios = [1.0] * len(shown) + [0.12 * max(1.0, len(shown) / 3)]
@@ -122,12 +114,12 @@ def _plot_routes(group: Group) -> Picture | None:
     return Picture(
         figure,
         f"Routes: {group.short}",
-        f"Heat maps of the shares of {clusters} clusters at {clients} clients under {group.short}, at {len(shown)} of "
-        f"the evaluated rounds. At round {known[-1]}, clients with their largest share at cluster 0, 1, ...: "
-        f"{', '.join(map(str, chosen))}.",
-        f"Share of each cluster (columns) at each client (rows), seed {seed_of(run)}, from round {shown[0]} to round "
-        f"{shown[-1]}. Clients are sorted by {sorted_by}. The method's clusters have no order: a good router gives the "
-        f"clients of one true cluster one column, whichever it is.{notes}",
+        f"Heat maps of the shares of {clusters} clusters at {clients} clients under {group.short}, at "
+        f"{len(shown)} of the evaluated rounds. At round {known[-1]}, clients with their largest share at "
+        f"cluster 0, 1, ...: {', '.join(map(str, chosen))}.",
+        f"Share of each cluster (columns) at each client (rows), seed {seed_of(run)}, from round {shown[0]} "
+        f"to round {shown[-1]}. Clients are sorted by {sorted_by}. The method's clusters have no order: a "
+        f"good router gives the clients of one true cluster one column, whichever it is.{notes}",
     )
 
 
@@ -158,9 +150,9 @@ def draw_shades(axes: Axes, shares: Floats) -> None:
 
 
 def _label_rows(axes: Axes, truth: Sequence[int | None], rows: Sequence[int]) -> None:
-    """Label the rows: true clusters in the middle of their clients, or the clients' numbers where none is known."""
+    """Label the rows by true cluster, or by the clients' numbers where no cluster is known."""
     if all(cluster is None for cluster in truth):
-        some = sorted({int(y) for y in np.linspace(0, len(rows) - 1, min(5, len(rows)))})
+        some = chart.space_evenly(len(rows), 5)
         axes.set_yticks(some, [str(rows[y]) for y in some])
         axes.set_ylabel("client")
         return

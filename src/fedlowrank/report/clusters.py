@@ -26,8 +26,8 @@ def score_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
         truth: true cluster of each client, or None if it is unknown.
 
     Returns:
-        The adjusted Rand index: 1 for the same clusters, about 0 for random ones. Of several largest shares the first
-        counts. NaN if no client has a known cluster and finite shares.
+        The adjusted Rand index: 1 for the same clusters, about 0 for random ones. Of several largest shares
+        the first counts. NaN if no client has a known cluster and finite shares.
     """
     usable = [i for i, cluster in enumerate(truth) if cluster is not None and np.isfinite(routes[i]).all()]
     if not usable:
@@ -55,7 +55,7 @@ def find_collapse(routes: Floats) -> int | None:
 
 
 def routes_by_round(run: RunRecord) -> dict[int, Floats]:
-    """Routes ``[clients, clusters]`` by round, of the rounds that have them; none if there is only one cluster."""
+    """Routes ``[clients, clusters]`` by round, of the rounds that have them; none for a single cluster."""
     found = {}
     for record in run.rounds:
         rows = record.routes
@@ -71,7 +71,7 @@ def true_clusters(run: RunRecord, clients: int) -> list[int | None]:
 
 
 def recovery_by_round(run: RunRecord) -> pd.Series:
-    """Cluster recovery of a run over the clients that can train; empty if fewer than two true clusters are known."""
+    """Cluster recovery over the clients that can train; empty if fewer than two true clusters are known."""
     unseen = unseen_clients(run)
     found = {}
     for at, routes in routes_by_round(run).items():
@@ -92,7 +92,7 @@ def final_recovery(group: Group) -> Estimate | None:
 
 
 def collapse_warnings(groups: Sequence[Group]) -> list[str]:
-    """A warning for each group some of whose routers chose one cluster for all clients, with what may help."""
+    """A warning for each group with a router that chose one cluster for all clients, with what may help."""
     warnings = []
     for group in groups:
         found = [(seed_of(run.record), *last) for run in group.runs if (last := _collapse(run.record))]
@@ -105,9 +105,9 @@ def collapse_warnings(groups: Sequence[Group]) -> list[str]:
                 advice = "a lower learning rate of the router (router.lr), noise on it while it trains (router.noise)"
                 advice += ", or another seed"
             warnings.append(
-                f"{group.label}: the router collapsed. At round {at} one of {clusters} clusters has the largest share "
-                f"at all {clients} clients ({where}, counted from 0), so the others serve nobody and nothing tells "
-                f"the clients apart. What may help: {advice}."
+                f"{group.label}: the router collapsed. At round {at} one of {clusters} clusters has the "
+                f"largest share at all {clients} clients ({where}, counted from 0), so the others serve "
+                f"nobody and nothing tells the clients apart. What may help: {advice}."
             )
     return warnings
 

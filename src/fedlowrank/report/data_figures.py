@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sklearn.manifold import TSNE
 
 from ..simulation.records import RunRecord
+from .chart import space_evenly
 from .formats import one_line
 from .groups import Group, seed_of
 from .style import (
@@ -27,19 +28,12 @@ from .style import (
     palette_color,
 )
 
-POINTS = 2000
-"""Most points in one embedding plot."""
-
+POINTS = 2000  # most points in one embedding plot
+# Most points in all embedding plots of a page together, unless that left fewer than :data:`FEWEST` a plot.
 BUDGET = 4000
-"""Most points in all embedding plots of a page together, unless that left fewer than :data:`FEWEST` a plot."""
-
 FEWEST = 300
-DOTS = 3000
-"""Most dots in the figure of classes."""
-
-LISTED = 20
-"""Most classes named in a legend or along an axis."""
-
+DOTS = 3000  # most dots in the figure of classes
+LISTED = 20  # most classes named in a legend or along an axis
 Stored = tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]
 
 
@@ -57,7 +51,7 @@ def plot_embeddings(groups: Sequence[Group]) -> list[Picture]:
     clients = sorted({int(c) for _, (_, _, client) in found for c in client})
     plots = []
     for group, (x, label, client) in found:
-        kept = np.linspace(0, len(x) - 1, min(limit, len(x))).round().astype(int)
+        kept = space_evenly(len(x), limit)
         flat = embed(x[kept])
         if flat is not None:
             plots.append(_plot_embedding(group, (flat, label[kept], client[kept]), colors, clients, len(x)))
@@ -174,10 +168,10 @@ def plot_class_counts(run: RunRecord) -> Picture | None:
     return Picture(
         figure,
         "Classes at each client",
-        f"Dot chart of training examples by class and client: {len(counts)} clients with {present} classes and "
-        f"{sizes} training examples each.",
-        f"Training examples of each class at each client, seed {seed_of(run)}; the area of a dot grows with their "
-        f"number, the largest is {n.max()}.{cut}",
+        f"Dot chart of training examples by class and client: {len(counts)} clients with {present} classes "
+        f"and {sizes} training examples each.",
+        f"Training examples of each class at each client, seed {seed_of(run)}; the area of a dot grows with "
+        f"their number, the largest is {n.max()}.{cut}",
     )
 
 

@@ -1,7 +1,7 @@
-"""Figures that compare methods. Each takes groups and styles and returns a picture, or None with nothing to draw.
+"""Figures that compare methods; each function returns a picture, or None with nothing to draw.
 
-Accuracy is in percent throughout, of the test examples, as the unweighted mean over the clients that can train. Where
-there are no classes, the mean test loss takes its place.
+Accuracy is in percent throughout, of the test examples, as the unweighted mean over the clients that can
+train. Where there are no classes, the mean test loss takes its place.
 """
 
 from __future__ import annotations
@@ -17,24 +17,7 @@ from matplotlib.cbook import boxplot_stats
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from .axes import (
-    LOG_FROM,
-    Line,
-    all_ends,
-    all_means,
-    choose_lines,
-    count_methods,
-    draw_bars,
-    draw_curve,
-    legend_entry,
-    note_band,
-    note_cut,
-    set_measure_axis,
-    set_method_axis,
-    set_prefix_axis,
-    set_round_axis,
-    set_scatter_axis,
-)
+from . import chart
 from .formats import format_si, one_line
 from .groups import Group, last_part, measure_of, value_text, with_token_names
 from .measures import ACCURACY, LOSS, Measure
@@ -45,24 +28,24 @@ from .style import INK, Picture, Style, Styles, add_legend, drawing, new_figure
 def plot_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Accuracy against rounds, one line a method, with the 95 % interval over seeds as a band.
 
-    Further series of a method, and the clients that never train, are thin lines in its color, unless that makes too
-    many lines (:func:`fedlowrank.report.axes.choose_lines`).
+    Further series of a method, and the clients that never train, are thin lines in its color, unless that
+    makes too many lines (:func:`fedlowrank.report.chart.choose_lines`).
     """
     judged = [group for group in groups if not group.measure.is_loss]
-    return _plot_learning_curves(choose_lines(judged, unseen=True), groups, styles, ACCURACY)
+    return _plot_learning_curves(chart.choose_lines(judged, unseen=True), groups, styles, ACCURACY)
 
 
 def plot_loss(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Test loss against rounds: in all detail where methods are judged by it, else of the headlines."""
     if measure_of(groups).is_loss:
-        return _plot_learning_curves(choose_lines(groups, unseen=True), groups, styles, LOSS)
-    lines = [Line(group, group.headline, 0, group.short) for group in groups if group.headline is not None]
+        return _plot_learning_curves(chart.choose_lines(groups, unseen=True), groups, styles, LOSS)
+    lines = [chart.Line(group, group.headline, 0, group.short) for group in groups if group.headline is not None]
     return _plot_learning_curves(lines, groups, styles, LOSS)
 
 
 @drawing()
 def _plot_learning_curves(
-    lines: Sequence[Line], groups: Sequence[Group], styles: Styles, kind: Measure
+    lines: Sequence[chart.Line], groups: Sequence[Group], styles: Styles, kind: Measure
 ) -> Picture | None:
     measure = with_token_names(kind, groups)
     curves = [(line, line.group.curve(line.series, measure, unseen=line.unseen)) for line in lines]
@@ -72,16 +55,16 @@ def _plot_learning_curves(
     figure, axes = new_figure(3.1)
     axes.set(xlabel="round")
     # Before the bands, which depend on the scale.
-    ends = all_ends([curve for line, curve in curves if not line.place], measure.bounds)
-    set_measure_axis(axes.yaxis, measure, all_means(curve for _, curve in curves), ends)
+    ends = chart.all_ends([curve for line, curve in curves if not line.place], measure.bounds)
+    chart.set_measure_axis(axes.yaxis, measure, chart.all_means(curve for _, curve in curves), ends)
     entries = [
-        draw_curve(
+        chart.draw_curve(
             axes, curve, styles[line.group.short].of_series(line.place), measure.scale, bounds=measure.bounds,
             thin=line.place > 0,
         )
         for line, curve in curves
     ]  # fmt: skip
-    set_round_axis(axes.xaxis)
+    chart.set_round_axis(axes.xaxis)
     add_legend(figure, entries, [line.label for line, _ in curves])
     last = ", ".join(f"{line.label} {measure.format(curve['mean'].iloc[-1])}" for line, curve in curves)
     more = ""
@@ -90,13 +73,14 @@ def _plot_learning_curves(
         more += " the clients that never train, which are left out of all others."
     elif any(line.place for line, _ in curves):
         more = " Thin lines, without a band: further models of a method, named after the colon."
-    methods = count_methods(len({line.group.label for line, _ in curves}))
+    methods = chart.count_methods(len({line.group.label for line, _ in curves}))
     return Picture(
         figure,
         f"{measure.title} over rounds",
         f"Line chart of {measure.noun} against rounds for {methods}. At the end: {last}.",
-        f"Mean {measure.noun} over clients after each evaluated round{note_band(groups, measure.bounds)} "
-        f"Round 0 is the state before training.{note_cut(axes, ends)}{more}",
+        f"Mean {measure.noun} over clients after each evaluated "
+        f"round{chart.note_band(groups, measure.bounds)} Round 0 is the state before "
+        f"training.{chart.note_cut(axes, ends)}{more}",
     )
 
 
@@ -109,23 +93,23 @@ def plot_communication(groups: Sequence[Group], styles: Styles) -> Picture | Non
     if not any(total > 0 for total in sent):
         return None
     positive = [float(x) for _, curve in curves for x in curve["bytes"] if x > 0]
-    log = max(sent) / min(total for total in sent if total > 0) >= LOG_FROM
+    log = max(sent) / min(total for total in sent if total > 0) >= chart.LOG_FROM
     # A logarithmic axis has no place for what is before the first message.
     sending = [curve[curve["bytes"] > 0] if log else curve for _, curve in curves if curve["bytes"].iloc[-1] > 0]
     silent = [float(curve["mean"].iloc[-1]) for _, curve in curves if curve["bytes"].iloc[-1] <= 0]
     figure, axes = new_figure(3.1)
-    ends = all_ends(sending, measure.bounds)
-    set_measure_axis(axes.yaxis, measure, [*all_means(sending), *silent], ends)
+    ends = chart.all_ends(sending, measure.bounds)
+    chart.set_measure_axis(axes.yaxis, measure, [*chart.all_means(sending), *silent], ends)
     entries = []
     for group, curve in curves:
         style = styles[group.short]
         if curve["bytes"].iloc[-1] > 0:
             shown = curve[curve["bytes"] > 0] if log else curve
-            entries.append(draw_curve(axes, shown, style, measure.scale, bounds=measure.bounds, x="bytes"))
+            entries.append(chart.draw_curve(axes, shown, style, measure.scale, bounds=measure.bounds, x="bytes"))
         else:
             axes.axhline(measure.scale * curve["mean"].iloc[-1], color=style.color, linestyle=style.line)
-            entries.append(legend_entry(style, marker=""))
-    set_prefix_axis(axes.xaxis, "B", positive if log else None)
+            entries.append(chart.legend_entry(style, marker=""))
+    chart.set_prefix_axis(axes.xaxis, "B", positive if log else None)
     axes.set(xlabel=f"sent both ways{', logarithmic' if log else ''}")
     add_legend(figure, entries, [group.short for group, _ in curves])
     totals = ", ".join(f"{g.short} {format_si(total, 'B')}" for (g, _), total in zip(curves, sent, strict=True))
@@ -133,15 +117,16 @@ def plot_communication(groups: Sequence[Group], styles: Styles) -> Picture | Non
     return Picture(
         figure,
         f"{measure.title} over communication",
-        f"Line chart of {measure.noun} against bytes sent for {count_methods(len(curves))}. Sent in all: {totals}.",
+        f"Line chart of {measure.noun} against bytes sent for {chart.count_methods(len(curves))}. Sent in "
+        f"all: {totals}.",
         f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways"
-        f"{note_band(groups, measure.bounds)}{note_cut(axes, ends)}{level}",
+        f"{chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}{level}",
     )
 
 
 @drawing()
 def plot_clients(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Box plot of the clients' accuracies at the last evaluated round, one box a method, ``+`` at the mean."""
+    """Box plot of the clients' accuracies at the last evaluated round, one a method, ``+`` at the mean."""
     measure = measure_of(groups)
     found = []
     for group in groups:
@@ -151,10 +136,10 @@ def plot_clients(groups: Sequence[Group], styles: Styles) -> Picture | None:
     if not found:
         return None
     figure, axes = new_figure(0.9 + 0.36 * len(found))
-    set_measure_axis(axes.xaxis, measure, [value for _, values in found for value in values])
+    chart.set_measure_axis(axes.xaxis, measure, [value for _, values in found for value in values])
     for y, (group, values) in enumerate(found):
         _draw_box(axes, y, values, styles[group.short])
-    set_method_axis(axes, [group.short for group, _ in found])
+    chart.set_method_axis(axes, [group.short for group, _ in found])
     seeds = max(len(group.runs) for group, _ in found)
     pooled = f" The clients of all {seeds} seeds are pooled." if seeds > 1 else ""
     medians = [(group, float(np.median(values))) for group, values in found]
@@ -162,9 +147,11 @@ def plot_clients(groups: Sequence[Group], styles: Styles) -> Picture | None:
     return Picture(
         figure,
         "Spread over clients",
-        f"Box plot of the {measure.noun} of clients for {count_methods(len(found))}. Medians: {', '.join(texts)}.",
-        f"{measure.noun.capitalize()} of each client at the last evaluated round. Box: quartiles; line: median; +: "
-        f"mean; whiskers: the furthest client within 1.5 box lengths; dots: clients beyond.{pooled}",
+        f"Box plot of the {measure.noun} of clients for {chart.count_methods(len(found))}. Medians: "
+        f"{', '.join(texts)}.",
+        f"{measure.noun.capitalize()} of each client at the last evaluated round. Box: quartiles; line: "
+        "median; +: mean; whiskers: the furthest client within 1.5 box lengths; dots: clients "
+        f"beyond.{pooled}",
     )
 
 
@@ -196,7 +183,7 @@ def plot_trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
         return None
     largest = max(size for *_, size in found) or 1.0
     all_flops = [flops for _, _, flops, _ in found]
-    log = max(all_flops) / min(all_flops) >= LOG_FROM
+    log = max(all_flops) / min(all_flops) >= chart.LOG_FROM
     figure, axes = new_figure(3.1)
     # Large markers first, so that none hides a smaller one.
     for group, mean, operations, sent in sorted(found, key=lambda row: -row[3]):
@@ -205,11 +192,11 @@ def plot_trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
             [operations], [measure.scale * mean], marker=style.marker, markersize=math.sqrt(36 + 700 * sent / largest),
             linestyle="", markerfacecolor=(*style.rgb, 0.35), markeredgecolor=style.color, markeredgewidth=1.4,
         )  # fmt: skip
-    set_prefix_axis(axes.xaxis, "FLOP", all_flops if log else None)
+    chart.set_prefix_axis(axes.xaxis, "FLOP", all_flops if log else None)
     axes.set(xlabel=f"training computation per run{', logarithmic' if log else ''}")
-    set_scatter_axis(axes, measure, [mean for _, mean, *_ in found], 0.16)
+    chart.set_scatter_axis(axes, measure, [mean for _, mean, *_ in found], 0.16)
     labels = [f"{one_line(group.short, 30)} ({format_si(size, 'B')})" for group, *_, size in found]
-    add_legend(figure, [legend_entry(styles[group.short], line="") for group, *_ in found], labels)
+    add_legend(figure, [chart.legend_entry(styles[group.short], line="") for group, *_ in found], labels)
     texts = "; ".join(
         f"{group.short} {measure.format(mean)}, {format_si(flops, 'FLOP')}, {format_si(size, 'B')}"
         for group, mean, flops, size in found
@@ -217,9 +204,9 @@ def plot_trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
     return Picture(
         figure,
         f"{measure.title}, computation and communication",
-        f"Scatter chart for {count_methods(len(found))}: {texts}.",
-        f"Mean {measure.noun} at the last evaluated round against the floating-point operations of training; the area "
-        "of a marker grows with the bytes sent both ways, given in the legend. "
+        f"Scatter chart for {chart.count_methods(len(found))}: {texts}.",
+        f"Mean {measure.noun} at the last evaluated round against the floating-point operations of training; "
+        "the area of a marker grows with the bytes sent both ways, given in the legend. "
         f"{'Low' if measure.is_loss else 'High'}, to the left and small is better.",
     )
 
@@ -246,12 +233,12 @@ def plot_sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     methods = list(dict.fromkeys(table["method"]))
     for i, short in enumerate(methods):
         rows = table[table["method"] == short].sort_index(kind="stable")
-        draw_bars(axes, rows, styles[short], measure, (i - (len(methods) - 1) / 2) * 4)
+        chart.draw_bars(axes, rows, styles[short], measure, (i - (len(methods) - 1) / 2) * 4)
     _set_sweep_axis(axes, places, numeric)
     short_names = ", ".join(map(last_part, names))
     axes.set(xlabel=short_names)
-    set_measure_axis(axes.yaxis, measure, all_means([table]), all_ends([table], measure.bounds))
-    add_legend(figure, [legend_entry(styles[short]) for short in methods], methods)
+    chart.set_measure_axis(axes.yaxis, measure, chart.all_means([table]), chart.all_ends([table], measure.bounds))
+    add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
     texts = "; ".join(f"{group.label} {measure.format(result.mean)}" for group, result in found)
     seeds = ", mean over seeds with bars of the 95 % interval" if table["ci"].notna().any() else ""
     return Picture(
@@ -277,7 +264,7 @@ def _set_sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric
         return
     pad = 0.07 * (x[-1] - x[0])
     axes.set_xlim(x[0] - pad, x[-1] + pad)
-    if x[0] > 0 and x[-1] / x[0] >= LOG_FROM:
+    if x[0] > 0 and x[-1] / x[0] >= chart.LOG_FROM:
         factor = (x[-1] / x[0]) ** 0.07
         axes.set_xscale("log")
         axes.set_xlim(x[0] / factor, x[-1] * factor)

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import math
 
-MISSING = "–"
-"""What stands where there is no number."""
-
-DIGITS = 3
-"""Significant digits of byte sizes, counts and durations, wherever they are shown."""
-
+MISSING = "–"  # what stands where there is no number
+DIGITS = 3  # significant digits of byte sizes, counts and durations, wherever they are shown
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def format_si(value: float | None, unit: str = "") -> str:
-    """A byte size or a count with a decimal prefix, such as ``12.3 MB``.
-
-    Args:
-        value: the quantity in its base unit.
-        unit: name of the base unit, or nothing for a count.
-    """
+    """A byte size or a count, given in its base unit, with a decimal prefix, such as ``12.3 MB``."""
     if value is None or not math.isfinite(value):
         return MISSING
     for size, prefix in _PREFIXES:
@@ -31,7 +22,7 @@ def format_si(value: float | None, unit: str = "") -> str:
 
 
 def format_si_pair(value: float | None, plus_minus: float | None, unit: str = "") -> str:
-    """A quantity and its spread with one decimal prefix, such as ``6.69 ± 0.56 M``; a spread of 0 is left out."""
+    """A quantity and its spread with one decimal prefix, such as ``6.69 ± 0.56 M``; no spread if it is 0."""
     whole = format_si(value, unit)
     if not plus_minus or not math.isfinite(plus_minus) or whole == MISSING:
         return whole
@@ -66,7 +57,7 @@ def format_loss(value: float | None, digits: int = 4) -> str:
 
 
 def format_loss_pair(value: float | None, plus_minus: float | None) -> str:
-    """A loss and its spread to the same decimal, such as ``0.0123 ± 0.0011``: two significant digits of the spread."""
+    """A loss and its spread to the same decimal, such as ``0.0123 ± 0.0011``; the spread has two digits."""
     if value is None or plus_minus is None or not math.isfinite(value) or not math.isfinite(plus_minus):
         return format_loss(value)
     spread = format_loss(plus_minus, 2)
@@ -96,12 +87,7 @@ def format_number(value: float | None) -> str:
 
 
 def one_line(text: object, limit: int = 0) -> str:
-    """A name as one line without control characters.
-
-    Args:
-        text: anything; names come from users.
-        limit: longest text, in characters; a longer one is cut and ends in an ellipsis. 0 for no limit.
-    """
+    """A name as one line without control characters; longer than ``limit``, if not 0, it ends in an ellipsis."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return line[: limit - 1].rstrip() + "…" if limit and len(line) > limit else line
 

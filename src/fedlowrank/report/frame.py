@@ -31,9 +31,9 @@ def evaluations(run: RunRecord) -> pd.DataFrame:
     """Test and validation results, one row for each client and evaluation.
 
     Returns:
-        Columns ``measure`` (``accuracy`` or ``risk``), ``series``, ``split``, ``round``, ``client``, ``value``,
-        ``measured`` (False where the client has no example), ``unseen`` (whether the client never trains) and
-        ``examples`` (of the client in this split; NaN if not recorded).
+        Columns ``measure`` (``accuracy`` or ``risk``), ``series``, ``split``, ``round``, ``client``,
+        ``value``, ``measured`` (False where the client has no example), ``unseen`` (whether the client never
+        trains) and ``examples`` (of the client in this split; NaN if not recorded).
     """
     keys, values = [], []
     for record in run.rounds:

@@ -19,8 +19,8 @@ from .style import Picture, Style, Styles, drawing, final_colors, make_styles
 def method_styles(groups: Sequence[Group]) -> dict[str, Style]:
     """A style for each label, in whatever order the runs are given.
 
-    Labels are sorted by the place of the method in :data:`fedlowrank.methods.METHODS`, other methods last and by name,
-    so that ``compare`` and ``report`` draw the same runs alike.
+    Labels are sorted by the place of the method in :data:`fedlowrank.methods.METHODS`, other methods last and
+    by name, so that ``compare`` and ``report`` draw the same runs alike.
     """
     place = {name: i for i, name in enumerate(METHODS)}
     order = sorted({(place.get(group.method, len(place)), group.method, group.short) for group in groups})

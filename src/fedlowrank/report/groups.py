@@ -17,12 +17,11 @@ from .frame import section
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
 from .metrics import Estimate, Run, curve_over_seeds, estimate
 
+# Sections of ``run.json`` that the methods of an experiment share.
 SECTIONS = ("data", "partition", "split", "concept", "augment", "language", "lora", "model", "run")
-"""Sections of ``run.json`` that the methods of an experiment share."""
-
 _NOT_SETTINGS = ("seed", "target")
+# Values of settings that older runs did not record, so that old and new runs form one group.
 _OLD_DEFAULTS = {"run.unseen": "0.0"}
-"""Values of settings that older runs did not record, so that old and new runs form one group."""
 
 
 class Target(NamedTuple):
@@ -79,7 +78,7 @@ class Group:
         return sorted(names, key=lambda name: name != self.headline)
 
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
-        """Statistics of a series, one row for each evaluated seed, see :meth:`fedlowrank.report.metrics.Run.results`.
+        """Statistics of a series, one row for each evaluated seed (:meth:`fedlowrank.report.metrics.Run.results`).
 
         Args:
             series: its name; None for the headline.
@@ -136,7 +135,7 @@ def measure_of(groups: Sequence[Group]) -> Measure:
 
 
 def choose_target(runs: Sequence[Run], target: float | None = None) -> Target:
-    """The target of the runs of one experiment: as given, else the runs' own, else the highest that all reached.
+    """The target of one experiment: as given, else the runs' own, else the highest that all runs reached.
 
     Raises:
         ConfigError: if the target given is not in (0, 1].
@@ -191,7 +190,8 @@ def _group(experiment: str, runs: Sequence[Run], target: Target) -> Group:
     by_seed: dict[str, Run] = {}
     repeated = []
     for run in runs:
-        # A seed twice is the same run twice: counted as two it would narrow the interval over seeds for nothing.
+        # A seed twice is the same run twice: counted as two it would narrow the interval over seeds
+        # for nothing.
         if seed_of(run.record) in by_seed:
             repeated.append(seed_of(run.record))
         else:
@@ -230,18 +230,12 @@ def _label(groups: Sequence[Group]) -> list[Group]:
 
 def by_variation(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """The groups by what is varied, in words."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        found.setdefault(vary_text(group.vary), []).append(group)
-    return found
+    return {text: [g for g in groups if vary_text(g.vary) == text] for text in (vary_text(g.vary) for g in groups)}
 
 
 def by_experiment(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """The groups by the name of their experiment."""
-    found: dict[str, list[Group]] = {}
-    for group in groups:
-        found.setdefault(group.experiment, []).append(group)
-    return found
+    return {name: [g for g in groups if g.experiment == name] for name in (g.experiment for g in groups)}
 
 
 def in_order(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -1,6 +1,7 @@
-"""Figures of LoRA adapters of unequal rank: results by rank, weights of replies, the server's update W, training loss.
+"""Figures of LoRA adapters of unequal rank: results by rank, replies, the server's update, training loss.
 
-As in :mod:`fedlowrank.report.figures`, each takes groups and styles and returns a picture, or None with nothing to draw.
+As in :mod:`fedlowrank.report.figures`, each takes groups and styles and returns a picture, or None with
+nothing to draw.
 """
 
 from __future__ import annotations
@@ -14,25 +15,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from .axes import (
-    DECADES,
-    LINES,
-    NON_NEGATIVE,
-    Bounds,
-    all_ends,
-    all_means,
-    count_methods,
-    draw_bars,
-    draw_curve,
-    is_wide_range,
-    legend_entry,
-    note_band,
-    note_cut,
-    note_seeds,
-    set_limits_from_zero,
-    set_measure_axis,
-    set_round_axis,
-)
+from . import chart
 from .formats import one_line
 from .groups import Group, seed_of
 from .lora_tables import (
@@ -62,22 +45,13 @@ from .style import (
     new_panels,
 )
 
+# For axes and captions: not one of the measures that runs are judged by.
 TRAINING = replace(LOSS, noun="training loss", title="Training loss")
-"""For axes and captions: not one of the measures that runs are judged by."""
-
-PANELS = 4
-"""Most panels of a figure by rank: a method has few series."""
-
-TICK = 0.1
-"""Least distance of two labels on an axis of ranks, as a part of the axis."""
-
-CLOSE = 8
-"""Ranks from which on markers are smaller and closer to their places."""
-
-LISTED = 9
-"""Most ranks in a legend."""
-
-SHARE: Bounds = (0.0, 1.0)
+PANELS = 4  # most panels of a figure by rank: a method has few series
+TICK = 0.1  # least distance of two labels on an axis of ranks, as a part of the axis
+CLOSE = 8  # ranks from which on markers are smaller and closer to their places
+LISTED = 9  # most ranks in a legend
+SHARE: chart.Bounds = (0.0, 1.0)
 STEPS = [1, 2, 2.5, 5, 10]
 SERIES = {
     "personal": "personal is the model that the client itself uses, of its own rank",
@@ -87,7 +61,7 @@ SERIES = {
 
 @drawing()
 def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Accuracy, or loss, against the rank of the client: a panel a series, a line a method, bars over seeds."""
+    """Results against the rank of the client: a panel a series, a line a method, bars over seeds."""
     found = rank_series(groups)
     names = list(dict.fromkeys(name for _, name, _ in found))[:PANELS]
     if not names:
@@ -102,38 +76,37 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
     columns = min(2, len(names))
     rows = math.ceil(len(names) / columns)
     figure, panels = new_panels(0.6 + 2.3 * rows, rows, columns, sharey=True)
-    set_measure_axis(panels[0, 0].yaxis, measure, all_means(tables), all_ends(tables, measure.bounds))
+    chart.set_measure_axis(panels[0, 0].yaxis, measure, chart.all_means(tables), chart.all_ends(tables, measure.bounds))
     for axes, name in zip(panels.flat, names, strict=False):
         axes.set_title(one_line(name, 24), fontsize=9.5, loc="left", pad=4)
         for group, series, scores in found:
             if series == name:
                 place = (methods.index(group.short) - (len(methods) - 1) / 2) * 4 * room
                 style = styles[group.short]
-                draw_bars(axes, scores.sort_index(), style, measure, place, 2.5 + 2.5 * room)
-    for axes in panels.flat[len(names) :]:
-        axes.set_visible(False)
+                chart.draw_bars(axes, scores.sort_index(), style, measure, place, 2.5 + 2.5 * room)
     for axes in panels[1:, 0]:
         axes.set_ylabel(panels[0, 0].get_ylabel())
-    for axes in (panels[(len(names) - 1 - i) // columns, i] for i in range(columns)):
-        axes.tick_params(labelbottom=True)
+    for axes in chart.finish_grid(panels, len(names)):
         axes.set_xlabel("rank of the client")
     set_rank_axis(panels[0, 0], ranks)
-    add_legend(figure, [legend_entry(styles[short]) for short in methods], methods)
+    add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
     texts = "; ".join(
         f"{group.short}, {name}: " + ", ".join(f"rank {r:.0f} {measure.format(m)}" for r, m in scores["mean"].items())
         for group, name, scores in found
     )
-    over = note_seeds(group for group, *_ in found)
+    over = chart.note_seeds(group for group, *_ in found)
     over += " with bars of the 95 % interval" if over else ""
     known = "; ".join(SERIES[name] for name in names if name in SERIES)
     panel_note = f" Panels: {known}." if len(names) > 1 and known else ""
     return Picture(
         figure,
         f"{measure.title} by rank of the client",
-        f"Line chart of {measure.noun} against the rank of the client for {count_methods(len(methods))}: {texts}.",
-        f"Mean {measure.noun} at the last evaluated round over the clients of each rank{over}; the axis of ranks is "
-        f"logarithmic.{panel_note} {'Low' if measure.is_loss else 'High'} is better, and a level line serves all ranks "
-        "alike. Clients of different ranks hold different data, so a slope is not due to rank alone: compare methods.",
+        f"Line chart of {measure.noun} against the rank of the client for "
+        f"{chart.count_methods(len(methods))}: {texts}.",
+        f"Mean {measure.noun} at the last evaluated round over the clients of each rank{over}; the axis of "
+        f"ranks is logarithmic.{panel_note} {'Low' if measure.is_loss else 'High'} is better, and a level "
+        "line serves all ranks alike. Clients of different ranks hold different data, so a slope is not due "
+        "to rank alone: compare methods.",
     )
 
 
@@ -155,7 +128,7 @@ def set_rank_axis(axes: Axes, ranks: Sequence[int]) -> None:
 
 
 def plot_replies(groups: Sequence[Group]) -> list[Picture]:
-    """Weight and truncation error of each client's reply against rounds, a picture for every method that has them."""
+    """Weight and truncation error of each client's reply against rounds, a picture for each method with them."""
     return [picture for group in groups if (picture := _plot_replies(group))]
 
 
@@ -190,14 +163,11 @@ def _plot_replies(group: Group) -> Picture | None:
     above.margins(y=0.08)
     above.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
     below.set_xlabel("round")
-    set_round_axis(below.xaxis)
+    chart.set_round_axis(below.xaxis)
     in_order = sorted(counts.index, reverse=True)
-    listed = [
-        in_order[i]
-        for i in np.unique(np.linspace(0, len(in_order) - 1, min(LISTED, len(in_order))).round().astype(int))
-    ]
+    listed = [in_order[i] for i in chart.space_evenly(len(in_order), LISTED)]
     labels = [f"rank {rank}" + (f" ({counts[rank]} clients)" if counts[rank] > 1 else "") for rank in listed]
-    add_legend(figure, [*(legend_entry(styles[rank], "") for rank in listed), even], [*labels, "equal weights"])
+    add_legend(figure, [*(chart.legend_entry(styles[rank], "") for rank in listed), even], [*labels, "equal weights"])
     last_weight, last_error = (_last_values(table).groupby(ranks).mean() for table in (weights, errors))
     texts = "; ".join(
         f"rank {rank} weight {last_weight[rank]:.3g}, error {_format_share(last_error.get(rank, math.nan))}"
@@ -208,13 +178,13 @@ def _plot_replies(group: Group) -> Picture | None:
     return Picture(
         figure,
         f"Weights and truncation errors: {group.short}",
-        f"Two line charts against rounds for {len(weights.columns)} clients under {group.short}. In the last round of "
-        f"each client, means over the clients of a rank: {texts}.",
-        f"Above: how much the reply of each client counts in a round, seed {seed_of(run)}; dotted: what it would if all "
-        "counted the same. Below: the part of the server's update W that the client's rank has no room for, ‖W − Wʳ‖² "
-        f"in percent of ‖W‖² over all layers{scale}. A line is a client, its color and dash its rank; clients of one "
-        "rank are sent the same, so their lines often coincide; it is interrupted where the client took no part."
-        f"{cut}",
+        f"Two line charts against rounds for {len(weights.columns)} clients under {group.short}. In the last "
+        f"round of each client, means over the clients of a rank: {texts}.",
+        f"Above: how much the reply of each client counts in a round, seed {seed_of(run)}; dotted: what it "
+        "would if all counted the same. Below: the part of the server's update W that the client's rank has "
+        f"no room for, ‖W − Wʳ‖² in percent of ‖W‖² over all layers{scale}. A line is a client, its color and "
+        "dash its rank; clients of one rank are sent the same, so their lines often coincide; it is "
+        f"interrupted where the client took no part.{cut}",
     )
 
 
@@ -232,7 +202,7 @@ def rank_styles(ranks: Sequence[int]) -> dict[int, Style]:
 def _set_error_axis(axes: Axes, errors: Sequence[float]) -> bool:
     """Label, scale and limits of an axis of relative errors; whether it is logarithmic."""
     positive = [value for value in errors if value > 0]
-    log = is_wide_range(positive, DECADES)
+    log = chart.is_wide_range(positive, chart.DECADES)
     if log:
         axes.set_yscale("log")
         axes.set_ylim(100 * min(positive) / 1.3, 130 * max(positive))
@@ -240,7 +210,7 @@ def _set_error_axis(axes: Axes, errors: Sequence[float]) -> bool:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
-        set_limits_from_zero(axes, 100 * max(positive, default=0.01))
+        chart.set_limits_from_zero(axes, 100 * max(positive, default=0.01))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
     axes.set_ylabel("cut off / %")
     return log
@@ -257,20 +227,20 @@ def _format_share(value: float) -> str:
 
 @drawing()
 def plot_server_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Singular values that the server holds of its update W, against rounds: mean over layers, one line a method.
+    """Singular values that the server holds of its update W against rounds, mean over layers, a line a method.
 
-    They are the rank of W in the exact and the capped state, but in the dense one no more than the clients ask for
-    (:attr:`fedlowrank.linalg.delta.Delta.rank`), and the record does not tell the states apart.
+    They are the rank of W in the exact and the capped state, but in the dense one no more than the clients
+    ask for (:attr:`fedlowrank.linalg.delta.Delta.rank`), and the record does not tell the states apart.
     """
     found = [(group, *result) for group in groups if (result := server_rank(group))]
     if not found:
         return None
     figure, axes = new_figure(2.6)
-    entries = [draw_curve(axes, curve, styles[g.short], bounds=NON_NEGATIVE) for g, curve, *_ in found]
+    entries = [chart.draw_curve(axes, curve, styles[g.short], bounds=chart.NON_NEGATIVE) for g, curve, *_ in found]
     axes.set(xlabel="round", ylabel="singular values of W")
-    set_limits_from_zero(axes, max(all_ends([curve for _, curve, *_ in found], NON_NEGATIVE)))
+    chart.set_limits_from_zero(axes, max(chart.all_ends([curve for _, curve, *_ in found], chart.NON_NEGATIVE)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    set_round_axis(axes.xaxis)
+    chart.set_round_axis(axes.xaxis)
     add_legend(figure, entries, [group.short for group, *_ in found])
     last = ", ".join(
         f"{group.short} {curve['mean'].iloc[-1]:.0f}" + (f" ({least:.0f} to {most:.0f})" if least < most else "")
@@ -280,35 +250,35 @@ def plot_server_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
         figure,
         "Rank of the server's update over rounds",
         "Line chart of the singular values that the server holds of its update against rounds for "
-        f"{count_methods(len(found))}. At the end, mean over layers, with the least and the largest where they differ: "
-        f"{last}.",
-        "Singular values of the server's update W that the server holds after each round, mean over layers. While it "
-        f"holds W as factors that is the rank of W, which begins at 0{note_band([g for g, *_ in found])} Of a W that it "
-        "holds as a whole matrix, it computes no more than the largest rank of a client: a line at that number may be "
-        "below the rank.",
+        f"{chart.count_methods(len(found))}. At the end, mean over layers, with the least and the largest "
+        f"where they differ: {last}.",
+        "Singular values of the server's update W that the server holds after each round, mean over layers. "
+        "While it holds W as factors that is the rank of W, which begins at "
+        f"0{chart.note_band([g for g, *_ in found])} Of a W that it holds as a whole matrix, it computes no "
+        "more than the largest rank of a client: a line at that number may be below the rank.",
     )
 
 
 @drawing()
 def plot_energy(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Energy of the server's update and what a cap on its rank cut off, against rounds; None if none ever did."""
+    """Energy of the server's update and what a cap on its rank discards, against rounds; None if it never does."""
     cuts = [(group, curve) for group in groups if len(curve := discarded_share(group))]
     if not cuts:
         return None
     found = [(group, curve) for group in groups if len(curve := energy(group))]
     figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
-    entries = [draw_curve(above, curve, styles[group.short], bounds=NON_NEGATIVE) for group, curve in found]
+    entries = [chart.draw_curve(above, curve, styles[group.short], bounds=chart.NON_NEGATIVE) for group, curve in found]
     for group, curve in cuts:
-        draw_curve(below, curve, styles[group.short], 100.0, bounds=SHARE)
+        chart.draw_curve(below, curve, styles[group.short], 100.0, bounds=SHARE)
     for axes, top, label in (
-        (above, max(all_ends([curve for _, curve in found], NON_NEGATIVE)), "‖W‖²"),
-        (below, 100 * max(all_ends([curve for _, curve in cuts], SHARE)), "cut off / %"),
+        (above, max(chart.all_ends([curve for _, curve in found], chart.NON_NEGATIVE)), "‖W‖²"),
+        (below, 100 * max(chart.all_ends([curve for _, curve in cuts], SHARE)), "cut off / %"),
     ):
         axes.set(ylabel=label)
-        set_limits_from_zero(axes, top)
+        chart.set_limits_from_zero(axes, top)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
     below.set_xlabel("round")
-    set_round_axis(below.xaxis)
+    chart.set_round_axis(below.xaxis)
     add_legend(figure, entries, [group.short for group, _ in found])
     last = ", ".join(f"{group.short} {curve['mean'].iloc[-1]:.3g}" for group, curve in found)
     most = ", ".join(
@@ -318,16 +288,16 @@ def plot_energy(groups: Sequence[Group], styles: Styles) -> Picture | None:
         figure,
         "Energy of the server's update over rounds",
         f"Two line charts against rounds. Energy at the end: {last}. Most cut off: {most}.",
-        "Above: energy ‖W‖² of the server's update after each round, summed over layers (the squared Frobenius norm). "
-        "Below: what the cap on its rank cut off in that round, in percent of the energy before the cut"
-        f"{note_band([group for group, _ in found])} What is cut off is lost to all clients; if it stays above a few "
-        "percent, a larger cap is worth a try.",
+        "Above: energy ‖W‖² of the server's update after each round, summed over layers (the squared "
+        "Frobenius norm). Below: what the cap on its rank cut off in that round, in percent of the energy "
+        f"before the cut{chart.note_band([group for group, _ in found])} What is cut off is lost to all "
+        "clients; if it stays above a few percent, a larger cap is worth a try.",
     )
 
 
 @drawing()
 def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Training loss against rounds where there are adapters, a line a method; further passes are thin lines."""
+    """Training loss against rounds where there are adapters; further passes of a method are thin lines."""
     if not has_adapters(groups):
         return None
     found = [
@@ -336,29 +306,29 @@ def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | Non
         for place, name in enumerate(pass_names(group))
         if len(curve := training_loss(group, name))
     ]
-    found = [one for one in found if not one[1]] if len(found) > LINES else found
+    found = [one for one in found if not one[1]] if len(found) > chart.LINES else found
     if not found:
         return None
     figure, axes = new_figure(3.1)
     axes.set(xlabel="round")
-    ends = all_ends([curve for _, place, _, curve in found if not place])
-    set_measure_axis(axes.yaxis, TRAINING, all_means(curve for *_, curve in found), ends)
+    ends = chart.all_ends([curve for _, place, _, curve in found if not place])
+    chart.set_measure_axis(axes.yaxis, TRAINING, chart.all_means(curve for *_, curve in found), ends)
     entries = [
-        draw_curve(axes, curve, styles[group.short].of_series(place), thin=place > 0)
+        chart.draw_curve(axes, curve, styles[group.short].of_series(place), thin=place > 0)
         for group, place, _, curve in found
     ]
-    set_round_axis(axes.xaxis)
+    chart.set_round_axis(axes.xaxis)
     add_legend(figure, entries, [label for _, _, label, _ in found])
     last = ", ".join(f"{label} {TRAINING.format(curve['mean'].iloc[-1])}" for _, _, label, curve in found)
     more = " Thin lines, without a band: further passes of a method." if any(place for _, place, *_ in found) else ""
     drawn = [group for group, *_ in found]
-    methods = count_methods(len({group.label for group in drawn}))
+    methods = chart.count_methods(len({group.label for group in drawn}))
     return Picture(
         figure,
         "Training loss over rounds",
         f"Line chart of training loss against rounds for {methods}. At the end: {last}.",
         "Mean loss over the training steps of each round, of all participants"
-        f"{note_band(drawn, TRAINING.bounds)}{note_cut(axes, ends)} It is taken while the clients train, so it falls "
-        "within a round as well as from round to round: where it falls and the test loss does not, the clients overfit "
-        f"or their updates do not add up at the server.{more}",
+        f"{chart.note_band(drawn, TRAINING.bounds)}{chart.note_cut(axes, ends)} It is taken while the clients "
+        "train, so it falls within a round as well as from round to round: where it falls and the test loss "
+        f"does not, the clients overfit or their updates do not add up at the server.{more}",
     )

@@ -34,7 +34,7 @@ def has_adapters(groups: Sequence[Group]) -> bool:
 
 
 def rank_measure(groups: Sequence[Group]) -> Measure:
-    """By what clients of different ranks are compared: loss of language models and regressions, else accuracy."""
+    """The measure for clients of different ranks: loss of language models and regressions, else accuracy."""
     is_language = all(predicts_tokens(group.first) for group in groups)
     return with_token_names(LOSS, groups) if is_language else measure_of(groups)
 
@@ -43,8 +43,8 @@ def scores_by_rank(group: Group, series: str, measure: Measure | None = None) ->
     """Results of a series by rank of the client at the last evaluated round, the largest rank first.
 
     Returns:
-        Indexed by rank: ``mean`` over the clients of a rank and over seeds, ``ci`` (NaN for one seed), ``n`` (seeds),
-        and ``least`` and ``most`` (clients of this rank in a seed).
+        Indexed by rank: ``mean`` over the clients of a rank and over seeds, ``ci`` (NaN for one seed), ``n``
+        (seeds), and ``least`` and ``most`` (clients of this rank in a seed).
     """
     measure = measure or rank_measure([group])
     seeds = []
@@ -61,7 +61,9 @@ def scores_by_rank(group: Group, series: str, measure: Measure | None = None) ->
 
 def rank_series(groups: Sequence[Group]) -> list[tuple[Group, str, pd.DataFrame]]:
     """Every series of every group with its results by rank; none unless there are clients of two ranks."""
-    measure = rank_measure(groups) if groups else None
+    if not any(client_ranks(run.record) for group in groups for run in group.runs):
+        return []
+    measure = rank_measure(groups)
     found = [(group, name, scores_by_rank(group, name, measure)) for group in groups for name in group.series]
     found = [one for one in found if len(one[2])]
     return found if len({rank for *_, scores in found for rank in scores.index}) > 1 else []
@@ -102,9 +104,9 @@ def _rank_table(groups: Sequence[Group], found: Sequence[tuple[Group, str, Any]]
 def adapter_row(group: Group) -> dict[str, float]:
     """Columns of the CSV about adapters; empty for runs without.
 
-    ``perplexity`` is the exponential of the mean loss per token over clients and seeds, so the geometric mean of
-    theirs; ``accuracy_rank_8`` or ``loss_rank_8`` the mean over the clients of rank 8. Those of a further series end
-    in a point and its name.
+    ``perplexity`` is the exponential of the mean loss per token over clients and seeds, so the geometric mean
+    of theirs; ``accuracy_rank_8`` or ``loss_rank_8`` the mean over the clients of rank 8. Those of a further
+    series end in a point and its name.
     """
     row: dict[str, float] = {}
     by_series = {name: scores for _, name, scores in rank_series([group])}
@@ -135,7 +137,8 @@ def reply_values(run: RunRecord, kind: str) -> pd.DataFrame:
 
     Args:
         run: the run.
-        kind: ``weights``, p_i of the reply; or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the client's download.
+        kind: ``weights``, p_i of the reply; or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the client's
+        download.
     """
     table = by_round(run, kind)
     table = table[[name for name in table if str(name).isdecimal()]].rename(columns=int).sort_index(axis=1)
@@ -146,8 +149,8 @@ def server_rank(group: Group) -> tuple[pd.DataFrame, float, float] | None:
     """Rank of the server's update, which is 0 before training, over training.
 
     Returns:
-        The mean over layers as a curve, and the least and the largest rank of a layer in the last record, means over
-        seeds; None if no update began at 0.
+        The mean over layers as a curve, and the least and the largest rank of a layer in the last record,
+        means over seeds; None if no update began at 0.
     """
     tracks, last = [], []
     for run in group.runs:
@@ -168,7 +171,7 @@ def energy(group: Group) -> pd.DataFrame:
 
 
 def discarded_share(group: Group) -> pd.DataFrame:
-    """Share of ‖W‖_F² that a cap on the rank discarded in each round, of that before; empty if it never did."""
+    """Share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
     tracks = []
     for run in group.runs:
         kept, lost = _total(run.record, "energy"), _total(run.record, "discarded")
@@ -183,7 +186,7 @@ def pass_names(group: Group) -> list[str]:
 
 
 def training_loss(group: Group, name: str) -> pd.DataFrame:
-    """Mean loss over the steps of a pass, of all participants, over training; empty if it was not recorded."""
+    """Mean loss over the steps of a pass, of all participants, by round; empty if it was not recorded."""
     losses = [by_round(run.record, "loss") for run in group.runs]
     return curve_over_seeds(_finite(table[name]) for table in losses if name in table)
 

@@ -1,8 +1,9 @@
 """Statistics of one run, and of several seeds of it.
 
-Accuracies are fractions in [0, 1]. A client without test examples has no accuracy: it is left out and counted, never
-scored as zero. The standard deviation over clients divides by their number, because they are all the clients of the
-federation and not a sample. Clients that never train are reported apart from the others.
+Accuracies are fractions in [0, 1]. A client without test examples has no accuracy: it is left out and
+counted, never scored as zero. The standard deviation over clients divides by their number, because they are
+all the clients of the federation and not a sample. Clients that never train are reported apart from the
+others.
 """
 
 from __future__ import annotations
@@ -21,12 +22,9 @@ from ..simulation.records import RoundRecord, RunRecord
 from .frame import evaluations, section
 from .measures import ACCURACY, LOSS, MEASURES, Measure
 
-LAST = 10
-"""Evaluations in the mean over the end of a run."""
-
+LAST = 10  # evaluations in the mean over the end of a run
+# Tolerance in comparing an accuracy with a target: rounding must not make 0.9 miss a target of 0.9.
 ROUNDING = 1e-12
-"""Tolerance in comparing an accuracy with a target: rounding must not make 0.9 miss a target of 0.9."""
-
 CONFIDENCE = 0.95
 COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
 KEYS = ["measure", "series", "split", "unseen", "round"]
@@ -40,7 +38,8 @@ class Estimate(NamedTuple):
         n: seeds that have the number.
         mean: their mean.
         std: standard deviation with n - 1 in the denominator; NaN for one seed.
-        ci: half-width of the 95 % confidence interval of the mean, from Student's t with n - 1 degrees of freedom;
+        ci: half-width of the 95 % confidence interval of the mean, from Student's t with n - 1 degrees of
+        freedom;
             NaN for one seed.
     """
 
@@ -86,9 +85,9 @@ def score_clients(values: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         One row for each evaluation with a finite value, with the columns ``KEYS`` and: ``mean`` over clients,
-        ``weighted`` mean by examples (NaN if they are not known), ``std`` over clients, ``worst`` (mean of the worst
-        ceil(10 %) of clients), ``without`` (clients without examples) and ``non_finite`` (clients left out because
-        their value is NaN or infinite).
+        ``weighted`` mean by examples (NaN if they are not known), ``std`` over clients, ``worst`` (mean of
+        the worst ceil(10 %) of clients), ``without`` (clients without examples) and ``non_finite`` (clients
+        left out because their value is NaN or infinite).
     """
     values = values.assign(finite=np.isfinite(values["value"]))
     counts = values.groupby(KEYS, sort=False).agg(
@@ -114,7 +113,7 @@ def score_clients(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
-    """Sums over rounds of ``COSTS`` and of ``seconds_train``, ``seconds_server``, ... for every recorded kind."""
+    """Sums over rounds of ``COSTS`` and of ``seconds_train``, ``seconds_server``, ... where recorded."""
     costs: dict[str, float] = {name: sum(getattr(record, name) for record in records) for name in COSTS}
     for kind in dict.fromkeys(kind for record in records for kind in record.seconds):
         costs[f"seconds_{kind}"] = math.fsum(record.seconds.get(kind, 0.0) for record in records)
@@ -134,7 +133,7 @@ class Run:
 
     @cached_property
     def scores(self) -> dict[tuple[str, str, str, bool], pd.DataFrame]:
-        """Statistics by round, see :func:`score_clients`, by measure, series, split and whether of unseen clients."""
+        """Statistics by round (:func:`score_clients`), by measure, series, split and whether of unseen clients."""
         groups = score_clients(self.values).groupby(KEYS[:-1], sort=False)
         return {key: rows.set_index("round") for key, rows in groups}
 
@@ -178,10 +177,10 @@ class Run:
         Returns:
             ``last``: mean over clients at the last evaluated round, with ``round``, ``std_clients``,
             ``last_weighted``, ``worst_tenth``, ``without`` and ``non_finite``. ``best_by_validation``: at
-            ``best_round``, whose mean validation result is best, the earliest on ties. ``last_ten``: mean over the
-            last ten evaluations, the one before training left out. ``best_test``: the best over rounds, an
-            optimistic number because it selects on test examples. ``unseen`` and ``std_unseen``: over the clients
-            that never train.
+            ``best_round``, whose mean validation result is best, the earliest on ties. ``last_ten``: mean
+            over the last ten evaluations, the one before training left out. ``best_test``: the best over
+            rounds, an optimistic number because it selects on test examples. ``unseen`` and ``std_unseen``:
+            over the clients that never train.
         """
         return self._results.get((measure.field, series or ""))
 

@@ -23,8 +23,7 @@ from .style import DARK, LIGHT, Style, css_variables, to_svg
 from .sweeps import sweep_tables
 from .tables import compare, to_csv, to_markdown
 
-TITLES = 3
-"""Most experiments that the title of a page names."""
+TITLES = 3  # most experiments that the title of a page names
 
 
 def write_report(runs: Sequence[RunRecord], out: Path, *, target: float | None = None, command: str = "") -> None:
@@ -35,7 +34,8 @@ def write_report(runs: Sequence[RunRecord], out: Path, *, target: float | None =
     Args:
         runs: in the order in which methods appear; runs of several experiments get a section each.
         out: the page, such as ``report.html``; ``report.md`` and ``report.csv`` are written next to it.
-        target: accuracy in (0, 1] for the columns "to target"; None for the runs' own, else the largest whole percent
+        target: accuracy in (0, 1] for the columns "to target"; None for the runs' own, else the largest whole
+        percent
             that all of them reached.
         command: command line that makes these runs again, for the reader.
 

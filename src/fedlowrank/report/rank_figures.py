@@ -1,6 +1,7 @@
-"""Figures of what low rank saves and what it costs each client: ranks, downlink, model size, relative accuracy.
+"""Figures of what low rank saves and costs: ranks, downlink, model size, accuracy relative to a reference.
 
-As in :mod:`fedlowrank.report.figures`, each takes groups and styles and returns a picture, or None with nothing to draw.
+As in :mod:`fedlowrank.report.figures`, each takes groups and styles and returns a picture, or None with
+nothing to draw.
 """
 
 from __future__ import annotations
@@ -16,49 +17,28 @@ from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
 from scipy.stats import gaussian_kde
 
-from .axes import (
-    LOG_FROM,
-    NON_NEGATIVE,
-    all_ends,
-    choose_lines,
-    count_methods,
-    interval_ends,
-    legend_entry,
-    note_band,
-    note_seeds,
-    set_limits_from_zero,
-    set_method_axis,
-    set_prefix_axis,
-    set_round_axis,
-    set_scatter_axis,
-)
+from . import chart
 from .formats import format_si, one_line
 from .groups import Group, measure_of, seed_of
 from .ranks import RankCurve, downlink, model_size, rank_curves
 from .style import INK, Picture, Style, Styles, add_legend, drawing, new_figure, new_panels
 
-PANELS = 24
-"""Most panels of ranks; of a deeper model, so many weights are drawn, evenly spaced in depth."""
-
+PANELS = 24  # most panels of ranks; of a deeper model, so many weights are drawn, evenly spaced in depth
 COLUMNS = 3
-POINTS = 120
-"""Most rounds drawn in a panel of ranks, which is too narrow for more."""
-
+POINTS = 120  # most rounds drawn in a panel of ranks, which is too narrow for more
+# Relative change of a downlink that counts: bytes of a message vary by a digit here and there.
 CHANGED = 0.005
-"""Relative change of a downlink that counts: bytes of a message vary by a digit here and there."""
-
-CLIENTS = 20
-"""Fewest clients for a violin: of a few, the box plot shows everything."""
+CLIENTS = 20  # fewest clients for a violin: of a few, the box plot shows everything
 
 
 @drawing()
 def plot_ranks(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Rank of every low-rank weight against rounds, in percent of its first rank: a panel a weight, a line a method."""
+    """Rank of every low-rank weight against rounds, in percent of its first rank: a panel a weight."""
     found = [(group, mine) for group in groups if (mine := rank_curves(group))]
     names = list(dict.fromkeys(name for _, mine in found for name in mine))
     if not names or all(len(rank.percent) < 2 for _, mine in found for rank in mine.values()):
         return None
-    shown = [names[i] for i in _spaced(len(names), PANELS)]
+    shown = [names[i] for i in chart.space_evenly(len(names), PANELS)]
     columns = min(COLUMNS, len(shown))
     rows = math.ceil(len(shown) / columns)
     figure, panels = new_panels(0.5 + max(0.86 * rows, 2.2), rows, columns, sharey=True)
@@ -68,21 +48,15 @@ def plot_ranks(groups: Sequence[Group], styles: Styles) -> Picture | None:
             _draw_rank(axes, rank.percent, styles[group.short])
         title = f"{_layer(name)}\n{_first_to_last([rank for _, rank in lines])}"
         axes.set_title(title, fontsize=8, loc="left", pad=3)
-    for axes in panels.flat[len(shown) :]:
-        axes.set_visible(False)
-    # The last visible panel of each column has the ticks.
-    lowest = [panels[(len(shown) - 1 - i) // columns, i] for i in range(columns)]
-    for axes in lowest:
-        axes.tick_params(labelbottom=True)
-    lowest[columns // 2].set_xlabel("round")
+    chart.finish_grid(panels, len(shown))[columns // 2].set_xlabel("round")
     drawn = [mine[name].percent for _, mine in found for name in shown if name in mine]
-    top = max(100.0, *all_ends(drawn, NON_NEGATIVE))
+    top = max(100.0, *chart.all_ends(drawn, chart.NON_NEGATIVE))
     panels[0, 0].set(ylim=(-0.05 * top, 1.05 * top))
     panels[0, 0].yaxis.set_major_locator(FixedLocator([0, 50, 100]) if top <= 100 else MaxNLocator(nbins=3))
-    set_round_axis(panels[0, 0].xaxis, 4)
+    chart.set_round_axis(panels[0, 0].xaxis, 4)
     figure.supylabel("rank / % of the first", fontsize=10.5)
     drawn_groups = [group for group, _ in found]
-    entries = [legend_entry(styles[group.short], marker="") for group in drawn_groups]
+    entries = [chart.legend_entry(styles[group.short], marker="") for group in drawn_groups]
     add_legend(figure, entries, [group.short for group in drawn_groups])
     texts = "; ".join(
         f"{group.short}: " + ", ".join(f"{_layer(n)} {r.first:.0f} to {r.last:.0f}" for n, r in mine.items())
@@ -93,23 +67,24 @@ def plot_ranks(groups: Sequence[Group], styles: Styles) -> Picture | None:
     return Picture(
         figure,
         "Rank of each layer over rounds",
-        f"Line charts of the rank of {len(names)} weights against rounds for {count_methods(len(found))}. From the "
-        f"first rank to the last, {texts}.",
-        "Rank of the server's weights after each round, in percent of the rank before training, a panel a weight in "
-        f"the order of the model{note_band(drawn_groups)} Above each panel: the first rank, an arrow, the last "
-        f"one{order}.{some if len(shown) < len(names) else ''}",
+        f"Line charts of the rank of {len(names)} weights against rounds for "
+        f"{chart.count_methods(len(found))}. From the first rank to the last, {texts}.",
+        "Rank of the server's weights after each round, in percent of the rank before training, a panel a "
+        f"weight in the order of the model{chart.note_band(drawn_groups)} Above each panel: the first rank, "
+        f"an arrow, the last one{order}.{some if len(shown) < len(names) else ''}",
     )
 
 
-def _spaced(count: int, most: int) -> list[int]:
-    """Up to ``most`` indices below ``count``, evenly spaced, both ends included."""
-    return sorted({round(i) for i in np.linspace(0, count - 1, min(most, count)).tolist()})
-
-
 def _draw_rank(axes: Axes, curve: pd.DataFrame, style: Style) -> None:
-    curve = curve.iloc[_spaced(len(curve), POINTS)]
+    curve = curve.iloc[chart.space_evenly(len(curve), POINTS)]
     if curve["ci"].notna().any():
-        axes.fill_between(curve.index, *interval_ends(curve, NON_NEGATIVE), color=style.color, alpha=0.15, linewidth=0)
+        axes.fill_between(
+            curve.index,
+            *chart.interval_ends(curve, chart.NON_NEGATIVE),
+            color=style.color,
+            alpha=0.15,
+            linewidth=0,
+        )
     axes.plot(
         curve.index,
         curve["mean"],
@@ -134,9 +109,10 @@ def _first_to_last(ranks: Sequence[RankCurve]) -> str:
 
 @drawing()
 def plot_downlink(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Bytes from the server to each participant against rounds, where that changes or the methods' ranks differ.
+    """Bytes from the server to each participant against rounds, where they change or the methods' ranks differ.
 
-    From 0 up, so that a fall is as large as it looks; logarithmic only where a change would be too small to see.
+    From 0 up, so that a fall is as large as it looks; logarithmic only where a change would be too small to
+    see.
     """
     found = [(group, sent) for group in groups if len(sent := downlink(group))]
     largest = max((float(sent["mean"].max()) for _, sent in found), default=0.0)
@@ -146,7 +122,7 @@ def plot_downlink(groups: Sequence[Group], styles: Styles) -> Picture | None:
     last_ranks = {tuple((name, rank.last) for name, rank in rank_curves(group).items()) for group in groups}
     if not peaks and len(last_ranks) < 2:
         return None
-    log = bool(peaks) and max(peaks) * LOG_FROM <= largest
+    log = bool(peaks) and max(peaks) * chart.LOG_FROM <= largest
     silent = [group.short for group, sent in found if log and sent["mean"].max() <= 0]
     drawn = [(group, sent) for group, sent in found if group.short not in silent]
     figure, axes = new_figure(3.1)
@@ -160,22 +136,22 @@ def plot_downlink(groups: Sequence[Group], styles: Styles) -> Picture | None:
             linestyle=style.line, marker=style.marker, markersize=5, markevery=at, dash_capstyle="butt",
         )  # fmt: skip
     positive = [float(value) for _, sent in drawn for value in sent["mean"] if value > 0]
-    set_prefix_axis(axes.yaxis, "B", positive if log else None)
+    chart.set_prefix_axis(axes.yaxis, "B", positive if log else None)
     if not log:
-        set_limits_from_zero(axes, largest)
+        chart.set_limits_from_zero(axes, largest)
     axes.set(xlabel="round", ylabel="downlink, logarithmic" if log else "downlink per participant")
-    set_round_axis(axes.xaxis)
+    chart.set_round_axis(axes.xaxis)
     labels = [f"{one_line(group.short, 22)}: {_format_change(sent)}" for group, sent in drawn]
-    add_legend(figure, [legend_entry(styles[group.short]) for group, _ in drawn], labels)
+    add_legend(figure, [chart.legend_entry(styles[group.short]) for group, _ in drawn], labels)
     texts = ", ".join(f"{group.short} {_format_change(sent)}" for group, sent in found)
     return Picture(
         figure,
         "Downlink over rounds",
-        f"Line chart of bytes sent to each participant against rounds for {count_methods(len(found))}. From the first "
-        f"round to the last: {texts}.",
+        f"Line chart of bytes sent to each participant against rounds for {chart.count_methods(len(found))}. "
+        f"From the first round to the last: {texts}.",
         "Bytes of the server's messages in each round, divided by the number of participants"
-        f"{note_seeds(groups)}; the legend gives the first and the last round, once if they are equal. Each method has "
-        "its markers at rounds of its own, so that lines which coincide can be told apart."
+        f"{chart.note_seeds(groups)}; the legend gives the first and the last round, once if they are equal. "
+        "Each method has its markers at rounds of its own, so that lines which coincide can be told apart."
         + (f" Sends nothing: {', '.join(silent)}." if silent else ""),
     )
 
@@ -201,7 +177,7 @@ def plot_relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture |
     if max(len(run.record.clients) for run in reference.runs) < CLIENTS:
         return None
     found = []
-    for line in choose_lines(judged):
+    for line in chart.choose_lines(judged):
         gaps = [
             (run.client_values(line.series, measure) - base[seed]).dropna()
             for run in line.group.runs
@@ -216,7 +192,7 @@ def plot_relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture |
     axes.axvline(0, color=INK, linewidth=1, alpha=0.6)
     for y, (line, values) in enumerate(found):
         _draw_violin(axes, y, values, styles[line.group.short], 0.1 if line.place else 0.3)
-    set_method_axis(axes, [line.label for line, _ in found])
+    chart.set_method_axis(axes, [line.label for line, _ in found])
     unit = "" if measure.is_loss else " / points"
     axes.set(xlabel=f"{measure.noun} minus that of {one_line(reference.short, 24)}{unit}")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
@@ -229,11 +205,11 @@ def plot_relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture |
         figure,
         f"{measure.title} relative to {reference.short}",
         f"Violin plot of the {measure.noun} of clients minus that under {reference.short}, for "
-        f"{count_methods(count)}. Medians{points}: {', '.join(medians)}.",
-        f"{measure.noun.capitalize()} of each client at the last evaluated round minus that of the same client under "
-        f"{reference.short} with the same seed{',' if points else ''}{points}; "
-        f"{'left' if measure.is_loss else 'right'} of the line is better. Thick line: median; thin lines: quartiles; "
-        "shape: density of the clients, all shapes equally wide at their widest."
+        f"{chart.count_methods(count)}. Medians{points}: {', '.join(medians)}.",
+        f"{measure.noun.capitalize()} of each client at the last evaluated round minus that of the same "
+        f"client under {reference.short} with the same seed{',' if points else ''}{points}; "
+        f"{'left' if measure.is_loss else 'right'} of the line is better. Thick line: median; thin lines: "
+        "quartiles; shape: density of the clients, all shapes equally wide at their widest."
         + (f" The clients of all {seeds} seeds are pooled." if seeds > 1 else ""),
     )
 
@@ -268,7 +244,7 @@ def plot_model_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
     sizes = [size for *_, size in found]
     if len(set(sizes)) < 2:
         return None
-    log = max(sizes) / min(sizes) >= LOG_FROM
+    log = max(sizes) / min(sizes) >= chart.LOG_FROM
     figure, axes = new_figure(3.1)
     entries = []
     for _, style, place, mean, parameters in found:
@@ -276,11 +252,11 @@ def plot_model_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
         look: Any = {"markerfacecolor": face, "markeredgecolor": style.color, "markeredgewidth": 1.4}
         width = 6 if place else 10
         axes.plot([parameters], [measure.scale * mean], marker=style.marker, markersize=width, linestyle="", **look)
-        entries.append(legend_entry(style, line=""))
+        entries.append(chart.legend_entry(style, line=""))
         entries[-1].set(markersize=5 if place else 8, **look)
-    set_prefix_axis(axes.xaxis, "", sizes if log else None)
+    chart.set_prefix_axis(axes.xaxis, "", sizes if log else None)
     axes.set(xlabel=f"parameters of a client's model{', logarithmic' if log else ''}")
-    set_scatter_axis(axes, measure, [mean for *_, mean, _ in found], 0.1)
+    chart.set_scatter_axis(axes, measure, [mean for *_, mean, _ in found], 0.1)
     if not log:
         axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
     add_legend(figure, entries, [f"{label} ({format_si(size)})" for label, *_, size in found])
@@ -291,7 +267,8 @@ def plot_model_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
         figure,
         f"{measure.title} and model size",
         f"Scatter chart of {measure.noun} against model size: {texts}.",
-        f"Mean {measure.noun} at the last evaluated round against the parameter count of a client's model, mean "
-        f"over clients{seeds}: the factors of low-rank weights, of sparse ones the entries other than zero, of any "
-        f"other all entries.{hollow} {'Low' if measure.is_loss else 'High'} and to the left is better.",
+        f"Mean {measure.noun} at the last evaluated round against the parameter count of a client's model, "
+        f"mean over clients{seeds}: the factors of low-rank weights, of sparse ones the entries other than "
+        f"zero, of any other all entries.{hollow} {'Low' if measure.is_loss else 'High'} and to the left is "
+        "better.",
     )

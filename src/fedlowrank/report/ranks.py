@@ -30,7 +30,8 @@ class RankCurve(NamedTuple):
 def model_size(group: Group, series: str) -> tuple[Estimate, Estimate] | None:
     """Parameter count of a series' client models: mean and standard deviation over clients, both over seeds.
 
-    It is taken at the round of the last result, else in the last record that has it. None if no run recorded it.
+    It is taken at the round of the last result, else in the last record that has it. None if no run recorded
+    it.
     """
     means, deviations = [], []
     for run in group.runs:
@@ -50,8 +51,8 @@ def model_size(group: Group, series: str) -> tuple[Estimate, Estimate] | None:
 def sizes_differ(groups: Sequence[Group]) -> bool:
     """Whether some client's model changes its size over methods, series or rounds of one setting.
 
-    Otherwise the size is that of the architecture, and a report need not show it. Settings with other varied values
-    are apart: that a larger architecture has more parameters is no news.
+    Otherwise the size is that of the architecture, and a report need not show it. Settings with other varied
+    values are apart: that a larger architecture has more parameters is no news.
     """
     tables = [
         model_sizes(run.record).assign(setting=f"{group.experiment} {vary_text(group.vary)}")
@@ -80,14 +81,14 @@ def rank_curves(group: Group) -> dict[str, RankCurve]:
 
 
 def last_ranks(group: Group) -> dict[str, float]:
-    """Rank of every low-rank weight in the last record that has ranks, mean over the seeds that have the weight."""
+    """Rank of every low-rank weight in the last record that has ranks, mean over the seeds that have it."""
     last = [table.iloc[-1] for run in group.runs if len(table := by_round(run.record, "ranks"))]
     means = pd.DataFrame(last).mean().dropna()
     return {str(name): float(mean) for name, mean in means.items()}
 
 
 def downlink(group: Group) -> pd.DataFrame:
-    """Bytes from the server to each participant in each round of training, over seeds; empty if nobody took part."""
+    """Bytes from the server to each participant by round, over seeds; empty if nobody took part."""
     return curve_over_seeds(
         pd.Series({r.round: r.bytes_down / len(r.participants) for r in run.record.rounds if r.participants})
         for run in group.runs

@@ -25,9 +25,9 @@ Row = dict[str, Any]
 def comparison_row(group: Group) -> Row:
     """The row of a group: means over its seeds, as fractions, bytes, counts and seconds.
 
-    Columns about a series other than the headline end in a point and its name. The paper's numbers are those of the
-    first seed's configuration. Costs "to target" are given only if every evaluated seed reached it: a mean over those
-    that did would favor a method that often fails.
+    Columns about a series other than the headline end in a point and its name. The paper's numbers are those
+    of the first seed's configuration. Costs "to target" are given only if every evaluated seed reached it: a
+    mean over those that did would favor a method that often fails.
     """
     runs, results, reference = group.runs, group.results(), section(group.first.config, "reference")
     n = len(results)
@@ -114,7 +114,7 @@ def _results(group: Group, measure: Measure) -> Row:
 
 
 def _further_series(group: Group, name: str, end: str) -> Row:
-    """Columns of a series other than the headline: only those that it has, as few methods have such a series."""
+    """Columns of a series other than the headline, only those that it has."""
     reference = section(group.first.config, "reference")
     accuracy, loss = group.final(name, ACCURACY), group.final(name, LOSS)
     row: Row = {f"series{end}": accuracy.mean if accuracy else None}

@@ -14,9 +14,7 @@ from .lora_tables import format_ranks
 from .measures import ACCURACY, LOSS, Measure
 from .metrics import Estimate
 
-SAME = 5e-5
-"""Accuracies closer than this are printed as equal, and called so."""
-
+SAME = 5e-5  # accuracies closer than this are printed as equal, and called so
 Ranked = Sequence[tuple[Group, Estimate]]
 
 
@@ -27,8 +25,8 @@ def describe_setting(groups: Sequence[Group]) -> str:
     sizes = [sum(int(row.get(split) or 0) for row in run.clients) for split in ("train", "val", "test")]
     found = [
         f"Data: {_describe(parts['data'], ('name', 'kind')) or 'not named'}.",
-        f"{count(len(run.clients), 'client')} with {sizes[0]} training, {sizes[1]} validation and {sizes[2]} test "
-        "examples in all.",
+        f"{count(len(run.clients), 'client')} with {sizes[0]} training, {sizes[1]} validation and {sizes[2]} "
+        "test examples in all.",
     ]
     if unseen := len(unseen_clients(run)):
         found.append(
@@ -227,8 +225,8 @@ def warn_of_mixture(groups: Sequence[Group]) -> str:
     if len(names) < 2:
         return ""
     return (
-        f"These runs are of {len(names)} different experiments: {', '.join(names)}. Each has a section of its own; "
-        "numbers of different sections do not compare methods."
+        f"These runs are of {len(names)} different experiments: {', '.join(names)}. Each has a section of its "
+        "own; numbers of different sections do not compare methods."
     )
 
 

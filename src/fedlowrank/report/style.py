@@ -1,7 +1,7 @@
 """The look of figures: one style a method, and SVG that follows the page between light and dark mode.
 
-Figures are drawn with placeholder colors. :func:`to_svg` turns those into ``currentColor`` and CSS variables with the
-light color as fallback, so that one drawing serves both modes and print.
+Figures are drawn with placeholder colors. :func:`to_svg` turns those into ``currentColor`` and CSS variables
+with the light color as fallback, so that one drawing serves both modes and print.
 """
 
 from __future__ import annotations
@@ -26,29 +26,24 @@ from matplotlib.figure import Figure
 
 from .formats import one_line
 
-# Both lists were searched for the largest least distance in Oklab between any two colors, as seen normally and with
+# Both lists were searched for the largest least distance in Oklab between any two colors, as seen normally
+# and with
 # protanopia, deuteranopia and tritanopia, at a contrast of at least 3:1 with the background.
 LIGHT = ("#0071a2", "#da7805", "#3a9f93", "#c73cef", "#8c6106", "#1c0085", "#540213", "#4d4d4c")
 DARK = ("#2789a0", "#e4a004", "#64cead", "#c194fc", "#a3fa44", "#cd19fd", "#e14344", "#f8efe6")
 
-INK = "#010203"
-"""Placeholder of the text color."""
-
-PAPER = "#fdfcfb"
-"""Placeholder of the background color."""
-
+INK = "#010203"  # placeholder of the text color
+PAPER = "#fdfcfb"  # placeholder of the background color
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.5), (6, 1.8, 1.2, 1.8))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h")
 
+# Width of a figure, in inches of 72 units each: small enough that text stays legible on a phone.
 WIDTH = 5.3
-"""Width of a figure, in inches of 72 units each: small enough that text stays legible on a phone."""
-
 _SVG = "{http://www.w3.org/2000/svg}"
 _XLINK = "{http://www.w3.org/1999/xlink}"
 
+# Matplotlib settings that embed TrueType fonts: publishers reject Type 3, matplotlib's own choice.
 EMBEDDED_FONTS: dict[Any, Any] = {"pdf.fonttype": 42, "ps.fonttype": 42}
-"""Matplotlib settings that embed TrueType fonts: publishers reject Type 3, matplotlib's own choice."""
-
 _SETTINGS = {
     "svg.fonttype": "none",
     **EMBEDDED_FONTS,
@@ -100,7 +95,7 @@ class Style:
         return (0.0, self.dash) if self.dash else "-"
 
     def of_series(self, place: int) -> Style:
-        """The look of a series of the method: same color and marker, another dash for each place from 1 on."""
+        """The style of a series of the method: same color and marker, another dash for each place from 1 on."""
         # Two dashes on first: the next one may belong to another method of the same color.
         at = DASHES.index(self.dash) + (place + 1 if place else 0)
         return replace(self, dash=DASHES[at % len(DASHES)])
@@ -237,7 +232,8 @@ def to_svg(figure: Figure, name: str) -> str:
         name: unique on the page, of letters, digits and hyphens; all identifiers begin with it.
 
     Returns:
-        One ``<svg>`` element without declaration, metadata, style sheet or size. Equal figures give equal text.
+        One ``<svg>`` element without declaration, metadata, style sheet or size. Equal figures give equal
+        text.
     """
     buffer = io.BytesIO()
     with drawing():

@@ -72,7 +72,7 @@ def _setting(group: Group) -> tuple[str, ...]:
 
 
 def _sort_settings(groups: Sequence[Group]) -> list[tuple[str, ...]]:
-    """Settings by the first field, then the second, ...: numbers by size, anything else in the order given."""
+    """Settings by the first field, then the second, ...: numbers by size, others in the order given."""
     settings = {_setting(group): [value for _, value in group.vary] for group in groups}
     places: list[dict[str, float]] = []
     for column in zip(*settings.values(), strict=True):

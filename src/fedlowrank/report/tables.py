@@ -1,4 +1,4 @@
-"""The comparison of methods: exact values for the CSV, and tables of text for a terminal, a page and Markdown."""
+"""The comparison of methods: exact values for the CSV, and tables of text for readers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def comparison(runs: Sequence[RunRecord], target: float | None = None) -> Compar
 
     Args:
         runs: in the order in which methods appear.
-        target: accuracy in (0, 1] for the columns "to target"; None for the runs' own, else the largest whole percent
+        target: accuracy in (0, 1] for the columns "to target"; None for the runs' own, else the largest whole
+        percent
             that all of them reached.
 
     Raises:
@@ -111,7 +112,7 @@ def compare(groups: Sequence[Group]) -> Comparison:
 
 
 def to_csv(table: Comparison) -> str:
-    """All exact values: fractions, bytes and counts unrounded, one row a group, empty where there is no value."""
+    """All exact values: fractions, bytes and counts unrounded, one row a group, empty where there is none."""
     return str(table.frame.to_csv(index=False, lineterminator="\n"))
 
 
@@ -181,7 +182,7 @@ def _loss_columns(frame: pd.DataFrame) -> Iterator[Cells]:
 
 
 def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
-    """Results of a measure: the last round, the spread over seeds and clients, other rounds, further series."""
+    """Results of a measure: the last round, spreads over seeds and clients, other rounds, further series."""
     noun, key = measure.noun, measure.column
 
     def pair(title: str, name: str, spread: str, note: str, is_wide: bool = False) -> Cells:
@@ -191,8 +192,9 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
     unseen = ", those that never train left out" if frame["clients_unseen"].fillna(0).ne(0).any() else ""
     yield pair(
         "last round", "last", "std_clients",
-        f"mean ± standard deviation over clients of {noun}, each client counting once{unseen}, at the last evaluated "
-        f"round; over several seeds, the means of both{'; lower is better' if measure.is_loss else ''}",
+        f"mean ± standard deviation over clients of {noun}, each client counting once{unseen}, at the last "
+        "evaluated round; over several seeds, the means of "
+        f"both{'; lower is better' if measure.is_loss else ''}",
     )  # fmt: skip
     if (frame["seeds"] > 1).any():
         yield Column("n", note="seeds that were evaluated"), frame["seeds"].astype(str).tolist()
@@ -226,9 +228,9 @@ def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
             yield column, [format_loss(value) for value in _floats(frame, f"perplexity{end}")]
     if _has(frame, "recovery"):
         note = (
-            "adjusted Rand index of the clients' largest shares against the clusters that their data come from, at the "
-            "last evaluated round: 1 for the same clusters, about 0 for a draw; over several seeds ± half-width of the "
-            "95 % confidence interval"
+            "adjusted Rand index of the clients' largest shares against the clusters that their data come "
+            "from, at the last evaluated round: 1 for the same clusters, about 0 for a draw; over several "
+            "seeds ± half-width of the 95 % confidence interval"
         )
         cells = _pairs(frame, "recovery", "recovery_ci95_seeds", _format_recovery)
         yield Column("cluster recovery (ARI)", note=note), cells
@@ -244,9 +246,9 @@ def _size_columns(frame: pd.DataFrame, is_varied: bool) -> Iterator[Cells]:
     if not is_varied and not any(_has(frame, f"{paper}{end}") for end in ends):
         return
     note = (
-        "parameter count of the model at the last evaluated round, mean ± standard deviation over clients, alone where "
-        "that is 0: the factors of low-rank weights, of sparse ones the entries other than zero, of any other all "
-        "entries; over several seeds, the means of both"
+        "parameter count of the model at the last evaluated round, mean ± standard deviation over clients, "
+        "alone where that is 0: the factors of low-rank weights, of sparse ones the entries other than zero, "
+        "of any other all entries; over several seeds, the means of both"
     )
     for end in ends:
         if _has(frame, f"{own}{end}"):

@@ -14,10 +14,11 @@ from .metrics import Run
 def export_tensorboard(run: RunRecord, folder: Path) -> None:
     """Write one event file with a run's accuracies, bytes, losses and seconds.
 
-    Tags are ``accuracy/<series>/<split>`` (unweighted mean over clients, in [0, 1]) and ``loss/<series>/<split>``
-    (mean loss on the same examples), with ``/unseen`` behind them for the clients that never train, who are in no
-    other tag; ``bytes/up``, ``bytes/down`` and ``bytes/total`` (cumulative), ``loss/<pass>`` (in training),
-    ``routes/recovery`` (adjusted Rand index) and ``seconds/<kind>``; the step is the number of rounds completed.
+    Tags are ``accuracy/<series>/<split>`` (unweighted mean over clients, in [0, 1]) and
+    ``loss/<series>/<split>`` (mean loss on the same examples), with ``/unseen`` behind them for the clients
+    that never train, who are in no other tag; ``bytes/up``, ``bytes/down`` and ``bytes/total`` (cumulative),
+    ``loss/<pass>`` (in training), ``routes/recovery`` (adjusted Rand index) and ``seconds/<kind>``; the step
+    is the number of rounds completed.
 
     Args:
         run: the run.
@@ -43,7 +44,11 @@ def export_tensorboard(run: RunRecord, folder: Path) -> None:
         total = 0
         for record in run.rounds:
             total += record.bytes_up + record.bytes_down
-            values: dict[str, float] = {"bytes/up": record.bytes_up, "bytes/down": record.bytes_down, "bytes/total": total}
+            values: dict[str, float] = {
+                "bytes/up": record.bytes_up,
+                "bytes/down": record.bytes_down,
+                "bytes/total": total,
+            }
             values |= {f"loss/{name}": value for name, value in record.loss.items()}
             values |= {f"seconds/{kind}": value for kind, value in record.seconds.items()}
             for tag, value in values.items():

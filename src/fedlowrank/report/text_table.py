@@ -1,4 +1,4 @@
-"""Tables of formatted text, and how Markdown and a terminal show them. The page's template shows them as HTML."""
+"""Tables of formatted text, and how Markdown and a terminal show them; the page has a template."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from rich.text import Text
 
 from .formats import one_line
 
-TERMINAL = 80
-"""Characters of a line in a terminal; a table that needs more continues in a further table."""
-
-LABEL = 24
-"""Most characters of a label in a terminal; a longer one takes several lines."""
+TERMINAL = 80  # characters of a line in a terminal; a table that needs more continues in a further table
+LABEL = 24  # most characters of a label in a terminal; a longer one takes several lines
 
 
 class Column(NamedTuple):

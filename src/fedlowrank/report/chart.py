@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation, Transform
+from numpy.typing import NDArray
 
 from .formats import format_tick, one_line
 from .groups import Group
@@ -24,17 +25,11 @@ Bounds = tuple[float, float]
 UNBOUNDED: Bounds = (-math.inf, math.inf)
 NON_NEGATIVE: Bounds = (0.0, math.inf)
 
-LOG_FROM = 20
-"""Ratio of the largest to the smallest positive value from which an axis is logarithmic."""
-
-DECADES = 100.0
-"""Ratio of the largest to the smallest loss beyond which an axis of losses is logarithmic."""
-
+LOG_FROM = 20  # ratio of the largest to the smallest positive value from which an axis is logarithmic
+DECADES = 100.0  # ratio of the largest to the smallest loss beyond which an axis of losses is logarithmic
+# Most lines of a figure with the further series of methods; with more, only the headlines are drawn.
 LINES = 14
-"""Most lines of a figure with the further series of methods; with more, only the headlines are drawn."""
-
-THIN = 1.0
-"""Width of the line of a further series of a method, in points."""
+THIN = 1.0  # width of the line of a further series of a method, in points
 
 
 class Line(NamedTuple):
@@ -56,12 +51,9 @@ class Line(NamedTuple):
 
 
 def choose_lines(groups: Sequence[Group], most: int = LINES, *, unseen: bool = False) -> list[Line]:
-    """The headline of every evaluated group, each followed by the group's further series.
+    """The headline of every evaluated group, each followed by its further series unless those are too many.
 
-    Args:
-        groups: the groups.
-        most: if there are more lines in all, only the headlines.
-        unseen: whether to add the headline over the clients that never train, where there are any.
+    With ``unseen``, the headline over the clients that never train follows, where there are any.
     """
     lines = []
     for group in groups:
@@ -76,7 +68,7 @@ def choose_lines(groups: Sequence[Group], most: int = LINES, *, unseen: bool = F
 
 
 def interval_ends(table: pd.DataFrame, bounds: Bounds = UNBOUNDED) -> tuple[pd.Series, pd.Series]:
-    """Lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values; the mean for one seed."""
+    """Lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values; twice the mean for one seed."""
     half = table["ci"].fillna(0.0)
     return (table["mean"] - half).clip(*bounds), (table["mean"] + half).clip(*bounds)
 
@@ -103,19 +95,10 @@ def draw_curve(
     axes: Axes, curve: pd.DataFrame, style: Style, scale: float = 1.0, *, bounds: Bounds = UNBOUNDED,
     x: str | None = None, thin: bool = False,
 ) -> Line2D:  # fmt: skip
-    """Draw means over seeds with their 95 % interval as a band.
+    """Draw means over seeds with their 95 % interval, cut to ``bounds``, as a band; return the legend entry.
 
-    Args:
-        axes: where; a logarithmic axis must have its limits.
-        curve: columns ``mean`` and ``ci``, indexed by round.
-        style: look of the method.
-        scale: factor of means and half-widths to the unit of the axis.
-        bounds: the least and the largest possible value, to which the band is cut.
-        x: column for the horizontal axis; None for the rounds.
-        thin: whether it is a further line of the method, without a band.
-
-    Returns:
-        The entry of a legend.
+    A logarithmic axis must have its limits before. ``scale`` leads to the unit of the axis, ``x`` names the
+    column for the horizontal axis instead of the rounds, and a thin line has no band.
     """
     at = (curve.index if x is None else curve[x]).to_numpy(dtype=np.float64)
     if not thin and curve["ci"].notna().any():
@@ -160,8 +143,8 @@ def is_wide_range(values: Sequence[float], factor: float) -> bool:
 def set_measure_axis(axis: Axis, measure: Measure, means: Sequence[float], ends: Sequence[float] = ()) -> None:
     """Label, scale, limits and ticks of an axis of accuracies or losses around means and ends of intervals.
 
-    Losses are on a logarithmic axis where all means are positive and span more than two decades. It shows at most one
-    decade below the least mean, because it has no place for ends that are not positive.
+    Losses are on a logarithmic axis where all means are positive and span more than two decades. It shows at
+    most one decade below the least mean, because it has no place for ends that are not positive.
     """
     axes = axis.axes
     set_limits = axes.set_xlim if isinstance(axis, XAxis) else axes.set_ylim
@@ -189,12 +172,28 @@ def set_measure_axis(axis: Axis, measure: Measure, means: Sequence[float], ends:
 
 
 def set_scatter_axis(axes: Axes, measure: Measure, means: Sequence[float], margin: float) -> None:
-    """The vertical axis of a scatter chart of accuracies or losses, with a margin for the markers on all sides."""
+    """The vertical axis of a scatter chart of a measure, with a margin for the markers on all sides."""
     set_measure_axis(axes.yaxis, measure, means)
     axes.autoscale()
     axes.margins(margin)
     if not measure.is_loss:
         axes.set_ylim(*clip_percent(axes.get_ylim()))
+
+
+def space_evenly(count: int, most: int) -> list[int]:
+    """Up to ``most`` indices below ``count``, evenly spaced, both ends included."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(most, count)).tolist()})
+
+
+def finish_grid(panels: NDArray[Any], used: int) -> list[Axes]:
+    """Hide unused panels; the last visible panel of each column, which gets the tick labels."""
+    columns = panels.shape[1]
+    for axes in panels.flat[used:]:
+        axes.set_visible(False)
+    lowest = [panels[(used - 1 - i) // columns, i] for i in range(columns)]
+    for axes in lowest:
+        axes.tick_params(labelbottom=True)
+    return lowest
 
 
 def clip_percent(limits: tuple[float, float]) -> tuple[float, float]:
