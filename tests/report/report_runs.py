@@ -88,13 +88,7 @@ def maker(parent: Path) -> MakeRun:
             "partition": {"kind": "pathological", "clients": count, "classes_per_client": 2},
             "split": {"train": 0.8, "val": 0.1, "test": 0.1},
             "model": {"architectures": ["cnn1", "cnn2"]},
-            "run": {
-                "rounds": len(rows) - 1,
-                "participation": 1.0,
-                "seed": seed,
-                "target": None,
-                **(run or {}),
-            },
+            "run": {"rounds": len(rows) - 1, "participation": 1.0, "seed": seed, "target": None, **(run or {})},
             "reference": None,
             "vary": {},
             "classes": [str(i) for i in range(10)],
@@ -108,11 +102,7 @@ def maker(parent: Path) -> MakeRun:
         (folder / "status.json").write_text(json.dumps(status if status is not None else done))
         if points is not None:
             x, label, client = points
-            arrays = {
-                "x": x.astype(np.float32),
-                "label": label.astype(np.int64),
-                "client": client.astype(np.int64),
-            }
+            arrays = {"x": x.astype(np.float32), "label": label.astype(np.int64), "client": client.astype(np.int64)}
             safetensors.numpy.save_file(arrays, folder / "representations.safetensors")
         return RunRecord.load(folder)
 

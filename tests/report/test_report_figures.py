@@ -75,11 +75,6 @@ def test_boxes_mark_the_mean_with_a_plus(eight):
     assert marks[0].get_xdata()[0] == pytest.approx(100 * np.mean(pooled))
 
 
-def test_trade_off_has_a_marker_a_method(eight):
-    picture = figures.plot_trade_off(*eight)
-    assert len(picture.figure.axes[0].lines) == 8
-
-
 def test_sweep_has_a_line_a_method(make_run):
     runs = [make_run(m, s, vary={"method.k": k}) for m in "abc" for k in (2, 4, 8) for s in (0, 1)]
     groups, looks = both(runs)
@@ -100,12 +95,7 @@ def test_sweep_has_a_line_a_method(make_run):
 
 def test_nothing_to_draw(make_run):
     groups, looks = both([make_run("a", rounds=[{"round": 0, "accuracy": None}])])
-    for draw in (
-        figures.plot_accuracy,
-        figures.plot_communication,
-        figures.plot_clients,
-        figures.plot_trade_off,
-    ):
+    for draw in (figures.plot_accuracy, figures.plot_communication, figures.plot_clients, figures.plot_trade_off):
         assert draw(groups, looks) is None
     assert data_figures.plot_embeddings(groups) == []
 
@@ -181,11 +171,7 @@ def test_figures_as_files_are_whole_and_repeatable(make_run, tmp_path):
     runs = [make_run(method, seed=seed) for method in ("a", "b") for seed in (0, 1)]
     first = save_figures(runs, tmp_path / "one", ["svg", "png"])
     again = save_figures(runs, tmp_path / "two", ["svg", "png"])
-    assert {p.stem for p in first} >= {
-        "accuracy-over-rounds",
-        "spread-over-clients",
-        "classes-at-each-client",
-    }
+    assert {p.stem for p in first} >= {"accuracy-over-rounds", "spread-over-clients", "classes-at-each-client"}
     assert LIGHT[1] in (tmp_path / "one" / "accuracy-over-rounds.svg").read_text()
     assert [(p.name, p.read_bytes()) for p in first] == [(p.name, p.read_bytes()) for p in again]
     for path in first:

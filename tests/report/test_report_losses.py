@@ -7,21 +7,10 @@ import re
 
 import numpy as np
 import pytest
-from report_runs import (
-    both,
-    in_clusters,
-    legend_of,
-    members,
-    page_of,
-    regression_of,
-    rounds_of,
-    rows_of,
-    text_of,
-    with_risk,
-)
+from report_runs import both, in_clusters, legend_of, page_of, regression_of, rounds_of, rows_of, text_of, with_risk
 from scipy import stats
 
-from fedlowrank.report import comparison, export_tensorboard, figures, rank_figures, write_report
+from fedlowrank.report import comparison, figures, rank_figures, write_report
 from fedlowrank.report.formats import format_loss, format_loss_pair
 from fedlowrank.report.gallery import draw_all
 from fedlowrank.report.groups import choose_target, group_runs
@@ -207,51 +196,12 @@ class TestInsteadOfAccuracy:
         assert "Low, to the left" in by["Test loss, computation and communication"].caption
         assert not any("accuracy" in f"{picture.alt}{picture.caption}".lower() for picture in drawn)
 
-    def test_model_size(self, make_run):
-        runs = []
-        for m, size in (("a", 50), ("b", 60)):
-            rows = regression_of([[1.0], [size / 100]])
-            for row in rows:
-                row["parameters"] = {"personal": [size]}
-            runs.append(make_run(m, rounds=rows))
-        picture = rank_figures.plot_model_size(*both(runs))
-        assert picture.title == "Test loss and model size"
-        assert [line.get_ydata()[0] for line in lines(picture)] == pytest.approx([0.5, 0.6])
-
-    def test_page(self, make_run, tmp_path):
-        people = in_clusters([0, 1], classes=False)
-        runs = [
-            make_run("a", s, rounds=regression_of([[3.0, 2.0], [0.1, 0.001]]), clients=people, classes=[])
-            for s in (0, 1)
-        ]
-        write_report([*runs, make_run("stopped", rounds=[{"round": 0, "accuracy": None}])], tmp_path / "r.html")
-        text = (tmp_path / "r.html").read_text()
-        assert ">Test loss over rounds.<" in text
-        assert "Classes at each client" not in text
-        assert "no evaluation" in text
-
     def test_classification_and_regression_on_one_page(self, make_run, tmp_path):
         runs = [make_run("a", name="digits"), *regressions(make_run, 1.0)]
         table = comparison(runs)
         assert table.blocks["accuracy"].cells("last 10")[1] == "–"
         assert table.blocks["loss"].cells("last 10")[0] == "–"
         write_report(runs, tmp_path / "r.html")
-
-    @pytest.mark.parametrize(
-        "rows",
-        [
-            regression_of([[None, None]]),
-            regression_of([[math.nan, 1.0]]),
-            regression_of([[0.0, 0.0], [0.0, 0.0]]),
-            regression_of([[3e38, 1.0], [1e-38, 1e-38]]),
-            [{"round": 1, "accuracy": None, "risk": {"g": {"val": [1.0]}}}],
-            [{"round": 1, "accuracy": {}, "risk": {}}],
-        ],
-    )
-    def test_odd_runs_make_a_page(self, make_run, tmp_path, rows):
-        write_report([make_run("a", rounds=rows)], tmp_path / "r.html")
-        write_report([make_run("a", rounds=rows), *regressions(make_run, 0.1, name="digits-demo")], tmp_path / "r.html")
-        write_report([make_run("a", rounds=rows), make_run("b")], tmp_path / "r.html")
 
 
 class TestUnseen:
@@ -285,10 +235,7 @@ class TestUnseen:
         assert "unseen clients" not in titles(comparison([make_run("old")]))
 
     def test_thin_line(self, make_run):
-        for regression, draw, at in (
-            (False, figures.plot_accuracy, [60, 30]),
-            (True, figures.plot_loss, [4, 4]),
-        ):
+        for regression, draw, at in ((False, figures.plot_accuracy, [60, 30]), (True, figures.plot_loss, [4, 4])):
             picture = draw(*both(self.runs(make_run, regression)))
             assert legend_of(picture) == ["a", "a: unseen clients", "b"]
             head, unseen, _ = lines(picture)
@@ -319,32 +266,6 @@ class TestUnseen:
         assert [len(group.runs) for group in groups] == [2, 1]
 
 
-def test_tensorboard_has_losses_routes_and_unseen(make_run, tmp_path):
-    pytest.importorskip("tensorboard")
-    import warnings
-
-    people = in_clusters([0, 1, 0, 1], unseen=[3])
-    rows = regression_of([[4, 4, 4, 8], [1, 2, 3, 9]])
-    rows[1]["routes"] = [[1, 0], [0, 1], [1, 0], [1, 0]]
-    with warnings.catch_warnings():
-        # TensorBoard's own use of its dependencies, nothing that this package could mend.
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        export_tensorboard(make_run("a", rounds=rows, clients=people), tmp_path / "events")
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(tmp_path / "events"))
-        events.Reload()
-    assert not [tag for tag in events.Tags()["scalars"] if tag.startswith("accuracy")]
-
-    def values(tag):
-        return [(event.step, event.value) for event in events.Scalars(tag)]
-
-    assert values("loss/personal/test") == [(0, 4.0), (1, 2.0)]
-    assert values("loss/personal/test/unseen") == [(0, 8.0), (1, 9.0)]
-    assert values("routes/recovery") == [(1, 1.0)]
-    assert values("loss/local") == [(1, 0.5)]
-
-
 def test_units():
     assert [format_loss(v) for v in (None, math.nan, 0.0, 0.0123456, 1.5, 1234.5, 1.23456e-7)] == [
         "–", "–", "0.000", "0.01235", "1.500", "1234", "1.235e-07",
@@ -355,8 +276,3 @@ def test_units():
     assert format_loss_pair(0.1542, 0.27) == "0.15 ± 0.27"
     assert format_loss_pair(0.01, 5.3) == "0.010 ± 5.300"
     assert format_loss_pair(1.234e-6, 1e-8) == "1.234e-06 ± 1.0e-08"
-
-
-def test_members_of_a_regression_have_no_classes():
-    assert in_clusters([0], classes=False)[0]["classes"]["train"] == []
-    assert members(1)[0]["classes"]["train"]

@@ -5,7 +5,7 @@ from functools import partial
 from html.parser import HTMLParser
 
 import pytest
-from report_runs import cloud, page_of, rounds_of
+from report_runs import cloud, members, page_of, regression_of, rounds_of, two_series
 
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.report import write_report
@@ -147,10 +147,10 @@ def _titled(make_run, titles):
     return runs
 
 
-def test_augmentation_is_a_setting(make_run, written):
-    runs = [make_run("a", 0), make_run("a", 1, augment={"flip": True, "crop": 4})]
-    assert len(group_runs(runs)) == 2
-    text = written(runs[1:])
+def test_augmentation_and_adapters_are_settings(make_run, written):
+    runs = [make_run("a", 0), make_run("a", 1, augment={"flip": True, "crop": 4}), make_run("a", 2, lora={"r": 4})]
+    assert len(group_runs(runs)) == 3
+    text = written(runs[1:2])
     assert "Training images are changed at random: flip true, crop 4." in text
     assert "augment.crop" in text
 
@@ -161,22 +161,35 @@ def test_different_federations_under_one_name_are_noted(make_run, written):
     assert "partition.kind" in text
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [{"round": 0, "accuracy": None}],
-        rounds_of([[0.5]]),
-        rounds_of([[0.5], [float("nan")]]),
-        rounds_of([[None, 0.4], [None, None], [None, 0.6]]),
-        [{"round": 1, "loss": {"local": float("nan")}, "accuracy": {"global": {"test": [1.0]}}}],
-        [{"round": 1, "accuracy": {"global": {"val": [1.0]}}}],
-        [{"round": 1, "accuracy": {}}],
-    ],
-)
+ODD = [
+    [],
+    [{"round": 0, "accuracy": None}],
+    [{"round": 0, "accuracy": None, "parameters": None, "ranks": {"a": 3}, "observed": {"energy": {}}}],
+    [{"round": 1, "accuracy": {}, "risk": {}, "parameters": {}, "ranks": {}}],
+    [{"round": 1, "loss": {"local": float("nan")}, "accuracy": {"global": {"test": [1.0]}}}],
+    [{"round": 1, "accuracy": {"global": {"val": [1.0]}}}],
+    [{"round": 1, "accuracy": None, "risk": {"g": {"val": [1.0]}}}],
+    [{"round": 1, "participants": [0], "accuracy": {"g": {"test": [float("nan")]}}, "parameters": {"g": [5]}}],
+    two_series([0.5], [0.4], ranks=[{"a": 3}]),
+    rounds_of([[0.5]]),
+    rounds_of([[0.5], [float("nan")]]),
+    rounds_of([[None, 0.4], [None, None], [None, 0.6]]),
+    regression_of([[None, None]]),
+    regression_of([[float("nan"), 1.0]]),
+    regression_of([[0.0, 0.0], [0.0, 0.0]]),
+    regression_of([[3e38, 1.0], [1e-38, 1e-38]]),
+]
+
+
+@pytest.mark.parametrize("rows", ODD)
 def test_odd_runs_make_a_page(make_run, written, rows):
+    """Alone, beside a usual run, and as a language model with adapters."""
     parse(written([make_run("a", rounds=rows)]))
-    parse(written([make_run("a", rounds=rows), make_run("b")]))
+    parse(written([make_run("a", rounds=rows), make_run("b", rounds=rounds_of([[0.1, 0.2], [0.3, 0.4]]))]))
+    ranked = [{**row, "rank": 4 - i} for i, row in enumerate(members(2))]
+    language = {"path": "models/tiny", "task": "causal"}
+    runs = [make_run("a", rounds=rows, clients=ranked, lora={"ranks": [4, 3]}, language=language, classes=[])]
+    parse(written(runs))
 
 
 def test_bare_configuration(make_run, written):

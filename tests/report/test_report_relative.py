@@ -46,10 +46,7 @@ class TestRelative:
         assert medians(picture) == {0: pytest.approx(-5), 1: pytest.approx(np.median(expected))}
         shape = picture.figure.axes[0].collections
         ends = [one.get_paths()[0].vertices[:, 0] for one in shape if len(one.get_paths()[0].vertices) > 50]
-        assert (ends[1].min(), ends[1].max()) == (
-            pytest.approx(expected.min()),
-            pytest.approx(expected.max()),
-        )
+        assert (ends[1].min(), ends[1].max()) == (pytest.approx(expected.min()), pytest.approx(expected.max()))
         assert picture.title == "Accuracy relative to fedavg"
         assert "standalone −5.0, slr +24.5" in picture.alt
         assert "minus that of the same client under fedavg with the same seed, in percentage points" in picture.caption
@@ -134,10 +131,7 @@ class TestSize:
             ),
             *(
                 make_run(
-                    "fedslr",
-                    s,
-                    title="FedSLR",
-                    rounds=two_series([0.1, 0.8], [0.1, 0.6], sizes=(60 + 10 * s, 50)),
+                    "fedslr", s, title="FedSLR", rounds=two_series([0.1, 0.8], [0.1, 0.6], sizes=(60 + 10 * s, 50))
                 )
                 for s in (0, 1)
             ),

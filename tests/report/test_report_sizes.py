@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from report_runs import page_of, rounds_of, rows_of, text_of
+from report_runs import rounds_of, rows_of, text_of
 from scipy import stats
 
 from fedlowrank.report import comparison
@@ -14,7 +14,7 @@ from fedlowrank.report.chart import choose_lines
 from fedlowrank.report.formats import MISSING, format_si_pair
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.ranks import downlink, last_ranks, model_size, rank_curves, sizes_differ
-from fedlowrank.report.tables import to_csv, to_markdown
+from fedlowrank.report.tables import to_csv
 
 FULL = 11_173_952
 """Numbers of the paper's ResNet18."""
@@ -78,13 +78,7 @@ def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):
 
 
 def test_ranks_by_hand(make_run):
-    first = slr(
-        ranks=[
-            {"a.weight": 10, "b.weight": 4},
-            {"a.weight": 8, "b.weight": 4},
-            {"a.weight": 5, "b.weight": 2},
-        ]
-    )
+    first = slr(ranks=[{"a.weight": 10, "b.weight": 4}, {"a.weight": 8, "b.weight": 4}, {"a.weight": 5, "b.weight": 2}])
     other = slr(ranks=[{"a.weight": 10, "b.weight": 4}, {"a.weight": 6, "b.weight": 4}])
     (group,) = group_runs([make_run("a", s, rounds=rows, run=SAME) for s, rows in enumerate((first, other[:2]))])
     got = rank_curves(group)
@@ -192,12 +186,7 @@ def test_a_paper_may_name_the_headline_too(make_run):
 
 @pytest.mark.parametrize("value", [None, "n/a", True, math.nan, [1.0]])
 def test_what_is_no_number_is_no_reference(make_run, value):
-    reference = {
-        "label": "T",
-        "accuracy": {"a": 1.0},
-        "communication": {"a": value},
-        "parameters": {"a": value},
-    }
+    reference = {"label": "T", "accuracy": {"a": 1.0}, "communication": {"a": value}, "parameters": {"a": value}}
     table = comparison([make_run("a", rounds=slr(), reference=reference)])
     assert rows_of(table)[0]["reference_communication_gb"] is None
     assert rows_of(table)[0]["reference_parameters_m"] is None
@@ -238,14 +227,6 @@ def test_ranks_at_the_end_are_json_in_the_csv(make_run):
     row = next(csv.DictReader(io.StringIO(to_csv(comparison(runs)))))
     assert json.loads(row["ranks_last"]) == {"w": 4.5, "v": 3.0}
     assert next(csv.DictReader(io.StringIO(to_csv(comparison([make_run("a")])))))["ranks_last"] == ""
-
-
-def test_every_way_of_writing_has_the_sizes(make_run, tmp_path):
-    runs = [make_run("fedavg", rounds=sized({"personal": [FULL]})), make_run("fedslr", rounds=slr())]
-    table = comparison(runs)
-    for written in (text_of(table), to_markdown(table), page_of(runs, tmp_path)):
-        assert "11.2 M" in written
-        assert "Size of a client" in written
 
 
 def test_a_terminal_of_80_characters_shows_all(make_run):

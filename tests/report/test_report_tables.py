@@ -109,13 +109,6 @@ def test_names_cannot_break_out(make_run):
     assert len({row.count("|") for row in accuracy}) == 1
 
 
-def test_run_without_evaluation(make_run):
-    table = comparison([make_run("a", rounds=[{"round": 0, "accuracy": None}])])
-    assert rows_of(table)[0]["accuracy_last"] is None
-    assert rows_of(table)[0]["status"] == "no evaluation"
-    assert MISSING in text_of(table)
-
-
 def test_several_experiments_are_told_apart(make_run):
     table = comparison([make_run("a", name="one"), make_run("a", name="two")])
     assert [row[0] for row in table.blocks["accuracy"].rows] == ["one: a", "two: a"]
