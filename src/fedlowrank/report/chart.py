@@ -68,7 +68,7 @@ def choose_lines(groups: Sequence[Group], most: int = LINES, *, unseen: bool = F
 
 
 def interval_ends(table: pd.DataFrame, bounds: Bounds = UNBOUNDED) -> tuple[pd.Series, pd.Series]:
-    """Lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values; twice the mean for one seed."""
+    """Lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values."""
     half = table["ci"].fillna(0.0)
     return (table["mean"] - half).clip(*bounds), (table["mean"] + half).clip(*bounds)
 
@@ -118,7 +118,9 @@ def draw_curve(
     return entry
 
 
-def draw_bars(axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, place: float, size: float = 5.0) -> None:
+def draw_bars(
+    axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, place: float, size: float = 5.0
+) -> None:  # fmt: skip
     """Draw means against the index with bars of their 95 % interval, ``place`` points aside.
 
     Lines that are a few points on paper apart do not hide each other's bars.
@@ -128,8 +130,9 @@ def draw_bars(axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, p
     figure = axes.get_figure()
     assert isinstance(figure, Figure)
     aside: Transform = ScaledTranslation(place / 72, 0, figure.dpi_scale_trans)
+    x, y = table.index.to_numpy(), measure.scale * table["mean"].to_numpy()
     axes.errorbar(
-        table.index.to_numpy(), measure.scale * table["mean"].to_numpy(), yerr=bars if bars.any() else None, color=style.color,
+        x, y, yerr=bars if bars.any() else None, color=style.color,
         linestyle=style.line, marker=style.marker, markersize=size, capsize=2, elinewidth=1,
         transform=axes.transData + aside,
     )  # fmt: skip
@@ -137,10 +140,13 @@ def draw_bars(axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, p
 
 def is_wide_range(values: Sequence[float], factor: float) -> bool:
     """Whether all values are positive and the largest is more than ``factor`` times the smallest."""
-    return bool(values) and all(v > 0 and math.isfinite(v) for v in values) and max(values) > factor * min(values)
+    is_positive = bool(values) and all(value > 0 and math.isfinite(value) for value in values)
+    return is_positive and max(values) > factor * min(values)
 
 
-def set_measure_axis(axis: Axis, measure: Measure, means: Sequence[float], ends: Sequence[float] = ()) -> None:
+def set_measure_axis(
+    axis: Axis, measure: Measure, means: Sequence[float], ends: Sequence[float] = ()
+) -> None:  # fmt: skip
     """Label, scale, limits and ticks of an axis of accuracies or losses around means and ends of intervals.
 
     Losses are on a logarithmic axis where all means are positive and span more than two decades. It shows at
@@ -242,7 +248,7 @@ def note_seeds(groups: Iterable[Group]) -> str:
     counts = {len(group.runs) for group in groups}
     if max(counts, default=1) < 2:
         return ""
-    return f", mean over {max(counts)} seeds" if len(counts) == 1 else f", mean over up to {max(counts)} seeds"
+    return f", mean over {'up to ' if len(counts) > 1 else ''}{max(counts)} seeds"
 
 
 def note_band(groups: Iterable[Group], bounds: Bounds = NON_NEGATIVE) -> str:

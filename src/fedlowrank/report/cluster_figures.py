@@ -142,7 +142,8 @@ def draw_shades(axes: Axes, shares: Floats) -> None:
         if boxes:
             box = [Path.MOVETO, Path.LINETO, Path.LINETO, Path.LINETO, Path.CLOSEPOLY]
             path = Path(boxes, box * (len(boxes) // 5))
-            axes.add_patch(PathPatch(path, facecolor=(*style.rgb, shade / LEVELS), linewidth=0, gid=f"{shade}"))
+            face = (*style.rgb, shade / LEVELS)
+            axes.add_patch(PathPatch(path, facecolor=face, linewidth=0, gid=f"{shade}"))
     axes.set(xlim=(-0.5, columns - 0.5), ylim=(rows - 0.5, -0.5))
     axes.grid(visible=False)
     for spine in axes.spines.values():

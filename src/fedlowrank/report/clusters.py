@@ -75,7 +75,8 @@ def recovery_by_round(run: RunRecord) -> pd.Series:
     unseen = unseen_clients(run)
     found = {}
     for at, routes in routes_by_round(run).items():
-        truth = [None if i in unseen else cluster for i, cluster in enumerate(true_clusters(run, len(routes)))]
+        known = true_clusters(run, len(routes))
+        truth = [None if i in unseen else cluster for i, cluster in enumerate(known)]
         if len(set(truth) - {None}) > 1:
             found[at] = score_recovery(routes, truth)
     return pd.Series(found, dtype=np.float64).dropna()
@@ -102,8 +103,8 @@ def collapse_warnings(groups: Sequence[Group]) -> list[str]:
             # Methods that choose clusters by their losses have no router that could learn more slowly.
             advice = "another seed, for the clusters then start from other values"
             if section(section(section(group.first.config, "method"), "fields"), "router"):
-                advice = "a lower learning rate of the router (router.lr), noise on it while it trains (router.noise)"
-                advice += ", or another seed"
+                advice = "a lower learning rate of the router (router.lr), noise on it while it trains "
+                advice += "(router.noise), or another seed"
             warnings.append(
                 f"{group.label}: the router collapsed. At round {at} one of {clusters} clusters has the "
                 f"largest share at all {clients} clients ({where}, counted from 0), so the others serve "

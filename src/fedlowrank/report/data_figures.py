@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import threadpoolctl  # type: ignore[import-untyped]
@@ -89,7 +90,9 @@ def embed(x: NDArray[np.float64]) -> NDArray[np.float64] | None:
 
 
 @drawing()
-def _plot_embedding(group: Group, points: Stored, colors: Sequence[str], clients: Sequence[int], total: int) -> Picture:
+def _plot_embedding(
+    group: Group, points: Stored, colors: Sequence[str], clients: Sequence[int], total: int
+) -> Picture:  # fmt: skip
     flat, label, client = points
     figure, axes = new_figure(3.2, 3.2)
     # One artist a marker: drawn class by class, the last classes would be on top everywhere.
@@ -118,9 +121,10 @@ def _plot_embedding(group: Group, points: Stored, colors: Sequence[str], clients
 @drawing()
 def _plot_legend(run: RunRecord, colors: Sequence[str], clients: Sequence[int]) -> Picture:
     names, marked = run.config.get("classes") or [], clients[: len(MARKERS)]
-    entries = [Line2D([], [], linestyle="", marker="o", markersize=6, color=color) for color in colors[:LISTED]]
+    look: Any = {"linestyle": "", "markersize": 6}
+    entries = [Line2D([], [], marker="o", color=color, **look) for color in colors[:LISTED]]
     labels = [f"class {one_line(names[k] if k < len(names) else k, 14)}" for k in range(len(entries))]
-    entries += [Line2D([], [], linestyle="", marker=m, markersize=6, color=INK) for m in MARKERS[: len(marked)]]
+    entries += [Line2D([], [], marker=marker, color=INK, **look) for marker in MARKERS[: len(marked)]]
     labels += [f"client {client}" for client in marked]
     figure, axes = new_figure(0.2)
     axes.set_axis_off()
@@ -143,7 +147,8 @@ def plot_class_counts(run: RunRecord) -> Picture | None:
     # As many clients as there is room for, at least one.
     dots = np.cumsum([(found > 0).sum() for found in counts.values()])
     shown = max(1, int((dots <= DOTS).sum()))
-    points = [(i, k, found[k]) for i, found in enumerate(list(counts.values())[:shown]) for k in np.flatnonzero(found)]
+    drawn = enumerate(list(counts.values())[:shown])
+    points = [(i, k, found[k]) for i, found in drawn for k in np.flatnonzero(found)]
     if not points:
         return None
     shown = min(shown, len(counts))
@@ -151,7 +156,8 @@ def plot_class_counts(run: RunRecord) -> Picture | None:
     x, y, n = np.array(points).T
     cell = min(WIDTH * 60 / max(shown, 2), 190 / max(classes, 2), 20)
     figure, axes = new_figure(max(2.2, min(4.6, 1.0 + 0.24 * classes)))
-    axes.scatter(x, y, s=np.maximum(1.5, cell**2 * n / n.max()), color=palette_color(0), alpha=0.85, linewidths=0)
+    areas = np.maximum(1.5, cell**2 * n / n.max())
+    axes.scatter(x, y, s=areas, color=palette_color(0), alpha=0.85, linewidths=0)
     names = [one_line(name, 14) for name in run.config.get("classes") or []]
     if len(names) == classes <= LISTED:
         axes.set_yticks(range(classes), names)

@@ -39,7 +39,7 @@ def plot_loss(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Test loss against rounds: in all detail where methods are judged by it, else of the headlines."""
     if measure_of(groups).is_loss:
         return _plot_learning_curves(chart.choose_lines(groups, unseen=True), groups, styles, LOSS)
-    lines = [chart.Line(group, group.headline, 0, group.short) for group in groups if group.headline is not None]
+    lines = [chart.Line(g, g.headline, 0, g.short) for g in groups if g.headline is not None]
     return _plot_learning_curves(lines, groups, styles, LOSS)
 
 
@@ -69,8 +69,8 @@ def _plot_learning_curves(
     last = ", ".join(f"{line.label} {measure.format(curve['mean'].iloc[-1])}" for line, curve in curves)
     more = ""
     if any(line.unseen for line, _ in curves):
-        more = " Thin lines, without a band, are named after the colon: further models of a method, and its mean over"
-        more += " the clients that never train, which are left out of all others."
+        more = " Thin lines, without a band, are named after the colon: further models of a method, and its"
+        more += " mean over the clients that never train, which are left out of all others."
     elif any(line.place for line, _ in curves):
         more = " Thin lines, without a band: further models of a method, named after the colon."
     methods = chart.count_methods(len({line.group.label for line, _ in curves}))
@@ -95,7 +95,7 @@ def plot_communication(groups: Sequence[Group], styles: Styles) -> Picture | Non
     positive = [float(x) for _, curve in curves for x in curve["bytes"] if x > 0]
     log = max(sent) / min(total for total in sent if total > 0) >= chart.LOG_FROM
     # A logarithmic axis has no place for what is before the first message.
-    sending = [curve[curve["bytes"] > 0] if log else curve for _, curve in curves if curve["bytes"].iloc[-1] > 0]
+    sending = [c[c["bytes"] > 0] if log else c for _, c in curves if c["bytes"].iloc[-1] > 0]
     silent = [float(curve["mean"].iloc[-1]) for _, curve in curves if curve["bytes"].iloc[-1] <= 0]
     figure, axes = new_figure(3.1)
     ends = chart.all_ends(sending, measure.bounds)
@@ -105,14 +105,16 @@ def plot_communication(groups: Sequence[Group], styles: Styles) -> Picture | Non
         style = styles[group.short]
         if curve["bytes"].iloc[-1] > 0:
             shown = curve[curve["bytes"] > 0] if log else curve
-            entries.append(chart.draw_curve(axes, shown, style, measure.scale, bounds=measure.bounds, x="bytes"))
+            bounds = measure.bounds
+            entries.append(chart.draw_curve(axes, shown, style, measure.scale, bounds=bounds, x="bytes"))
         else:
             axes.axhline(measure.scale * curve["mean"].iloc[-1], color=style.color, linestyle=style.line)
             entries.append(chart.legend_entry(style, marker=""))
     chart.set_prefix_axis(axes.xaxis, "B", positive if log else None)
     axes.set(xlabel=f"sent both ways{', logarithmic' if log else ''}")
     add_legend(figure, entries, [group.short for group, _ in curves])
-    totals = ", ".join(f"{g.short} {format_si(total, 'B')}" for (g, _), total in zip(curves, sent, strict=True))
+    pairs = zip(curves, sent, strict=True)
+    totals = ", ".join(f"{group.short} {format_si(total, 'B')}" for (group, _), total in pairs)
     level = f" A level line is the final {measure.noun} of a method that sends nothing." if silent else ""
     return Picture(
         figure,
@@ -164,7 +166,8 @@ def _draw_box(axes: Axes, y: int, values: Any, style: Style) -> None:
     face = (*style.rgb, 0.25)
     axes.add_patch(Rectangle(corner, width, 0.6, facecolor=face, edgecolor=style.color, linewidth=1.3))
     axes.vlines([box["med"]], y - 0.3, y + 0.3, color=style.color, linewidth=2.4)
-    axes.plot(box["fliers"], [y] * len(box["fliers"]), linestyle="", marker="o", markersize=3, color=style.color)
+    dots: Any = {"linestyle": "", "marker": "o", "markersize": 3, "color": style.color}
+    axes.plot(box["fliers"], [y] * len(box["fliers"]), **dots)
     axes.plot([box["mean"]], [y], linestyle="", marker="+", markersize=9, markeredgewidth=1.8, color=INK)
 
 
@@ -187,10 +190,12 @@ def plot_trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
     figure, axes = new_figure(3.1)
     # Large markers first, so that none hides a smaller one.
     for group, mean, operations, sent in sorted(found, key=lambda row: -row[3]):
+        side = math.sqrt(36 + 700 * sent / largest)
         style = styles[group.short]
         axes.plot(
-            [operations], [measure.scale * mean], marker=style.marker, markersize=math.sqrt(36 + 700 * sent / largest),
-            linestyle="", markerfacecolor=(*style.rgb, 0.35), markeredgecolor=style.color, markeredgewidth=1.4,
+            [operations], [measure.scale * mean], marker=style.marker, linestyle="",
+            markersize=side, markerfacecolor=(*style.rgb, 0.35), markeredgecolor=style.color,
+            markeredgewidth=1.4,
         )  # fmt: skip
     chart.set_prefix_axis(axes.xaxis, "FLOP", all_flops if log else None)
     axes.set(xlabel=f"training computation per run{', logarithmic' if log else ''}")
@@ -224,7 +229,8 @@ def plot_sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     numeric = len(names) == 1 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in raw)
     places: dict[tuple[str, ...], float] = {setting: float(i) for i, setting in enumerate(settings)}
     if numeric:
-        places = {_setting(group): float(v) for (group, _), v in zip(found, raw, strict=True) if v is not None}
+        pairs = zip(found, raw, strict=True)
+        places = {_setting(group): float(value) for (group, _), value in pairs if value is not None}
     table = pd.DataFrame(
         [(group.short, places[_setting(group)], result.mean, result.ci) for group, result in found],
         columns=["method", "place", "mean", "ci"],
@@ -237,15 +243,17 @@ def plot_sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     _set_sweep_axis(axes, places, numeric)
     short_names = ", ".join(map(last_part, names))
     axes.set(xlabel=short_names)
-    chart.set_measure_axis(axes.yaxis, measure, chart.all_means([table]), chart.all_ends([table], measure.bounds))
+    ends = chart.all_ends([table], measure.bounds)
+    chart.set_measure_axis(axes.yaxis, measure, chart.all_means([table]), ends)
     add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
     texts = "; ".join(f"{group.label} {measure.format(result.mean)}" for group, result in found)
+    keys = ", ".join(names)
     seeds = ", mean over seeds with bars of the 95 % interval" if table["ci"].notna().any() else ""
     return Picture(
         figure,
         f"{measure.title} against {short_names}",
         f"Line chart of final {measure.noun}: {texts}.",
-        f"Mean {measure.noun} over clients at the last evaluated round for each value of {', '.join(names)}{seeds}.",
+        f"Mean {measure.noun} over clients at the last evaluated round for each value of {keys}{seeds}.",
     )
 
 
@@ -260,7 +268,8 @@ def _set_sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric
         texts = [one_line(", ".join(setting), 32) for setting in places]
         axes.set_xlim(-0.4, len(x) - 0.6)
         wide = sum(map(len, texts)) > 50
-        axes.set_xticks(list(places.values()), texts, rotation=30 if wide else 0, ha="right" if wide else "center")
+        turn, side = (30, "right") if wide else (0, "center")
+        axes.set_xticks(list(places.values()), texts, rotation=turn, ha=side)
         return
     pad = 0.07 * (x[-1] - x[0])
     axes.set_xlim(x[0] - pad, x[-1] + pad)

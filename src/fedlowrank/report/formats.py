@@ -87,7 +87,7 @@ def format_number(value: float | None) -> str:
 
 
 def one_line(text: object, limit: int = 0) -> str:
-    """A name as one line without control characters; longer than ``limit``, if not 0, it ends in an ellipsis."""
+    """A name as one line without control characters, cut to ``limit`` characters if that is not 0."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return line[: limit - 1].rstrip() + "…" if limit and len(line) > limit else line
 

@@ -61,7 +61,9 @@ def draw_all(groups: Sequence[Group], styles: Styles) -> Iterator[tuple[str, lis
         yield heading, [picture for picture in pictures if picture is not None]
 
 
-def save_figures(runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] = ("svg", "pdf")) -> list[Path]:
+def save_figures(
+    runs: Sequence[RunRecord], folder: Path, kinds: Sequence[str] = ("svg", "pdf")
+) -> list[Path]:  # fmt: skip
     """Write every figure of a report as files of its own, on white.
 
     Args:

@@ -78,7 +78,7 @@ class Group:
         return sorted(names, key=lambda name: name != self.headline)
 
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
-        """Statistics of a series, one row for each evaluated seed (:meth:`fedlowrank.report.metrics.Run.results`).
+        """Statistics of a series, one row a seed (:meth:`fedlowrank.report.metrics.Run.results`).
 
         Args:
             series: its name; None for the headline.
@@ -92,7 +92,9 @@ class Group:
         """Mean result of a series at the last evaluated round, over seeds."""
         return estimate(self.results(series, measure)["last"])
 
-    def curve(self, series: str | None = None, measure: Measure | None = None, *, unseen: bool = False) -> pd.DataFrame:
+    def curve(
+        self, series: str | None = None, measure: Measure | None = None, *, unseen: bool = False
+    ) -> pd.DataFrame:  # fmt: skip
         """Learning curve of a series over seeds.
 
         Returns:
@@ -110,8 +112,8 @@ class Group:
 
 
 RESULTS = [
-    "round", "last", "std_clients", "last_weighted", "worst_tenth", "without", "non_finite", "last_ten", "best_test",
-    "best_round", "best_by_validation", "unseen", "std_unseen",
+    "round", "last", "std_clients", "last_weighted", "worst_tenth", "without", "non_finite", "last_ten",
+    "best_test", "best_round", "best_by_validation", "unseen", "std_unseen",
 ]  # fmt: skip
 
 
@@ -180,7 +182,8 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
         by_settings: dict[str, list[Run]] = {}
         for run in runs:
             record = run.record
-            key = json.dumps([method_name(record), settings_of(record), varied_settings(record)], sort_keys=True)
+            settings = [method_name(record), settings_of(record), varied_settings(record)]
+            key = json.dumps(settings, sort_keys=True)
             by_settings.setdefault(key, []).append(run)
         found += _label([_group(experiment, some, chosen) for some in by_settings.values()])
     return found
@@ -205,7 +208,7 @@ def _group(experiment: str, runs: Sequence[Run], target: Target) -> Group:
 
 def _label(groups: Sequence[Group]) -> list[Group]:
     """Make labels unique: by the method's name, then by the settings that differ, at last by a number."""
-    methods = {group.short: {other.method for other in groups if other.short == group.short} for group in groups}
+    methods = {one.short: {other.method for other in groups if other.short == one.short} for one in groups}
     named = [
         replace(group, short=f"{group.short} ({group.method})") if len(methods[group.short]) > 1 else group
         for group in groups
@@ -230,7 +233,8 @@ def _label(groups: Sequence[Group]) -> list[Group]:
 
 def by_variation(groups: Sequence[Group]) -> dict[str, list[Group]]:
     """The groups by what is varied, in words."""
-    return {text: [g for g in groups if vary_text(g.vary) == text] for text in (vary_text(g.vary) for g in groups)}
+    texts = [vary_text(group.vary) for group in groups]
+    return {text: [group for group in groups if vary_text(group.vary) == text] for text in texts}
 
 
 def by_experiment(groups: Sequence[Group]) -> dict[str, list[Group]]:

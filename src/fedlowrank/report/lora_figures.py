@@ -76,7 +76,8 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
     columns = min(2, len(names))
     rows = math.ceil(len(names) / columns)
     figure, panels = new_panels(0.6 + 2.3 * rows, rows, columns, sharey=True)
-    chart.set_measure_axis(panels[0, 0].yaxis, measure, chart.all_means(tables), chart.all_ends(tables, measure.bounds))
+    ends = chart.all_ends(tables, measure.bounds)
+    chart.set_measure_axis(panels[0, 0].yaxis, measure, chart.all_means(tables), ends)
     for axes, name in zip(panels.flat, names, strict=False):
         axes.set_title(one_line(name, 24), fontsize=9.5, loc="left", pad=4)
         for group, series, scores in found:
@@ -91,7 +92,8 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
     set_rank_axis(panels[0, 0], ranks)
     add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
     texts = "; ".join(
-        f"{group.short}, {name}: " + ", ".join(f"rank {r:.0f} {measure.format(m)}" for r, m in scores["mean"].items())
+        f"{group.short}, {name}: "
+        + ", ".join(f"rank {rank:.0f} {measure.format(mean)}" for rank, mean in scores["mean"].items())
         for group, name, scores in found
     )
     over = chart.note_seeds(group for group, *_ in found)
@@ -128,7 +130,7 @@ def set_rank_axis(axes: Axes, ranks: Sequence[int]) -> None:
 
 
 def plot_replies(groups: Sequence[Group]) -> list[Picture]:
-    """Weight and truncation error of each client's reply against rounds, a picture for each method with them."""
+    """Weight and truncation error of each client's reply against rounds, a picture for each method."""
     return [picture for group in groups if (picture := _plot_replies(group))]
 
 
@@ -167,7 +169,8 @@ def _plot_replies(group: Group) -> Picture | None:
     in_order = sorted(counts.index, reverse=True)
     listed = [in_order[i] for i in chart.space_evenly(len(in_order), LISTED)]
     labels = [f"rank {rank}" + (f" ({counts[rank]} clients)" if counts[rank] > 1 else "") for rank in listed]
-    add_legend(figure, [*(chart.legend_entry(styles[rank], "") for rank in listed), even], [*labels, "equal weights"])
+    entries = [chart.legend_entry(styles[rank], "") for rank in listed]
+    add_legend(figure, [*entries, even], [*labels, "equal weights"])
     last_weight, last_error = (_last_values(table).groupby(ranks).mean() for table in (weights, errors))
     texts = "; ".join(
         f"rank {rank} weight {last_weight[rank]:.3g}, error {_format_share(last_error.get(rank, math.nan))}"
@@ -227,7 +230,7 @@ def _format_share(value: float) -> str:
 
 @drawing()
 def plot_server_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Singular values that the server holds of its update W against rounds, mean over layers, a line a method.
+    """Singular values that the server holds of its update W against rounds, mean over layers.
 
     They are the rank of W in the exact and the capped state, but in the dense one no more than the clients
     ask for (:attr:`fedlowrank.linalg.delta.Delta.rank`), and the record does not tell the states apart.
@@ -236,14 +239,15 @@ def plot_server_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
     if not found:
         return None
     figure, axes = new_figure(2.6)
-    entries = [chart.draw_curve(axes, curve, styles[g.short], bounds=chart.NON_NEGATIVE) for g, curve, *_ in found]
+    bounds = chart.NON_NEGATIVE
+    entries = [chart.draw_curve(axes, curve, styles[g.short], bounds=bounds) for g, curve, *_ in found]
     axes.set(xlabel="round", ylabel="singular values of W")
-    chart.set_limits_from_zero(axes, max(chart.all_ends([curve for _, curve, *_ in found], chart.NON_NEGATIVE)))
+    chart.set_limits_from_zero(axes, max(chart.all_ends([curve for _, curve, *_ in found], bounds)))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     chart.set_round_axis(axes.xaxis)
     add_legend(figure, entries, [group.short for group, *_ in found])
     last = ", ".join(
-        f"{group.short} {curve['mean'].iloc[-1]:.0f}" + (f" ({least:.0f} to {most:.0f})" if least < most else "")
+        f"{group.short} {curve['mean'].iloc[-1]:.0f}{f' ({least:.0f} to {most:.0f})' if least < most else ''}"
         for group, curve, least, most in found
     )
     return Picture(
@@ -261,13 +265,14 @@ def plot_server_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
 
 @drawing()
 def plot_energy(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Energy of the server's update and what a cap on its rank discards, against rounds; None if it never does."""
+    """Energy of the server's update, and what a rank cap discards, against rounds; None if it never does."""
     cuts = [(group, curve) for group in groups if len(curve := discarded_share(group))]
     if not cuts:
         return None
     found = [(group, curve) for group in groups if len(curve := energy(group))]
     figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
-    entries = [chart.draw_curve(above, curve, styles[group.short], bounds=chart.NON_NEGATIVE) for group, curve in found]
+    bounds = chart.NON_NEGATIVE
+    entries = [chart.draw_curve(above, curve, styles[group.short], bounds=bounds) for group, curve in found]
     for group, curve in cuts:
         chart.draw_curve(below, curve, styles[group.short], 100.0, bounds=SHARE)
     for axes, top, label in (
@@ -282,7 +287,8 @@ def plot_energy(groups: Sequence[Group], styles: Styles) -> Picture | None:
     add_legend(figure, entries, [group.short for group, _ in found])
     last = ", ".join(f"{group.short} {curve['mean'].iloc[-1]:.3g}" for group, curve in found)
     most = ", ".join(
-        f"{group.short} {_format_share(curve['mean'].max())} at round {curve['mean'].idxmax()}" for group, curve in cuts
+        f"{group.short} {_format_share(share.max())} at round {share.idxmax()}"
+        for group, share in ((group, curve["mean"]) for group, curve in cuts)
     )
     return Picture(
         figure,
@@ -320,7 +326,8 @@ def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | Non
     chart.set_round_axis(axes.xaxis)
     add_legend(figure, entries, [label for _, _, label, _ in found])
     last = ", ".join(f"{label} {TRAINING.format(curve['mean'].iloc[-1])}" for _, _, label, curve in found)
-    more = " Thin lines, without a band: further passes of a method." if any(place for _, place, *_ in found) else ""
+    has_more = any(place for _, place, *_ in found)
+    more = " Thin lines, without a band: further passes of a method." if has_more else ""
     drawn = [group for group, *_ in found]
     methods = chart.count_methods(len({group.label for group in drawn}))
     return Picture(

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from ..simulation.records import RunRecord
-from .formats import MISSING, one_line
+from .formats import one_line
 from .frame import by_round, client_column, section
 from .groups import Group, by_experiment, by_variation, measure_of, predicts_tokens, with_token_names
 from .measures import LOSS, Measure
@@ -30,7 +30,8 @@ def client_ranks(run: RunRecord) -> dict[int, int]:
 def has_adapters(groups: Sequence[Group]) -> bool:
     """Whether any run has adapters, a language model, or clients with ranks of their own."""
     runs = [run.record for group in groups for run in group.runs]
-    return any(section(run.config, "lora") or section(run.config, "language") or client_ranks(run) for run in runs)
+    named = ("lora", "language")
+    return any(any(section(run.config, name) for name in named) or client_ranks(run) for run in runs)
 
 
 def rank_measure(groups: Sequence[Group]) -> Measure:
@@ -88,15 +89,18 @@ def _rank_table(groups: Sequence[Group], found: Sequence[tuple[Group, str, Any]]
         here = [scores.loc[rank] if rank in scores.index else None for *_, scores in found]
         least = min(int(score["least"]) for score in here if score is not None)
         most = max(int(score["most"]) for score in here if score is not None)
-        cells = [MISSING if score is None else measure.format_pair(score["mean"], score["ci"]) for score in here]
+        pairs = [(math.nan, math.nan) if score is None else (score["mean"], score["ci"]) for score in here]
+        cells = [measure.format_pair(*pair) for pair in pairs]
         rows.append((f"{rank:.0f}", str(least) if least == most else f"{least}–{most}", *cells))
     several = any(len(group.series) > 1 for group in groups)
     heads = [f"{group.short}: {one_line(name)}" if several else group.short for group, name, _ in found]
     seeds = max(int(scores["n"].max()) for *_, scores in found)
     note = f"Mean {measure.noun} over the clients of each rank at the last evaluated round"
-    note += f", mean over up to {seeds} seeds ± half-width of the 95 % confidence interval" if seeds > 1 else ""
+    if seeds > 1:
+        note += f", mean over up to {seeds} seeds ± half-width of the 95 % confidence interval"
     note += "; lower is better" if measure.is_loss else ""
-    note += ". Clients of different ranks hold different data, so differences down a column are not due to rank alone."
+    note += ". Clients of different ranks hold different data, so differences down a column are not due to "
+    note += "rank alone."
     title = f"{measure.heading} by rank of the client{where}"
     return TextTable(title, ("rank", "clients"), tuple(Column(head) for head in heads), tuple(rows), note)
 
@@ -129,7 +133,8 @@ def perplexity(loss: float) -> float:
 def format_ranks(run: RunRecord) -> str:
     """The ranks of the clients with how many have each, such as ``8 × 2, 4``; empty if none has one."""
     counts = Counter(client_ranks(run).values())
-    return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in sorted(counts.items(), reverse=True))
+    ordered = sorted(counts.items(), reverse=True)
+    return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in ordered)
 
 
 def reply_values(run: RunRecord, kind: str) -> pd.DataFrame:

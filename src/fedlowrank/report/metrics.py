@@ -28,7 +28,8 @@ ROUNDING = 1e-12
 CONFIDENCE = 0.95
 COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
 KEYS = ["measure", "series", "split", "unseen", "round"]
-NO_SCORES = pd.DataFrame(columns=["mean", "std", "weighted", "worst", "without", "non_finite"], dtype=np.float64)
+STATISTICS = ["mean", "std", "weighted", "worst", "without", "non_finite"]
+NO_SCORES = pd.DataFrame(columns=STATISTICS, dtype=np.float64)
 
 
 class Estimate(NamedTuple):
@@ -133,7 +134,7 @@ class Run:
 
     @cached_property
     def scores(self) -> dict[tuple[str, str, str, bool], pd.DataFrame]:
-        """Statistics by round (:func:`score_clients`), by measure, series, split and whether of unseen clients."""
+        """Statistics by round (:func:`score_clients`), by measure, series, split and unseen clients."""
         groups = score_clients(self.values).groupby(KEYS[:-1], sort=False)
         return {key: rows.set_index("round") for key, rows in groups}
 
@@ -156,9 +157,12 @@ class Run:
     def series(self) -> list[str]:
         """Names of all series in what the run is judged by."""
         field = (self.measure or ACCURACY).field
-        return list(dict.fromkeys(name for record in self.record.rounds for name in getattr(record, field) or {}))
+        results = [getattr(record, field) or {} for record in self.record.rounds]
+        return list(dict.fromkeys(name for series in results for name in series))
 
-    def curve(self, series: str | None, measure: Measure, split: str = "test", *, unseen: bool = False) -> pd.DataFrame:
+    def curve(
+        self, series: str | None, measure: Measure, split: str = "test", *, unseen: bool = False
+    ) -> pd.DataFrame:  # fmt: skip
         """Scores of one series by round, over the clients that can train or over those that never do."""
         return self.scores.get((measure.field, series or "", split, unseen), NO_SCORES)
 
@@ -203,11 +207,14 @@ class Run:
             found |= {"unseen": unseen.loc[at, "mean"], "std_unseen": unseen.loc[at, "std"]}
         return found
 
+    def _test_values(self, series: str | None, measure: Measure) -> pd.DataFrame:
+        rows = self.values[(self.values["series"] == series) & (self.values["split"] == "test")]
+        return rows[rows["measure"] == measure.field]
+
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
         """Finite results of the clients that can train, by client, at the last evaluated round."""
         test = self.curve(series, measure)
-        rows = self.values
-        rows = rows[(rows["series"] == series) & (rows["measure"] == measure.field) & (rows["split"] == "test")]
+        rows = self._test_values(series, measure)
         rows = rows[(rows["round"] == (test.index[-1] if len(test) else None)) & ~rows["unseen"]]
         return rows[np.isfinite(rows["value"])].set_index("client")["value"]
 
@@ -238,10 +245,9 @@ class Run:
             found.append(f"{state} at round {self.record.status.get('rounds', trained)}")
         measure = self.measure or ACCURACY
         scored = self.curve(self.headline, measure)
-        rows = self.values[(self.values["series"] == self.headline) & (self.values["measure"] == measure.field)]
         if scored.empty:
             found.append("no evaluation")
-        elif scored.index[-1] < rows.loc[rows["split"] == "test", "round"].max():
+        elif scored.index[-1] < self._test_values(self.headline, measure)["round"].max():
             noun = measure.noun if measure.is_loss else "accuracy"
             found.append(f"no finite {noun} after round {scored.index[-1]}")
         return ", ".join(found)

@@ -26,7 +26,9 @@ from .tables import compare, to_csv, to_markdown
 TITLES = 3  # most experiments that the title of a page names
 
 
-def write_report(runs: Sequence[RunRecord], out: Path, *, target: float | None = None, command: str = "") -> None:
+def write_report(
+    runs: Sequence[RunRecord], out: Path, *, target: float | None = None, command: str = ""
+) -> None:  # fmt: skip
     """Write a report as an HTML page, with its tables as Markdown and CSV next to it.
 
     Equal runs give equal files, byte for byte.
@@ -65,9 +67,8 @@ def render_page(groups: Sequence[Group], runs: Sequence[RunRecord], command: str
         command: command line that makes these runs again; empty to leave it out.
     """
     here, styles = files(__package__), method_styles(groups)
-    sections = [
-        _describe(name, members, styles, f"e{i}") for i, (name, members) in enumerate(by_experiment(groups).items())
-    ]
+    experiments = enumerate(by_experiment(groups).items())
+    sections = [_describe(name, members, styles, f"e{i}") for i, (name, members) in experiments]
     page = {
         "title": _join_titles([one["title"] for one in sections]),
         # Nothing of the style sheet comes from a run.
@@ -88,6 +89,7 @@ def render_page(groups: Sequence[Group], runs: Sequence[RunRecord], command: str
 def _describe(name: str, groups: Sequence[Group], styles: Mapping[str, Style], prefix: str) -> dict[str, Any]:
     """What the template shows of one experiment; identifiers within its drawings begin with ``prefix``."""
     config, table = groups[0].first.config, compare(groups)
+    shared = {part: section(config, part) for part in SECTIONS}
     figures = []
     for i, (heading, pictures) in enumerate(draw_all(groups, styles)):
         # Markup: the drawings are XML with all text escaped.
@@ -106,9 +108,7 @@ def _describe(name: str, groups: Sequence[Group], styles: Mapping[str, Style], p
         "footnotes": table.footnotes,
         "figures": figures,
         "methods": [_method_settings(group) for group in groups],
-        "shared": [
-            (f"{part}.{key}", value_text(value)) for part in SECTIONS for key, value in section(config, part).items()
-        ],
+        "shared": [(f"{part}.{key}", value_text(value)) for part, own in shared.items() for key, value in own.items()],
     }
 
 
@@ -122,7 +122,8 @@ def _method_settings(group: Group) -> tuple[str, str, list[tuple[str, str]]]:
 
 def _format_versions(run: RunRecord) -> str:
     versions = json.loads(json.dumps(section(run.config, "versions"), sort_keys=True))
-    return ", ".join(f"{one_line(name)} {one_line(version)}" for name, version in versions.items()) or "not recorded"
+    texts = [f"{one_line(name)} {one_line(version)}" for name, version in versions.items()]
+    return ", ".join(texts) or "not recorded"
 
 
 def _join_titles(titles: Sequence[str]) -> str:

@@ -109,7 +109,7 @@ def _first_to_last(ranks: Sequence[RankCurve]) -> str:
 
 @drawing()
 def plot_downlink(groups: Sequence[Group], styles: Styles) -> Picture | None:
-    """Bytes from the server to each participant against rounds, where they change or the methods' ranks differ.
+    """Bytes from the server to each participant against rounds, where they or the methods' ranks differ.
 
     From 0 up, so that a fall is as large as it looks; logarithmic only where a change would be too small to
     see.
@@ -118,7 +118,8 @@ def plot_downlink(groups: Sequence[Group], styles: Styles) -> Picture | None:
     largest = max((float(sent["mean"].max()) for _, sent in found), default=0.0)
     if largest <= 0:
         return None
-    peaks = [s["mean"].max() for _, s in found if s["mean"].max() - s["mean"].min() > CHANGED * s["mean"].max()]
+    means = [sent["mean"] for _, sent in found]
+    peaks = [mean.max() for mean in means if mean.max() - mean.min() > CHANGED * mean.max()]
     last_ranks = {tuple((name, rank.last) for name, rank in rank_curves(group).items()) for group in groups}
     if not peaks and len(last_ranks) < 2:
         return None
@@ -251,7 +252,8 @@ def plot_model_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
         face: Any = "none" if place else (*style.rgb, 0.5)
         look: Any = {"markerfacecolor": face, "markeredgecolor": style.color, "markeredgewidth": 1.4}
         width = 6 if place else 10
-        axes.plot([parameters], [measure.scale * mean], marker=style.marker, markersize=width, linestyle="", **look)
+        at = ([parameters], [measure.scale * mean])
+        axes.plot(*at, marker=style.marker, markersize=width, linestyle="", **look)
         entries.append(chart.legend_entry(style, line=""))
         entries[-1].set(markersize=5 if place else 8, **look)
     chart.set_prefix_axis(axes.xaxis, "", sizes if log else None)
@@ -262,7 +264,8 @@ def plot_model_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
     add_legend(figure, entries, [f"{label} ({format_si(size)})" for label, *_, size in found])
     texts = "; ".join(f"{label} {format_si(size)}, {measure.format(mean)}" for label, *_, mean, size in found)
     seeds = " and seeds" if max(len(group.runs) for group in groups) > 1 else ""
-    hollow = " Small and hollow: further models of a method." if any(place for _, _, place, *_ in found) else ""
+    has_more = any(place for _, _, place, *_ in found)
+    hollow = " Small and hollow: further models of a method." if has_more else ""
     return Picture(
         figure,
         f"{measure.title} and model size",

@@ -19,6 +19,7 @@ from .ranks import last_ranks, model_size
 FLOAT32 = 4
 """Bytes of a floating-point element as papers count communication, whatever the messages contain."""
 
+WORK = ("seconds_train", "seconds_server")
 Row = dict[str, Any]
 
 
@@ -72,7 +73,7 @@ def comparison_row(group: Group) -> Row:
         "target_flops": _mean(one["flops"] for one in counted),
         "target_steps": _mean(one["steps"] for one in counted),
         # Evaluation is part of measuring, not of the method.
-        "target_seconds": _mean(one.get("seconds_train", 0.0) + one.get("seconds_server", 0.0) for one in counted),
+        "target_seconds": _mean(sum(one.get(kind, 0.0) for kind in WORK) for one in counted),
         **_model_size(group, group.headline, ""),
     }
     ranks = last_ranks(group)
@@ -98,8 +99,8 @@ def _results(group: Group, measure: Measure) -> Row:
     means: Row = {
         name: _mean(results[name])
         for name in (
-            "std_clients", "last_weighted", "worst_tenth", "best_by_validation", "best_round", "last_ten", "best_test",
-            "unseen", "std_unseen",
+            "std_clients", "last_weighted", "worst_tenth", "best_by_validation", "best_round", "last_ten",
+            "best_test", "unseen", "std_unseen",
         )
     }  # fmt: skip
     means["best_round"] = _common(results["best_round"].dropna().astype(int))
@@ -135,7 +136,8 @@ def _model_size(group: Group, series: str | None, end: str) -> Row:
 def _reference_source(reference: Mapping[str, Any]) -> str:
     """Where the paper's numbers are from, with those that no column can be compared with."""
     label, scores = one_line(reference.get("label") or "the paper"), section(reference, "score")
-    known = [f"{one_line(name)} {value:g}" for name, value in scores.items() if isinstance(value, (int, float))]
+    numbers = {name: value for name, value in scores.items() if isinstance(value, (int, float))}
+    known = [f"{one_line(name)} {value:g}" for name, value in numbers.items()]
     metric = one_line(reference.get("metric") or "score")
     return f"{label} ({metric}: {', '.join(known)}; score ours by `fedlowrank score`)" if scores else label
 

@@ -9,7 +9,7 @@ from typing import Any
 from .clusters import collapse_warnings
 from .formats import format_percent, one_line
 from .frame import section, unseen_clients
-from .groups import Group, by_variation, last_part, measure_of, seed_of, settings_of, value_text, vary_text
+from .groups import SECTIONS, Group, by_variation, last_part, measure_of, seed_of, settings_of, value_text, vary_text
 from .lora_tables import format_ranks
 from .measures import ACCURACY, LOSS, Measure
 from .metrics import Estimate
@@ -21,7 +21,7 @@ Ranked = Sequence[tuple[Group, Estimate]]
 def describe_setting(groups: Sequence[Group]) -> str:
     """One paragraph on data, clients, partition, model, rounds and seeds of one experiment."""
     run = groups[0].first
-    parts = {name: section(run.config, name) for name in ("data", "partition", "split", "concept", "augment", "run")}
+    parts = {name: section(run.config, name) for name in SECTIONS}
     sizes = [sum(int(row.get(split) or 0) for row in run.clients) for split in ("train", "val", "test")]
     found = [
         f"Data: {_describe(parts['data'], ('name', 'kind')) or 'not named'}.",
@@ -54,7 +54,8 @@ def describe_setting(groups: Sequence[Group]) -> str:
     part = f", {format_percent(share, 0)} % of clients in each" if isinstance(share, (int, float)) else ""
     found.append(f"{parts['run'].get('rounds', len(run.rounds))} rounds{part}.")
     seeds = list(dict.fromkeys(seed_of(one.record) for group in groups for one in group.runs))
-    found.append(f"{count(len(seeds), 'seed')}: {', '.join(seeds)}." if len(seeds) > 1 else f"One seed: {seeds[0]}.")
+    number = count(len(seeds), "seed") if len(seeds) > 1 else "One seed"
+    found.append(f"{number}: {', '.join(seeds)}.")
     varied = []
     for key in dict.fromkeys(key for group in groups for key, _ in group.vary):
         values = dict.fromkeys(value_text(dict(group.vary).get(key)) for group in groups)
@@ -129,7 +130,8 @@ def _best_setting(groups: Sequence[Group], measure: Measure) -> str:
     """Which setting of the one method is best, and whether the intervals over seeds establish it."""
     ranked = _rank(groups, measure)
     best, result = ranked[0]
-    text = f"{best.short} is best with {vary_text(best.vary) or 'no variation'}, {measure.format(result.mean)}"
+    setting = vary_text(best.vary) or "no variation"
+    text = f"{best.short} is best with {setting}, {measure.format(result.mean)}"
     if _is_clear(ranked):
         return f"{text}, and its 95 % interval over seeds overlaps that of no other setting."
     if single := sum(result.n == 1 for _, result in ranked):
@@ -156,9 +158,8 @@ def _compare(groups: Sequence[Group]) -> str:
     if len(level) > 1:
         return f"{' and '.join(level)} are level with {value}."
     gap = abs(best.mean - other.mean)
-    distance = (
-        f"{measure.format(gap)} below" if measure.is_loss else f"{format_percent(gap)} percentage points ahead of"
-    )
+    ahead = f"{format_percent(gap)} percentage points ahead of"
+    distance = f"{measure.format(gap)} below" if measure.is_loss else ahead
     direction = " (lower is better)" if measure.is_loss else ""
     text = f"{lead.short} leads{direction} with {value}, {distance} {second.short}. "
     if best.n == 1 or other.n == 1:
@@ -168,7 +169,8 @@ def _compare(groups: Sequence[Group]) -> str:
         return text + f"{who} ran with one seed, so whether the order would hold again is not known."
     seeds = f"{best.n} seeds" if best.n == other.n else f"{best.n} and {other.n} seeds"
     if not _is_apart(best, other):
-        return text + f"Their 95 % intervals over {seeds} overlap: these runs alone do not establish the order."
+        text += f"Their 95 % intervals over {seeds} overlap"
+        return f"{text}: these runs alone do not establish the order."
     close = [group.short for group, result in rest if result.n > 1 and not _is_apart(best, result)]
     single = [group.short for group, result in rest if result.n == 1]
     if close or single:
@@ -183,17 +185,18 @@ def find_warnings(groups: Sequence[Group]) -> list[str]:
     """What a reader must know before trusting the comparison of one experiment."""
     found = []
     for group in groups:
-        found += [
-            f"{group.label}: seed {seed} was given more than once; its first run counts." for seed in group.repeated
-        ]
+        repeated = "was given more than once; its first run counts."
+        found += [f"{group.label}: seed {seed} {repeated}" for seed in group.repeated]
         status = [f"seed {seed_of(run.record)} {run.status}" for run in group.runs if run.status]
         if status:
             found.append(f"{group.label}: {'; '.join(status)}. Its numbers are those of the rounds it has.")
         for measure, one, many in ((ACCURACY, "accuracy", "accuracies"), (LOSS, "loss", "losses")):
             if bad := int(group.results(measure=measure)["non_finite"].sum()):
-                found.append(f"{group.label}: {count(bad, f'client {one}', f'client {many}')} not finite, left out.")
+                clients = count(bad, f"client {one}", f"client {many}")
+                found.append(f"{group.label}: {clients} not finite, left out.")
         if without := int(group.results()["without"].fillna(0).max() or 0) if len(group.results()) else 0:
-            found.append(f"{group.label}: {count(without, 'client')} without test examples left out of all means.")
+            clients = count(without, "client")
+            found.append(f"{group.label}: {clients} without test examples left out of all means.")
     series: dict[str, list[str]] = {}
     for group in groups:
         if group.headline is not None:

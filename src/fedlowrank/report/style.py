@@ -95,7 +95,7 @@ class Style:
         return (0.0, self.dash) if self.dash else "-"
 
     def of_series(self, place: int) -> Style:
-        """The style of a series of the method: same color and marker, another dash for each place from 1 on."""
+        """The style of a series of the method: same color and marker, another dash from place 1 on."""
         # Two dashes on first: the next one may belong to another method of the same color.
         at = DASHES.index(self.dash) + (place + 1 if place else 0)
         return replace(self, dash=DASHES[at % len(DASHES)])
@@ -158,8 +158,9 @@ def make_styles(labels: Sequence[str]) -> dict[str, Style]:
     """A style for each label, by its place; distinct for 32 labels and, by its marker, for 96."""
     n = len(LIGHT)
     return {
-        label: Style(palette_color(i), DASHES[(i + i // n) % len(DASHES)], MARKERS[(i + i // n) % len(MARKERS)])
+        label: Style(palette_color(i), DASHES[turn % len(DASHES)], MARKERS[turn % len(MARKERS)])
         for i, label in enumerate(dict.fromkeys(labels))
+        for turn in (i + i // n,)
     }
 
 
@@ -205,7 +206,8 @@ def new_panels(height: float, rows: int, columns: int, *, sharey: bool) -> tuple
 def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
     """Put a legend below the axes, in as many columns as the longest label leaves room for."""
     # Matplotlib drops labels that begin with an underscore.
-    texts = [("\u200b" + text if text.startswith("_") else text) for text in (one_line(label, 44) for label in labels)]
+    texts = [one_line(label, 44) for label in labels]
+    texts = ["\u200b" * text.startswith("_") + text for text in texts]
     if not texts:
         return
     room = figure.get_figwidth() * 72 / (max(map(len, texts)) * 5.4 + 38)
@@ -248,7 +250,7 @@ def to_svg(figure: Figure, name: str) -> str:
     used = set(re.findall(r"(?:^|url\()#([^)\s]+)", "\n".join(attributes), re.MULTILINE))
     for element in root.iter():
         element.tag = element.tag.removeprefix(_SVG)
-        attrib = {key.removeprefix(_XLINK): _rewrite(key, value, name) for key, value in element.attrib.items()}
+        attrib = {key.removeprefix(_XLINK): _rewrite(key, text, name) for key, text in element.attrib.items()}
         if element.attrib.get("id") not in used:
             attrib.pop("id", None)
         element.attrib.clear()

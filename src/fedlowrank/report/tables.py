@@ -102,7 +102,8 @@ def compare(groups: Sequence[Group]) -> Comparison:
             meaning += "; costs are summed up to the first evaluated round that reached it"
             footnotes.append(("target", meaning))
     if _has(frame, "accuracy_last") or not _has(frame, "judged_by"):
-        meaning = "max test over rounds (as some libraries report) chooses on test examples; it is in the CSV only"
+        meaning = "max test over rounds (as some libraries report) chooses on test examples; it is in the CSV"
+        meaning += " only"
         footnotes.append(("max test", meaning))
     footnotes += [("paper", source) for source in frame["reference"].dropna().unique()]
     return Comparison(
@@ -167,9 +168,9 @@ def _accuracy_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         if _has(frame, "loss_last"):
             what = "tokens of their test texts" if loss is TOKEN_LOSS else "test examples"
             of = f"mean loss on {'the ' if loss is TOKEN_LOSS else 'their '}{what}"
-            note = f"mean over clients of the {of}, at the last evaluated round; over several seeds ± half-width of "
+            note = f"mean over clients of the {of}, at the last evaluated round; over several seeds ± "
             yield (
-                Column(loss.noun, note=note + "the 95 % confidence interval"),
+                Column(loss.noun, note=note + "half-width of the 95 % confidence interval"),
                 _pairs(frame, "loss_last", "loss_ci95_seeds", loss.format_pair),
             )
         yield from _other_columns(frame)
@@ -198,11 +199,13 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
     )  # fmt: skip
     if (frame["seeds"] > 1).any():
         yield Column("n", note="seeds that were evaluated"), frame["seeds"].astype(str).tolist()
-        note = "mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of freedom"
+        note = "mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of "
+        note += "freedom"
         yield pair("over seeds", "last", "ci95_seeds", note)
     if _has(frame, key("unseen")):
-        note = f"mean ± standard deviation of {noun} over the clients that never train, at the last evaluated round; "
-        yield pair("unseen clients", "unseen", "std_unseen", note + "no other column counts them")
+        note = f"mean ± standard deviation of {noun} over the clients that never train, at the last "
+        note += "evaluated round; no other column counts them"
+        yield pair("unseen clients", "unseen", "std_unseen", note)
     means, weighted = _floats(frame, key("last")), _floats(frame, key("last_weighted"))
     if (~np.isclose(means, weighted, rtol=1e-9, atol=0) & means.notna() & weighted.notna()).any():
         note = "mean at the last round, clients weighted by test examples"
@@ -275,7 +278,8 @@ def _cost_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         ("steps", "steps", format_si, False, "optimizer steps of all clients"),
         ("FLOPs", "flops", format_si, False,
          "floating-point operations of training, forward and backward, of all clients"),
-        ("train", "seconds_train", format_seconds, False, "wall-clock time on the machine that ran it, by kind"),
+        ("train", "seconds_train", format_seconds, False,
+         "wall-clock time on the machine that ran it, by kind"),
         ("server", "seconds_server", format_seconds, False, ""),
         ("evaluate", "seconds_evaluate", format_seconds, False, ""),
     ):  # fmt: skip

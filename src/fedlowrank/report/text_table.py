@@ -92,10 +92,9 @@ def to_rich(table: TextTable) -> Iterator[Table | Text]:
             )
         for place in columns:
             column = table.columns[place]
-            wraps = _wraps(table, column)
             made.add_column(
                 Text(column.title if table.note else _stack(column)), justify=column.align, overflow="fold",
-                no_wrap=not wraps, max_width=LABEL if wraps else None,
+                no_wrap=not _wraps(table, column), max_width=LABEL if table.note else None,
             )  # fmt: skip
         for row in table.rows:
             # Text, not markup: a name in brackets must stay a name.
@@ -118,7 +117,8 @@ def _stack(column: Column) -> str:
 def _share_out(table: TextTable) -> Sequence[Sequence[int]]:
     """Places of the columns that stand in each table of a terminal."""
     fields = [max(len(row[i]) for row in (table.fields, *table.rows)) for i in range(len(table.fields))]
-    room = TERMINAL - 2 - (sum(3 + width for width in fields) if table.note else max(10, min(LABEL, fields[0])))
+    taken = sum(3 + width for width in fields) if table.note else max(10, min(LABEL, fields[0]))
+    room = TERMINAL - 2 - taken
     shares: list[list[int]] = []
     left = 0
     for place, column in enumerate(table.columns):
