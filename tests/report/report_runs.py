@@ -183,6 +183,13 @@ def rows_of(table):
     return [{k: None if v is None or v != v else v for k, v in row.items()} for row in table.frame.to_dict("records")]
 
 
+def cells(table, block, title):
+    """The cells of a column in a block of a comparison."""
+    one = table.blocks[block]
+    place = [column.title for column in one.columns].index(title)
+    return [row[len(one.fields) + place] for row in one.rows]
+
+
 def text_of(table, width=200):
     """A comparison as a terminal shows it."""
     console = Console(width=width, file=io.StringIO(), color_system=None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from report_runs import both, legend_of, members, page_of, regression_of, rounds_of, rows_of, text_of, with_risk
+from report_runs import both, cells, legend_of, members, page_of, regression_of, rounds_of, rows_of, text_of, with_risk
 from scipy import stats
 
 from fedlowrank.report import comparison, lora_tables, write_report
@@ -298,7 +298,7 @@ class TestLanguage:
         a, b = rows_of(table)
         assert a["judged_by"] == "next-token accuracy"
         assert (a["perplexity"], a["perplexity.server"]) == (pytest.approx(4), pytest.approx(2))  # 4 = √(8 · 2)
-        cells = {c.title: table.blocks["accuracy"].cells(c.title) for c in table.blocks["accuracy"].columns}
+        cells = {c.title: cells(table, "accuracy", c.title) for c in table.blocks["accuracy"].columns}
         assert (cells["perplexity"], cells["perplexity server"]) == (["4.000", "–"], ["2.000", "–"])
         assert cells["loss per token"] == [f"{math.log(4):.3f}", "1.000e+04"]
         assert (table.blocks["accuracy"].title, b["perplexity"]) == ("Next-token accuracy", math.inf)

@@ -35,11 +35,6 @@ def test_one_curve_and_one_band_a_method(eight):
         assert group.label in picture.alt
 
 
-def test_no_band_for_one_seed(make_run):
-    picture = figures.plot_accuracy(*both([make_run("a")]))
-    assert not picture.figure.axes[0].collections
-
-
 def test_curve_is_over_shared_rounds(make_run):
     short = make_run("a", 0, rounds=rounds_of([[0.1], [0.3]]), run={"rounds": 2})
     long = make_run("a", 1, rounds=rounds_of([[0.2], [0.5], [0.9]]))
@@ -73,6 +68,13 @@ def test_boxes_mark_the_mean_with_a_plus(eight):
     assert len(marks) == len(axes.patches) == 8
     pooled = [run.record.rounds[-1].accuracy["personal"]["test"] for run in eight[0][0].runs]
     assert marks[0].get_xdata()[0] == pytest.approx(100 * np.mean(pooled))
+
+
+def test_trade_off_has_a_marker_a_method(eight):
+    lines = figures.plot_trade_off(*eight).figure.axes[0].lines
+    assert [line.get_xdata()[0] for line in lines] == [20 * 3_000_000] * 8
+    finals = {round(100 * group.final().mean, 6) for group in eight[0]}
+    assert {round(float(line.get_ydata()[0]), 6) for line in lines} == finals
 
 
 def test_sweep_has_a_line_a_method(make_run):

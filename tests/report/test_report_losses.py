@@ -7,7 +7,18 @@ import re
 
 import numpy as np
 import pytest
-from report_runs import both, in_clusters, legend_of, page_of, regression_of, rounds_of, rows_of, text_of, with_risk
+from report_runs import (
+    both,
+    cells,
+    in_clusters,
+    legend_of,
+    page_of,
+    regression_of,
+    rounds_of,
+    rows_of,
+    text_of,
+    with_risk,
+)
 from scipy import stats
 
 from fedlowrank.report import comparison, figures, rank_figures, write_report
@@ -55,7 +66,7 @@ class TestBesideAccuracy:
         assert rows_of(table)[0]["loss_last"] == pytest.approx(2.0)
         assert rows_of(table)[0]["loss_ci95_seeds"] == pytest.approx(half)
         assert rows_of(table)[0]["loss_std_clients"] == pytest.approx(0.5)
-        assert table.blocks["accuracy"].cells("test loss") == [f"2.0 ± {half:.1f}", "–"]
+        assert cells(table, "accuracy", "test loss") == [f"2.0 ± {half:.1f}", "–"]
         assert "loss" not in table.blocks
         assert "test loss" not in titles(comparison([make_run("old")]))
 
@@ -116,7 +127,7 @@ class TestInsteadOfAccuracy:
         assert [row["judged_by"] for row in rows_of(table)] == ["test loss"] * 2
         assert [row["loss_last"] for row in rows_of(table)] == pytest.approx([1.0125, 0.00010125])
         assert [row["accuracy_last"] for row in rows_of(table)] == [None, None]
-        assert table.blocks["loss"].cells("over seeds")[1].startswith("0.0001013 ± ")
+        assert cells(table, "loss", "over seeds")[1].startswith("0.0001013 ± ")
         cut = re.sub(r"(?s)<style>.*?</style>|<svg.*?</svg>", "", page_of(runs, tmp_path))
         cut = cut[cut.index("<h3>Comparison") : cut.index("<h3>Figures")]
         for written in (text_of(table), to_markdown(table), cut):
@@ -132,7 +143,7 @@ class TestInsteadOfAccuracy:
         for row in rows:
             row["risk"]["global"] = {"test": [2.0, 4.0]}
         run = make_run("a", rounds=rows)
-        assert comparison([run]).blocks["loss"].cells("global") == ["3.000"]
+        assert cells(comparison([run]), "loss", "global") == ["3.000"]
         picture = figures.plot_loss(*both([run]))
         assert legend_of(picture) == ["a", "a: global"]
         assert lines(picture)[1].get_ydata().tolist() == [3.0, 3.0]
@@ -199,8 +210,8 @@ class TestInsteadOfAccuracy:
     def test_classification_and_regression_on_one_page(self, make_run, tmp_path):
         runs = [make_run("a", name="digits"), *regressions(make_run, 1.0)]
         table = comparison(runs)
-        assert table.blocks["accuracy"].cells("last 10")[1] == "–"
-        assert table.blocks["loss"].cells("last 10")[0] == "–"
+        assert cells(table, "accuracy", "last 10")[1] == "–"
+        assert cells(table, "loss", "last 10")[0] == "–"
         write_report(runs, tmp_path / "r.html")
 
 
@@ -229,7 +240,7 @@ class TestUnseen:
     )
     def test_column(self, make_run, regression, block, cell):
         table = comparison(self.runs(make_run, regression))
-        assert table.blocks[block].cells("unseen clients") == [cell, "–"]
+        assert cells(table, block, "unseen clients") == [cell, "–"]
         assert [row["clients_unseen"] for row in rows_of(table)] == [2, 0]
         assert "those that never train left out" in str(table.footnotes)
         assert "unseen clients" not in titles(comparison([make_run("old")]))

@@ -140,6 +140,9 @@ class TestRanks:
         assert axes.lines[0].get_ydata().tolist() == [100, 150, 250]
         assert axes.get_ylim()[1] > 250
 
+    def test_one_round_is_nothing_to_draw(self, make_run):
+        assert rank_figures.plot_ranks(*both([make_run("m", rounds=ranked({"a": 3}))])) is None
+
     def test_last_ranks_of_many_methods_become_a_range(self, make_run):
         runs = [make_run(f"m{i}", rounds=ranked({"a": 1536}, {"a": 1000 + i})) for i in range(5)]
         (axes,) = rank_figures.plot_ranks(*both(runs)).figure.axes
@@ -209,14 +212,6 @@ class TestDownlink:
         assert "Sends nothing: c." in far.caption
         assert "c 0 B" in far.alt
         assert "Sends nothing" not in near.caption
-
-    def test_one_round_of_training(self, make_run):
-        picture = rank_figures.plot_downlink(
-            *both(
-                [make_run("a", rounds=sending(5)), make_run("b", rounds=[{**r, "ranks": {"a": 1}} for r in sending(5)])]
-            )
-        )
-        assert [line.get_ydata().tolist() for line in picture.figure.axes[0].lines] == [[5], [5]]
 
 
 def rich(make_run):

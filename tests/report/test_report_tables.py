@@ -7,7 +7,7 @@ import re
 
 import numpy as np
 import pytest
-from report_runs import page_of, rounds_of, rows_of, text_of
+from report_runs import cells, page_of, rounds_of, rows_of, text_of
 
 from fedlowrank.report import comparison
 from fedlowrank.report.formats import (
@@ -38,10 +38,10 @@ def test_columns_appear_where_they_have_something_to_say(make_run):
 
 def test_reference_and_difference(make_run):
     table = comparison([make_run(m, 0, reference=REFERENCE) for m in "abc"])
-    assert table.blocks["accuracy"].cells("paper") == ["96.66", "not converged", MISSING]
+    assert cells(table, "accuracy", "paper") == ["96.66", "not converged", MISSING]
     ours = 100 * rows_of(table)[0]["accuracy_last"]
     assert rows_of(table)[0]["difference_points"] == ours - 96.66
-    assert table.blocks["accuracy"].cells("difference")[0].startswith("−")
+    assert cells(table, "accuracy", "difference")[0].startswith("−")
     assert ("paper", "Table 2") in table.footnotes
 
 
@@ -75,18 +75,8 @@ def test_costs_to_target_need_every_seed(make_run):
     runs = [make_run("a", s, rounds=rounds_of([[0.1], [0.2 + 0.5 * s]])) for s in (0, 1)]
     table = comparison(runs, 0.6)
     assert rows_of(table)[0]["target_round"] is None
-    assert table.blocks["target"].cells("rounds") == ["1 of 2 seeds"]
-    assert comparison(runs, 0.9).blocks["target"].cells("rounds") == ["not reached"]
-
-
-def test_other_series_have_columns(make_run):
-    rows = rounds_of([[0.1, 0.2], [0.5, 0.7]])
-    for row in rows:
-        row["accuracy"]["global"] = {"test": [0.3, 0.4]}
-    table = comparison([make_run("a", rounds=rows)])
-    assert rows_of(table)[0]["series"] == "personal"
-    assert rows_of(table)[0]["series.global"] == pytest.approx(0.35)
-    assert "global" in headings(table)
+    assert cells(table, "target", "rounds") == ["1 of 2 seeds"]
+    assert cells(comparison(runs, 0.9), "target", "rounds") == ["not reached"]
 
 
 def test_unfinished_runs_say_so(make_run, tmp_path):

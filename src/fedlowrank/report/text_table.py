@@ -60,11 +60,6 @@ class TextTable:
     note: str = ""
     experiments: int = 1
 
-    def cells(self, title: str) -> list[str]:
-        """The cells of a column."""
-        heads = [*self.fields, *(column.title for column in self.columns)]
-        return [row[heads.index(title)] for row in self.rows]
-
 
 def escape_markdown(text: str) -> str:
     """Text that Markdown shows as it is."""
