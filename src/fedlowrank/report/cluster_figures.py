@@ -54,8 +54,8 @@ def plot_recovery(groups: Sequence[Group], styles: Styles) -> Picture | None:
         "Cluster recovery over rounds",
         f"Line chart of the adjusted Rand index of routes and true clusters against rounds for "
         f"{chart.count_methods(len(found))}. At the end: {last}.",
-        "Adjusted Rand index of the clients' largest shares against the clusters that their data come from: 1 "
-        "where both divide the clients alike, about 0 where routes say nothing"
+        "Adjusted Rand index of the clients' largest shares against the clusters that their data come from: "
+        "1 where both divide the clients alike, about 0 where routes say nothing"
         f"{chart.note_band([group for group, _ in found])}",
     )
 

@@ -185,8 +185,8 @@ def _plot_replies(group: Group) -> Picture | None:
         f"round of each client, means over the clients of a rank: {texts}.",
         f"Above: how much the reply of each client counts in a round, seed {seed_of(run)}; dotted: what it "
         "would if all counted the same. Below: the part of the server's update W that the client's rank has "
-        f"no room for, ‖W − Wʳ‖² in percent of ‖W‖² over all layers{scale}. A line is a client, its color and "
-        "dash its rank; clients of one rank are sent the same, so their lines often coincide; it is "
+        f"no room for, ‖W − Wʳ‖² in percent of ‖W‖² over all layers{scale}. A line is a client, its color "
+        "and dash its rank; clients of one rank are sent the same, so their lines often coincide; it is "
         f"interrupted where the client took no part.{cut}",
     )
 
@@ -335,7 +335,7 @@ def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | Non
         "Training loss over rounds",
         f"Line chart of training loss against rounds for {methods}. At the end: {last}.",
         "Mean loss over the training steps of each round, of all participants"
-        f"{chart.note_band(drawn, TRAINING.bounds)}{chart.note_cut(axes, ends)} It is taken while the clients "
-        "train, so it falls within a round as well as from round to round: where it falls and the test loss "
-        f"does not, the clients overfit or their updates do not add up at the server.{more}",
+        f"{chart.note_band(drawn, TRAINING.bounds)}{chart.note_cut(axes, ends)} It is taken while the "
+        "clients train, so it falls within a round as well as from round to round: where it falls and the test "
+        f"loss does not, the clients overfit or their updates do not add up at the server.{more}",
     )

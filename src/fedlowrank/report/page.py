@@ -108,7 +108,7 @@ def _describe(name: str, groups: Sequence[Group], styles: Mapping[str, Style], p
         "footnotes": table.footnotes,
         "figures": figures,
         "methods": [_method_settings(group) for group in groups],
-        "shared": [(f"{part}.{key}", value_text(value)) for part, own in shared.items() for key, value in own.items()],
+        "shared": [(f"{part}.{key}", value_text(own[key])) for part, own in shared.items() for key in own],
     }
 
 

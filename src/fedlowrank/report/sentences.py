@@ -9,7 +9,17 @@ from typing import Any
 from .clusters import collapse_warnings
 from .formats import format_percent, one_line
 from .frame import section, unseen_clients
-from .groups import SECTIONS, Group, by_variation, last_part, measure_of, seed_of, settings_of, value_text, vary_text
+from .groups import (
+    SECTIONS,
+    Group,
+    by_variation,
+    last_part,
+    measure_of,
+    seed_of,
+    settings_of,
+    value_text,
+    vary_text,
+)
 from .lora_tables import format_ranks
 from .measures import ACCURACY, LOSS, Measure
 from .metrics import Estimate
@@ -228,8 +238,8 @@ def warn_of_mixture(groups: Sequence[Group]) -> str:
     if len(names) < 2:
         return ""
     return (
-        f"These runs are of {len(names)} different experiments: {', '.join(names)}. Each has a section of its "
-        "own; numbers of different sections do not compare methods."
+        f"These runs are of {len(names)} different experiments: {', '.join(names)}. Each has a section of "
+        "its own; numbers of different sections do not compare methods."
     )
 
 
