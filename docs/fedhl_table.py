@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from fedlowrank.config.experiment import ExperimentConfig
-from fedlowrank.report.groups import half_width
+from fedlowrank.report.metrics import half_width
 from fedlowrank.simulation.records import RunRecord
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+from rich.console import Console
 
-from fedlowrank.report.groups import aggregate
-from fedlowrank.report.style import styles
+from fedlowrank.report import render_terminal, write_report
+from fedlowrank.report.groups import group_runs
+from fedlowrank.report.style import make_styles
 from fedlowrank.simulation.records import RunRecord
 
 MakeRun = Callable[..., RunRecord]
@@ -175,10 +178,35 @@ def cloud(n: int, clients: int = 4, classes: int = 5) -> tuple[np.ndarray, np.nd
     return x, label, np.arange(n) * clients // n
 
 
+def rows_of(table):
+    """Exact values of a comparison, one dictionary a row, None where there is none."""
+    return [{k: None if v is None or v != v else v for k, v in row.items()} for row in table.frame.to_dict("records")]
+
+
+def cells(table, block, title):
+    """The cells of a column in a block of a comparison."""
+    one = table.blocks[block]
+    place = [column.title for column in one.columns].index(title)
+    return [row[len(one.fields) + place] for row in one.rows]
+
+
+def text_of(table, width=200):
+    """A comparison as a terminal shows it."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(render_terminal(table))
+    return console.file.getvalue()
+
+
+def page_of(runs, tmp_path, **options):
+    """The HTML page of runs."""
+    write_report(runs, tmp_path / "r.html", **options)
+    return (tmp_path / "r.html").read_text()
+
+
 def both(runs):
     """Groups of runs with their styles, as figures take them."""
-    groups = aggregate(runs)
-    return groups, styles([group.short for group in groups])
+    groups = group_runs(runs)
+    return groups, make_styles([group.short for group in groups])
 
 
 def legend_of(picture):

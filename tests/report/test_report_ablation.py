@@ -1,19 +1,20 @@
 """Ablations: which numbers stand in which cell."""
 
-import io
-
 import pytest
-from report_runs import both, regression_of, rounds_of
-from rich.console import Console
+from report_runs import both, page_of, regression_of, rounds_of, text_of
 from scipy import stats
 
-from fedlowrank.report import comparison, figures, render_terminal, write_report
-from fedlowrank.report.ablation import ablations, short_names
-from fedlowrank.report.groups import aggregate
-from fedlowrank.report.tables import to_html, to_markdown
-from fedlowrank.report.words import finding
+from fedlowrank.report import comparison, figures
+from fedlowrank.report.groups import group_runs
+from fedlowrank.report.sentences import state_findings
+from fedlowrank.report.sweeps import shorten_names, sweep_tables
+from fedlowrank.report.tables import to_markdown
 
 METHODS = (("fedavg", "FedAvg"), ("floral", "FLoRAL"))
+
+
+def heads(table):
+    return [column.title for column in table.columns]
 
 
 def value(method, clusters, rank, seed=0):
@@ -35,21 +36,21 @@ def varied(make_run, name="r", clusters=(16, 4, 8), ranks=(0.01, 0.1), seeds=1, 
 
 
 def test_two_fields_by_methods(make_run):
-    (table,) = ablations(aggregate(varied(make_run)))
+    (table,) = sweep_tables(group_runs(varied(make_run)))
     assert table.title == "Accuracy / % against clusters, rank"
     assert table.fields == ("clusters", "rank")
-    assert table.columns == ("FedAvg", "FLoRAL")
-    assert [values for values, _ in table.rows] == [(c, r) for c in ("4", "8", "16") for r in ("0.01", "0.1")]
-    for (clusters, rank), cells in table.rows:
+    assert heads(table) == ["FedAvg", "FLoRAL"]
+    assert [row[:2] for row in table.rows] == [(c, r) for c in ("4", "8", "16") for r in ("0.01", "0.1")]
+    for clusters, rank, *cells in table.rows:
         expected = [100 * value(method, int(clusters), float(rank)) for method, _ in METHODS]
         assert [float(cell) for cell in cells] == pytest.approx(expected)
     assert "clusters and rank are settings of FLoRAL and no matter to FedAvg" in table.note
 
 
 def test_interval_over_seeds(make_run):
-    (table,) = ablations(aggregate(varied(make_run, clusters=(2, 4), ranks=(0.1,), seeds=3)))
+    (table,) = sweep_tables(group_runs(varied(make_run, clusters=(2, 4), ranks=(0.1,), seeds=3)))
     half = stats.t.ppf(0.975, 2) * 2 / 3**0.5  # 0, 2 and 4 points: standard deviation 2
-    assert table.rows[0] == (("2", "0.1"), (f"44.00 ± {half:.2f}", f"64.00 ± {half:.2f}"))
+    assert table.rows[0] == ("2", "0.1", f"44.00 ± {half:.2f}", f"64.00 ± {half:.2f}")
     assert "mean over 3 seeds ± half-width" in table.note
 
 
@@ -58,12 +59,12 @@ def test_experiments_become_columns(make_run):
     runs = varied(make_run, "r", methods=one) + varied(make_run, "ls", methods=one)
     for run in runs:
         run.config["title"] = {"r": "CIFAR-10-R", "ls": "CIFAR-10-LS"}[run.config["name"]]
-    (table,) = ablations(aggregate(runs))
-    assert table.columns == ("CIFAR-10-R", "CIFAR-10-LS")
+    (table,) = sweep_tables(group_runs(runs))
+    assert heads(table) == ["CIFAR-10-R", "CIFAR-10-LS"]
     assert table.title == "Accuracy / % of FLoRAL against clusters, rank"
     assert table.experiments == 2
-    (table,) = ablations(aggregate(varied(make_run, "r") + varied(make_run, "ls")))
-    assert table.columns == tuple(f"{name}: {title}" for name in ("r", "ls") for _, title in METHODS)
+    (table,) = sweep_tables(group_runs(varied(make_run, "r") + varied(make_run, "ls")))
+    assert heads(table) == [f"{name}: {title}" for name in ("r", "ls") for _, title in METHODS]
 
 
 def test_holes_words_and_losses(make_run):
@@ -71,42 +72,39 @@ def test_holes_words_and_losses(make_run):
         make_run(m, vary={"model.norm": norm, "methods.x.on": on}, rounds=regression_of([[1.0], [size]]))
         for m, norm, on, size in (("a", "none", True, 0.5), ("a", "batch", False, 0.25), ("b", "batch", False, 0.125))
     ]
-    (table,) = ablations(aggregate(runs))
+    (table,) = sweep_tables(group_runs(runs))
     assert table.title == "Test loss against norm, on"
-    assert table.rows == ((("none", "true"), ("0.5000", "–")), (("batch", "false"), ("0.2500", "0.1250")))
+    assert table.rows == (("none", "true", "0.5000", "–"), ("batch", "false", "0.2500", "0.1250"))
     assert "lower is better" in table.note
 
 
 def test_none_where_nothing_is_varied(make_run):
-    assert ablations(aggregate([make_run("a"), make_run("b")])) == []
-    assert ablations(aggregate([make_run("a", vary={"x.k": 1}), make_run("b", vary={"x.k": 1})])) == []
+    assert sweep_tables(group_runs([make_run("a"), make_run("b")])) == []
+    assert sweep_tables(group_runs([make_run("a", vary={"x.k": 1}), make_run("b", vary={"x.k": 1})])) == []
 
 
 def test_different_sweeps_have_tables_of_their_own(make_run):
     runs = [make_run("a", vary={"x.k": k}) for k in (1, 2)] + [make_run("a", vary={"x.l": k}) for k in (1, 2)]
-    assert [table.fields for table in ablations(aggregate(runs))] == [("k",), ("l",)]
+    assert [table.fields for table in sweep_tables(group_runs(runs))] == [("k",), ("l",)]
 
 
 def test_fields_are_told_apart():
-    assert short_names(["methods.floral.rank", "run.rounds"]) == ("rank", "rounds")
-    assert short_names(["methods.floral.router.lr", "defaults.optimizer.lr"]) == ("router.lr", "optimizer.lr")
-    assert short_names(["methods.a.rank", "methods.b.rank"]) == ("a.rank", "b.rank")
-    assert short_names(["k"]) == ("k",)
+    assert shorten_names(["methods.floral.rank", "run.rounds"]) == ("rank", "rounds")
+    assert shorten_names(["methods.floral.router.lr", "defaults.optimizer.lr"]) == ("router.lr", "optimizer.lr")
+    assert shorten_names(["methods.a.rank", "methods.b.rank"]) == ("a.rank", "b.rank")
+    assert shorten_names(["k"]) == ("k",)
 
 
 def test_is_in_everything_that_is_written(make_run, tmp_path):
     runs = varied(make_run)
     table = comparison(runs)
-    console = Console(width=80, file=io.StringIO(), color_system=None)
-    console.print(render_terminal(table))
-    terminal = console.file.getvalue()
+    terminal = text_of(table, 80)
     assert terminal.index("against clusters, rank") < terminal.index("last")
     assert any(line.split() == ["4", "0.01", "35.00", "55.00"] for line in terminal.splitlines())
     assert "| 4 | 0.01 | 35.00 | 55.00 |" in to_markdown(table)
     row = '<th scope="row">4</th><th scope="row">0.01</th><td class="right">35.00</td><td class="right">55.00</td>'
-    assert row in to_html(table)
-    write_report(runs + varied(make_run, "ls"), tmp_path / "r.html")
-    page = (tmp_path / "r.html").read_text()
+    page = page_of(runs + varied(make_run, "ls"), tmp_path)
+    assert row in page
     assert page.index("Ablations over experiments") < page.index("<h3>Comparison</h3>")
     assert page.count('class="scroll ablation"') == 3  # the one of both experiments, and each one's own
 
@@ -118,7 +116,7 @@ def test_best_setting_of_one_method(make_run):
             for k in (2, 3, 1)
             for s in (0, 1, 2)
         ]
-        return finding(aggregate(runs))[0]
+        return state_findings(group_runs(runs))[0]
 
     assert (
         said(0.1)
@@ -129,9 +127,7 @@ def test_best_setting_of_one_method(make_run):
 
 def test_wide_ablations_go_on_in_further_tables(make_run):
     many = [(f"m{i}", f"Method number {i}") for i in range(9)]
-    console = Console(width=80, file=io.StringIO(), color_system=None)
-    console.print(render_terminal(comparison(varied(make_run, methods=many, seeds=2))))
-    text = console.file.getvalue()
+    text = text_of(comparison(varied(make_run, methods=many, seeds=2)), 80)
     assert "against clusters, rank, continued" in text
     assert "…" not in text
     for _, title in many:
@@ -139,6 +135,6 @@ def test_wide_ablations_go_on_in_further_tables(make_run):
 
 
 def test_figure_names_whole_values_of_several_fields(make_run):
-    picture = figures.sweep(*both(varied(make_run, clusters=(2, 4))))
+    picture = figures.plot_sweep(*both(varied(make_run, clusters=(2, 4))))
     ticks = [tick.get_text() for tick in picture.figure.axes[0].get_xticklabels()]
     assert ticks == [f"clusters={c}, rank={r}" for c in (2, 4) for r in (0.01, 0.1)]

@@ -7,8 +7,8 @@ import pytest
 from report_runs import both, one_hot, regression_of, rounds_of, with_routes
 from scipy import stats
 
-from fedlowrank.report import adapter_figures, figures, low_rank_figures, route_figures
-from fedlowrank.report.gallery import gallery
+from fedlowrank.report import cluster_figures, figures, lora_figures, rank_figures
+from fedlowrank.report.gallery import draw_all
 
 SPREADS = ((0.80, 0.97, 0.99), (0.10, 0.35, 0.12), (0.5, 0.52, 0.51))
 """Last accuracies of three seeds each: of the first the interval reaches above 100 %, of the second below 0."""
@@ -34,7 +34,7 @@ def runs(make_run):
     ]
 
 
-@pytest.mark.parametrize("figure", [figures.accuracy_over_rounds, figures.accuracy_over_bytes])
+@pytest.mark.parametrize("figure", [figures.plot_accuracy, figures.plot_communication])
 def test_bands_of_accuracies_are_whole(runs, figure):
     assert np.mean(SPREADS[0]) + half_width(SPREADS[0]) > 1
     assert np.mean(SPREADS[1]) - half_width(SPREADS[1]) < 0
@@ -52,7 +52,7 @@ def test_bands_of_accuracies_are_whole(runs, figure):
 def test_bands_of_losses_are_whole(make_run):
     lasts = (0.5, 0.6, 1.9)
     runs = [make_run("a", s, rounds=regression_of([[2.0] * 2, [last] * 2])) for s, last in enumerate(lasts)]
-    (axes,) = figures.loss_over_rounds(*both(runs)).figure.axes
+    (axes,) = figures.plot_loss(*both(runs)).figure.axes
     ((least, most),) = drawn_bands(axes)
     assert (least, most) == pytest.approx((1 - half_width(lasts), 1 + half_width(lasts)))
     assert axes.get_ylim()[0] < least
@@ -62,7 +62,7 @@ def test_bands_of_losses_are_whole(make_run):
 def test_a_logarithmic_axis_says_where_bands_end(make_run):
     lasts = (1e-4, 1e-4, 9e-4)
     runs = [make_run("a", s, rounds=regression_of([[2.0] * 2, [last] * 2])) for s, last in enumerate(lasts)]
-    picture = figures.loss_over_rounds(*both(runs))
+    picture = figures.plot_loss(*both(runs))
     (axes,) = picture.figure.axes
     assert axes.get_yscale() == "log"
     ((least, _),) = drawn_bands(axes)
@@ -76,7 +76,7 @@ def test_bars_of_a_sweep_are_whole(make_run):
         for mu, lasts in zip((1, 2, 3), SPREADS, strict=True)
         for s, last in enumerate(lasts)
     ]
-    (axes,) = figures.sweep(*both(runs)).figure.axes
+    (axes,) = figures.plot_sweep(*both(runs)).figure.axes
     (bars,) = axes.containers[0].lines[2]
     low, high = axes.get_ylim()
     for path, lasts in zip(bars.get_paths(), SPREADS, strict=True):
@@ -94,7 +94,7 @@ def test_bands_of_the_cluster_recovery_are_whole(make_run):
         make_run("a", s, clients=people, rounds=with_routes(rounds_of([[0.5] * 4] * 2), [one_hot(one, 2)] * 2))
         for s, one in enumerate(chosen)
     ]
-    (axes,) = route_figures.recovery_over_rounds(*both(runs)).figure.axes
+    (axes,) = cluster_figures.plot_recovery(*both(runs)).figure.axes
     ((least, most),) = drawn_bands(axes)
     assert half_width((1, 1, -0.5)) > 1
     assert (least, most) == (-0.5, 1)
@@ -111,9 +111,9 @@ def test_bands_of_other_figures_are_whole(make_run):
         rows.append(one)
     groups, looks = both([make_run("a", s, rounds=one) for s, one in enumerate(rows)])
     for picture in (
-        low_rank_figures.rank_over_rounds(groups, looks),
-        adapter_figures.training_loss_over_rounds(groups, looks),
-        *next(iter(gallery(groups, looks)))[1],
+        rank_figures.plot_ranks(groups, looks),
+        lora_figures.plot_training_loss(groups, looks),
+        *next(iter(draw_all(groups, looks)))[1],
     ):
         for axes in picture.figure.axes if picture is not None else ():
             for least, most in drawn_bands(axes) if "over rounds" in picture.title else ():

@@ -8,18 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.lines import Line2D
-from report_runs import cloud, rounds_of
+from report_runs import both, cloud, rounds_of
 
-from fedlowrank.report import figures, pictures
-from fedlowrank.report.courses import curve
+from fedlowrank.report import data_figures, figures
 from fedlowrank.report.gallery import save_figures
-from fedlowrank.report.groups import aggregate
-from fedlowrank.report.style import DASHES, LIGHT, drawing, legend, new_figure, styles, to_svg
-
-
-def both(runs):
-    groups = aggregate(runs)
-    return groups, styles([group.short for group in groups])
+from fedlowrank.report.groups import group_runs
+from fedlowrank.report.style import DASHES, LIGHT, add_legend, drawing, make_styles, new_figure, to_svg
 
 
 def lines(picture):
@@ -32,28 +26,22 @@ def eight(make_run):
 
 
 def test_one_curve_and_one_band_a_method(eight):
-    picture = figures.accuracy_over_rounds(*eight)
+    picture = figures.plot_accuracy(*eight)
     axes = picture.figure.axes[0]
     assert len(lines(picture)) == len(axes.collections) == 8
     assert len(picture.figure.legends[0].get_texts()) == 8
-    got = curve(eight[0][0])
-    np.testing.assert_allclose(lines(picture)[0].get_ydata(), 100 * got.mean)
+    np.testing.assert_allclose(lines(picture)[0].get_ydata(), 100 * eight[0][0].curve()["mean"])
     for group in eight[0]:
         assert group.label in picture.alt
-
-
-def test_no_band_for_one_seed(make_run):
-    picture = figures.accuracy_over_rounds(*both([make_run("a")]))
-    assert not picture.figure.axes[0].collections
 
 
 def test_curve_is_over_shared_rounds(make_run):
     short = make_run("a", 0, rounds=rounds_of([[0.1], [0.3]]), run={"rounds": 2})
     long = make_run("a", 1, rounds=rounds_of([[0.2], [0.5], [0.9]]))
-    got = curve(aggregate([short, long])[0])
-    assert got.rounds.tolist() == [0, 1]
-    assert got.mean.tolist() == pytest.approx([0.15, 0.4])
-    assert got.bytes.tolist() == [0, 1500]
+    (group,) = group_runs([short, long])
+    assert group.curve().index.tolist() == [0, 1]
+    assert group.curve()["mean"].tolist() == pytest.approx([0.15, 0.4])
+    assert group.curve()["bytes"].tolist() == [0, 1500]
 
 
 def test_bytes_axis_is_logarithmic_only_where_methods_differ(make_run):
@@ -64,62 +52,64 @@ def test_bytes_axis_is_logarithmic_only_where_methods_differ(make_run):
     silent = rounds_of([[0.1], [0.4], [0.45]])
     for row in silent:
         row["bytes_up"] = row["bytes_down"] = 0
-    near = figures.accuracy_over_bytes(*both([a, make_run("b")]))
-    far = figures.accuracy_over_bytes(*both([a, make_run("c", rounds=rows), make_run("d", rounds=silent)]))
+    near = figures.plot_communication(*both([a, make_run("b")]))
+    far = figures.plot_communication(*both([a, make_run("c", rounds=rows), make_run("d", rounds=silent)]))
     assert near.figure.axes[0].get_xscale() == "linear"
     assert far.figure.axes[0].get_xscale() == "log"
     level = far.figure.axes[0].lines[-1]
     assert list(level.get_ydata()) == pytest.approx([45, 45])
-    assert figures.accuracy_over_bytes(*both([make_run("d", rounds=silent)])) is None
+    assert figures.plot_communication(*both([make_run("d", rounds=silent)])) is None
 
 
 def test_boxes_mark_the_mean_with_a_plus(eight):
-    picture = figures.client_boxes(*eight)
+    picture = figures.plot_clients(*eight)
     axes = picture.figure.axes[0]
     marks = [line for line in axes.lines if line.get_marker() == "+"]
     assert len(marks) == len(axes.patches) == 8
-    pooled = [v for one in eight[0][0].last for v in one.values]
+    pooled = [run.record.rounds[-1].accuracy["personal"]["test"] for run in eight[0][0].runs]
     assert marks[0].get_xdata()[0] == pytest.approx(100 * np.mean(pooled))
 
 
 def test_trade_off_has_a_marker_a_method(eight):
-    picture = figures.trade_off(*eight)
-    assert len(picture.figure.axes[0].lines) == 8
+    lines = figures.plot_trade_off(*eight).figure.axes[0].lines
+    assert [line.get_xdata()[0] for line in lines] == [20 * 3_000_000] * 8
+    finals = {round(100 * group.final().mean, 6) for group in eight[0]}
+    assert {round(float(line.get_ydata()[0]), 6) for line in lines} == finals
 
 
 def test_sweep_has_a_line_a_method(make_run):
     runs = [make_run(m, s, vary={"method.k": k}) for m in "abc" for k in (2, 4, 8) for s in (0, 1)]
     groups, looks = both(runs)
-    picture = figures.sweep(groups, looks)
+    picture = figures.plot_sweep(groups, looks)
     axes = picture.figure.axes[0]
     assert len(axes.containers) == 3
     assert list(axes.containers[0].lines[0].get_xdata()) == [2, 4, 8]
     assert axes.get_xlim()[0] < 2
     assert axes.get_xlim()[1] > 8
-    far = figures.sweep(*both([make_run("a", 0, vary={"method.k": k}) for k in (0.01, 0.1, 1)])).figure.axes[0]
+    far = figures.plot_sweep(*both([make_run("a", 0, vary={"method.k": k}) for k in (0.01, 0.1, 1)])).figure.axes[0]
     assert far.get_xscale() == "log"
     assert far.get_xlim()[0] < 0.01
     words = [make_run("a", 0, vary={"model.norm": v}) for v in ("batch", "group")]
-    ticks = figures.sweep(*both(words)).figure.axes[0].get_xticklabels()
+    ticks = figures.plot_sweep(*both(words)).figure.axes[0].get_xticklabels()
     assert [tick.get_text() for tick in ticks] == ["norm=batch", "norm=group"]
-    assert figures.sweep(*both([make_run("a")])) is None
+    assert figures.plot_sweep(*both([make_run("a")])) is None
 
 
 def test_nothing_to_draw(make_run):
     groups, looks = both([make_run("a", rounds=[{"round": 0, "accuracy": None}])])
-    for draw in (figures.accuracy_over_rounds, figures.accuracy_over_bytes, figures.client_boxes, figures.trade_off):
+    for draw in (figures.plot_accuracy, figures.plot_communication, figures.plot_clients, figures.plot_trade_off):
         assert draw(groups, looks) is None
-    assert pictures.representations(groups) == []
+    assert data_figures.plot_embeddings(groups) == []
 
 
 def test_styles_are_distinct():
-    looks = styles([str(i) for i in range(32)])
+    looks = make_styles([str(i) for i in range(32)])
     assert len({(look.color, look.dash) for look in looks.values()}) == len(LIGHT) * len(DASHES) == 32
 
 
 def test_representations(make_run):
     groups, _ = both([make_run("a", points=cloud(60)), make_run("b"), make_run("c", points=cloud(80))])
-    *panels, key = pictures.representations(groups)
+    key, *panels = data_figures.plot_embeddings(groups)
     assert [panel.title for panel in panels] == ["Representations: a", "Representations: c"]
     drawn = panels[0].figure.axes[0].collections
     assert len(drawn) == 4  # one a client
@@ -129,30 +119,30 @@ def test_representations(make_run):
 
 def test_embedding_is_the_same_each_time_and_copes():
     x, _, _ = cloud(50)
-    np.testing.assert_array_equal(pictures.embed(x), pictures.embed(x))
-    assert pictures.embed(x[:, :1]).shape == (50, 2)
-    assert pictures.embed(x[:3]) is None
-    assert pictures.embed(np.ones((20, 4))) is None
+    np.testing.assert_array_equal(data_figures.embed(x), data_figures.embed(x))
+    assert data_figures.embed(x[:, :1]).shape == (50, 2)
+    assert data_figures.embed(x[:3]) is None
+    assert data_figures.embed(np.ones((20, 4))) is None
 
 
 def test_points_are_limited_and_evenly_taken(make_run, monkeypatch):
     seen = []
-    monkeypatch.setattr(pictures, "embed", lambda x: seen.append(x) or x[:, :2])
-    pictures.representations(aggregate([make_run("a", points=cloud(5000))]))
-    assert len(seen[0]) == pictures.POINTS
+    monkeypatch.setattr(data_figures, "embed", lambda x: seen.append(x) or x[:, :2])
+    data_figures.plot_embeddings(group_runs([make_run("a", points=cloud(5000))]))
+    assert len(seen[0]) == data_figures.POINTS
 
 
 def test_class_counts(make_run):
     run = make_run("a")
-    offsets = pictures.class_counts(run).figure.axes[0].collections[0].get_offsets()
+    offsets = data_figures.plot_class_counts(run).figure.axes[0].collections[0].get_offsets()
     assert len(offsets) == 20  # two classes at each of ten clients
-    assert pictures.class_counts(make_run("a", clients=[{"id": 0, "test": 3}])) is None
+    assert data_figures.plot_class_counts(make_run("a", clients=[{"id": 0, "test": 3}])) is None
     many = [{"id": i, "classes": {"train": [1] * 40}} for i in range(200)]
-    assert "The first 75 of 200 clients" in pictures.class_counts(make_run("a", clients=many)).caption
+    assert "The first 75 of 200 clients" in data_figures.plot_class_counts(make_run("a", clients=many)).caption
 
 
 def test_svg_ids_are_its_own_and_references_hold(eight):
-    picture = figures.client_boxes(*eight)
+    picture = figures.plot_clients(*eight)
     first, second = to_svg(picture.figure, "one"), to_svg(picture.figure, "two")
     for name, text in (("one", first), ("two", second)):
         root = ET.fromstring(text)
@@ -164,7 +154,7 @@ def test_svg_ids_are_its_own_and_references_hold(eight):
 
 
 def test_svg_follows_the_page(eight):
-    text = to_svg(figures.accuracy_over_rounds(*eight).figure, "x")
+    text = to_svg(figures.plot_accuracy(*eight).figure, "x")
     assert "currentColor" in text
     assert "var(--s0,#0071a2)" in text
     assert not re.search(r"#0a00|#0b|#010203|<style|<metadata|<\?xml", text)
@@ -175,7 +165,7 @@ def test_svg_follows_the_page(eight):
 def test_any_name_makes_sound_svg(name):
     with drawing():
         figure, _ = new_figure(1.0)
-        legend(figure, [Line2D([], [])], [name])
+        add_legend(figure, [Line2D([], [])], [name])
     ET.fromstring(to_svg(figure, "n"))
 
 

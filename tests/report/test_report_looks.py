@@ -6,12 +6,12 @@ import re
 
 from fedlowrank.report import in_order, save_figures
 from fedlowrank.report.gallery import method_styles
-from fedlowrank.report.groups import aggregate
+from fedlowrank.report.groups import group_runs
 
 
 def test_looks_do_not_depend_on_the_order_of_the_runs(make_run):
     runs = [make_run(name, s) for name in ("fedproto", "of_my_own", "pfedlora", "another", "fedavg") for s in (1, 0)]
-    one, other = (method_styles(aggregate(some)) for some in (runs, runs[::-1]))
+    one, other = (method_styles(group_runs(some)) for some in (runs, runs[::-1]))
     assert one == other
     assert len(set(one.values())) == 5
 

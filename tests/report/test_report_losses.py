@@ -7,33 +7,46 @@ import re
 
 import numpy as np
 import pytest
-from report_runs import both, in_clusters, legend_of, members, regression_of, rounds_of, with_risk
-from rich.console import Console
+from report_runs import (
+    both,
+    cells,
+    in_clusters,
+    legend_of,
+    page_of,
+    regression_of,
+    rounds_of,
+    rows_of,
+    text_of,
+    with_risk,
+)
 from scipy import stats
 
-from fedlowrank.report import comparison, export_tensorboard, figures, low_rank_figures, render_terminal, write_report
-from fedlowrank.report.gallery import gallery
-from fedlowrank.report.groups import aggregate, choose_target
-from fedlowrank.report.measure import ACCURACY, LOSS
-from fedlowrank.report.summary import summarize
-from fedlowrank.report.tables import to_csv, to_html, to_markdown
-from fedlowrank.report.units import loss, loss_pair
-from fedlowrank.report.words import finding, notes, what_was_run
+from fedlowrank.report import comparison, figures, rank_figures, write_report
+from fedlowrank.report.formats import format_loss, format_loss_pair
+from fedlowrank.report.gallery import draw_all
+from fedlowrank.report.groups import choose_target, group_runs
+from fedlowrank.report.measures import ACCURACY, LOSS
+from fedlowrank.report.metrics import Run
+from fedlowrank.report.sentences import describe_setting, find_warnings, state_findings
+from fedlowrank.report.tables import to_csv, to_markdown
 
 
 def lines(picture):
     return picture.figure.axes[0].lines
 
 
-def column(table, block, title):
-    (found,) = [one for one in table.block(block) if one.title == title]
-    return [found.text(row) for row in table.rows]
+def titles(table):
+    return [column.title for one in table.blocks.values() for column in one.columns]
 
 
-def text_of(table):
-    console = Console(width=200, file=io.StringIO(), color_system=None)
-    console.print(render_terminal(table))
-    return console.file.getvalue()
+def main(run):
+    """Headline results of a run in what it is judged by."""
+    run = Run(run)
+    return run.results(run.headline, run.measure)
+
+
+def target_of(runs, *given):
+    return choose_target([Run(run) for run in runs], *given)
 
 
 def regressions(make_run, *last, seeds=2, name="linear"):
@@ -50,33 +63,33 @@ class TestBesideAccuracy:
         rows = [with_risk(rounds_of([[0.1] * 3, [0.9] * 3]), [[3, 3, 3], [1 + s, 2 + s, None]]) for s in (0, 1)]
         table = comparison([*(make_run("a", s, rounds=r) for s, r in enumerate(rows)), make_run("old")])
         half = stats.t.ppf(0.975, 1) * 0.5  # 1.5 and 2.5: standard error 0.5
-        assert table.rows[0]["loss_last"] == pytest.approx(2.0)
-        assert table.rows[0]["loss_ci95_seeds"] == pytest.approx(half)
-        assert table.rows[0]["loss_std_clients"] == pytest.approx(0.5)
-        assert column(table, "Accuracy", "test loss") == [f"2.0 ± {half:.1f}", "–"]
-        assert not table.block("Test loss")
-        assert "test loss" not in [one.title for one in comparison([make_run("old")]).columns]
+        assert rows_of(table)[0]["loss_last"] == pytest.approx(2.0)
+        assert rows_of(table)[0]["loss_ci95_seeds"] == pytest.approx(half)
+        assert rows_of(table)[0]["loss_std_clients"] == pytest.approx(0.5)
+        assert cells(table, "accuracy", "test loss") == [f"2.0 ± {half:.1f}", "–"]
+        assert "loss" not in table.blocks
+        assert "test loss" not in titles(comparison([make_run("old")]))
 
     def test_figure_has_the_headlines_alone(self, make_run):
         rows = rounds_of([[0.1, 0.2], [0.5, 0.7]])
         for row in rows:
             row["accuracy"]["global"] = {"test": [0.3, 0.4]}
         runs = [make_run("a", s, rounds=with_risk(rows, [[2, 1], [1 + s, 1 + s]])) for s in (0, 1)]
-        picture = figures.loss_over_rounds(*both([*runs, make_run("old")]))
+        picture = figures.plot_loss(*both([*runs, make_run("old")]))
         assert picture.title == "Test loss over rounds"
         assert legend_of(picture) == ["a"]
         assert lines(picture)[0].get_ydata().tolist() == pytest.approx([1.5, 1.5])
         band = picture.figure.axes[0].collections[0].get_paths()[0].vertices
         assert band[:, 1].max() == pytest.approx(1.5 + stats.t.ppf(0.975, 1) * 0.5)
         assert "a 1.500" in picture.alt
-        assert figures.loss_over_rounds(*both([make_run("old")])) is None
+        assert figures.plot_loss(*both([make_run("old")])) is None
 
     @pytest.mark.parametrize(
         ("ends", "scale"),
         [((1.0, 0.011), "linear"), ((1.0, 0.009), "log"), ((1.0, 0.0), "linear"), ((1.0, -0.001), "linear")],
     )
     def test_logarithmic_beyond_two_decades_of_positive_losses(self, make_run, ends, scale):
-        picture = figures.loss_over_rounds(*both([make_run("a", rounds=regression_of([[end] for end in ends]))]))
+        picture = figures.plot_loss(*both([make_run("a", rounds=regression_of([[end] for end in ends]))]))
         axes = picture.figure.axes[0]
         assert axes.get_yscale() == scale
         low, high = axes.get_ylim()
@@ -86,9 +99,9 @@ class TestBesideAccuracy:
 
     def test_a_loss_that_is_not_finite_is_left_out_and_said(self, make_run):
         rows = with_risk(rounds_of([[0.5, 0.6]]), [[1.0, math.inf]])
-        groups = aggregate([make_run("a", rounds=rows)])
-        assert groups[0].final(LOSS).mean == 1.0
-        assert "a: 1 client loss not finite, left out." in notes(groups)
+        groups = group_runs([make_run("a", rounds=rows)])
+        assert groups[0].final(measure=LOSS).mean == 1.0
+        assert "a: 1 client loss not finite, left out." in find_warnings(groups)
 
 
 class TestInsteadOfAccuracy:
@@ -97,67 +110,66 @@ class TestInsteadOfAccuracy:
         rows = regression_of(test)
         for row, value in zip(rows, (9, 2, 4, 2), strict=True):
             row["risk"]["personal"]["val"] = [value, value]
-        one = summarize(make_run(rounds=rows))
-        assert one.measure == LOSS
-        assert one.headline == "personal"
-        assert one.main.last.mean == 3.0
-        assert one.main.last.worst == 5.0  # the highest tenth
-        assert one.main.best.round == 1  # the earlier of the two with the lowest validation loss
-        assert one.main.last_ten == 2.0
-        assert one.main.max_test == 1.0
-        assert one.main.last.weighted == pytest.approx((1.0 * 10 + 5.0 * 15) / 25)
-        assert one.status == ""
-        assert one.to_target is None
-        assert summarize(make_run("a")).measure == ACCURACY
+        run = Run(make_run(rounds=rows))
+        got = main(run.record)
+        assert (run.measure, run.headline, run.status) == (LOSS, "personal", "")
+        assert (got["last"], got["last_ten"], got["best_test"]) == (3.0, 2.0, 1.0)
+        assert got["worst_tenth"] == 5.0  # the highest tenth
+        assert got["best_round"] == 1  # the earlier of the two with the lowest validation loss
+        assert got["last_weighted"] == pytest.approx((1.0 * 10 + 5.0 * 15) / 25)
+        assert run.costs_to(0.5) is None
+        assert Run(make_run("a")).measure == ACCURACY
 
-    def test_table(self, make_run):
-        table = comparison(regressions(make_run, 1.0, 0.0001))
-        assert not table.block("Accuracy")
-        assert not table.block("To target")
-        assert [row["judged_by"] for row in table.rows] == ["test loss"] * 2
-        assert [row["loss_last"] for row in table.rows] == pytest.approx([1.0125, 0.00010125])
-        assert [row["accuracy_last"] for row in table.rows] == [None, None]
-        assert column(table, "Test loss", "over seeds")[1].startswith("0.0001013 ± ")
-        for written in (text_of(table), to_markdown(table), to_html(table)):
+    def test_table(self, make_run, tmp_path):
+        runs = regressions(make_run, 1.0, 0.0001)
+        table = comparison(runs)
+        assert list(table.blocks) == ["loss", "cost"]
+        assert [row["judged_by"] for row in rows_of(table)] == ["test loss"] * 2
+        assert [row["loss_last"] for row in rows_of(table)] == pytest.approx([1.0125, 0.00010125])
+        assert [row["accuracy_last"] for row in rows_of(table)] == [None, None]
+        assert cells(table, "loss", "over seeds")[1].startswith("0.0001013 ± ")
+        cut = re.sub(r"(?s)<style>.*?</style>|<svg.*?</svg>", "", page_of(runs, tmp_path))
+        cut = cut[cut.index("<h3>Comparison") : cut.index("<h3>Figures")]
+        for written in (text_of(table), to_markdown(table), cut):
             assert "Test loss" in written
             assert "lower is better" in str(table.footnotes)
             assert "accuracy" not in written.lower()
-            assert "%" not in re.sub(r"95 %|worst 10 %|10 %|/ %", "", written)
+            assert "%" not in re.sub(r"95 %|worst[ \xa0]10 %|10 %|/ %", "", written)
         read = list(csv.DictReader(io.StringIO(to_csv(table))))
-        assert float(read[0]["loss_last"]) == table.rows[0]["loss_last"]
+        assert float(read[0]["loss_last"]) == rows_of(table)[0]["loss_last"]
 
     def test_further_series(self, make_run):
         rows = regression_of([[3.0, 2.0], [0.5, 0.7]])
         for row in rows:
             row["risk"]["global"] = {"test": [2.0, 4.0]}
         run = make_run("a", rounds=rows)
-        assert column(comparison([run]), "Test loss", "global") == ["3.000"]
-        picture = figures.loss_over_rounds(*both([run]))
+        assert cells(comparison([run]), "loss", "global") == ["3.000"]
+        picture = figures.plot_loss(*both([run]))
         assert legend_of(picture) == ["a", "a: global"]
         assert lines(picture)[1].get_ydata().tolist() == [3.0, 3.0]
 
     def test_a_target_accuracy_is_no_matter(self, make_run):
         runs = regressions(make_run, 1.0)
-        assert choose_target(runs, 0.9).value is choose_target(runs).value is None
-        assert not comparison(runs, 0.9).block("To target")
-        assert choose_target([*runs, make_run("a")], 0.9).value == 0.9
+        assert target_of(runs, 0.9).value is target_of(runs).value is None
+        assert "target" not in comparison(runs, 0.9).blocks
+        assert target_of([*runs, make_run("a")], 0.9).value == 0.9
 
     def test_status(self, make_run):
         rows = regression_of([[1.0], [math.nan]])
-        assert summarize(make_run(rounds=rows)).status == "no finite test loss after round 0"
-        assert summarize(make_run(rounds=regression_of([[None], [None]]))).status == "no evaluation"
+        assert Run(make_run(rounds=rows)).status == "no finite test loss after round 0"
+        assert Run(make_run(rounds=regression_of([[None], [None]]))).status == "no evaluation"
 
     def test_lower_leads(self, make_run):
-        (said,) = finding(aggregate(regressions(make_run, 1.0, 0.5, seeds=1)))
+        (said,) = state_findings(group_runs(regressions(make_run, 1.0, 0.5, seeds=1)))
         assert said.startswith(
             "m1 leads (lower is better) with a mean test loss of 0.5000 at the last evaluated round, "
         )
         assert "0.5000 below m0" in said
         far = regressions(make_run, 1.0, 0.0001, seeds=3)
-        assert "does not overlap that of m0" in finding(aggregate(far))[0]
-        level = aggregate(regressions(make_run, 0.5, 0.5, seeds=1))
-        assert finding(level)[0].startswith("m0 and m1 are level with a mean test loss of 0.5000")
-        assert finding(level[:1]) == ["m0 reached a mean test loss of 0.5000 at the last evaluated round."]
+        assert "does not overlap that of m0" in state_findings(group_runs(far))[0]
+        level = group_runs(regressions(make_run, 0.5, 0.5, seeds=1))
+        assert state_findings(level)[0].startswith("m0 and m1 are level with a mean test loss of 0.5000")
+        assert state_findings(level[:1]) == ["m0 reached a mean test loss of 0.5000 at the last evaluated round."]
 
     def test_sweep_counts_who_is_lower(self, make_run):
         runs = [
@@ -166,8 +178,8 @@ class TestInsteadOfAccuracy:
             for k in (1, 2)
             for s in (0, 1, 2)
         ]
-        assert finding(aggregate(runs))[0].startswith("a leads at 2 of 2 settings.")
-        picture = figures.sweep(*both(runs))
+        assert state_findings(group_runs(runs))[0].startswith("a leads at 2 of 2 settings.")
+        picture = figures.plot_sweep(*both(runs))
         assert picture.title == "Test loss against k"
         first = picture.figure.axes[0].containers[0].lines[0]
         assert first.get_ydata().tolist() == pytest.approx([0.11, 0.21])
@@ -178,7 +190,7 @@ class TestInsteadOfAccuracy:
             for m, low in (("fedavg", 0.1), ("slr", 0.2))
             for s in (0, 1)
         ]
-        ((_, drawn),) = gallery(*both(runs))
+        ((_, drawn),) = draw_all(*both(runs))
         by = {picture.title: picture for picture in drawn}
         assert list(by) == [
             "Test loss over rounds", "Test loss over communication", "Spread over clients",
@@ -195,51 +207,12 @@ class TestInsteadOfAccuracy:
         assert "Low, to the left" in by["Test loss, computation and communication"].caption
         assert not any("accuracy" in f"{picture.alt}{picture.caption}".lower() for picture in drawn)
 
-    def test_model_size(self, make_run):
-        runs = []
-        for m, size in (("a", 50), ("b", 60)):
-            rows = regression_of([[1.0], [size / 100]])
-            for row in rows:
-                row["parameters"] = {"personal": [size]}
-            runs.append(make_run(m, rounds=rows))
-        picture = low_rank_figures.accuracy_over_size(*both(runs))
-        assert picture.title == "Test loss and model size"
-        assert [line.get_ydata()[0] for line in lines(picture)] == pytest.approx([0.5, 0.6])
-
-    def test_page(self, make_run, tmp_path):
-        people = in_clusters([0, 1], classes=False)
-        runs = [
-            make_run("a", s, rounds=regression_of([[3.0, 2.0], [0.1, 0.001]]), clients=people, classes=[])
-            for s in (0, 1)
-        ]
-        write_report([*runs, make_run("stopped", rounds=[{"round": 0, "accuracy": None}])], tmp_path / "r.html")
-        text = (tmp_path / "r.html").read_text()
-        assert ">Test loss over rounds.<" in text
-        assert "Classes at each client" not in text
-        assert "no evaluation" in text
-
     def test_classification_and_regression_on_one_page(self, make_run, tmp_path):
         runs = [make_run("a", name="digits"), *regressions(make_run, 1.0)]
         table = comparison(runs)
-        assert column(table, "Accuracy", "last 10")[1] == "–"
-        assert column(table, "Test loss", "last 10")[0] == "–"
+        assert cells(table, "accuracy", "last 10")[1] == "–"
+        assert cells(table, "loss", "last 10")[0] == "–"
         write_report(runs, tmp_path / "r.html")
-
-    @pytest.mark.parametrize(
-        "rows",
-        [
-            regression_of([[None, None]]),
-            regression_of([[math.nan, 1.0]]),
-            regression_of([[0.0, 0.0], [0.0, 0.0]]),
-            regression_of([[3e38, 1.0], [1e-38, 1e-38]]),
-            [{"round": 1, "accuracy": None, "risk": {"g": {"val": [1.0]}}}],
-            [{"round": 1, "accuracy": {}, "risk": {}}],
-        ],
-    )
-    def test_odd_runs_make_a_page(self, make_run, tmp_path, rows):
-        write_report([make_run("a", rounds=rows)], tmp_path / "r.html")
-        write_report([make_run("a", rounds=rows), *regressions(make_run, 0.1, name="digits-demo")], tmp_path / "r.html")
-        write_report([make_run("a", rounds=rows), make_run("b")], tmp_path / "r.html")
 
 
 class TestUnseen:
@@ -251,33 +224,29 @@ class TestUnseen:
 
     def test_headline_is_of_the_others(self, make_run):
         run, everyone = self.runs(make_run)
-        main = summarize(run).main
-        assert main.last.mean == pytest.approx(0.7)
-        assert main.unseen.mean == pytest.approx(0.3)
-        assert main.best.mean == pytest.approx(0.7)
-        assert main.last_ten == pytest.approx(0.7)
-        assert main.last.weighted == pytest.approx((0.6 * 10 + 0.8 * 20) / 30)
-        assert summarize(everyone).main.last.mean == pytest.approx(0.5)
-        assert summarize(everyone).main.unseen is None
-        assert summarize(run).risk["personal"].last.mean == 1.5
-        assert summarize(run).risk["personal"].unseen.mean == 4.0
-        assert choose_target([run]).value == 0.7
+        got = main(run)
+        assert [got[key] for key in ("last", "unseen", "best_by_validation", "last_ten")] == pytest.approx(
+            [0.7, 0.3, 0.7, 0.7]
+        )
+        assert got["last_weighted"] == pytest.approx((0.6 * 10 + 0.8 * 20) / 30)
+        assert main(everyone)["last"] == pytest.approx(0.5)
+        assert "unseen" not in main(everyone)
+        loss = Run(run).results("personal", LOSS)
+        assert (loss["last"], loss["unseen"]) == (1.5, 4.0)
+        assert target_of([run]).value == 0.7
 
     @pytest.mark.parametrize(
-        ("regression", "block", "cell"), [(False, "Accuracy", "30.00 ± 10.00"), (True, "Test loss", "4.0 ± 1.0")]
+        ("regression", "block", "cell"), [(False, "accuracy", "30.00 ± 10.00"), (True, "loss", "4.0 ± 1.0")]
     )
     def test_column(self, make_run, regression, block, cell):
         table = comparison(self.runs(make_run, regression))
-        assert column(table, block, "unseen clients") == [cell, "–"]
-        assert [row["clients_unseen"] for row in table.rows] == [2, 0]
+        assert cells(table, block, "unseen clients") == [cell, "–"]
+        assert [row["clients_unseen"] for row in rows_of(table)] == [2, 0]
         assert "those that never train left out" in str(table.footnotes)
-        assert "unseen clients" not in [one.title for one in comparison([make_run("old")]).columns]
+        assert "unseen clients" not in titles(comparison([make_run("old")]))
 
     def test_thin_line(self, make_run):
-        for regression, draw, at in (
-            (False, figures.accuracy_over_rounds, [60, 30]),
-            (True, figures.loss_over_rounds, [4, 4]),
-        ):
+        for regression, draw, at in ((False, figures.plot_accuracy, [60, 30]), (True, figures.plot_loss, [4, 4])):
             picture = draw(*both(self.runs(make_run, regression)))
             assert legend_of(picture) == ["a", "a: unseen clients", "b"]
             head, unseen, _ = lines(picture)
@@ -292,60 +261,29 @@ class TestUnseen:
             make_run(m, rounds=rounds_of([[0.5 + step] * 20 + [0.0, 9 * step, 0.0, 0.9]]), clients=people)
             for m, step in (("fedavg", 0.0), ("b", 0.1))
         ]
-        boxes = figures.client_boxes(*both(runs)).figure.axes[0]
+        boxes = figures.plot_clients(*both(runs)).figure.axes[0]
         assert all(0.49 < x / 100 < 0.61 for line in boxes.lines for x in line.get_xdata())
-        relative = low_rank_figures.relative_accuracy(*both(runs))
+        relative = rank_figures.plot_relative_accuracy(*both(runs))
         assert "b +10.0" in relative.alt
         assert (
             len(relative.figure.axes[0].collections) == 1
         )  # all clients gain alike: a median without a shape around it
-        assert "4 of the clients never train" in what_was_run(aggregate(runs))
+        assert "4 of the clients never train" in describe_setting(group_runs(runs))
 
     def test_old_and_new_runs_are_of_one_setting(self, make_run):
-        groups = aggregate(
+        groups = group_runs(
             [make_run("a", 0), make_run("a", 1, run={"unseen": 0.0}), make_run("a", 2, run={"unseen": 0.5})]
         )
         assert [len(group.runs) for group in groups] == [2, 1]
 
 
-def test_tensorboard_has_losses_routes_and_unseen(make_run, tmp_path):
-    pytest.importorskip("tensorboard")
-    import warnings
-
-    people = in_clusters([0, 1, 0, 1], unseen=[3])
-    rows = regression_of([[4, 4, 4, 8], [1, 2, 3, 9]])
-    rows[1]["routes"] = [[1, 0], [0, 1], [1, 0], [1, 0]]
-    with warnings.catch_warnings():
-        # TensorBoard's own use of its dependencies, nothing that this package could mend.
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        export_tensorboard(make_run("a", rounds=rows, clients=people), tmp_path / "events")
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        events = EventAccumulator(str(tmp_path / "events"))
-        events.Reload()
-    assert not [tag for tag in events.Tags()["scalars"] if tag.startswith("accuracy")]
-
-    def values(tag):
-        return [(event.step, event.value) for event in events.Scalars(tag)]
-
-    assert values("loss/personal/test") == [(0, 4.0), (1, 2.0)]
-    assert values("loss/personal/test/unseen") == [(0, 8.0), (1, 9.0)]
-    assert values("routes/recovery") == [(1, 1.0)]
-    assert values("loss/local") == [(1, 0.5)]
-
-
 def test_units():
-    assert [loss(v) for v in (None, math.nan, 0.0, 0.0123456, 1.5, 1234.5, 1.23456e-7)] == [
+    assert [format_loss(v) for v in (None, math.nan, 0.0, 0.0123456, 1.5, 1234.5, 1.23456e-7)] == [
         "–", "–", "0.000", "0.01235", "1.500", "1234", "1.235e-07",
     ]  # fmt: skip
-    assert loss_pair(0.5, None) == "0.5000"
-    assert loss_pair(0.5, 0.0123) == "0.500 ± 0.012"
-    assert loss_pair(0.07475, 0.075) == "0.075 ± 0.075"
-    assert loss_pair(0.1542, 0.27) == "0.15 ± 0.27"
-    assert loss_pair(0.01, 5.3) == "0.010 ± 5.300"
-    assert loss_pair(1.234e-6, 1e-8) == "1.234e-06 ± 1.0e-08"
-
-
-def test_members_of_a_regression_have_no_classes():
-    assert in_clusters([0], classes=False)[0]["classes"]["train"] == []
-    assert members(1)[0]["classes"]["train"]
+    assert format_loss_pair(0.5, None) == "0.5000"
+    assert format_loss_pair(0.5, 0.0123) == "0.500 ± 0.012"
+    assert format_loss_pair(0.07475, 0.075) == "0.075 ± 0.075"
+    assert format_loss_pair(0.1542, 0.27) == "0.15 ± 0.27"
+    assert format_loss_pair(0.01, 5.3) == "0.010 ± 5.300"
+    assert format_loss_pair(1.234e-6, 1e-8) == "1.234e-06 ± 1.0e-08"

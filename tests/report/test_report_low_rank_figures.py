@@ -5,19 +5,12 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from report_runs import both, legend_of, members, rounds_of, two_series
+from report_runs import both, legend_of, rounds_of, two_series
 from scipy import stats
 
-from fedlowrank.report import figures, low_rank_figures, write_report
-from fedlowrank.report.gallery import gallery, save_figures
-from fedlowrank.report.style import DASHES, styles, to_svg
-
-NEW = (
-    low_rank_figures.rank_over_rounds,
-    low_rank_figures.downlink_over_rounds,
-    low_rank_figures.relative_accuracy,
-    low_rank_figures.accuracy_over_size,
-)
+from fedlowrank.report import figures, rank_figures
+from fedlowrank.report.gallery import draw_all
+from fedlowrank.report.style import DASHES, make_styles, to_svg
 
 
 def ranked(*ranks):
@@ -33,7 +26,7 @@ class TestFurtherSeries:
                 for s in (0, 1)
             ),
         ]
-        picture = figures.accuracy_over_rounds(*both(runs))
+        picture = figures.plot_accuracy(*both(runs))
         other, main, further = picture.figure.axes[0].lines
         assert legend_of(picture) == ["b", "FedSLR", "FedSLR: gkr"]
         assert main.get_ydata().tolist() == pytest.approx([10, 55, 80])
@@ -45,38 +38,35 @@ class TestFurtherSeries:
         assert "for 2 methods" in picture.alt
         assert "FedSLR: gkr 20.00 %" in picture.alt
         assert "Thin lines" in picture.caption
+        low, high = picture.figure.axes[0].get_ylim()
+        assert low < 10 < 90 < high
 
     def test_legend_shows_the_lines_as_they_are(self, make_run):
-        picture = figures.accuracy_over_rounds(
+        picture = figures.plot_accuracy(
             *both([make_run("a", rounds=two_series([0.8, 0.9], [0.3, 0.2])), make_run("b")])
         )
         for key, line in zip(picture.figure.legends[0].get_lines(), picture.figure.axes[0].lines, strict=True):
             for look in ("color", "linestyle", "linewidth", "marker"):
                 assert getattr(key, f"get_{look}")() == getattr(line, f"get_{look}")()
 
-    def test_all_are_within_the_limits(self, make_run):
-        picture = figures.accuracy_over_rounds(*both([make_run("a", rounds=two_series([0.8, 0.9], [0.3, 0.2]))]))
-        low, high = picture.figure.axes[0].get_ylim()
-        assert low < 20 < 90 < high
-
     def test_left_out_where_they_made_too_many_lines(self, make_run):
         runs = [make_run(f"m{i}", rounds=two_series([0.1, 0.5], [0.1, 0.3])) for i in range(8)]
-        assert len(legend_of(figures.accuracy_over_rounds(*both(runs[:7])))) == 14
-        picture = figures.accuracy_over_rounds(*both(runs))
+        assert len(legend_of(figures.plot_accuracy(*both(runs[:7])))) == 14
+        picture = figures.plot_accuracy(*both(runs))
         assert legend_of(picture) == [f"m{i}" for i in range(8)]
         assert "Thin lines" not in picture.caption
 
     def test_one_evaluation_is_a_point(self, make_run):
-        picture = figures.accuracy_over_rounds(*both([make_run("a", rounds=two_series([0.5], [0.3]))]))
+        picture = figures.plot_accuracy(*both([make_run("a", rounds=two_series([0.5], [0.3]))]))
         assert all(line.get_marker() == "o" for line in picture.figure.axes[0].lines)
 
     def test_dashes_of_one_color_differ(self):
-        looks = list(styles([str(i) for i in range(16)]).values())
+        looks = list(make_styles([str(i) for i in range(16)]).values())
         for look in looks[:8]:
-            dashes = [look.dash, looks[looks.index(look) + 8].dash, look.further(1).dash]
-            assert look.further(0) == look
+            dashes = [look.dash, looks[looks.index(look) + 8].dash, look.of_series(1).dash]
+            assert look.of_series(0) == look
             assert len(set(dashes)) == 3
-            assert {look.further(i).dash for i in range(1, 4)} <= set(DASHES)
+            assert {look.of_series(i).dash for i in range(1, 4)} <= set(DASHES)
 
 
 class TestRanks:
@@ -85,9 +75,7 @@ class TestRanks:
             ({"a.weight": 10, "b.weight": 8}, {"a.weight": 8 - s, "b.weight": 8}, {"a.weight": 4, "b.weight": 2})
             for s in (0, 2)
         ]
-        picture = low_rank_figures.rank_over_rounds(
-            *both([make_run("m", s, rounds=ranked(*r)) for s, r in enumerate(ranks)])
-        )
+        picture = rank_figures.plot_ranks(*both([make_run("m", s, rounds=ranked(*r)) for s, r in enumerate(ranks)]))
         a, b = picture.figure.axes
         assert a.lines[0].get_xdata().tolist() == [0, 1, 2]
         assert a.lines[0].get_ydata().tolist() == pytest.approx([100, 70, 40])
@@ -110,19 +98,19 @@ class TestRanks:
             make_run("y", rounds=ranked({"a": 10}, {"a": 9})),
         ]
         groups, looks = both(runs)
-        a, b = low_rank_figures.rank_over_rounds(groups, looks).figure.axes
+        a, b = rank_figures.plot_ranks(groups, looks).figure.axes
         assert [line.get_color() for line in a.lines] == [looks["x"].color, looks["y"].color]
         assert [line.get_ydata()[-1] for line in a.lines] == [50, 90]
         assert a.get_title("left") == "a\n10 → 5, 9"
         assert len(b.lines) == 1
-        picture = low_rank_figures.rank_over_rounds(groups, looks)
+        picture = rank_figures.plot_ranks(groups, looks)
         assert legend_of(picture) == ["x", "y"]
         assert "in the order of the legend" in picture.caption
 
     def test_resnet18_has_a_panel_a_layer_and_a_deeper_model_some(self, make_run):
         def drawn(count):
             ranks = [{f"layer{i}.weight": 100 - t for i in range(count)} for t in (0, 1)]
-            picture = low_rank_figures.rank_over_rounds(*both([make_run(f"m{count}", rounds=ranked(*ranks))]))
+            picture = rank_figures.plot_ranks(*both([make_run(f"m{count}", rounds=ranked(*ranks))]))
             return [
                 axes.get_title("left").split("\n")[0] for axes in picture.figure.axes if axes.get_visible()
             ], picture
@@ -131,7 +119,7 @@ class TestRanks:
         assert names == [f"layer{i}" for i in range(21)]
         assert "are drawn" not in picture.caption
         names, picture = drawn(60)
-        assert len(names) == low_rank_figures.PANELS
+        assert len(names) == rank_figures.PANELS
         assert (names[0], names[-1]) == ("layer0", "layer59")
         assert "24 of 60 weights are drawn" in picture.caption
         names, picture = drawn(4)
@@ -140,21 +128,24 @@ class TestRanks:
 
     def test_long_runs_are_thinned_out_but_keep_their_ends(self, make_run):
         run = make_run("m", rounds=ranked(*({"a": 1000 - t} for t in range(301))))
-        line = low_rank_figures.rank_over_rounds(*both([run])).figure.axes[0].lines[0]
-        assert len(line.get_xdata()) == low_rank_figures.POINTS
+        line = rank_figures.plot_ranks(*both([run])).figure.axes[0].lines[0]
+        assert len(line.get_xdata()) == rank_figures.POINTS
         assert (line.get_xdata()[0], line.get_xdata()[-1]) == (0, 300)
         assert line.get_ydata()[-1] == pytest.approx(70)
 
     def test_a_rank_may_rise(self, make_run):
-        (axes,) = low_rank_figures.rank_over_rounds(
+        (axes,) = rank_figures.plot_ranks(
             *both([make_run("m", rounds=ranked({"a": 4}, {"a": 6}, {"a": 10}))])
         ).figure.axes
         assert axes.lines[0].get_ydata().tolist() == [100, 150, 250]
         assert axes.get_ylim()[1] > 250
 
+    def test_one_round_is_nothing_to_draw(self, make_run):
+        assert rank_figures.plot_ranks(*both([make_run("m", rounds=ranked({"a": 3}))])) is None
+
     def test_last_ranks_of_many_methods_become_a_range(self, make_run):
         runs = [make_run(f"m{i}", rounds=ranked({"a": 1536}, {"a": 1000 + i})) for i in range(5)]
-        (axes,) = low_rank_figures.rank_over_rounds(*both(runs)).figure.axes
+        (axes,) = rank_figures.plot_ranks(*both(runs)).figure.axes
         assert axes.get_title("left") == "a\n1536 → 1000–1004"
 
 
@@ -169,7 +160,7 @@ def sending(*each, participants=2):
 class TestDownlink:
     def test_bytes_a_participant_by_round(self, make_run):
         runs = [make_run("a", s, rounds=sending(1000, 900 - 100 * s, 500)) for s in (0, 1)]
-        picture = low_rank_figures.downlink_over_rounds(*both([*runs, make_run("b", rounds=sending(1000, 1000, 1000))]))
+        picture = rank_figures.plot_downlink(*both([*runs, make_run("b", rounds=sending(1000, 1000, 1000))]))
         a, b = picture.figure.axes[0].lines
         assert a.get_xdata().tolist() == [1, 2, 3]
         assert a.get_ydata().tolist() == [1000, 850, 500]
@@ -180,7 +171,7 @@ class TestDownlink:
 
     def test_none_without_news(self, make_run):
         def drawn(*runs):
-            return low_rank_figures.downlink_over_rounds(*both(list(runs))) is not None
+            return rank_figures.plot_downlink(*both(list(runs))) is not None
 
         level = make_run("a", rounds=sending(1000, 1000))
         assert not drawn(level, make_run("b", rounds=sending(400, 400)))
@@ -199,7 +190,7 @@ class TestDownlink:
     def test_coinciding_lines_have_markers_of_their_own(self, make_run, rounds, each):
         falling = make_run("z", rounds=sending(*range(1000 + rounds, 1000, -1)))
         runs = [make_run(f"m{i}", rounds=sending(*[1000] * rounds)) for i in range(8)]
-        lines = low_rank_figures.downlink_over_rounds(*both([falling, *runs])).figure.axes[0].lines
+        lines = rank_figures.plot_downlink(*both([falling, *runs])).figure.axes[0].lines
         places = [at for line in lines for at in line.get_markevery()]
         assert len(places) == len(set(places)) == 9 * each
         assert max(places) < rounds
@@ -208,7 +199,7 @@ class TestDownlink:
     def test_logarithmic_only_where_no_change_could_be_seen(self, make_run):
         def drawn(largest, *more):
             runs = [make_run("a", rounds=sending(0, 100, 40)), make_run("b", rounds=sending(*[largest] * 3)), *more]
-            return low_rank_figures.downlink_over_rounds(*both(runs))
+            return rank_figures.plot_downlink(*both(runs))
 
         silent = make_run("c", rounds=sending(0, 0, 0))
         near, far = drawn(1999, silent), drawn(2000, silent)
@@ -221,52 +212,6 @@ class TestDownlink:
         assert "Sends nothing: c." in far.caption
         assert "c 0 B" in far.alt
         assert "Sends nothing" not in near.caption
-
-    def test_one_round_of_training(self, make_run):
-        picture = low_rank_figures.downlink_over_rounds(
-            *both(
-                [make_run("a", rounds=sending(5)), make_run("b", rounds=[{**r, "ranks": {"a": 1}} for r in sending(5)])]
-            )
-        )
-        assert [line.get_ydata().tolist() for line in picture.figure.axes[0].lines] == [[5], [5]]
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [{"round": 0, "accuracy": None}],
-        [{"round": 0, "accuracy": None, "parameters": None, "ranks": {"a": 3}}],
-        [{"round": 0, "accuracy": {}, "parameters": {}, "ranks": {}}],
-        [
-            {
-                "round": 1,
-                "participants": [0],
-                "accuracy": {"g": {"test": [math.nan]}},
-                "parameters": {"g": [5]},
-                "ranks": {"a": 0},
-            }
-        ],
-        ranked({"a": 3}),
-        rounds_of([[0.5]]),
-    ],
-)
-def test_odd_records_draw_nothing_and_make_a_page(make_run, tmp_path, rows):
-    runs = [make_run("a", rounds=rows), make_run("b", clients=members(3))]
-    for draw in NEW:
-        if rows and rows[0].get("parameters") and draw is low_rank_figures.accuracy_over_size:
-            continue
-        assert draw(*both(runs[:1])) is None
-    write_report(runs, tmp_path / "r.html")
-
-
-def test_old_runs_have_the_figures_that_they_had(make_run):
-    runs = [make_run(m, s) for m in "ab" for s in (0, 1)]
-    ((_, drawn),) = gallery(*both(runs))
-    assert [picture.title for picture in drawn] == [
-        "Accuracy over rounds", "Accuracy over communication", "Spread over clients",
-        "Accuracy, computation and communication", "Classes at each client",
-    ]  # fmt: skip
 
 
 def rich(make_run):
@@ -288,7 +233,7 @@ def rich(make_run):
 
 
 def test_order_in_the_gallery_and_sound_svg(make_run):
-    ((_, drawn),) = gallery(*both(rich(make_run)))
+    ((_, drawn),) = draw_all(*both(rich(make_run)))
     assert [picture.title for picture in drawn] == [
         "Accuracy over rounds", "Accuracy over communication", "Spread over clients", "Accuracy relative to fedavg",
         "Accuracy, computation and communication", "Accuracy and model size", "Downlink over rounds",
@@ -298,10 +243,3 @@ def test_order_in_the_gallery_and_sound_svg(make_run):
         ET.fromstring(to_svg(picture.figure, "x"))
         assert picture.alt
         assert picture.caption.endswith(".")
-
-
-def test_new_figures_as_files_are_repeatable(make_run, tmp_path):
-    runs = rich(make_run)
-    first, again = (save_figures(runs, tmp_path / name, ["svg"]) for name in ("one", "two"))
-    assert {"rank-of-each-layer-over-rounds", "accuracy-relative-to-fedavg"} <= {path.stem for path in first}
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]

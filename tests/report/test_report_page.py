@@ -1,15 +1,16 @@
 """The page as a browser, a reader and a second run of the command get it."""
 
 import re
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
-from report_runs import cloud, rounds_of
+from report_runs import cloud, members, page_of, regression_of, rounds_of, two_series
 
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.report import write_report
-from fedlowrank.report.groups import aggregate
-from fedlowrank.report.words import finding
+from fedlowrank.report.groups import group_runs
+from fedlowrank.report.sentences import state_findings
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -53,12 +54,8 @@ def parse(text):
 
 
 @pytest.fixture
-def written(make_run, tmp_path):
-    def write(runs, **options):
-        write_report(runs, tmp_path / "report.html", **options)
-        return (tmp_path / "report.html").read_text()
-
-    return write
+def written(tmp_path):
+    return partial(page_of, tmp_path=tmp_path)
 
 
 def level(mean, spread, seeds, make_run, name):
@@ -77,8 +74,8 @@ def test_page_is_whole_and_needs_nothing_else(make_run, written, tmp_path):
     assert "fedlowrank run digits-demo" in text
     assert "prefers-color-scheme" in text
     assert "@media print" in text
-    assert (tmp_path / "report.md").read_text().startswith("**Accuracy**")
-    assert (tmp_path / "report.csv").read_text().startswith("experiment,method,")
+    assert (tmp_path / "r.md").read_text().startswith("**Accuracy**")
+    assert (tmp_path / "r.csv").read_text().startswith("experiment,method,")
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -150,10 +147,10 @@ def _titled(make_run, titles):
     return runs
 
 
-def test_augmentation_is_a_setting(make_run, written):
-    runs = [make_run("a", 0), make_run("a", 1, augment={"flip": True, "crop": 4})]
-    assert len(aggregate(runs)) == 2
-    text = written(runs[1:])
+def test_augmentation_and_adapters_are_settings(make_run, written):
+    runs = [make_run("a", 0), make_run("a", 1, augment={"flip": True, "crop": 4}), make_run("a", 2, lora={"r": 4})]
+    assert len(group_runs(runs)) == 3
+    text = written(runs[1:2])
     assert "Training images are changed at random: flip true, crop 4." in text
     assert "augment.crop" in text
 
@@ -164,22 +161,35 @@ def test_different_federations_under_one_name_are_noted(make_run, written):
     assert "partition.kind" in text
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        [{"round": 0, "accuracy": None}],
-        rounds_of([[0.5]]),
-        rounds_of([[0.5], [float("nan")]]),
-        rounds_of([[None, 0.4], [None, None], [None, 0.6]]),
-        [{"round": 1, "loss": {"local": float("nan")}, "accuracy": {"global": {"test": [1.0]}}}],
-        [{"round": 1, "accuracy": {"global": {"val": [1.0]}}}],
-        [{"round": 1, "accuracy": {}}],
-    ],
-)
+ODD = [
+    [],
+    [{"round": 0, "accuracy": None}],
+    [{"round": 0, "accuracy": None, "parameters": None, "ranks": {"a": 3}, "observed": {"energy": {}}}],
+    [{"round": 1, "accuracy": {}, "risk": {}, "parameters": {}, "ranks": {}}],
+    [{"round": 1, "loss": {"local": float("nan")}, "accuracy": {"global": {"test": [1.0]}}}],
+    [{"round": 1, "accuracy": {"global": {"val": [1.0]}}}],
+    [{"round": 1, "accuracy": None, "risk": {"g": {"val": [1.0]}}}],
+    [{"round": 1, "participants": [0], "accuracy": {"g": {"test": [float("nan")]}}, "parameters": {"g": [5]}}],
+    two_series([0.5], [0.4], ranks=[{"a": 3}]),
+    rounds_of([[0.5]]),
+    rounds_of([[0.5], [float("nan")]]),
+    rounds_of([[None, 0.4], [None, None], [None, 0.6]]),
+    regression_of([[None, None]]),
+    regression_of([[float("nan"), 1.0]]),
+    regression_of([[0.0, 0.0], [0.0, 0.0]]),
+    regression_of([[3e38, 1.0], [1e-38, 1e-38]]),
+]
+
+
+@pytest.mark.parametrize("rows", ODD)
 def test_odd_runs_make_a_page(make_run, written, rows):
+    """Alone, beside a usual run, and as a language model with adapters."""
     parse(written([make_run("a", rounds=rows)]))
-    parse(written([make_run("a", rounds=rows), make_run("b")]))
+    parse(written([make_run("a", rounds=rows), make_run("b", rounds=rounds_of([[0.1, 0.2], [0.3, 0.4]]))]))
+    ranked = [{**row, "rank": 4 - i} for i, row in enumerate(members(2))]
+    language = {"path": "models/tiny", "task": "causal"}
+    runs = [make_run("a", rounds=rows, clients=ranked, lora={"ranks": [4, 3]}, language=language, classes=[])]
+    parse(written(runs))
 
 
 def test_bare_configuration(make_run, written):
@@ -199,18 +209,18 @@ def test_sweep_page(make_run, written):
 
 
 def test_finding_is_honest(make_run):
-    near = aggregate(level(0.80, 0.02, 3, make_run, "a") + level(0.79, 0.02, 3, make_run, "b"))
-    far = aggregate(level(0.80, 0.002, 3, make_run, "a") + level(0.60, 0.002, 3, make_run, "b"))
-    single = aggregate(level(0.80, 0.0, 1, make_run, "a") + level(0.60, 0.0, 1, make_run, "b"))
-    same = aggregate(level(0.80, 0.0, 1, make_run, "a") + level(0.80, 0.0, 1, make_run, "b"))
-    assert "overlap: these runs alone do not establish" in finding(near)[0]
-    assert "20.00 percentage points ahead of b" in finding(far)[0]
-    assert "does not overlap" in finding(far)[0]
-    assert finding(single)[0].endswith(
+    near = group_runs(level(0.80, 0.02, 3, make_run, "a") + level(0.79, 0.02, 3, make_run, "b"))
+    far = group_runs(level(0.80, 0.002, 3, make_run, "a") + level(0.60, 0.002, 3, make_run, "b"))
+    single = group_runs(level(0.80, 0.0, 1, make_run, "a") + level(0.60, 0.0, 1, make_run, "b"))
+    same = group_runs(level(0.80, 0.0, 1, make_run, "a") + level(0.80, 0.0, 1, make_run, "b"))
+    assert "overlap: these runs alone do not establish" in state_findings(near)[0]
+    assert "20.00 percentage points ahead of b" in state_findings(far)[0]
+    assert "does not overlap" in state_findings(far)[0]
+    assert state_findings(single)[0].endswith(
         "20.00 percentage points ahead of b. Both ran with one seed, so whether the order would hold again is not known."
     )
-    assert "are level" in finding(same)[0]
-    assert "overlap" not in finding(aggregate(level(0.8, 0.01, 3, make_run, "a")))[0]
+    assert "are level" in state_findings(same)[0]
+    assert "overlap" not in state_findings(group_runs(level(0.8, 0.01, 3, make_run, "a")))[0]
 
 
 def test_finding_says_which_methods_ran_with_one_seed(make_run):
@@ -218,7 +228,9 @@ def test_finding_says_which_methods_ran_with_one_seed(make_run):
 
     def said(**seeds):
         at = {"a": 0.8, "b": 0.6, "c": 0.4}
-        return finding(aggregate([one for k, n in seeds.items() for one in level(at[k], 0.002, n, make_run, k)]))[0]
+        return state_findings(
+            group_runs([one for k, n in seeds.items() for one in level(at[k], 0.002, n, make_run, k)])
+        )[0]
 
     assert "Every method ran with one seed" in said(a=1, b=1, c=1)
     assert "ahead of b. b ran with one seed, so" in said(a=3, b=1, c=3)

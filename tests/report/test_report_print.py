@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from importlib.resources import files
 
 import pytest
+from report_runs import page_of
 
-from fedlowrank.report.css import CSS
-from fedlowrank.report.html import page
-
+CSS = files("fedlowrank.report").joinpath("page.css").read_text()
 BROWSER = (
     "chromium --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --no-pdf-header-footer"
@@ -35,7 +35,7 @@ def test_only_what_has_no_word_to_break_at_breaks_anywhere():
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_browser_prints_open_settings_alone_and_whole_words(make_run, tmp_path, opened):
     fields = {"adapter_optimizer": None, "gamma": 1.0, "kind": {"schedule": list(range(60))}}
-    text = page([make_run(m, fields=fields) for m in ("pfedlora", "fedavg")])
+    text = page_of([make_run(m, fields=fields) for m in ("pfedlora", "fedavg")], tmp_path)
     if opened:
         text = text.replace("<details>", "<details open>")
     (tmp_path / "page.html").write_text(text)

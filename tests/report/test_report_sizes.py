@@ -6,17 +6,15 @@ import json
 import math
 
 import pytest
-from report_runs import rounds_of
-from rich.console import Console
+from report_runs import cells, rounds_of, rows_of, text_of
 from scipy import stats
 
-from fedlowrank.report import comparison, render_terminal
-from fedlowrank.report.courses import shown_series
-from fedlowrank.report.groups import aggregate
-from fedlowrank.report.sizes import downlink, last_ranks, model_size, ranks, sizes_differ
-from fedlowrank.report.summary import summarize
-from fedlowrank.report.tables import to_csv, to_html, to_markdown
-from fedlowrank.report.units import NONE, si_pair
+from fedlowrank.report import comparison
+from fedlowrank.report.chart import choose_lines
+from fedlowrank.report.formats import MISSING, format_si_pair
+from fedlowrank.report.groups import group_runs
+from fedlowrank.report.ranks import downlink, last_ranks, model_size, rank_curves, sizes_differ
+from fedlowrank.report.tables import to_csv
 
 FULL = 11_173_952
 """Numbers of the paper's ResNet18."""
@@ -43,41 +41,30 @@ def slr(mixed=(100, 80, 60), gkr=(100, 70, 50), **changes):
     return sized({"mixed": list(mixed), "gkr": list(gkr)}, **changes)
 
 
-def text_of(table, width=80):
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(render_terminal(table))
-    return console.file.getvalue()
-
-
-def column(table, block, title):
-    (found,) = [one for one in table.block(block) if one.title == title]
-    return [found.text(row) for row in table.rows]
-
-
-def titles(table, block="Size of a client's model"):
-    return [one.title for one in table.block(block)]
+def titles(table, block="size"):
+    return [one.title for one in table.blocks[block].columns] if block in table.blocks else []
 
 
 def test_size_is_over_clients_at_the_last_evaluated_round(make_run):
-    one = summarize(make_run(rounds=sized({"mixed": [[9, 9, 9], [10, 20, 60]]}, clients=3)))
-    got = model_size(one, "mixed")
-    assert got.mean == 30
-    assert got.std == pytest.approx(math.sqrt((20**2 + 10**2 + 30**2) / 3))
-    assert model_size(one, "gkr") is None
+    (group,) = group_runs([make_run(rounds=sized({"mixed": [[9, 9, 9], [10, 20, 60]]}, clients=3))])
+    mean, std = model_size(group, "mixed")
+    assert mean.mean == 30
+    assert std.mean == pytest.approx(math.sqrt((20**2 + 10**2 + 30**2) / 3))
+    assert model_size(group, "gkr") is None
 
 
 def test_size_is_that_of_the_model_whose_accuracy_counts(make_run):
     rows = sized({"mixed": [100, 80, 60]})
     rows[2]["accuracy"] = {"mixed": {"test": [math.nan, None]}}
-    assert model_size(summarize(make_run(rounds=rows)), "mixed").mean == 80
+    assert model_size(group_runs([make_run(rounds=rows)])[0], "mixed")[0].mean == 80
     for row in rows:
         row["accuracy"] = {"mixed": {"test": [None, None]}}
-    assert model_size(summarize(make_run(rounds=rows)), "mixed").mean == 60
+    assert model_size(group_runs([make_run(rounds=rows)])[0], "mixed")[0].mean == 60
 
 
 def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):
     def differ(*runs):
-        return sizes_differ(aggregate(list(runs)))
+        return sizes_differ(group_runs(list(runs)))
 
     dense = make_run("a", rounds=sized({"personal": [[7, 9], [7, 9]]}))
     assert not differ(dense, make_run("b", rounds=sized({"personal": [[7, 9], [7, 9]], "global": [[7, 9], [7, 9]]})))
@@ -93,28 +80,28 @@ def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):
 def test_ranks_by_hand(make_run):
     first = slr(ranks=[{"a.weight": 10, "b.weight": 4}, {"a.weight": 8, "b.weight": 4}, {"a.weight": 5, "b.weight": 2}])
     other = slr(ranks=[{"a.weight": 10, "b.weight": 4}, {"a.weight": 6, "b.weight": 4}])
-    (group,) = aggregate([make_run("a", s, rounds=rows, run=SAME) for s, rows in enumerate((first, other[:2]))])
-    got = ranks(group)
+    (group,) = group_runs([make_run("a", s, rounds=rows, run=SAME) for s, rows in enumerate((first, other[:2]))])
+    got = rank_curves(group)
     assert list(got) == ["a.weight", "b.weight"]
     a = got["a.weight"]
-    assert a.percent.rounds.tolist() == [0, 1]  # those that both seeds have
-    assert a.percent.mean.tolist() == pytest.approx([100, 70])
-    assert a.percent.ci[1] == pytest.approx(stats.t.ppf(0.975, 1) * 10)  # 80 and 60: standard error 10
+    assert a.percent.index.tolist() == [0, 1]  # those that both seeds have
+    assert a.percent["mean"].tolist() == pytest.approx([100, 70])
+    assert a.percent["ci"][1] == pytest.approx(stats.t.ppf(0.975, 1) * 10)  # 80 and 60: standard error 10
     assert (a.first, a.last) == (10, 7)
     assert last_ranks(group) == {"a.weight": 5.5, "b.weight": 3.0}
-    (single,) = aggregate([make_run("a", 0, rounds=first)])
-    assert ranks(single)["b.weight"].percent.ci is None
-    assert ranks(single)["b.weight"].percent.mean.tolist() == [100, 100, 50]
+    (single,) = group_runs([make_run("a", 0, rounds=first)])
+    assert rank_curves(single)["b.weight"].percent["ci"].isna().all()
+    assert rank_curves(single)["b.weight"].percent["mean"].tolist() == [100, 100, 50]
 
 
 def test_weights_without_a_course_are_left_out(make_run):
     mine = slr(ranks=[{"a": 10, "b": 4, "zero": 0}, {"a": 8, "b": 4, "zero": 0}])
     other = slr(ranks=[{"a": 10}, {"a": 8}])
-    (group,) = aggregate([make_run("a", s, rounds=rows) for s, rows in enumerate((mine, other, slr()))])
-    assert list(ranks(group)) == ["a"]
+    (group,) = group_runs([make_run("a", s, rounds=rows) for s, rows in enumerate((mine, other, slr()))])
+    assert list(rank_curves(group)) == ["a"]
     assert last_ranks(group) == {"a": 8.0, "b": 4.0, "zero": 0.0}
-    assert ranks(aggregate([make_run("a")])[0]) == {}
-    assert last_ranks(aggregate([make_run("a")])[0]) == {}
+    assert rank_curves(group_runs([make_run("a")])[0]) == {}
+    assert last_ranks(group_runs([make_run("a")])[0]) == {}
 
 
 def test_downlink_is_for_each_participant(make_run):
@@ -122,23 +109,23 @@ def test_downlink_is_for_each_participant(make_run):
     rows[2]["participants"], rows[3]["participants"] = [1], []
     rows[1]["bytes_down"] = 800
     other = rounds_of([[0.1] * 4, [0.2] * 4, [0.3] * 4])
-    (group,) = aggregate([make_run("a", s, rounds=some, run=SAME) for s, some in enumerate((rows, other))])
+    (group,) = group_runs([make_run("a", s, rounds=some, run=SAME) for s, some in enumerate((rows, other))])
     got = downlink(group)
-    assert got.rounds.tolist() == [1, 2]
-    assert got.mean.tolist() == [(800 / 4 + 1000 / 4) / 2, (1000 / 1 + 1000 / 4) / 2]
-    assert downlink(aggregate([make_run("b", rounds=rounds_of([[0.5]]))])[0]) is None
+    assert got.index.tolist() == [1, 2]
+    assert got["mean"].tolist() == [(800 / 4 + 1000 / 4) / 2, (1000 / 1 + 1000 / 4) / 2]
+    assert downlink(group_runs([make_run("b", rounds=rounds_of([[0.5]]))])[0]).empty
 
 
 def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_run):
-    groups = aggregate([make_run("a", rounds=slr(further=["x"])), make_run("b")])
-    shown = shown_series(groups)
+    groups = group_runs([make_run("a", rounds=slr(further=["x"])), make_run("b")])
+    shown = choose_lines(groups)
     assert [(one.label, one.place) for one in shown] == [("a", 0), ("a: gkr", 1), ("a: x", 2), ("b", 0)]
-    assert [one.label for one in shown_series(groups, 3)] == ["a", "b"]
+    assert [one.label for one in choose_lines(groups, 3)] == ["a", "b"]
     rows = slr()
     for row in rows:
         row["accuracy"] = {"mixed": {"test": [None]}, "gkr": {"test": [0.5]}}
     # a further series does not pass for the headline that has no number
-    assert [(one.label, one.place) for one in shown_series(aggregate([make_run("a", rounds=rows)]))] == [("a: gkr", 1)]
+    assert [(one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]))] == [("a: gkr", 1)]
 
 
 def test_float32_counts_as_the_paper_does(make_run):
@@ -146,16 +133,16 @@ def test_float32_counts_as_the_paper_does(make_run):
     rows[1]["parameters_down"] = rows[1]["parameters_up"] = FULL * 10 * 1000
     reference = {"label": "Table 2", "accuracy": {}, "communication": {"fedavg": 893.92}}
     table = comparison([make_run("fedavg", rounds=rows, reference=reference), make_run("other", reference=reference)])
-    assert table.rows[0]["communication_float32"] == 4 * 2 * FULL * 10_000 == 893_916_160_000
-    assert table.rows[0]["reference_communication_gb"] == 893.92
-    assert table.rows[1]["reference_communication_gb"] is None
-    assert column(table, "Cost of one run", "as float32") == ["894 GB", "30.0 kB"]  # 20 rounds of 375 numbers
-    assert column(table, "Cost of one run", "paper") == ["894 GB", NONE]
-    assert "paper" not in titles(table, "Accuracy")
+    assert rows_of(table)[0]["communication_float32"] == 4 * 2 * FULL * 10_000 == 893_916_160_000
+    assert rows_of(table)[0]["reference_communication_gb"] == 893.92
+    assert rows_of(table)[1]["reference_communication_gb"] is None
+    assert cells(table, "cost", "as float32") == ["894 GB", "30.0 kB"]  # 20 rounds of 375 numbers
+    assert cells(table, "cost", "paper") == ["894 GB", MISSING]
+    assert "paper" not in titles(table, "accuracy")
     assert ("paper", "Table 2") in table.footnotes
     bare = comparison([make_run("a")])
-    assert "as float32" in titles(bare, "Cost of one run")
-    assert "paper" not in titles(bare, "Cost of one run")
+    assert "as float32" in titles(bare, "cost")
+    assert "paper" not in titles(bare, "cost")
 
 
 def test_sizes_of_every_series_with_the_papers(make_run):
@@ -173,11 +160,10 @@ def test_sizes_of_every_series_with_the_papers(make_run):
     ]
     table = comparison(runs)
     assert titles(table) == ["parameters", "paper", "parameters gkr", "paper gkr"]
-    block = "Size of a client's model"
-    assert column(table, block, "parameters") == ["11.2 M", "6.50 ± 0.50 M", NONE]
-    assert column(table, block, "parameters gkr") == [NONE, "5.25 M", NONE]
-    assert column(table, block, "paper") == ["11.2 M", "6.69 M", NONE]
-    assert column(table, block, "paper gkr") == [NONE, "5.54 M", NONE]
+    assert cells(table, "size", "parameters") == ["11.2 M", "6.50 ± 0.50 M", MISSING]
+    assert cells(table, "size", "parameters gkr") == [MISSING, "5.25 M", MISSING]
+    assert cells(table, "size", "paper") == ["11.2 M", "6.69 M", MISSING]
+    assert cells(table, "size", "paper gkr") == [MISSING, "5.54 M", MISSING]
     fedslr = next(row for row in csv.DictReader(io.StringIO(to_csv(table))) if row["method"] == "fedslr")
     expected = {
         "parameters_model": 6.5e6, "parameters_model_std": 5e5, "parameters_model.gkr": 5.25e6,
@@ -186,14 +172,14 @@ def test_sizes_of_every_series_with_the_papers(make_run):
         "difference_points.gkr": 50 - 64.22,
     }  # fmt: skip
     assert {key: float(fedslr[key]) for key in expected} == expected
-    assert column(table, "Accuracy", "paper gkr") == [NONE, "64.22", NONE]
-    assert column(table, "Accuracy", "difference gkr") == [NONE, "−14.22", NONE]
-    assert column(table, "Accuracy", "paper") == [NONE, "82.19", "not converged"]
+    assert cells(table, "accuracy", "paper gkr") == [MISSING, "64.22", MISSING]
+    assert cells(table, "accuracy", "difference gkr") == [MISSING, "−14.22", MISSING]
+    assert cells(table, "accuracy", "paper") == [MISSING, "82.19", "not converged"]
 
 
 def test_a_paper_may_name_the_headline_too(make_run):
     reference = {"label": "T", "accuracy": {"fedslr.mixed": 82.19}, "parameters": {"fedslr.mixed": 6.69}}
-    (row,) = comparison([make_run("fedslr", rounds=slr(), reference=reference)]).rows
+    (row,) = rows_of(comparison([make_run("fedslr", rounds=slr(), reference=reference)]))
     assert (row["reference_percent"], row["reference_parameters_m"]) == (82.19, 6.69)
     assert "reference_percent.gkr" not in row
 
@@ -202,9 +188,9 @@ def test_a_paper_may_name_the_headline_too(make_run):
 def test_what_is_no_number_is_no_reference(make_run, value):
     reference = {"label": "T", "accuracy": {"a": 1.0}, "communication": {"a": value}, "parameters": {"a": value}}
     table = comparison([make_run("a", rounds=slr(), reference=reference)])
-    assert table.rows[0]["reference_communication_gb"] is None
-    assert table.rows[0]["reference_parameters_m"] is None
-    assert "paper" not in titles(table) + titles(table, "Cost of one run")
+    assert rows_of(table)[0]["reference_communication_gb"] is None
+    assert rows_of(table)[0]["reference_parameters_m"] is None
+    assert "paper" not in titles(table) + titles(table, "cost")
 
 
 def test_no_size_columns_without_news(make_run):
@@ -212,7 +198,7 @@ def test_no_size_columns_without_news(make_run):
     same = [make_run(m, rounds=sized({"personal": [[7, 9], [7, 9]]})) for m in "ab"]
     table = comparison(same)
     assert titles(table) == []
-    assert table.rows[0]["parameters_model"] == 8.0  # the CSV has it nevertheless
+    assert rows_of(table)[0]["parameters_model"] == 8.0  # the CSV has it nevertheless
     assert titles(comparison([*same, make_run("c", rounds=slr())])) == ["parameters", "parameters gkr"]
     printed = {"label": "T", "accuracy": {}, "parameters": {"a": 11.17}}
     assert titles(comparison([make_run("a", reference=printed)])) == ["paper"]
@@ -228,10 +214,10 @@ def test_each_value_of_a_sweep_has_its_own_reference(make_run):
         for seed in (0, 1)
     ]  # fmt: skip
     table = comparison(runs)
-    assert column(table, "Accuracy", "paper") == ["81.89", "74.33"]
-    assert column(table, "Accuracy", "paper gkr") == ["63.63", "54.26"]
-    assert column(table, "Size of a client's model", "paper") == ["8.54 M", "2.24 M"]
-    assert [row["difference_points.gkr"] for row in table.rows] == [50 - 63.63, 50 - 54.26]
+    assert cells(table, "accuracy", "paper") == ["81.89", "74.33"]
+    assert cells(table, "accuracy", "paper gkr") == ["63.63", "54.26"]
+    assert cells(table, "size", "paper") == ["8.54 M", "2.24 M"]
+    assert [row["difference_points.gkr"] for row in rows_of(table)] == [50 - 63.63, 50 - 54.26]
 
 
 def test_ranks_at_the_end_are_json_in_the_csv(make_run):
@@ -243,20 +229,14 @@ def test_ranks_at_the_end_are_json_in_the_csv(make_run):
     assert next(csv.DictReader(io.StringIO(to_csv(comparison([make_run("a")])))))["ranks_last"] == ""
 
 
-def test_every_way_of_writing_has_the_sizes(make_run):
-    table = comparison([make_run("fedavg", rounds=sized({"personal": [FULL]})), make_run("fedslr", rounds=slr())])
-    for written in (text_of(table), to_markdown(table), to_html(table)):
-        assert "11.2 M" in written
-        assert "Size of a client" in written
-
-
 def test_a_terminal_of_80_characters_shows_all(make_run):
     name = "a method of some length"
     accuracy = {name: 82.19, f"{name}.global": 73.87, f"{name}.gkr": 64.22}
     parameters = {name: 6.69, f"{name}.global": 8.54, f"{name}.gkr": 5.54}
     reference = {"label": "T", "accuracy": accuracy, "parameters": parameters, "communication": {name: 722.6}}
     rows = sized({"personal": [FULL] * 2, "global": [FULL] * 2, "gkr": [FULL] * 2})
-    said = text_of(comparison([make_run(name, s, title=name, rounds=rows, reference=reference) for s in (0, 1)]))
+    runs = [make_run(name, s, title=name, rounds=rows, reference=reference) for s in (0, 1)]
+    said = text_of(comparison(runs), 80)
     assert max(map(len, said.splitlines())) <= 80
     assert "…" not in said
     assert "Accuracy, continued" in said
@@ -269,13 +249,13 @@ def test_a_terminal_of_80_characters_shows_all(make_run):
 @pytest.mark.parametrize(
     ("got", "expected"),
     [
-        (si_pair(6_690_000, 560_000), "6.69 ± 0.56 M"),
-        (si_pair(9_000_900, 98_000, "B"), "9.00 ± 0.10 MB"),
-        (si_pair(500.0, 20.0), "500 ± 20"),
-        (si_pair(11_173_952.0, 0.0), "11.2 M"),
-        (si_pair(11_173_952.0, None), "11.2 M"),
-        (si_pair(11_173_952.0, math.nan), "11.2 M"),
-        (si_pair(None, 1.0), NONE),
+        (format_si_pair(6_690_000, 560_000), "6.69 ± 0.56 M"),
+        (format_si_pair(9_000_900, 98_000, "B"), "9.00 ± 0.10 MB"),
+        (format_si_pair(500.0, 20.0), "500 ± 20"),
+        (format_si_pair(11_173_952.0, 0.0), "11.2 M"),
+        (format_si_pair(11_173_952.0, None), "11.2 M"),
+        (format_si_pair(11_173_952.0, math.nan), "11.2 M"),
+        (format_si_pair(None, 1.0), MISSING),
     ],
 )
 def test_pairs(got, expected):

@@ -1,16 +1,21 @@
 """Statistics against independent computations and hand-made curves."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from report_runs import rows_of
 from scipy import stats
 
 from fedlowrank.core.errors import ConfigError
-from fedlowrank.report.groups import aggregate, choose_target, spread
-from fedlowrank.report.summary import highest_all_reached, score, summarize
+from fedlowrank.report import comparison
+from fedlowrank.report.frame import evaluations
+from fedlowrank.report.groups import choose_target, group_runs
+from fedlowrank.report.metrics import Run, estimate, score_clients
+from fedlowrank.simulation.records import RoundRecord, RunRecord
 
 
 def simple(test, val=None):
@@ -30,96 +35,115 @@ def simple(test, val=None):
     ]
 
 
-@given(
-    st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=40),
-    st.data(),
-)
+def scored(values, weights=None, measure="accuracy"):
+    """Statistics of one evaluation, as a row; None if there are none."""
+    splits = {"personal": {"test": list(values)}}
+    record = RoundRecord(0, **{measure: splits})
+    sizes = [1] * len(values) if weights is None else weights
+    clients = [{"id": i, "test": size} for i, size in enumerate(sizes)]
+    scores = score_clients(evaluations(RunRecord(Path("x"), {}, clients, [record], {})))
+    return None if scores.empty else scores.iloc[0]
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=1, max_size=40), st.data())
 def test_score_agrees_with_numpy(values, data):
     weights = data.draw(st.lists(st.integers(1, 99), min_size=len(values), max_size=len(values)))
-    got = score(values, weights)
+    measure, sign = data.draw(st.sampled_from([("accuracy", 1), ("risk", -1)]))
+    got = scored(values, weights, measure)
     kept = [(v, w) for v, w in zip(values, weights, strict=True) if v is not None]
     if not kept:
         assert got is None
         return
     x, w = (np.array(column, dtype=float) for column in zip(*kept, strict=True))
-    assert got.mean == pytest.approx(np.mean(x))
-    assert got.std == pytest.approx(np.std(x))
-    assert got.weighted == pytest.approx(np.average(x, weights=w))
-    assert got.worst == pytest.approx(np.mean(sorted(x)[: math.ceil(0.1 * len(x) - 1e-12)]))
-    assert got.without == values.count(None)
-
-
-def test_worst_tenth_rounds_up():
-    assert score([0.1, 0.2] + [0.9] * 9).worst == pytest.approx(0.15)  # 11 clients: two
-    assert score([0.1, 0.2] + [0.9] * 8).worst == pytest.approx(0.1)  # 10 clients: one
+    assert got["mean"] == pytest.approx(np.mean(x))
+    assert got["std"] == pytest.approx(np.std(x))
+    assert got["weighted"] == pytest.approx(np.average(x, weights=w))
+    # of 11 clients the worst two
+    assert got["worst"] == pytest.approx(sign * np.mean(sorted(sign * x)[: math.ceil(0.1 * len(x) - 1e-12)]))
+    assert got["without"] == values.count(None)
 
 
 def test_not_finite_is_left_out_and_counted():
-    got = score([0.5, math.nan, None, 0.7])
-    assert (got.mean, got.non_finite, got.without) == (pytest.approx(0.6), 1, 1)
-    assert score([math.nan]) is None
+    got = scored([0.5, math.nan, None, 0.7])
+    assert (got["mean"], got["non_finite"], got["without"]) == (pytest.approx(0.6), 1, 1)
+    assert scored([math.nan]) is None
+
+
+def test_examples_that_are_not_known_weigh_nothing():
+    values = {"personal": {"test": [0.2, 0.6]}}
+    run = RunRecord(Path("x"), {}, [{"id": 0, "test": 3}], [RoundRecord(0, accuracy=values)], {})
+    assert math.isnan(score_clients(evaluations(run))["weighted"].iloc[0])
+
+
+def main(run):
+    """Headline results of a run."""
+    run = Run(run)
+    return run.results(run.headline, run.measure)
 
 
 def test_choices_of_round(make_run):
     test = [[0.1], [0.5], [0.9], [0.6], [0.7]]
     val = [[0.1], [0.8], [0.3], [0.8], [0.5]]
-    main = summarize(make_run(rounds=simple(test, val))).main
-    assert main.last.mean == 0.7
-    assert (main.best.round, main.best.mean) == (1, 0.5)  # the earlier of the two with 0.8
-    assert main.last_ten == pytest.approx(np.mean([0.5, 0.9, 0.6, 0.7]))  # without the round before training
-    assert main.max_test == 0.9
+    got = main(make_run(rounds=simple(test, val)))
+    assert got["last"] == 0.7
+    assert (got["best_round"], got["best_by_validation"]) == (1, 0.5)  # the earlier of the two with 0.8
+    assert got["last_ten"] == pytest.approx(np.mean([0.5, 0.9, 0.6, 0.7]))  # without the round before training
+    assert got["best_test"] == 0.9
 
 
 def test_last_ten_of_many(make_run):
     test = [[i / 100] for i in range(31)]
-    assert summarize(make_run(rounds=simple(test))).main.last_ten == pytest.approx(np.mean(np.arange(21, 31) / 100))
+    assert main(make_run(rounds=simple(test)))["last_ten"] == pytest.approx(np.mean(np.arange(21, 31) / 100))
 
 
 def test_weights_follow_client_ids(make_run):
     clients = [{"id": 1, "test": 30}, {"id": 0, "test": 10}]
-    last = summarize(make_run(rounds=simple([[0.2, 0.6]]), clients=clients)).main.last
-    assert last.weighted == pytest.approx((0.2 * 10 + 0.6 * 30) / 40)
+    got = main(make_run(rounds=simple([[0.2, 0.6]]), clients=clients))
+    assert got["last_weighted"] == pytest.approx((0.2 * 10 + 0.6 * 30) / 40)
 
 
 def test_to_target_by_hand(make_run):
     # Round 3 is not evaluated, but its costs are spent before round 4 reaches the target.
-    run = make_run(rounds=simple([[0.1], [0.4], [0.6], None, [0.9], [0.8], [0.95]], [[0.5]] * 7))
-    got = summarize(run, 0.9).to_target
-    assert got.round == 4
-    assert got.totals.bytes == 4 * 1500
-    assert got.totals.parameters == 4 * 375
-    assert got.totals.flops == 12_000_000
-    assert got.totals.steps == 80
-    assert got.totals.working_seconds == 3.0
-    assert got.totals.seconds["evaluate"] == 0.625
-    assert summarize(run, 0.96).to_target is None
-    assert summarize(run, 0.05).to_target.totals.bytes == 0
+    run = Run(make_run(rounds=simple([[0.1], [0.4], [0.6], None, [0.9], [0.8], [0.95]], [[0.5]] * 7)))
+    assert run.costs_to(0.9) == {
+        "round": 4, "bytes_up": 4 * 500, "bytes_down": 4 * 1000, "parameters_up": 4 * 125, "parameters_down": 4 * 250,
+        "flops": 12_000_000, "steps": 80, "seconds_train": 2.0, "seconds_server": 1.0, "seconds_evaluate": 0.625,
+    }  # fmt: skip
+    assert run.costs_to(0.96) is run.costs_to(None) is None
+    assert run.costs_to(0.05)["bytes_up"] == 0
+    (row,) = rows_of(comparison([run.record], 0.9))
+    assert (row["target_bytes"], row["target_parameters"], row["target_seconds"]) == (4 * 1500, 4 * 375, 3.0)
+
+
+def target_of(runs, *given):
+    return choose_target([Run(run) for run in runs], *given)
 
 
 def test_target_given_then_own_then_common(make_run):
     a = make_run("a", rounds=simple([[0.1], [0.857], [0.5]]))
     b = make_run("b", rounds=simple([[0.1], [0.3], [0.9]]))
     silent = make_run("c", rounds=simple([None]))
-    assert choose_target([a, b], 0.42).value == 0.42
-    common = choose_target([a, b, silent])
+    assert target_of([a, b], 0.42).value == 0.42
+    common = target_of([a, b, silent])
     assert common.value == 0.85
     assert "highest whole percent that all runs reached" in common.source
     own = [make_run(m, rounds=simple([[0.5]]), run={"target": 0.9}) for m in "ab"]
-    assert choose_target(own).value == 0.9
-    assert choose_target([*own, a]).value == 0.5  # only some have their own
+    assert target_of(own).value == 0.9
+    assert target_of([*own, a]).value == 0.5  # only some have their own
     for wrong in (0.0, 90, math.nan):
         with pytest.raises(ConfigError):
-            choose_target([a], wrong)
+            target_of([a], wrong)
 
 
 def test_common_target_is_not_lost_to_rounding(make_run):
-    assert highest_all_reached([make_run(rounds=simple([[0.29], [0.57]]))]) == 0.57
-    assert highest_all_reached([make_run(rounds=simple([[0.004]]))]) is None
+    assert target_of([make_run(rounds=simple([[0.29], [0.57]]))]).value == 0.57
+    assert target_of([make_run(rounds=simple([[0.004]]))]).value is None
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
 def test_interval_is_student_t(values):
-    got = spread(values)
+    got = estimate(values)
     low, high = stats.t.interval(0.95, len(values) - 1, loc=np.mean(values), scale=stats.sem(values) or 1e-300)
     assert got.n == len(values)
     assert got.std == pytest.approx(np.std(values, ddof=1))
@@ -127,24 +151,24 @@ def test_interval_is_student_t(values):
 
 
 def test_one_seed_has_no_interval():
-    assert spread([0.5, None, math.nan]).ci is None
-    assert spread([None]) is None
+    assert math.isnan(estimate([0.5, math.nan]).ci)
+    assert estimate([math.nan]) is None
 
 
 def test_groups_are_seeds_of_one_setting(make_run):
     runs = [make_run(m, s, rounds=simple([[0.1 * s + 0.1]])) for m in "ab" for s in (0, 1)]
     runs.append(make_run("a", 0, rounds=simple([[0.9]]), fields={"mu": 0.5}))
-    groups = aggregate(runs)
+    groups = group_runs(runs)
     assert [group.label for group in groups] == ["a, mu = 0.9", "b", "a, mu = 0.5"]
     assert [len(group.runs) for group in groups] == [2, 2, 1]
-    assert groups[0].accuracy.mean == pytest.approx(0.15)
+    assert groups[0].final().mean == pytest.approx(0.15)
 
 
 def test_seed_given_twice_counts_once(make_run):
-    (group,) = aggregate([make_run("a", 3, rounds=simple([[0.5]])), make_run("a", 3, rounds=simple([[0.7]]))])
+    (group,) = group_runs([make_run("a", 3, rounds=simple([[0.5]])), make_run("a", 3, rounds=simple([[0.7]]))])
     assert len(group.runs) == 1
     assert group.repeated == ("3",)
-    assert group.accuracy.mean == 0.5
+    assert group.final().mean == 0.5
 
 
 def test_sweep_keeps_the_method_label(make_run):
@@ -153,13 +177,13 @@ def test_sweep_keeps_the_method_label(make_run):
                  partition={"kind": "pathological", "classes_per_client": k})
         for k in (2, 4) for s in (0, 1)
     ]  # fmt: skip
-    groups = aggregate(runs)
+    groups = group_runs(runs)
     assert [group.short for group in groups] == ["a", "a"]
     assert [group.label for group in groups] == ["a (classes_per_client = 2)", "a (classes_per_client = 4)"]
     assert [len(group.runs) for group in groups] == [2, 2]
 
 
 def test_last_usable_round_is_named(make_run):
-    one = summarize(make_run(rounds=simple([[0.1], [0.5], [math.nan]])))
-    assert one.main.last.round == 1
-    assert one.status == "no finite accuracy after round 1"
+    run = make_run(rounds=simple([[0.1], [0.5], [math.nan]]))
+    assert main(run)["round"] == 1
+    assert Run(run).status == "no finite accuracy after round 1"

@@ -7,24 +7,25 @@ import re
 
 import numpy as np
 import pytest
-from report_runs import rounds_of
-from rich.console import Console
+from report_runs import cells, page_of, rounds_of, rows_of, text_of
 
-from fedlowrank.report import comparison, render_terminal
-from fedlowrank.report.tables import to_csv, to_html, to_markdown
-from fedlowrank.report.units import NONE, number, percent_pair, plain, seconds, si, tick
+from fedlowrank.report import comparison
+from fedlowrank.report.formats import (
+    MISSING,
+    format_number,
+    format_percent_pair,
+    format_seconds,
+    format_si,
+    format_tick,
+    one_line,
+)
+from fedlowrank.report.tables import to_csv, to_markdown
 
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
 
 
-def text_of(table, width=200):
-    console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(render_terminal(table))
-    return console.file.getvalue()
-
-
 def headings(table):
-    return [column.title for column in table.columns]
+    return [column.title for one in table.blocks.values() for column in one.columns]
 
 
 def test_columns_appear_where_they_have_something_to_say(make_run):
@@ -32,25 +33,23 @@ def test_columns_appear_where_they_have_something_to_say(make_run):
     assert not {"over seeds", "n", "paper", "difference", "status", "global"} & set(headings(plain_table))
     full = comparison([make_run(m, s, reference=REFERENCE) for m in "abc" for s in (0, 1)])
     assert {"over seeds", "n", "paper", "difference"} <= set(headings(full))
-    assert [row["label"] for row in full.rows] == ["a", "b", "c"]
+    assert [row["label"] for row in rows_of(full)] == ["a", "b", "c"]
 
 
 def test_reference_and_difference(make_run):
     table = comparison([make_run(m, 0, reference=REFERENCE) for m in "abc"])
-    paper = next(column for column in table.columns if column.title == "paper")
-    difference = next(column for column in table.columns if column.title == "difference")
-    assert [paper.text(row) for row in table.rows] == ["96.66", "not converged", NONE]
-    ours = 100 * table.rows[0]["accuracy_last"]
-    assert table.rows[0]["difference_points"] == ours - 96.66
-    assert difference.text(table.rows[0]).startswith("−")
+    assert cells(table, "accuracy", "paper") == ["96.66", "not converged", MISSING]
+    ours = 100 * rows_of(table)[0]["accuracy_last"]
+    assert rows_of(table)[0]["difference_points"] == ours - 96.66
+    assert cells(table, "accuracy", "difference")[0].startswith("−")
     assert ("paper", "Table 2") in table.footnotes
 
 
 def test_csv_round_trips_exactly(make_run):
     table = comparison([make_run(m, s, title='x, "y"\nz') for m in "ab" for s in (0, 1, 2)])
     rows = list(csv.DictReader(io.StringIO(to_csv(table))))
-    assert len(rows) == len(table.rows)
-    for read, row in zip(rows, table.rows, strict=True):
+    assert len(rows) == len(rows_of(table))
+    for read, row in zip(rows, rows_of(table), strict=True):
         assert list(read) == list(row)
         for key, value in row.items():
             if value is None:
@@ -63,7 +62,7 @@ def test_csv_round_trips_exactly(make_run):
 
 def test_row_is_the_mean_over_seeds(make_run):
     runs = [make_run("a", s) for s in (0, 1, 2)]
-    (row,) = comparison(runs).rows
+    (row,) = rows_of(comparison(runs))
     last = np.array([run.rounds[-1].accuracy["personal"]["test"] for run in runs])
     assert row["accuracy_last"] == pytest.approx(last.mean())
     assert row["std_clients"] == pytest.approx(last.std(axis=1).mean())
@@ -75,32 +74,21 @@ def test_row_is_the_mean_over_seeds(make_run):
 def test_costs_to_target_need_every_seed(make_run):
     runs = [make_run("a", s, rounds=rounds_of([[0.1], [0.2 + 0.5 * s]])) for s in (0, 1)]
     table = comparison(runs, 0.6)
-    rounds = next(column for column in table.columns if column.title == "rounds")
-    assert table.rows[0]["target_round"] is None
-    assert rounds.text(table.rows[0]) == "1 of 2 seeds"
-    assert rounds.text(comparison(runs, 0.9).rows[0]) == "not reached"
+    assert rows_of(table)[0]["target_round"] is None
+    assert cells(table, "target", "rounds") == ["1 of 2 seeds"]
+    assert cells(comparison(runs, 0.9), "target", "rounds") == ["not reached"]
 
 
-def test_other_series_have_columns(make_run):
-    rows = rounds_of([[0.1, 0.2], [0.5, 0.7]])
-    for row in rows:
-        row["accuracy"]["global"] = {"test": [0.3, 0.4]}
-    table = comparison([make_run("a", rounds=rows)])
-    assert table.rows[0]["series"] == "personal"
-    assert table.rows[0]["series.global"] == pytest.approx(0.35)
-    assert "global" in headings(table)
-
-
-def test_unfinished_runs_say_so(make_run):
-    table = comparison([make_run("a", status={"state": "stopped", "rounds": 12, "message": "ctrl-c"})])
-    for written in (text_of(table), to_markdown(table), to_html(table), to_csv(table)):
+def test_unfinished_runs_say_so(make_run, tmp_path):
+    runs = [make_run("a", status={"state": "stopped", "rounds": 12, "message": "ctrl-c"})]
+    table = comparison(runs)
+    for written in (text_of(table), to_markdown(table), page_of(runs, tmp_path), to_csv(table)):
         assert "stopped at round 12" in written
 
 
 def test_names_cannot_break_out(make_run):
     name = "<script>|[red]x[/red]|*_`$y$"
     table = comparison([make_run("a", title=name)])
-    assert "<script>" not in to_html(table)
     assert name in text_of(table)
     for line in to_markdown(table).splitlines():
         if line.startswith("|"):
@@ -111,54 +99,47 @@ def test_names_cannot_break_out(make_run):
     assert len({row.count("|") for row in accuracy}) == 1
 
 
-def test_run_without_evaluation(make_run):
-    table = comparison([make_run("a", rounds=[{"round": 0, "accuracy": None}])])
-    assert table.rows[0]["accuracy_last"] is None
-    assert table.rows[0]["status"] == "no evaluation"
-    assert NONE in text_of(table)
-
-
 def test_several_experiments_are_told_apart(make_run):
     table = comparison([make_run("a", name="one"), make_run("a", name="two")])
-    assert [table.label(row) for row in table.rows] == ["one: a", "two: a"]
+    assert [row[0] for row in table.blocks["accuracy"].rows] == ["one: a", "two: a"]
 
 
 def test_vary_is_json_in_the_csv(make_run):
-    (row,) = comparison([make_run("a", vary={"method.mu": 0.5})]).rows
+    (row,) = rows_of(comparison([make_run("a", vary={"method.mu": 0.5})]))
     assert json.loads(row["vary"]) == {"method.mu": 0.5}
 
 
 @pytest.mark.parametrize(
     ("got", "expected"),
     [
-        (si(0, "B"), "0 B"),
-        (si(999, "B"), "999 B"),
-        (si(1000, "B"), "1.00 kB"),
-        (si(999_999, "B"), "1.00 MB"),
-        (si(12_345_678), "12.3 M"),
-        (si(96_000, "B"), "96.0 kB"),
-        (number(100 * 0.14), "14"),
-        (number(12.6), "12.6"),
-        (si(8_555_200, "B"), "8.56 MB"),
-        (si(None), NONE),
-        (si(float("nan")), NONE),
-        (tick(1_500_000.0, "B"), "1.5 MB"),
-        (percent_pair(0.931249, 0.05), "93.12 ± 5.00"),
-        (percent_pair(0.5, None), "50.00"),
-        (seconds(0.0), "0 s"),
-        (seconds(150.0), "2.50 min"),
-        (seconds(36_000.0), "10.0 h"),
-        (plain("a\x00\nb  c"), "a b c"),
-        (plain("abcdef", 4), "abc…"),
+        (format_si(0, "B"), "0 B"),
+        (format_si(999, "B"), "999 B"),
+        (format_si(1000, "B"), "1.00 kB"),
+        (format_si(999_999, "B"), "1.00 MB"),
+        (format_si(12_345_678), "12.3 M"),
+        (format_si(96_000, "B"), "96.0 kB"),
+        (format_number(100 * 0.14), "14"),
+        (format_number(12.6), "12.6"),
+        (format_si(8_555_200, "B"), "8.56 MB"),
+        (format_si(None), MISSING),
+        (format_si(float("nan")), MISSING),
+        (format_tick(1_500_000.0, "B"), "1.5 MB"),
+        (format_percent_pair(0.931249, 0.05), "93.12 ± 5.00"),
+        (format_percent_pair(0.5, None), "50.00"),
+        (format_seconds(0.0), "0 s"),
+        (format_seconds(150.0), "2.50 min"),
+        (format_seconds(36_000.0), "10.0 h"),
+        (one_line("a\x00\nb  c"), "a b c"),
+        (one_line("abcdef", 4), "abc…"),
     ],
 )
 def test_units(got, expected):
     assert got == expected
 
 
-def test_a_table_has_one_number_format(make_run):
+def test_a_table_has_one_number_format(make_run, tmp_path):
     """Every byte size and count of the page has three significant digits, fewer only where it is a whole number below."""
-    text = to_html(comparison([make_run("a"), make_run("b", 1)]))
+    text = page_of([make_run("a"), make_run("b", 1)], tmp_path)
     shown = re.findall(r">(\d[\d.]*) ?([kMGTP]?B|[kMGTP])</td>", text)
     assert len(shown) > 10
     for figure, unit in shown:

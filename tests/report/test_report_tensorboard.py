@@ -5,32 +5,46 @@ import sys
 import warnings
 
 import pytest
-from report_runs import rounds_of
+from report_runs import in_clusters, regression_of, rounds_of
 
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import export_tensorboard
 
 
-def test_event_file_reads_back(make_run, tmp_path):
+def scalars(run, folder):
+    """``(step, value)`` by tag."""
     pytest.importorskip("tensorboard")
-    rows = rounds_of([[0.25, 0.75], [0.5, None], [1.0, 0.5]])
-    rows[1]["loss"]["bad"] = float("nan")
     with warnings.catch_warnings():
         # TensorBoard's own use of its dependencies, nothing that this package could mend.
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(tensorboard|google|pkg_resources).*")
-        warnings.filterwarnings("ignore", category=DeprecationWarning, message=r"(?i).*(tensorboard|protobuf).*")
-        export_tensorboard(make_run("a", rounds=rows), tmp_path / "events")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        export_tensorboard(run, folder)
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        events = EventAccumulator(str(tmp_path / "events"))
+        events = EventAccumulator(str(folder))
         events.Reload()
-    tags = set(events.Tags()["scalars"])
-    assert {"accuracy/personal/test", "accuracy/personal/val", "bytes/up", "bytes/down", "bytes/total"} <= tags
-    assert {"loss/local", "seconds/train", "seconds/server", "seconds/evaluate"} <= tags
-    assert "loss/bad" not in tags
-    got = [(event.step, event.value) for event in events.Scalars("accuracy/personal/test")]
-    assert got == [(0, 0.5), (1, 0.5), (2, 0.75)]
-    assert [event.value for event in events.Scalars("bytes/total")] == [0, 1500, 3000]
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_event_file_reads_back(make_run, tmp_path):
+    rows = rounds_of([[0.25, 0.75], [0.5, None], [1.0, 0.5]])
+    rows[1]["loss"]["bad"] = float("nan")
+    found = scalars(make_run("a", rounds=rows), tmp_path)
+    assert {"accuracy/personal/val", "bytes/up", "bytes/down"} <= found.keys()
+    assert {"loss/local", "seconds/train", "seconds/server", "seconds/evaluate"} <= found.keys()
+    assert "loss/bad" not in found
+    assert found["accuracy/personal/test"] == [(0, 0.5), (1, 0.5), (2, 0.75)]
+    assert found["bytes/total"] == [(0, 0), (1, 1500), (2, 3000)]
+
+
+def test_losses_routes_and_unseen_clients(make_run, tmp_path):
+    rows = regression_of([[4, 4, 4, 8], [1, 2, 3, 9]])
+    rows[1]["routes"] = [[1, 0], [0, 1], [1, 0], [1, 0]]
+    found = scalars(make_run("a", rounds=rows, clients=in_clusters([0, 1, 0, 1], unseen=[3])), tmp_path)
+    assert not [tag for tag in found if tag.startswith("accuracy")]
+    assert found["loss/personal/test"] == [(0, 4.0), (1, 2.0)]
+    assert found["loss/personal/test/unseen"] == [(0, 8.0), (1, 9.0)]
+    assert found["routes/recovery"] == [(1, 1.0)]
+    assert found["loss/local"] == [(1, 0.5)]
 
 
 def test_missing_tensorboard_names_the_extra(make_run, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from ..core.errors import ConfigError
 from ..core.key import Key
 from ..core.method import ClientInfo
-from ..data.clients import subsample_training
+from ..data.clients import make_clients, subsample_training
 from ..data.concept import apply_concept
 from ..data.dataset import ClientData, Examples, Inputs, Stored, subset
 from ..data.federation import Federation

@@ -1,12 +1,12 @@
-"""From run folders to something to read: a page, a table, TensorBoard event files."""
+"""Reports of run folders: an HTML page, tables, figures and TensorBoard event files."""
 
 from __future__ import annotations
 
 from .gallery import save_figures
 from .groups import in_order
+from .page import write_report
 from .tables import Comparison, comparison, render_terminal
 from .tensorboard import export_tensorboard
-from .write import write_report
 
 __all__ = [
     "Comparison",

@@ -1,7 +1,7 @@
-"""How figures look: one style a method, and SVG that follows the page between light and dark.
+"""The look of figures: one style a method, and SVG that follows the page between light and dark mode.
 
-Figures are drawn with placeholder colors. :func:`to_svg` turns those into ``currentColor`` and CSS variables with the
-light color as fallback, so one drawing serves both modes and print.
+Figures are drawn with placeholder colors. :func:`to_svg` turns those into ``currentColor`` and CSS variables
+with the light color as fallback, so that one drawing serves both modes and print.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -21,32 +21,29 @@ from typing import Any
 import matplotlib
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from .units import plain
+from .formats import one_line
 
-# Both lists were searched for the largest least distance in Oklab between any two colors, as seen normally and with
+# Both lists were searched for the largest least distance in Oklab between any two colors, as seen normally
+# and with
 # protanopia, deuteranopia and tritanopia, at a contrast of at least 3:1 with the background.
 LIGHT = ("#0071a2", "#da7805", "#3a9f93", "#c73cef", "#8c6106", "#1c0085", "#540213", "#4d4d4c")
 DARK = ("#2789a0", "#e4a004", "#64cead", "#c194fc", "#a3fa44", "#cd19fd", "#e14344", "#f8efe6")
 
-INK = "#010203"
-"""Placeholder of the text color."""
-
-PAPER = "#fdfcfb"
-"""Placeholder of the background color."""
-
+INK = "#010203"  # placeholder of the text color
+PAPER = "#fdfcfb"  # placeholder of the background color
 DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.5), (6, 1.8, 1.2, 1.8))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "*", "h")
 
+# Width of a figure, in inches of 72 units each: small enough that text stays legible on a phone.
 WIDTH = 5.3
-"""Width of a figure, in inches of 72 units each: small enough that text stays legible on a phone."""
-
 _SVG = "{http://www.w3.org/2000/svg}"
-_HREF = "{http://www.w3.org/1999/xlink}href"
-EMBEDDED_FONTS: dict[Any, Any] = {"pdf.fonttype": 42, "ps.fonttype": 42}
-"""Matplotlib settings that embed TrueType fonts: publishers reject Type 3, matplotlib's own choice."""
+_XLINK = "{http://www.w3.org/1999/xlink}"
 
+# Matplotlib settings that embed TrueType fonts: publishers reject Type 3, matplotlib's own choice.
+EMBEDDED_FONTS: dict[Any, Any] = {"pdf.fonttype": 42, "ps.fonttype": 42}
 _SETTINGS = {
     "svg.fonttype": "none",
     **EMBEDDED_FONTS,
@@ -80,7 +77,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Style:
-    """How one method is drawn, in every figure.
+    """The look of one method in every figure.
 
     Attributes:
         color: placeholder color.
@@ -97,24 +94,28 @@ class Style:
         """The dash as matplotlib's ``linestyle``."""
         return (0.0, self.dash) if self.dash else "-"
 
-    def further(self, place: int) -> Style:
-        """The look of a further series of the method: same color and marker, another dash.
-
-        Args:
-            place: 0 for the headline, which is the style itself, then 1, 2, ...
-        """
-        # two dashes on first: the next one may belong to another method of the same color
+    def of_series(self, place: int) -> Style:
+        """The style of a series of the method: same color and marker, another dash from place 1 on."""
+        # Two dashes on first: the next one may belong to another method of the same color.
         at = DASHES.index(self.dash) + (place + 1 if place else 0)
         return replace(self, dash=DASHES[at % len(DASHES)])
+
+    @property
+    def rgb(self) -> tuple[float, float, float]:
+        """The color as numbers, to which an opacity can be added."""
+        return to_rgb(self.color)
+
+
+Styles = Mapping[str, Style]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its words.
+    """A figure with its texts.
 
     Attributes:
         figure: the drawing.
-        title: heading, as plain text.
+        title: heading.
         alt: what is to be seen, for those who cannot see it.
         caption: what is drawn, how, and from which data.
         small: whether three of its kind fit side by side.
@@ -127,45 +128,45 @@ class Picture:
     small: bool = False
 
 
-_REAL: ContextVar[bool] = ContextVar("real colors", default=False)
+_FINAL: ContextVar[bool] = ContextVar("final colors", default=False)
 
 
 @contextmanager
-def real_colors() -> Iterator[None]:
-    """Draw in the light colors themselves, for files that stand alone, and not in placeholders for a page."""
-    token = _REAL.set(True)
+def final_colors() -> Iterator[None]:
+    """Draw in the light colors themselves, for files that stand alone, instead of placeholders for a page."""
+    token = _FINAL.set(True)
     try:
         yield
     finally:
-        _REAL.reset(token)
+        _FINAL.reset(token)
 
 
-def color(index: int) -> str:
-    """Placeholder of a palette color; :func:`to_svg` knows them."""
-    return LIGHT[index % len(LIGHT)] if _REAL.get() else f"#0a00{index % len(LIGHT):02x}"
+def palette_color(index: int) -> str:
+    """Placeholder of a palette color."""
+    return LIGHT[index % len(LIGHT)] if _FINAL.get() else f"#0a00{index % len(LIGHT):02x}"
 
 
-def hue(index: int, count: int) -> str:
+def hue_color(index: int, count: int) -> str:
     """Placeholder of one of many evenly spaced hues; neighbors differ in lightness too."""
     turn = round(256 * index / count) % 256
-    if _REAL.get():
-        rgb = colorsys.hls_to_rgb(turn / 256, (0.28, 0.43)[index % 2], 0.7)
-        return "#" + "".join(f"{round(255 * c):02x}" for c in rgb)
+    if _FINAL.get():
+        return to_hex(colorsys.hls_to_rgb(turn / 256, (0.28, 0.43)[index % 2], 0.7))
     return f"#0b{turn:02x}{index % 2:02x}"
 
 
-def styles(labels: Sequence[str]) -> dict[str, Style]:
+def make_styles(labels: Sequence[str]) -> dict[str, Style]:
     """A style for each label, by its place; distinct for 32 labels and, by its marker, for 96."""
     n = len(LIGHT)
     return {
-        label: Style(color(i), DASHES[(i + i // n) % len(DASHES)], MARKERS[(i + i // n) % len(MARKERS)])
+        label: Style(palette_color(i), DASHES[turn % len(DASHES)], MARKERS[turn % len(MARKERS)])
         for i, label in enumerate(dict.fromkeys(labels))
+        for turn in (i + i // n,)
     }
 
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Drawing settings for the time of a block; a user's own matplotlibrc has no say in a report."""
+    """Use the report's drawing settings and ignore the user's matplotlibrc; also a decorator."""
     with warnings.catch_warnings(), matplotlib.rc_context():
         # The font only measures here; the browser has the glyph.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
@@ -174,16 +175,39 @@ def drawing() -> Iterator[None]:
         yield
 
 
+def _defaults() -> dict[str, object]:
+    skipped = (
+        "backend",
+        "interactive",
+        "toolbar",
+        "timezone",
+        "webagg",
+        "date",
+        "animation",
+        "savefig",
+        "keymap",
+    )
+    defaults: Any = matplotlib.rcParamsDefault
+    return {key: defaults[key] for key in defaults if not key.startswith(skipped)}
+
+
 def new_figure(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
     """An empty figure with one axes, sizes in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
+def new_panels(height: float, rows: int, columns: int, *, sharey: bool) -> tuple[Figure, Any]:
+    """An empty figure with ``[rows, columns]`` axes that share their horizontal, or both, limits."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False)
+
+
+def add_legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> None:
     """Put a legend below the axes, in as many columns as the longest label leaves room for."""
     # Matplotlib drops labels that begin with an underscore.
-    texts = [("\u200b" + text if text.startswith("_") else text) for text in (plain(label, 44) for label in labels)]
+    texts = [one_line(label, 44) for label in labels]
+    texts = ["\u200b" * text.startswith("_") + text for text in texts]
     if not texts:
         return
     room = figure.get_figwidth() * 72 / (max(map(len, texts)) * 5.4 + 38)
@@ -191,14 +215,15 @@ def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str]) -> 
     # The axes keep their height however many methods there are.
     figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(texts) / columns))
     figure.legend(
-        list(handles),
-        texts,
-        loc="outside lower center",
-        ncols=columns,
-        handlelength=2.5,
-        columnspacing=1.2,
+        list(handles), texts, loc="outside lower center", ncols=columns, handlelength=2.5, columnspacing=1.2,
         labelspacing=0.35,
-    )
+    )  # fmt: skip
+
+
+def css_variables(light: Sequence[str], dark: Sequence[str]) -> str:
+    """Declarations of the palettes for a style sheet."""
+    one, other = ("".join(f"--s{i}:{color};" for i, color in enumerate(colors)) for colors in (light, dark))
+    return f":root{{{one}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{other}}}}}\n"
 
 
 def to_svg(figure: Figure, name: str) -> str:
@@ -209,7 +234,8 @@ def to_svg(figure: Figure, name: str) -> str:
         name: unique on the page, of letters, digits and hyphens; all identifiers begin with it.
 
     Returns:
-        One ``<svg>`` element without declaration, metadata, style sheet or size. Equal figures give equal text.
+        One ``<svg>`` element without declaration, metadata, style sheet or size. Equal figures give equal
+        text.
     """
     buffer = io.BytesIO()
     with drawing():
@@ -220,63 +246,45 @@ def to_svg(figure: Figure, name: str) -> str:
         for child in list(parent):
             if child.tag in (f"{_SVG}metadata", f"{_SVG}style") or not isinstance(child.tag, str):
                 parent.remove(child)
-    used = {value for element in root.iter() for value in _references(element)}
+    attributes = [value for element in root.iter() for value in element.attrib.values()]
+    used = set(re.findall(r"(?:^|url\()#([^)\s]+)", "\n".join(attributes), re.MULTILINE))
     for element in root.iter():
-        _tidy(element, name, used)
+        element.tag = element.tag.removeprefix(_SVG)
+        attrib = {key.removeprefix(_XLINK): _rewrite(key, text, name) for key, text in element.attrib.items()}
+        if element.attrib.get("id") not in used:
+            attrib.pop("id", None)
+        element.attrib.clear()
+        element.attrib.update({key: value for key, value in attrib.items() if value})
     for size in ("width", "height", "version"):
         root.attrib.pop(size, None)
     root.attrib.update(
-        {"xmlns": "http://www.w3.org/2000/svg", "stroke-linejoin": "round", "aria-hidden": "true", "focusable": "false"}
+        {
+            "xmlns": "http://www.w3.org/2000/svg",
+            "stroke-linejoin": "round",
+            "aria-hidden": "true",
+            "focusable": "false",
+        }
     )
     return ET.tostring(root, encoding="unicode")
 
 
-def css_variables(colors: Sequence[str]) -> str:
-    """Declarations of the palette for a style sheet."""
-    return "".join(f"--s{i}:{value};" for i, value in enumerate(colors))
+def _rewrite(key: str, value: str, name: str) -> str:
+    """The value of an attribute as it stands in the page."""
+    if key == "id":
+        return f"{name}-{value}"
+    if key == f"{_XLINK}href":
+        return f"#{name}-{value[1:]}" if value.startswith("#") else value
+    if key == "clip-path":
+        return value.replace("url(#", f"url(#{name}-")
+    if key == "style":
+        return _rewrite_style(value)
+    return _shorten(value) if key in ("d", "x", "y", "transform", "points") else value
 
 
-def _defaults() -> dict[str, object]:
-    skipped = ("backend", "backend_fallback", "interactive", "toolbar", "timezone")
-    defaults: Any = matplotlib.rcParamsDefault
-    return {
-        key: defaults[key]
-        for key in defaults
-        if key not in skipped and not key.startswith(("webagg", "date", "animation", "savefig", "keymap"))
-    }
-
-
-def _references(element: ET.Element) -> list[str]:
-    found = [value[1:] for key, value in element.attrib.items() if key in (_HREF, "href") and value.startswith("#")]
-    for key in ("clip-path", "style", "fill", "mask"):
-        found += re.findall(r"url\(#([^)]+)\)", element.attrib.get(key, ""))
-    return found
-
-
-def _tidy(element: ET.Element, name: str, used: set[str]) -> None:
-    element.tag = element.tag.removeprefix(_SVG)
-    for key, value in list(element.attrib.items()):
-        del element.attrib[key]
-        if key == "id":
-            if value in used:
-                element.attrib["id"] = f"{name}-{value}"
-            continue
-        if key in (_HREF, "href"):
-            key, value = "href", f"#{name}-{value[1:]}" if value.startswith("#") else value
-        elif key == "clip-path":
-            value = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", value)
-        elif key == "style":
-            value = _restyle(value)
-        elif key in ("d", "x", "y", "transform", "points"):
-            value = _shorten(value)
-        if value:
-            element.attrib[key] = value
-
-
-def _restyle(style: str) -> str:
+def _rewrite_style(style: str) -> str:
     style = style.replace(INK, "currentColor").replace(PAPER, "var(--paper,#fff)")
     style = re.sub(r"#0a00([0-9a-f]{2})", lambda m: f"var(--s{int(m[1], 16)},{LIGHT[int(m[1], 16)]})", style)
-    # The lightness is the page's to choose, like the palette.
+    # The page chooses the lightness, like the palette.
     style = re.sub(
         r"#0b([0-9a-f]{2})0([01])",
         lambda m: f"hsl({round(int(m[1], 16) * 360 / 256)} 70% var(--l{m[2]},{(28, 43)[int(m[2])]}%))",
@@ -287,5 +295,6 @@ def _restyle(style: str) -> str:
 
 
 def _shorten(text: str) -> str:
+    """Numbers with two decimals: a hundredth of a point cannot be seen."""
     short = re.sub(r"(?<![#\w.])-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), text)
     return re.sub(r"\s+", " ", short).strip()

@@ -1,0 +1,264 @@
+"""Parts that figures share: curves, axes with their limits and ticks, legend entries, words of captions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis, XAxis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.transforms import ScaledTranslation, Transform
+from numpy.typing import NDArray
+
+from .formats import format_tick, one_line
+from .groups import Group
+from .measures import Measure
+from .style import Style
+
+Bounds = tuple[float, float]
+UNBOUNDED: Bounds = (-math.inf, math.inf)
+NON_NEGATIVE: Bounds = (0.0, math.inf)
+
+LOG_FROM = 20  # ratio of the largest to the smallest positive value from which an axis is logarithmic
+DECADES = 100.0  # ratio of the largest to the smallest loss beyond which an axis of losses is logarithmic
+# Most lines of a figure with the further series of methods; with more, only the headlines are drawn.
+LINES = 14
+THIN = 1.0  # width of the line of a further series of a method, in points
+
+
+class Line(NamedTuple):
+    """A learning curve in a figure.
+
+    Attributes:
+        group: the method.
+        series: name of the series.
+        place: 0 for the headline, then 1, 2, ...
+        label: the method, with the series after a colon unless it is the headline.
+        unseen: whether it is about the clients that never train.
+    """
+
+    group: Group
+    series: str | None
+    place: int
+    label: str
+    unseen: bool = False
+
+
+def choose_lines(groups: Sequence[Group], most: int = LINES, *, unseen: bool = False) -> list[Line]:
+    """The headline of every evaluated group, each followed by its further series unless those are too many.
+
+    With ``unseen``, the headline over the clients that never train follows, where there are any.
+    """
+    lines = []
+    for group in groups:
+        for place, name in enumerate(group.series):
+            if group.final(name):
+                label = f"{group.short}: {one_line(name)}" if place else group.short
+                lines.append(Line(group, name, place, label))
+        if unseen and group.results()["unseen"].notna().any():
+            label = f"{group.short}: unseen clients"
+            lines.append(Line(group, group.headline, len(group.series), label, unseen=True))
+    return lines if len(lines) <= most else [line for line in lines if not line.place]
+
+
+def interval_ends(table: pd.DataFrame, bounds: Bounds = UNBOUNDED) -> tuple[pd.Series, pd.Series]:
+    """Lower and upper ends of the intervals ``mean`` ± ``ci``, cut to possible values."""
+    half = table["ci"].fillna(0.0)
+    return (table["mean"] - half).clip(*bounds), (table["mean"] + half).clip(*bounds)
+
+
+def all_ends(tables: Iterable[pd.DataFrame], bounds: Bounds = UNBOUNDED) -> list[float]:
+    """Both ends of all intervals, for which an axis must have room."""
+    return [float(end) for table in tables for side in interval_ends(table, bounds) for end in side]
+
+
+def all_means(tables: Iterable[pd.DataFrame]) -> list[float]:
+    """All means of some curves."""
+    return [float(mean) for table in tables for mean in table["mean"]]
+
+
+def legend_entry(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
+    """Entry of a legend: line and marker of a style, or others instead."""
+    return Line2D(
+        [], [], color=style.color, linestyle=style.line if line is None else line, markersize=6,
+        marker=style.marker if marker is None else marker,
+    )  # fmt: skip
+
+
+def draw_curve(
+    axes: Axes, curve: pd.DataFrame, style: Style, scale: float = 1.0, *, bounds: Bounds = UNBOUNDED,
+    x: str | None = None, thin: bool = False,
+) -> Line2D:  # fmt: skip
+    """Draw means over seeds with their 95 % interval, cut to ``bounds``, as a band; return the legend entry.
+
+    A logarithmic axis must have its limits before. ``scale`` leads to the unit of the axis, ``x`` names the
+    column for the horizontal axis instead of the rounds, and a thin line has no band.
+    """
+    at = (curve.index if x is None else curve[x]).to_numpy(dtype=np.float64)
+    if not thin and curve["ci"].notna().any():
+        low, high = interval_ends(curve, bounds)
+        if axes.get_yscale() == "log":
+            # A logarithmic axis has no place below zero.
+            low = np.maximum(low, axes.get_ylim()[0] / scale)
+        axes.fill_between(at, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
+    # One evaluation is a point: a line through it would show nothing.
+    entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
+    if thin:
+        entry.set(linewidth=THIN, markerfacecolor="none")
+    axes.plot(
+        at, scale * curve["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
+        dash_capstyle="butt", linewidth=entry.get_linewidth(), markerfacecolor=entry.get_markerfacecolor(),
+    )  # fmt: skip
+    return entry
+
+
+def draw_bars(
+    axes: Axes, table: pd.DataFrame, style: Style, measure: Measure, place: float, size: float = 5.0
+) -> None:  # fmt: skip
+    """Draw means against the index with bars of their 95 % interval, ``place`` points aside.
+
+    Lines that are a few points on paper apart do not hide each other's bars.
+    """
+    low, high = interval_ends(table, measure.bounds)
+    bars = measure.scale * np.array([table["mean"] - low, high - table["mean"]])
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    aside: Transform = ScaledTranslation(place / 72, 0, figure.dpi_scale_trans)
+    x, y = table.index.to_numpy(), measure.scale * table["mean"].to_numpy()
+    axes.errorbar(
+        x, y, yerr=bars if bars.any() else None, color=style.color,
+        linestyle=style.line, marker=style.marker, markersize=size, capsize=2, elinewidth=1,
+        transform=axes.transData + aside,
+    )  # fmt: skip
+
+
+def is_wide_range(values: Sequence[float], factor: float) -> bool:
+    """Whether all values are positive and the largest is more than ``factor`` times the smallest."""
+    is_positive = bool(values) and all(value > 0 and math.isfinite(value) for value in values)
+    return is_positive and max(values) > factor * min(values)
+
+
+def set_measure_axis(
+    axis: Axis, measure: Measure, means: Sequence[float], ends: Sequence[float] = ()
+) -> None:  # fmt: skip
+    """Label, scale, limits and ticks of an axis of accuracies or losses around means and ends of intervals.
+
+    Losses are on a logarithmic axis where all means are positive and span more than two decades. It shows at
+    most one decade below the least mean, because it has no place for ends that are not positive.
+    """
+    axes = axis.axes
+    set_limits = axes.set_xlim if isinstance(axis, XAxis) else axes.set_ylim
+    axis.set_label_text(measure.axis_label)
+    low, high = min([*means, *ends]), max([*means, *ends])
+    if not measure.is_loss:
+        if not isinstance(axis, XAxis):
+            pad = max(1.0, 6 * (high - low))
+            set_limits(*clip_percent((100 * low - pad, 100 * high + pad)))
+            axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10]))
+    elif is_wide_range(means, DECADES):
+        axis.set_label_text(f"{measure.axis_label}, logarithmic")
+        low = max(low, min(means) / 10)
+        (axes.set_xscale if isinstance(axis, XAxis) else axes.set_yscale)("log")
+        pad = (high / low) ** 0.05
+        set_limits(low / pad, high * pad)
+        axis.set_major_locator(LogLocator(numticks=8))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        # A loss has no scale of its own: equal ones still need an axis.
+        pad = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
+        set_limits(low - pad, high + pad)
+        axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
+
+
+def set_scatter_axis(axes: Axes, measure: Measure, means: Sequence[float], margin: float) -> None:
+    """The vertical axis of a scatter chart of a measure, with a margin for the markers on all sides."""
+    set_measure_axis(axes.yaxis, measure, means)
+    axes.autoscale()
+    axes.margins(margin)
+    if not measure.is_loss:
+        axes.set_ylim(*clip_percent(axes.get_ylim()))
+
+
+def space_evenly(count: int, most: int) -> list[int]:
+    """Up to ``most`` indices below ``count``, evenly spaced, both ends included."""
+    return sorted({round(i) for i in np.linspace(0, count - 1, min(most, count)).tolist()})
+
+
+def finish_grid(panels: NDArray[Any], used: int) -> list[Axes]:
+    """Hide unused panels; the last visible panel of each column, which gets the tick labels."""
+    columns = panels.shape[1]
+    for axes in panels.flat[used:]:
+        axes.set_visible(False)
+    lowest = [panels[(used - 1 - i) // columns, i] for i in range(columns)]
+    for axes in lowest:
+        axes.tick_params(labelbottom=True)
+    return lowest
+
+
+def clip_percent(limits: tuple[float, float]) -> tuple[float, float]:
+    """Limits cut to what a percentage can be."""
+    low, high = limits
+    return (max(low, -1.5) if low < 0 else low, min(high, 101.5))
+
+
+def set_round_axis(axis: Axis, most: int = 8) -> None:
+    """Ticks at whole rounds."""
+    axis.set_major_locator(MaxNLocator(nbins=most, integer=True, steps=[1, 2, 5, 10]))
+
+
+def set_limits_from_zero(axes: Axes, top: float) -> None:
+    """Vertical limits from a little below 0 to a little above ``top``."""
+    axes.set_ylim(-0.03 * top, 1.06 * top)
+
+
+def set_prefix_axis(axis: Axis, unit: str, log_over: Sequence[float] | None) -> None:
+    """Ticks such as ``10 MB``; logarithmic over some values, with two or three ticks if it is one decade."""
+    if log_over is not None:
+        (axis.axes.set_xscale if isinstance(axis, XAxis) else axis.axes.set_yscale)("log")
+        decades = math.log10(max(log_over) / min(log_over))
+        axis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2 else (1.0, 3.0), numticks=6))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value, unit)))
+
+
+def set_method_axis(axes: Axes, labels: Sequence[str]) -> None:
+    """The vertical axis of a chart with a row for each method, the first on top."""
+    axes.set_yticks(range(len(labels)), [one_line(label, 28) for label in labels])
+    axes.set(ylim=(len(labels) - 0.5, -0.5))
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+
+
+def count_methods(count: int) -> str:
+    """How many methods a figure compares, in words."""
+    return "one method" if count == 1 else f"{count} methods"
+
+
+def note_seeds(groups: Iterable[Group]) -> str:
+    """``, mean over 3 seeds``, or ``, mean over up to 3 seeds``; nothing where no group has more than one."""
+    counts = {len(group.runs) for group in groups}
+    if max(counts, default=1) < 2:
+        return ""
+    return f", mean over {'up to ' if len(counts) > 1 else ''}{max(counts)} seeds"
+
+
+def note_band(groups: Iterable[Group], bounds: Bounds = NON_NEGATIVE) -> str:
+    """End of a sentence: over how many seeds the mean is, and what the band is."""
+    seeds, cut = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
+    return f"{seeds}; the band is the 95 % interval over seeds{cut}." if seeds else "."
+
+
+def note_cut(axes: Axes, ends: Sequence[float]) -> str:
+    """A sentence for the caption if a logarithmic axis has no place for the lower ends of some intervals."""
+    if axes.get_yscale() != "log" or not any(end < axes.get_ylim()[0] for end in ends):
+        return ""
+    return " Bands that reach further down, or below 0, end at the lower edge of the logarithmic axis."

@@ -1,0 +1,204 @@
+"""LoRA adapters of unequal rank: results by rank, weights of replies, energy of the server's update W.
+
+Accuracies are fractions. Clients that never train are left out, as in every other mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from ..simulation.records import RunRecord
+from .formats import one_line
+from .frame import by_round, client_column, section
+from .groups import Group, by_experiment, by_variation, measure_of, predicts_tokens, with_token_names
+from .measures import LOSS, Measure
+from .metrics import curve_over_seeds, half_width
+from .text_table import Column, TextTable
+
+
+def client_ranks(run: RunRecord) -> dict[int, int]:
+    """The LoRA rank of each client that has one."""
+    return {i: rank for i, rank in client_column(run, "rank").items() if type(rank) is int and rank > 0}
+
+
+def has_adapters(groups: Sequence[Group]) -> bool:
+    """Whether any run has adapters, a language model, or clients with ranks of their own."""
+    runs = [run.record for group in groups for run in group.runs]
+    named = ("lora", "language")
+    return any(any(section(run.config, name) for name in named) or client_ranks(run) for run in runs)
+
+
+def rank_measure(groups: Sequence[Group]) -> Measure:
+    """The measure for clients of different ranks: loss of language models and regressions, else accuracy."""
+    is_language = all(predicts_tokens(group.first) for group in groups)
+    return with_token_names(LOSS, groups) if is_language else measure_of(groups)
+
+
+def scores_by_rank(group: Group, series: str, measure: Measure | None = None) -> pd.DataFrame:
+    """Results of a series by rank of the client at the last evaluated round, the largest rank first.
+
+    Returns:
+        Indexed by rank: ``mean`` over the clients of a rank and over seeds, ``ci`` (NaN for one seed), ``n``
+        (seeds), and ``least`` and ``most`` (clients of this rank in a seed).
+    """
+    measure = measure or rank_measure([group])
+    seeds = []
+    for run in group.runs:
+        values = run.client_values(series, measure)
+        ranks = pd.Series(client_ranks(run.record), dtype=np.float64).reindex(values.index)
+        seeds.append(values.groupby(ranks).agg(["mean", "size"]))
+    by_rank = pd.concat(seeds).groupby(level=0)
+    table = by_rank["mean"].agg(["mean", "std", "size"])
+    ci = [half_width(std, n) for std, n in zip(table["std"], table["size"], strict=True)]
+    table = pd.DataFrame({"mean": table["mean"], "ci": np.array(ci, dtype=np.float64), "n": table["size"]})
+    return table.assign(least=by_rank["size"].min(), most=by_rank["size"].max()).sort_index(ascending=False)
+
+
+def rank_series(groups: Sequence[Group]) -> list[tuple[Group, str, pd.DataFrame]]:
+    """Every series of every group with its results by rank; none unless there are clients of two ranks."""
+    if not any(client_ranks(run.record) for group in groups for run in group.runs):
+        return []
+    measure = rank_measure(groups)
+    found = [(group, name, scores_by_rank(group, name, measure)) for group in groups for name in group.series]
+    found = [one for one in found if len(one[2])]
+    return found if len({rank for *_, scores in found for rank in scores.index}) > 1 else []
+
+
+def rank_tables(groups: Sequence[Group]) -> list[TextTable]:
+    """A table for each experiment and varied value: a row for each rank, a column for each model."""
+    tables = []
+    experiments = by_experiment(groups)
+    for name, members in experiments.items():
+        for text, some in by_variation(members).items():
+            where = [f"in {name}"] * (len(experiments) > 1) + [f"with {text}"] * bool(text)
+            if found := rank_series(some):
+                tables.append(_rank_table(some, found, " ".join(["", *where])))
+    return tables
+
+
+def _rank_table(groups: Sequence[Group], found: Sequence[tuple[Group, str, Any]], where: str) -> TextTable:
+    measure = rank_measure(groups)
+    rows = []
+    for rank in sorted({rank for *_, scores in found for rank in scores.index}, reverse=True):
+        here = [scores.loc[rank] if rank in scores.index else None for *_, scores in found]
+        least = min(int(score["least"]) for score in here if score is not None)
+        most = max(int(score["most"]) for score in here if score is not None)
+        pairs = [(math.nan, math.nan) if score is None else (score["mean"], score["ci"]) for score in here]
+        cells = [measure.format_pair(*pair) for pair in pairs]
+        rows.append((f"{rank:.0f}", str(least) if least == most else f"{least}–{most}", *cells))
+    several = any(len(group.series) > 1 for group in groups)
+    heads = [f"{group.short}: {one_line(name)}" if several else group.short for group, name, _ in found]
+    seeds = max(int(scores["n"].max()) for *_, scores in found)
+    note = f"Mean {measure.noun} over the clients of each rank at the last evaluated round"
+    if seeds > 1:
+        note += f", mean over up to {seeds} seeds ± half-width of the 95 % confidence interval"
+    note += "; lower is better" if measure.is_loss else ""
+    note += ". Clients of different ranks hold different data, so differences down a column are not due to "
+    note += "rank alone."
+    title = f"{measure.heading} by rank of the client{where}"
+    return TextTable(title, ("rank", "clients"), tuple(Column(head) for head in heads), tuple(rows), note)
+
+
+def adapter_row(group: Group) -> dict[str, float]:
+    """Columns of the CSV about adapters; empty for runs without.
+
+    ``perplexity`` is the exponential of the mean loss per token over clients and seeds, so the geometric mean
+    of theirs; ``accuracy_rank_8`` or ``loss_rank_8`` the mean over the clients of rank 8. Those of a further
+    series end in a point and its name.
+    """
+    row: dict[str, float] = {}
+    by_series = {name: scores for _, name, scores in rank_series([group])}
+    kind = "loss" if rank_measure([group]).is_loss else "accuracy"
+    for name in group.series:
+        end = "" if name == group.headline else f".{one_line(name)}"
+        loss = group.final(name, LOSS)
+        if predicts_tokens(group.first) and loss is not None:
+            row[f"perplexity{end}"] = perplexity(loss.mean)
+        if name in by_series:
+            row |= {f"{kind}_rank_{rank:.0f}{end}": mean for rank, mean in by_series[name]["mean"].items()}
+    return row
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a loss per token in nats; infinite where that is too large a number."""
+    return math.exp(loss) if loss < math.log(np.finfo(np.float64).max) else math.inf
+
+
+def format_ranks(run: RunRecord) -> str:
+    """The ranks of the clients with how many have each, such as ``8 × 2, 4``; empty if none has one."""
+    counts = Counter(client_ranks(run).values())
+    ordered = sorted(counts.items(), reverse=True)
+    return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in ordered)
+
+
+def reply_values(run: RunRecord, kind: str) -> pd.DataFrame:
+    """What a method reports about each client's reply, rows by round, columns by client; NaN if not finite.
+
+    Args:
+        run: the run.
+        kind: ``weights``, p_i of the reply; or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the client's
+        download.
+    """
+    table = by_round(run, kind)
+    table = table[[name for name in table if str(name).isdecimal()]].rename(columns=int).sort_index(axis=1)
+    return table.where(np.isfinite(table)).dropna(axis=1, how="all")
+
+
+def server_rank(group: Group) -> tuple[pd.DataFrame, float, float] | None:
+    """Rank of the server's update, which is 0 before training, over training.
+
+    Returns:
+        The mean over layers as a curve, and the least and the largest rank of a layer in the last record,
+        means over seeds; None if no update began at 0.
+    """
+    tracks, last = [], []
+    for run in group.runs:
+        table = by_round(run.record, "ranks")
+        table = table.loc[:, table.iloc[:1].eq(0).all()].dropna(how="all")
+        if (table > 0).any(axis=None):
+            tracks.append(table.mean(axis=1))
+            last.append(table.iloc[-1])
+    curve = curve_over_seeds(tracks)
+    if curve.empty:
+        return None
+    return curve, float(np.mean([row.min() for row in last])), float(np.mean([row.max() for row in last]))
+
+
+def energy(group: Group) -> pd.DataFrame:
+    """‖W‖_F², summed over layers, over training; empty if it was not recorded."""
+    return curve_over_seeds(_finite(_total(run.record, "energy")) for run in group.runs)
+
+
+def discarded_share(group: Group) -> pd.DataFrame:
+    """Share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
+    tracks = []
+    for run in group.runs:
+        kept, lost = _total(run.record, "energy"), _total(run.record, "discarded")
+        tracks.append(_finite((lost / (kept + lost)).where(lost > 0, 0.0).where(kept.notna() & lost.notna())))
+    curve = curve_over_seeds(tracks)
+    return curve if (curve["mean"] > 0).any() else curve.iloc[:0]
+
+
+def pass_names(group: Group) -> list[str]:
+    """Names of the passes whose training loss was recorded, in order."""
+    return list(dict.fromkeys(name for run in group.runs for r in run.record.rounds for name in r.loss))
+
+
+def training_loss(group: Group, name: str) -> pd.DataFrame:
+    """Mean loss over the steps of a pass, of all participants, by round; empty if it was not recorded."""
+    losses = [by_round(run.record, "loss") for run in group.runs]
+    return curve_over_seeds(_finite(table[name]) for table in losses if name in table)
+
+
+def _total(run: RunRecord, kind: str) -> pd.Series:
+    return by_round(run, kind).sum(axis=1, skipna=False)
+
+
+def _finite(values: pd.Series) -> pd.Series:
+    return values[np.isfinite(values)]

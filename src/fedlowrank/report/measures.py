@@ -1,0 +1,77 @@
+"""The measures that runs are compared by: test accuracy or, where there are no classes, test loss."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .formats import format_loss, format_loss_pair, format_percent, format_percent_pair
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that every evaluation has for every client.
+
+    Attributes:
+        field: of a :class:`fedlowrank.simulation.records.RoundRecord`.
+        noun: name in a sentence, such as ``test accuracy``.
+        title: name in a heading.
+        unit: in which it is shown; empty for none.
+        scale: factor to that unit.
+    """
+
+    field: Literal["accuracy", "risk"]
+    noun: str
+    title: str
+    unit: str = ""
+    scale: float = 1.0
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether lower is better."""
+        return self.field == "risk"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The least and the largest possible value. A loss has none: a log-likelihood may be negative."""
+        return (-math.inf, math.inf) if self.is_loss else (0.0, 1.0)
+
+    @property
+    def axis_label(self) -> str:
+        """Noun with unit."""
+        return f"{self.noun} / {self.unit}" if self.unit else self.noun
+
+    @property
+    def heading(self) -> str:
+        """Title with unit."""
+        return f"{self.title} / {self.unit}" if self.unit else self.title
+
+    def format_number(self, value: float | None) -> str:
+        """A value without its unit."""
+        return format_loss(value) if self.is_loss else format_percent(value)
+
+    def format_pair(self, value: float | None, spread: float | None) -> str:
+        """A value and its spread without unit."""
+        return (format_loss_pair if self.is_loss else format_percent_pair)(value, spread)
+
+    def format(self, value: float | None) -> str:
+        """A value with its unit."""
+        return f"{self.format_number(value)} {self.unit}".rstrip()
+
+    def cost(self, value: float) -> float:
+        """A sort key that puts the best value first."""
+        return value if self.is_loss else -value
+
+    def column(self, name: str) -> str:
+        """The column of the CSV for a statistic; columns of accuracy are shorter because they came first."""
+        if self.is_loss:
+            return f"loss_{name}"
+        return f"accuracy_{name}" if name in ("last", "last_weighted", "unseen", "std_unseen") else name
+
+
+ACCURACY = Measure("accuracy", "test accuracy", "Accuracy", "%", 100.0)
+LOSS = Measure("risk", "test loss", "Test loss")
+MEASURES = (ACCURACY, LOSS)
+TOKEN_ACCURACY = Measure("accuracy", "next-token accuracy", "Next-token accuracy", "%", 100.0)
+TOKEN_LOSS = Measure("risk", "loss per token", "Loss per token")

@@ -1,0 +1,104 @@
+"""Tables of sweeps: a row for each tried setting, a column for each method or experiment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from .formats import MISSING, one_line
+from .groups import Group, by_experiment, measure_of, value_text
+from .measures import Measure
+from .text_table import Column, TextTable
+
+
+def sweep_tables(groups: Sequence[Group]) -> list[TextTable]:
+    """One table for each set of settings that was varied together, over all experiments that varied them."""
+    measures = {name: measure_of(members) for name, members in by_experiment(groups).items()}
+    found: dict[tuple[tuple[str, ...], Measure], list[Group]] = {}
+    for group in groups:
+        if group.vary:
+            keys = tuple(key for key, _ in group.vary)
+            found.setdefault((keys, measures[group.experiment]), []).append(group)
+    tables = [_sweep_table(keys, measure, members) for (keys, measure), members in found.items()]
+    return [table for table in tables if len(table.rows) > 1]
+
+
+def _sweep_table(keys: tuple[str, ...], measure: Measure, groups: Sequence[Group]) -> TextTable:
+    cells: dict[tuple[tuple[str, ...], tuple[str, str]], Group] = {}
+    for group in groups:
+        cells.setdefault((_setting(group), (group.experiment, group.short)), group)
+    columns = list(dict.fromkeys(column for _, column in cells))
+    firsts = {name: members[0].first for name, members in by_experiment(groups).items()}
+    names = {name: one_line(run.config.get("title") or name) for name, run in firsts.items()}
+    if len(set(names.values())) < len(names):
+        names = {name: name for name in names}
+    methods = {short for _, short in columns}
+
+    def heading(name: str, short: str) -> str:
+        if len(names) == 1:
+            return short
+        return names[name] if len(methods) == 1 else f"{names[name]}: {short}"
+
+    def cell(setting: tuple[str, ...], column: tuple[str, str]) -> str:
+        group = cells.get((setting, column))
+        result = group.final(measure=measure) if group else None
+        return measure.format_pair(result.mean, result.ci) if result else MISSING
+
+    rows = [(*setting, *(cell(setting, column) for column in columns)) for setting in _sort_settings(groups)]
+    fields = shorten_names(keys)
+    method = f" of {next(iter(methods))}" if len(methods) == 1 and len(names) > 1 else ""
+    return TextTable(
+        f"{measure.heading}{method} against {', '.join(fields)}",
+        fields,
+        tuple(Column(heading(*column)) for column in columns),
+        tuple(rows),
+        _note(keys, measure, list(cells.values())),
+        len(names),
+    )
+
+
+def shorten_names(keys: Sequence[str]) -> tuple[str, ...]:
+    """The last parts of settings' names, with as many parts before them as it takes to tell them apart."""
+    parts = [key.split(".") for key in keys]
+    for length in range(1, max(map(len, parts), default=1) + 1):
+        found = [".".join(one[-length:]) for one in parts]
+        if max(Counter(found).values(), default=1) == 1:
+            return tuple(found)
+    return tuple(keys)
+
+
+def _setting(group: Group) -> tuple[str, ...]:
+    return tuple(value_text(value) for _, value in group.vary)
+
+
+def _sort_settings(groups: Sequence[Group]) -> list[tuple[str, ...]]:
+    """Settings by the first field, then the second, ...: numbers by size, others in the order given."""
+    settings = {_setting(group): [value for _, value in group.vary] for group in groups}
+    places: list[dict[str, float]] = []
+    for column in zip(*settings.values(), strict=True):
+        is_numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in column)
+        texts = dict.fromkeys(map(value_text, column))
+        places.append({text: float(text) if is_numeric else i for i, text in enumerate(texts)})
+    return sorted(settings, key=lambda one: [place[text] for place, text in zip(places, one, strict=True)])
+
+
+def _note(keys: Sequence[str], measure: Measure, groups: Sequence[Group]) -> str:
+    seeds = {n for group in groups if (n := len(group.results()))}
+    note = f"Mean {measure.noun} over clients at the last evaluated round"
+    if max(seeds, default=1) > 1:
+        count = str(max(seeds)) if len(seeds) == 1 else f"up to {max(seeds)}"
+        note += f", mean over {count} seeds ± half-width of the 95 % confidence interval"
+    if measure.is_loss:
+        note += "; lower is better"
+    own: dict[str, list[str]] = {}
+    for key, short in zip(keys, shorten_names(keys), strict=True):
+        head, _, rest = key.partition(".")
+        if head == "methods":
+            own.setdefault(rest.partition(".")[0], []).append(short)
+    for method, fields in own.items():
+        titles = list(dict.fromkeys(group.short for group in groups if group.method == method))
+        others = list(dict.fromkeys(group.short for group in groups if group.method != method))
+        if titles and others:
+            are = "is a setting" if len(fields) == 1 else "are settings"
+            note += f". {' and '.join(fields)} {are} of {titles[0]} and no matter to {' and '.join(others)}"
+    return f"{note}."

@@ -1,0 +1,131 @@
+"""Tables of formatted text, and how Markdown and a terminal show them; the page has a template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from .formats import one_line
+
+TERMINAL = 80  # characters of a line in a terminal; a table that needs more continues in a further table
+LABEL = 24  # most characters of a label in a terminal; a longer one takes several lines
+
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+        title: heading.
+        unit: unit of the numbers; empty if each carries its own.
+        note: what the heading means, for a footnote; empty if it explains itself.
+        align: side that the cells are flush with.
+        is_wide: left out in a terminal.
+    """
+
+    title: str
+    unit: str = ""
+    note: str = ""
+    align: Literal["left", "right"] = "right"
+    is_wide: bool = False
+
+    @property
+    def heading(self) -> str:
+        """Title with unit."""
+        return f"{self.title} / {self.unit}" if self.unit else self.title
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text.
+
+    Attributes:
+        title: heading.
+        fields: headings of the first columns, which name a row.
+        columns: the other columns.
+        rows: cells of each row, those of the fields first.
+        note: what a reader has to know.
+        experiments: how many the table joins.
+    """
+
+    title: str
+    fields: tuple[str, ...]
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    experiments: int = 1
+
+
+def escape_markdown(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", one_line(text)).replace("<", "&lt;").replace(">", "&gt;")
+
+
+def to_markdown(table: TextTable) -> str:
+    """The table as Markdown, with its title above and its note below."""
+    heads = [*table.fields, *(column.heading for column in table.columns)]
+    rules = [":---"] * len(table.fields) + ["---:" if c.align == "right" else ":---" for c in table.columns]
+    rows = [[escape_markdown(text) for text in row] for row in (heads, *table.rows)]
+    lines = [f"| {' | '.join(row)} |" for row in (rows[0], rules, *rows[1:])]
+    note = ["", escape_markdown(table.note)] if table.note else []
+    return "\n".join([f"**{escape_markdown(table.title)}**", "", *lines, *note])
+
+
+def to_rich(table: TextTable) -> Iterator[Table | Text]:
+    """As many tables as the width of a terminal takes, each with the fields in front, then the note."""
+    for i, columns in enumerate(_share_out(table)):
+        title = Text(table.title + (", continued" if i else ""))
+        made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+        for field in table.fields:
+            made.add_column(
+                Text(field), overflow="fold", no_wrap=bool(table.note), min_width=None if table.note else 10
+            )
+        for place in columns:
+            column = table.columns[place]
+            made.add_column(
+                Text(column.title if table.note else _stack(column)), justify=column.align, overflow="fold",
+                no_wrap=not _wraps(table, column), max_width=LABEL if table.note else None,
+            )  # fmt: skip
+        for row in table.rows:
+            # Text, not markup: a name in brackets must stay a name.
+            cells = [*row[: len(table.fields)], *(row[len(table.fields) + place] for place in columns)]
+            made.add_row(*map(Text, cells))
+        yield made
+    if table.note:
+        yield Text(table.note, style="dim")
+
+
+def _wraps(table: TextTable, column: Column) -> bool:
+    return bool(table.note) or column.align == "left"
+
+
+def _stack(column: Column) -> str:
+    # Short headings on several lines, so that all columns fit into 80 characters.
+    return column.heading.replace(" / ", "\n/ ").replace(" ", "\n", 1)
+
+
+def _share_out(table: TextTable) -> Sequence[Sequence[int]]:
+    """Places of the columns that stand in each table of a terminal."""
+    fields = [max(len(row[i]) for row in (table.fields, *table.rows)) for i in range(len(table.fields))]
+    taken = sum(3 + width for width in fields) if table.note else max(10, min(LABEL, fields[0]))
+    room = TERMINAL - 2 - taken
+    shares: list[list[int]] = []
+    left = 0
+    for place, column in enumerate(table.columns):
+        if column.is_wide:
+            continue
+        lines = [*_stack(column).splitlines(), *(row[len(table.fields) + place] for row in table.rows)]
+        if table.note:
+            lines[: len(_stack(column).splitlines())] = [column.title]
+        width = 3 + min(max(map(len, lines)), LABEL if _wraps(table, column) else TERMINAL)
+        if not shares or width > left:
+            shares.append([])
+            left = room
+        shares[-1].append(place)
+        left -= width
+    return shares
