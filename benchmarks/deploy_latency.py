@@ -54,7 +54,11 @@ def keep(share: float, full: dict[str, LowRank], params: Params) -> Weights:
 
 def numbers(share: float, full: dict[str, LowRank], params: Params) -> int:
     def of(name: str, p: Tensor) -> int:
-        return min(p.numel(), round(share * full[name].rank) * sum(matricize(p).shape)) if name in full else p.numel()
+        return (
+            min(p.numel(), round(share * full[name].rank) * sum(matricize(p).shape))
+            if name in full
+            else p.numel()
+        )
 
     return sum(of(n, p) for n, p in params.items())
 
@@ -67,12 +71,16 @@ def share_of(wanted: float, full: dict[str, LowRank], params: Params) -> float:
     return high
 
 
-def arms(module: nn.Module, density: float, generator: torch.Generator) -> Iterator[tuple[str, nn.Module, Params]]:
+def arms(
+    module: nn.Module, density: float, generator: torch.Generator
+) -> Iterator[tuple[str, nn.Module, Params]]:
     """Name, deployed module and the dense parameters that it stands for."""
     params = {n: p.detach() for n, p in module.named_parameters()}
     full, total = spectra(params, generator), sum(p.numel() for p in params.values())
     sparse = {
-        n: torch.where(torch.rand(p.shape, generator=generator) < density, 0.1 * p, 0.0) if p.ndim > 1 else 0 * p
+        n: torch.where(torch.rand(p.shape, generator=generator) < density, 0.1 * p, 0.0)
+        if p.ndim > 1
+        else 0 * p
         for n, p in params.items()
     }
     for millions in MILLIONS:

@@ -34,14 +34,18 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         whole, broken = Path(name) / "whole", Path(name) / "broken"
         subprocess.run([*COMMAND, "run", *arguments, "-o", str(whole)], check=True, stdout=subprocess.DEVNULL)
-        process = subprocess.Popen([*COMMAND, "run", *arguments, "-o", str(broken)], stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*COMMAND, "run", *arguments, "-o", str(broken)], stdout=subprocess.DEVNULL
+        )
         while rounds(broken) < 2 and process.poll() is None:
             time.sleep(0.01)
         seconds = RunRecord.load(broken).rounds[2].seconds["train"] / 2
         time.sleep(seconds)
         process.send_signal(signal.SIGKILL)
         code = process.wait()
-        print(f"killed {seconds:.1f} s into the third round: exit code {code}, {rounds(broken)} rounds recorded")
+        print(
+            f"killed {seconds:.1f} s into the third round: exit code {code}, {rounds(broken)} rounds recorded"
+        )
         subprocess.run([*COMMAND, "resume", str(broken)], check=True, stdout=subprocess.DEVNULL)
         a, b = (checkpoint.load(folder / "checkpoint") for folder in (whole, broken))
         records = [[r.untimed() for r in RunRecord.load(folder).rounds] for folder in (whole, broken)]
@@ -49,7 +53,8 @@ def main(arguments: list[str]) -> int:
         print(f"rounds: {a.round}; clients whose reply was lost, by round: {lost}")
         same = (
             tree.equal(a.server, b.server),
-            a.clients.keys() == b.clients.keys() and all(tree.equal(a.clients[i], b.clients[i]) for i in a.clients),
+            a.clients.keys() == b.clients.keys()
+            and all(tree.equal(a.clients[i], b.clients[i]) for i in a.clients),
             records[0] == records[1],
         )
         print("server {}, clients {}, records {}".format(*("equal" if s else "DIFFERENT" for s in same)))

@@ -22,20 +22,29 @@ from fedlowrank.simulation.run import Run, RunSettings
 
 def main() -> None:
     """Print a row a number of clients."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", default="100,1000,10000")
     parser.add_argument("--engine", default="sequential")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| clients | numbers a client keeps | states, MiB | data, MiB | peak memory, MiB | ms a client and round |")
+    print(
+        "| clients | numbers a client keeps | states, MiB | data, MiB | peak memory, MiB | ms a client and round |"
+    )
     print("| ---: | ---: | ---: | ---: | ---: | ---: |")
     for count in map(int, args.clients.split(",")):
         before = resident()
         generator = torch.Generator().manual_seed(0)
-        x, y = torch.randn(count, 10, 64, generator=generator), torch.randint(10, (count, 10), generator=generator)
+        x, y = (
+            torch.randn(count, 10, 64, generator=generator),
+            torch.randint(10, (count, 10), generator=generator),
+        )
         data = [{"train": pair} for pair in zip(x.unbind(), y.unbind(), strict=True)]
         fed = Federation.from_arrays(data, lambda: MLP(64, (256, 256), 10), classes=10)
-        run = Run(METHODS["fedsa_lora"](), fed, RunSettings(rounds=2, evaluate_every=10**6), ENGINES[args.engine]())
+        run = Run(
+            METHODS["fedsa_lora"](), fed, RunSettings(rounds=2, evaluate_every=10**6), ENGINES[args.engine]()
+        )
         run.is_due = lambda: False  # type: ignore[method-assign]
         start = time.process_time()
         for _ in range(2):
@@ -46,7 +55,9 @@ def main() -> None:
         held = sum(tree.nbytes(s) for s in states.values()) / 2**20
         numbers = tree.numel(next(iter(states.values())))
         most = peak() - before
-        cells = f"{count} | {numbers:,} | {held:.0f} | {x.nbytes / 2**20:.0f} | {most:.0f} | {1e3 * spent:.2f}"
+        cells = (
+            f"{count} | {numbers:,} | {held:.0f} | {x.nbytes / 2**20:.0f} | {most:.0f} | {1e3 * spent:.2f}"
+        )
         print(f"| {cells} |", flush=True)
 
 

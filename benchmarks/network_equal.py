@@ -110,7 +110,9 @@ def _wait_for_end(out: Path, seconds: float = 300) -> None:
 
 def main() -> None:
     """Compare, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--out", type=Path)
@@ -124,13 +126,19 @@ def main() -> None:
         make_keys(base / "keys", CLIENTS, [])
         keys = ServerKeys.read(base / "keys" / "server")
         places = {"experiment": base / "experiment.json", "out": base / "run", "keys": base / "keys"}
-        variables = {EXPERIMENT: str(places["experiment"]), OUT: str(places["out"]), NODES: str(base / "nodes.json")}
+        variables = {
+            EXPERIMENT: str(places["experiment"]),
+            OUT: str(places["out"]),
+            NODES: str(base / "nodes.json"),
+        }
         with SuperLink(base / "server", keys, variables=variables) as link:
             nodes = {str(link.register(public)): i for i, public in keys.clients.items()}
             write_json(base / "nodes.json", nodes)
             for method in args.methods.split(","):
                 made = ExperimentConfig.parse(tables(method, args.rounds))
-                run = simulate(made.build_method(method), made.federation(), **dataclasses.asdict(made.run)).run
+                run = simulate(
+                    made.build_method(method), made.federation(), **dataclasses.asdict(made.run)
+                ).run
                 found = []
                 for how in (simulated, lambda m, b: deployed(m, b, link, places)):
                     wrong = differences(run, *how(made, base / method))
@@ -140,7 +148,9 @@ def main() -> None:
                 print(lines[-1], flush=True)
     table = "\n".join(lines)
     if args.out:
-        head = f"# All methods over Flower\n\n    python benchmarks/network_equal.py --rounds {args.rounds}\n\n"
+        head = (
+            f"# All methods over Flower\n\n    python benchmarks/network_equal.py --rounds {args.rounds}\n\n"
+        )
         args.out.write_text(f"{head}{__doc__.split(chr(10) * 2, 2)[2].strip()}\n\n{table}\n")
     raise SystemExit(bad > 0)
 

@@ -36,7 +36,15 @@ from fedlowrank.network.client import prepare
 from fedlowrank.network.deploy.flower_app import write_app, write_own_app
 from fedlowrank.network.deploy.processes import SuperLink, SuperNode
 from fedlowrank.network.deploy.program import Program, find_program, free_port
-from fedlowrank.network.flower import EXPERIMENT, OUT, GridTransport, from_records, server_app, simulation, to_records
+from fedlowrank.network.flower import (
+    EXPERIMENT,
+    OUT,
+    GridTransport,
+    from_records,
+    server_app,
+    simulation,
+    to_records,
+)
 from fedlowrank.network.transport import Parcel, exchange
 from fedlowrank.simulation.simulate import simulate
 
@@ -130,7 +138,10 @@ def in_process(clients: int, rounds: int) -> list[float]:
     """Seconds of training of the rounds of the wire engine."""
     made = ExperimentConfig.parse(tables(clients, rounds))
     settings = dataclasses.asdict(dataclasses.replace(made.run, engine="wire"))
-    return [r.seconds["train"] for r in simulate(made.build_method("fedavg"), made.federation(), **settings).rounds[1:]]
+    return [
+        r.seconds["train"]
+        for r in simulate(made.build_method("fedavg"), made.federation(), **settings).rounds[1:]
+    ]
 
 
 class FlowerNode(Program):
@@ -139,7 +150,14 @@ class FlowerNode(Program):
     def start(self, address: str) -> None:
         """Start it."""
         self._prepare()
-        command = [find_program("flower-supernode"), "--insecure", "--superlink", address, "--host", "127.0.0.1"]
+        command = [
+            find_program("flower-supernode"),
+            "--insecure",
+            "--superlink",
+            address,
+            "--host",
+            "127.0.0.1",
+        ]
         self._launch([*command, "--port", str(free_port())])
 
 
@@ -169,12 +187,17 @@ def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[f
             flower_node.start(link.address)
             stack.callback(flower_node.close)
         config = {"nodes": clients, "rounds": rounds, "out": str(result)}
-        write_app(base / "floor", "floor", "network_overhead:floor_server", "network_overhead:floor_client", config)
+        write_app(
+            base / "floor", "floor", "network_overhead:floor_server", "network_overhead:floor_client", config
+        )
         finished(link, link.submit(base / "floor"))
     made, out = ExperimentConfig.parse(tables(clients, rounds)), base / "net"
     write_json(base / "experiment.json", made.to_dict())
     shares = made.shares()
-    with server(base / "b", **{EXPERIMENT: str(base / "experiment.json"), OUT: str(out)}) as link, ExitStack() as stack:
+    with (
+        server(base / "b", **{EXPERIMENT: str(base / "experiment.json"), OUT: str(out)}) as link,
+        ExitStack() as stack,
+    ):
         for i in range(clients):
             folder = base / "clients" / str(i)
             prepare(folder, made, i, shares)
@@ -189,14 +212,24 @@ def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[f
 def frame(body: int) -> int:
     """Bytes by which Flower's records and our words exceed the tree in a message."""
     words = json.dumps(
-        {"run": "0" * 16, "round": 1000, "stamp": 1000, "train": True, "evaluate": True, "sizes": None, "last": False}
+        {
+            "run": "0" * 16,
+            "round": 1000,
+            "stamp": 1000,
+            "train": True,
+            "evaluate": True,
+            "sizes": None,
+            "last": False,
+        }
     )
     return len(recorddict_to_proto(to_records(words, bytes(body))).SerializeToString()) - body
 
 
 def main() -> None:
     """Measure, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", default="10,50")
     parser.add_argument("--deployed", default="4")
     parser.add_argument("--rounds", type=int, default=6)

@@ -74,7 +74,9 @@ def main() -> None:
         }
         times = {arm: min(runs) for arm, runs in zip(arms, _in_turn(arms, repeats), strict=True)}
         kept = sum(f.rank for f in factors) / sum(min(w.shape) for w in weights)
-        print(f"{name}: {sum(w.numel() for w in weights):,} numbers, {kept:.0%} of the singular values survive")
+        print(
+            f"{name}: {sum(w.numel() for w in weights):,} numbers, {kept:.0%} of the singular values survive"
+        )
         for arm, seconds in times.items():
             print(f"  {arm:12} {seconds:6.2f} s CPU   {seconds / times['prox']:5.2f} × prox")
 

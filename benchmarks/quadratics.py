@@ -32,7 +32,9 @@ NAMES = ["fedhl", "flora", "flexlora", "hetlora"]
 def matrix(key: Key, decay: float = 0.9) -> Tensor:
     """A random ``[48, 40]`` matrix with singular values 1, decay, decay², ..."""
     generator = key.generator()
-    u, _, vt = torch.linalg.svd(torch.randn(SIZE, generator=generator, dtype=torch.float64), full_matrices=False)
+    u, _, vt = torch.linalg.svd(
+        torch.randn(SIZE, generator=generator, dtype=torch.float64), full_matrices=False
+    )
     return (u * decay ** torch.arange(min(SIZE), dtype=torch.float64)) @ vt
 
 
@@ -44,7 +46,9 @@ def problem(seed: int, disagreement: float) -> tuple[Federation, Tensor]:
     clients = []
     for i, w in enumerate(own):
         x = torch.randn(EXAMPLES, SIZE[1], generator=(key / "x" / i).generator(), dtype=torch.float64)
-        clients.append({"train": (x.float(), (x @ w.mT).float()), "test": (x[:1].float(), (x[:1] @ w.mT).float())})
+        clients.append(
+            {"train": (x.float(), (x @ w.mT).float()), "test": (x[:1].float(), (x[:1] @ w.mT).float())}
+        )
 
     def zero() -> nn.Module:
         made = nn.Linear(SIZE[1], SIZE[0], bias=False)
@@ -72,7 +76,9 @@ def errors(name: str, seed: int, disagreement: float, rounds: int, lr: float) ->
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=0.3)

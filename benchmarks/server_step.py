@@ -40,7 +40,9 @@ SHARE = 1 / len(RANKS)
 T = TypeVar("T")
 
 
-def uploads(layer: str, shape: tuple[int, int], at: Delta, key: Key, kind: str = "flat") -> list[tuple[float, Pair]]:
+def uploads(
+    layer: str, shape: tuple[int, int], at: Delta, key: Key, kind: str = "flat"
+) -> list[tuple[float, Pair]]:
     generator = (key / layer).generator()
     (d, k), out = shape, []
     for rank in RANKS:
@@ -48,7 +50,9 @@ def uploads(layer: str, shape: tuple[int, int], at: Delta, key: Key, kind: str =
         fall = 0.7 ** torch.arange(rank) if kind == "falling" else torch.ones(rank)
         sent = split(truncation(at, 0 if kind == "noise" else rank), rank)
         scale = 0.1 if at.rank and kind != "noise" else 1.0
-        out.append((SHARE, Pair(sent.b.float() + scale * fall * b, sent.a.float() + scale * fall[:, None] * a)))
+        out.append(
+            (SHARE, Pair(sent.b.float() + scale * fall * b, sent.a.float() + scale * fall[:, None] * a))
+        )
     return out
 
 
@@ -109,8 +113,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     options.add_argument("--layers", type=int, default=64)
     options.add_argument("--size", type=int, default=4096)
-    options.add_argument("--rounds", type=int, default=0, help="follow the default form over this many rounds instead")
-    options.add_argument("--uploads", choices=("flat", "falling", "noise"), default="flat", help="of the rounds")
+    options.add_argument(
+        "--rounds", type=int, default=0, help="follow the default form over this many rounds instead"
+    )
+    options.add_argument(
+        "--uploads", choices=("flat", "falling", "noise"), default="flat", help="of the rounds"
+    )
     options.add_argument(
         "--columns", type=int, help="k of the weight of the rounds; d is the size, and k too if not given"
     )
@@ -120,7 +128,10 @@ def main() -> None:
     key, size = Key(("server step",)), given.size
     # the libraries' own buffers are not the step's
     small = {"w": (512, 512)}
-    advance(start(small, Form("exact"), 32), {"w": uploads("w", (512, 512), start(small, Form("exact"), 32)["w"], key)})
+    advance(
+        start(small, Form("exact"), 32),
+        {"w": uploads("w", (512, 512), start(small, Form("exact"), 32)["w"], key)},
+    )
     if given.rounds:
         lines = rounds(given.rounds, (size, given.columns or size), given.uploads)
         if given.table:
@@ -162,7 +173,13 @@ def main() -> None:
         kind = str(dtype).removeprefix("torch.")
         lines.append(row(f"first, full SVD of the matrix, {kind}", 1, seconds, memory, ""))
         lines.append(
-            row(f"the same, times {given.layers}", given.layers, seconds * given.layers, memory, "one at a time")
+            row(
+                f"the same, times {given.layers}",
+                given.layers,
+                seconds * given.layers,
+                memory,
+                "one at a time",
+            )
         )
     if given.table:
         given.table.write_text("\n".join(lines) + "\n")

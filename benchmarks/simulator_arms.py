@@ -18,7 +18,9 @@ def plain_module(name: str, plan: Plan) -> Any:
     with torch.no_grad():
         for p, w in zip(trained(module), weights(plan), strict=True):
             p.copy_(torch.from_numpy(w))
-        for p, w in zip((p for p in module.parameters() if not p.requires_grad), weights(plan, "f"), strict=True):
+        for p, w in zip(
+            (p for p in module.parameters() if not p.requires_grad), weights(plan, "f"), strict=True
+        ):
             p.copy_(torch.from_numpy(w))
     return module
 
@@ -126,7 +128,9 @@ def pfl(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
             clock.begin()
             return super().on_train_begin(model=None)
 
-        def after_central_iteration(self, aggregate_metrics: Any, model: Any, *, central_iteration: int) -> Any:
+        def after_central_iteration(
+            self, aggregate_metrics: Any, model: Any, *, central_iteration: int
+        ) -> Any:
             del aggregate_metrics, model
             clock.end()
             if central_iteration < last:
@@ -144,7 +148,9 @@ def pfl(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
         ),
         backend=backend,
         model=model,
-        model_train_params=NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH),
+        model_train_params=NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH
+        ),
         model_eval_params=NNEvalHyperParams(local_batch_size=BATCH),
         callbacks=[Mark()],
     )
@@ -204,7 +210,9 @@ def flower(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
                 config = ConfigRecord({"client": int(client), "order": [int(i) for i in order]})
                 content = RecordDict({"arrays": ArrayRecord(server), "config": config})
                 messages.append(Message(content, node, "train"))
-            replies = [r.content.array_records["arrays"].to_numpy_ndarrays() for r in grid.send_and_receive(messages)]
+            replies = [
+                r.content.array_records["arrays"].to_numpy_ndarrays() for r in grid.send_and_receive(messages)
+            ]
             server[:] = [np.mean(ws, axis=0, dtype=np.float32) for ws in zip(*replies, strict=True)]
 
         for t in range(len(plan["cohorts"])):
@@ -264,7 +272,8 @@ def fedjax(name: str, plan: Plan, clock: Clock) -> list[np.ndarray[Any, Any]]:
 
     for cohort, orders in zip(plan["cohorts"], plan["orders"], strict=True):
         sets = [
-            fj.ClientDataset({"x": plan["x"][c][o], "y": plan["y"][c][o]}) for c, o in zip(cohort, orders, strict=True)
+            fj.ClientDataset({"x": plan["x"][c][o], "y": plan["y"][c][o]})
+            for c, o in zip(cohort, orders, strict=True)
         ]
         clients = [(b"%d" % c, s, key) for c, s in zip(cohort, sets, strict=True)]
         clock(lambda clients=clients: round_(clients))  # type: ignore[misc]

@@ -93,12 +93,16 @@ def make_plan(name: str, clients: int, rounds: int) -> Plan:
 
     fed = federation_of(name, clients)
     settings = RunSettings(rounds=rounds, participation=10 / clients)
-    run = Run(METHODS["fedavg"](batch_size=BATCH, optimizer=SGD(lr=LR)), fed, settings, ENGINES["sequential"]())
+    run = Run(
+        METHODS["fedavg"](batch_size=BATCH, optimizer=SGD(lr=LR)), fed, settings, ENGINES["sequential"]()
+    )
     cohorts, orders = [], []
     for t in range(rounds):
         infos = run.participants(t)
         cohorts.append([i.id for i in infos])
-        orders.append([torch.cat(run.engine.trainer(run.method, fed, t, i).data.order("local")).numpy() for i in infos])
+        orders.append(
+            [torch.cat(run.engine.trainer(run.method, fed, t, i).data.order("local")).numpy() for i in infos]
+        )
     plan = {
         "x": np.stack([np.asarray(c.train.x) for c in fed.clients]),
         "y": np.stack([np.asarray(c.train.y) for c in fed.clients]),

@@ -59,7 +59,16 @@ class Runner:
     def __init__(self, arm: str, name: str, folder: Path, python: str) -> None:
         one = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PFL_PYTORCH_DEVICE": "cpu"}
         one["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-        command = [python, str(Path(__file__).resolve()), "--run", arm, "--models", name, "--folder", str(folder)]
+        command = [
+            python,
+            str(Path(__file__).resolve()),
+            "--run",
+            arm,
+            "--models",
+            name,
+            "--folder",
+            str(folder),
+        ]
         self.arm, self._errors = arm, (folder / f"{arm}.err").open("w+")
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
@@ -125,7 +134,9 @@ HEAD = [
 
 def main() -> None:
     """Measure, and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", default="mlp25k,mlp99k,mlp200k,cnn,lora")
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--clients", default="100")

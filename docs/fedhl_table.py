@@ -37,7 +37,9 @@ def figures(folder: Path, stem: str) -> dict[str, str] | None:
     values = [statistics.mean(own), statistics.mean(server), max(own) if tokens else min(own)]
     totals = [sum(getattr(r, way) for r in run.rounds) for way in ("bytes_up", "bytes_down")]
     name, _, seed = folder.name.rpartition("-s")
-    return dict(zip(FIELDS, [stem, name, seed, *(f"{v:.5f}" for v in values), *map(str, totals)], strict=True))
+    return dict(
+        zip(FIELDS, [stem, name, seed, *(f"{v:.5f}" for v in values), *map(str, totals)], strict=True)
+    )
 
 
 def known_rows() -> list[dict[str, str]]:
@@ -48,7 +50,9 @@ def known_rows() -> list[dict[str, str]]:
 
 def entered(runs: Path) -> list[dict[str, str]]:
     """All rows that are known, those of these runs in the place of older ones."""
-    known = {(r["experiment"], r["method"], int(r["seed"])): r for r in (known_rows() if FIGURES.exists() else ())}
+    known = {
+        (r["experiment"], r["method"], int(r["seed"])): r for r in (known_rows() if FIGURES.exists() else ())
+    }
     for folder in sorted(runs.glob("*/*-s[0-9]*")):
         if (FILES / f"{folder.parent.name}.toml").exists() and (row := figures(folder, folder.parent.name)):
             known[row["experiment"], row["method"], int(row["seed"])] = row
@@ -68,7 +72,11 @@ def over_seeds(rows: list[dict[str, str]], field: str, scale: float, digits: int
 def interval(values: list[float], digits: int) -> str:
     """Mean of the seeds and half-width of its 95 % interval; the mean alone of one seed."""
     mean = f"{statistics.mean(values):.{digits}f}".replace("-", "−")
-    return f"{mean} ± {half_width(statistics.stdev(values), len(values)):.{digits}f}" if len(values) > 1 else mean
+    return (
+        f"{mean} ± {half_width(statistics.stdev(values), len(values)):.{digits}f}"
+        if len(values) > 1
+        else mean
+    )
 
 
 def table(rows: list[dict[str, str]], stem: str) -> str:

@@ -50,7 +50,11 @@ def instruction(rng: random.Random) -> dict[str, str]:
         return {"category": kind, "instruction": f"Repeat {word} twice.", "response": f"{word} {word}"}
     if kind == "next":
         i = rng.randrange(len(NUMBERS) - 1)
-        return {"category": kind, "instruction": f"What comes after {NUMBERS[i]}?", "response": NUMBERS[i + 1]}
+        return {
+            "category": kind,
+            "instruction": f"What comes after {NUMBERS[i]}?",
+            "response": NUMBERS[i + 1],
+        }
     a, b = rng.sample(WORDS, 2)
     if kind == "swap":
         return {"category": kind, "instruction": f"Swap {a} and {b}.", "response": f"{b} and {a}"}
@@ -81,7 +85,8 @@ def pretrain(base: Path, texts: list[str], steps: int = 600, batch: int = 32) ->
     generator = torch.Generator().manual_seed(0)
     for step in range(steps):
         some = [
-            texts[i] + tokenizer.eos_token for i in torch.randint(len(texts), (batch,), generator=generator).tolist()
+            texts[i] + tokenizer.eos_token
+            for i in torch.randint(len(texts), (batch,), generator=generator).tolist()
         ]
         rows = tokenizer(some, return_tensors="pt", padding=True)
         scores = model(**rows, use_cache=False).logits[:, :-1]

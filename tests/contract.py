@@ -22,7 +22,9 @@ class Reply(NamedTuple):
     upload: Any
 
 
-def server_update(method: Method[Any, Any, Any, Any], server: Any, replies: Sequence[Reply], view: ServerView) -> Any:
+def server_update(
+    method: Method[Any, Any, Any, Any], server: Any, replies: Sequence[Reply], view: ServerView
+) -> Any:
     """The server's next state, given the replies in the order in which they arrive."""
     aggregator = Aggregator(sorted(reply.client.id for reply in replies))
     for reply in replies:
@@ -47,7 +49,9 @@ def predictors(method: Method[Any, Any, Any, Any], state: Any, down: Any, view: 
     """How a client infers, by series."""
     made = method.client_model(state, down, view)
     series = dict(made.series) or {"personal": made.whole()}
-    return {name: value if callable(value) else partial(view.model.apply, value) for name, value in series.items()}
+    return {
+        name: value if callable(value) else partial(view.model.apply, value) for name, value in series.items()
+    }
 
 
 def predictor(method: Method[Any, Any, Any, Any], state: Any, down: Any, view: Any) -> Predict:

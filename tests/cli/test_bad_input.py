@@ -153,7 +153,9 @@ def test_a_value_out_of_range(override: str, says: str, capsys: Capsys) -> None:
 
 
 def test_more_classes_a_client_than_there_are(capsys: Capsys) -> None:
-    found = refused(capsys, "run", write(Path()), "partition.kind=pathological", "partition.classes_per_client=4")
+    found = refused(
+        capsys, "run", write(Path()), "partition.kind=pathological", "partition.classes_per_client=4"
+    )
     assert "classes_per_client is 4" in found
     assert "3 classes" in found
 
@@ -274,7 +276,12 @@ def test_widths_that_do_not_fit(capsys: Capsys, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("own_widths.py").write_text(MODELS)
     found = refused(
-        capsys, "run", write(Path()), "model.names=['own_widths:narrow', 'own_widths:wide']", "--method", "pfedlora"
+        capsys,
+        "run",
+        write(Path()),
+        "model.names=['own_widths:narrow', 'own_widths:wide']",
+        "--method",
+        "pfedlora",
     )
     for part in ("client 0", "3", "client 1", "5"):
         assert part in found
@@ -297,7 +304,9 @@ def test_own_models_in_the_working_folder_are_found(capsys: Capsys) -> None:
         ("own_bad:normalized", "running statistics"),
     ],
 )
-def test_own_models_that_do_not_work(name: str, says: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_models_that_do_not_work(
+    name: str, says: str, capsys: Capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
     Path("own_bad.py").write_text(MODELS)
     assert says in refused(capsys, "run", write(Path()), f"model.names=['{name}']")
@@ -341,7 +350,9 @@ def test_compare_with_nothing_that_fits(capsys: Capsys, monkeypatch: pytest.Monk
 
 def test_a_diverging_run_names_client_round_and_pass(capsys: Capsys) -> None:
     file = write(Path())
-    found = refused(capsys, "run", file, "defaults.optimizer.lr=1e30", "run.rounds=4", "defaults.batch_size=4")
+    found = refused(
+        capsys, "run", file, "defaults.optimizer.lr=1e30", "run.rounds=4", "defaults.batch_size=4"
+    )
     for part in ("client ", "round ", "'local'", "not finite", "on_nan"):
         assert part in found
     folder = Path("runs/small/fedavg-s0")
@@ -367,7 +378,9 @@ def test_compare_tells_of_a_diverging_method_and_keeps_the_others(capsys: Capsys
 
 
 def test_a_diverging_client_can_be_dropped(capsys: Capsys) -> None:
-    out = done(capsys, "run", write(Path()), "defaults.optimizer.lr=1e30", "run.on_nan=drop", "defaults.batch_size=4")
+    out = done(
+        capsys, "run", write(Path()), "defaults.optimizer.lr=1e30", "run.on_nan=drop", "defaults.batch_size=4"
+    )
     assert "runs/small/fedavg-s0" in out
     record = RunRecord.load(Path("runs/small/fedavg-s0"))
     assert [r.round for r in record.rounds] == [0, 1, 2]
@@ -542,7 +555,9 @@ def test_a_variation_of_what_there_is_not(vary: str, says: str, capsys: Capsys) 
 
 def test_unknown_methods_on_the_command_line(capsys: Capsys) -> None:
     assert "Did you mean 'fedavg'?" in refused(capsys, "run", write(Path()), "--method", "fedavgg")
-    assert "Did you mean 'fedavg'?" in refused(capsys, "compare", write(Path()), "--methods", "standalone,fedavgg")
+    assert "Did you mean 'fedavg'?" in refused(
+        capsys, "compare", write(Path()), "--methods", "standalone,fedavgg"
+    )
     assert "Did you mean 'fedavg'?" in refused(capsys, "list", "fedavgg")
     assert "Did you mean 'fedavg'?" in refused(capsys, "check", "fedavgg")
     assert not Path("runs").exists()

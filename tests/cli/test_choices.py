@@ -42,13 +42,19 @@ Capsys = pytest.CaptureFixture[str]
             "defaults.optimizer.schedule.kind=cosin",
             "optimizer.schedule.kind: 'cosin' is no choice. Did you mean 'cosine'?",
         ),
-        ("defaults.optimizer.momentun=0.9", "optimizer.momentun: there is no such field. Did you mean 'momentum'?"),
+        (
+            "defaults.optimizer.momentun=0.9",
+            "optimizer.momentun: there is no such field. Did you mean 'momentum'?",
+        ),
         (
             "methods.fedavg.weighting=example",
             "methods.fedavg.weighting: 'example' is no choice. Did you mean 'examples'?",
         ),
         ("methods.floral.kinds=[linea]", "methods.floral.kinds: a list is needed"),
-        ('methods.floral.kinds=["linea"]', "methods.floral.kinds.0: 'linea' is no choice. Did you mean 'linear'?"),
+        (
+            'methods.floral.kinds=["linea"]',
+            "methods.floral.kinds.0: 'linea' is no choice. Did you mean 'linear'?",
+        ),
         ("model.names=iris:net", 'model.names: a list is needed, such as ["iris:net"]'),
         ("compare=fedavg", 'compare: a list is needed, such as ["fedavg"]'),
     ],
@@ -64,7 +70,10 @@ def test_a_choice_that_is_nearly_right(override: str, says: str, capsys: Capsys)
         (["rnu", "small.toml"], "Did you mean 'run'?"),
         (["bench", "--method", "fedavgg"], "Did you mean 'fedavg'?"),
         (["export", "runs", "--layout", "smal"], "Did you mean 'small'?"),
-        (["compare", "small.toml", "--methods", "fedavg", "--methods", "standalone"], "--methods: is given twice"),
+        (
+            ["compare", "small.toml", "--methods", "fedavg", "--methods", "standalone"],
+            "--methods: is given twice",
+        ),
         (["compare", "small.toml", "--seeds=0", "--seeds=1"], "--seeds: is given twice"),
         (["run", "small.toml", "-o", "a", "--out", "b"], "is given twice"),
     ],
@@ -92,7 +101,12 @@ def texts(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("section", "owners"),
-    [("run", [RunSettings]), ("model", [ModelSettings]), ("network", [NetworkSettings]), ("optimizer", [SGD, AdamW])],
+    [
+        ("run", [RunSettings]),
+        ("model", [ModelSettings]),
+        ("network", [NetworkSettings]),
+        ("optimizer", [SGD, AdamW]),
+    ],
 )
 def test_messages_name_fields_that_there_are(section: str, owners: list[type[Any]]) -> None:
     known = {f.name for owner in owners for f in dataclasses.fields(owner)}
@@ -134,7 +148,14 @@ def test_a_network_asks_as_well(arguments: list[str], capsys: Capsys) -> None:
 
 def test_several_variations_make_a_grid(capsys: Capsys) -> None:
     vary = ["run.participation=0.4,1.0", "defaults.batch_size=8,16"]
-    arguments = ["compare", write(Path()), "run.rounds=1", "--methods", "fedavg", *(f"--vary={v}" for v in vary)]
+    arguments = [
+        "compare",
+        write(Path()),
+        "run.rounds=1",
+        "--methods",
+        "fedavg",
+        *(f"--vary={v}" for v in vary),
+    ]
     done(capsys, *arguments)
     found = [RunRecord.load(p.parent).config for p in Path("runs/small").glob("*/run.json")]
     pairs = sorted((c["run"]["participation"], c["method"]["fields"]["batch_size"]) for c in found)
@@ -143,9 +164,14 @@ def test_several_variations_make_a_grid(capsys: Capsys) -> None:
 
 
 def test_a_file_may_vary_several_fields() -> None:
-    made = ExperimentConfig.parse({**tomllib.loads(SMALL), "vary": ["run.rounds=1,2", "defaults.batch_size=8,16,32"]})
+    made = ExperimentConfig.parse(
+        {**tomllib.loads(SMALL), "vary": ["run.rounds=1,2", "defaults.batch_size=8,16,32"]}
+    )
     runs = plan_runs(made, ["fedavg"], [0], made.vary, Path("out"))
-    found = [(p.experiment.run.rounds, p.experiment.build_method("fedavg").batch_size, *p.vary.values()) for p in runs]
+    found = [
+        (p.experiment.run.rounds, p.experiment.build_method("fedavg").batch_size, *p.vary.values())
+        for p in runs
+    ]
     assert found == [(r, b, r, b) for r in (1, 2) for b in (8, 16, 32)]
     assert len({p.folder for p in runs}) == 6
 
@@ -181,7 +207,9 @@ def test_list_prints_what_stands_in_brackets(capsys: Capsys) -> None:
 
 def test_names_of_users_are_no_markup(capsys: Capsys) -> None:
     text = SMALL + '[methods."own"]\nmethod = "fedavg"\ntitle = "My [red]own[/red] :key: [/x]"\n'
-    out = done(capsys, "compare", write(Path(), text), "run.rounds=1", "--methods", "own", "-o", "runs/[bold]:key:")
+    out = done(
+        capsys, "compare", write(Path(), text), "run.rounds=1", "--methods", "own", "-o", "runs/[bold]:key:"
+    )
     assert "report: runs/[bold]:key:/report.html" in out
     assert "My [red]own[/red] :key: [/x]" in " ".join(out.split())
     out = done(capsys, "run", "small.toml", "run.rounds=1", "-o", "[dim]folder[/wrong]")

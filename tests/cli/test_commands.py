@@ -143,7 +143,11 @@ def test_compare_runs_everything_once(capsys: Capsys) -> None:
     assert found == {(m, c, s) for m in ("standalone", "fedavg") for c in (0.4, 1.0) for s in (0, 1)}
     for folder, one in made.items():
         # the folder's name tells which run it is, the whole of the value included
-        name, share, seed = one.config["method"]["name"], one.config["run"]["participation"], one.config["run"]["seed"]
+        name, share, seed = (
+            one.config["method"]["name"],
+            one.config["run"]["participation"],
+            one.config["run"]["seed"],
+        )
         assert folder.startswith(name)
         assert folder.endswith(f"s{seed}")
         assert str(share) in folder
@@ -262,7 +266,9 @@ def test_the_report_of_a_folder_leaves_out_what_was_moved_aside(capsys: Capsys) 
 
 
 def test_the_report_shows_the_numbers_of_the_paper(capsys: Capsys) -> None:
-    text = SMALL + '[reference]\nlabel = "A paper, Table 7"\naccuracy = { fedavg = 61.25, standalone = "-" }\n'
+    text = (
+        SMALL + '[reference]\nlabel = "A paper, Table 7"\naccuracy = { fedavg = 61.25, standalone = "-" }\n'
+    )
     done(capsys, "compare", write(Path(), text))
     page = Path("runs/small/report.html").read_text()
     assert "61.25" in page
@@ -344,7 +350,9 @@ def test_the_installed_command() -> None:
     if not command.exists():
         pytest.skip("the package is not installed with its command")
     file = write(Path())
-    found = subprocess.run([command, "run", file, "run.rounds=1"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [command, "run", file, "run.rounds=1"], capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, found.stderr
     assert "runs/small/fedavg-s0" in found.stdout
     assert "Traceback" not in found.stderr
@@ -352,7 +360,9 @@ def test_the_installed_command() -> None:
 
 def test_a_closed_pipe_is_no_error() -> None:
     text = f"{sys.executable} -m fedlowrank.cli.main list | head -n 1"
-    found = subprocess.run(["bash", "-c", f"set -o pipefail; {text}"], capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {text}"], capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0
     assert "Traceback" not in found.stderr
     assert "Exception" not in found.stderr

@@ -40,7 +40,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_of(folder: Path) -> Run:
     made = ExperimentConfig.parse(RunRecord.load(folder).config["experiment"])
     return reopen(
-        made.build_method("fedslr"), made.federation(), folder, made.run, {**made.describe("fedslr"), "vary": {}}
+        made.build_method("fedslr"),
+        made.federation(),
+        folder,
+        made.run,
+        {**made.describe("fedslr"), "vary": {}},
     )
 
 
@@ -93,7 +97,9 @@ def test_what_is_not_there_is_said(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "no client 3; they are numbered from 0 to 2" in refused(capsys, "export", str(folder), "--client", "3")
+    assert "no client 3; they are numbered from 0 to 2" in refused(
+        capsys, "export", str(folder), "--client", "3"
+    )
     assert "'mixed'" in refused(capsys, "export", str(folder), "--series", "mixd")
     assert "not a run folder" in refused(capsys, "export", str(tmp_path))
     assert "cannot write" in refused(capsys, "export", str(folder), "-o", "missing/model.safetensors")

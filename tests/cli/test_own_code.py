@@ -45,7 +45,12 @@ def forget() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["resume", "RUN"], ["export", "RUN"], ["adapters", "RUN"], ["score", "RUN", "--task", "gsm8k", "path=none.jsonl"]],
+    [
+        ["resume", "RUN"],
+        ["export", "RUN"],
+        ["adapters", "RUN"],
+        ["score", "RUN", "--task", "gsm8k", "path=none.jsonl"],
+    ],
 )
 def test_a_run_folder_imports_nothing_unless_allowed(arguments: list[str], capsys: Capsys) -> None:
     # downloaded from somebody else, it would belong to this user all the same
@@ -154,7 +159,9 @@ def narrow(shape, classes):
         ("narrow", ("own_wrong:narrow", "2", "3 classes")),
     ],
 )
-def test_a_factory_that_does_not_fit_is_told_how_it_is_called(name: str, says: tuple[str, ...], capsys: Capsys) -> None:
+def test_a_factory_that_does_not_fit_is_told_how_it_is_called(
+    name: str, says: tuple[str, ...], capsys: Capsys
+) -> None:
     Path("own_wrong.py").write_text(WRONG)
     found = refused(capsys, "run", write(Path()), f"model.names=['own_wrong:{name}']")
     for part in says:

@@ -94,7 +94,9 @@ def test_with_settings_of_its_own_and_as_a_variant(capsys: Capsys) -> None:
 def test_a_field_is_varied(capsys: Capsys) -> None:
     vary = f"methods.{NAME}.damping=0.5,1.0"
     done(capsys, "compare", write(Path()), "run.rounds=1", "--methods", NAME, "--vary", vary)
-    assert sorted(fields(str(p.parent))["fields"]["damping"] for p in Path("runs/small").glob("*/run.json")) == [0.5, 1]
+    assert sorted(
+        fields(str(p.parent))["fields"]["damping"] for p in Path("runs/small").glob("*/run.json")
+    ) == [0.5, 1]
 
 
 def test_check_takes_it(capsys: Capsys) -> None:
@@ -122,7 +124,9 @@ def test_a_class_that_does_not_fit(text: str, says: str, capsys: Capsys) -> None
     [(ALONE, [], f"{NAME}-s0"), (SMALL, ["--method", NAME], f"{NAME}-s0"), (VARIANT, ["--method", "half"], "half-s0")],
     ids=["method", "option", "variant"],
 )  # fmt: skip
-@pytest.mark.parametrize("command", [["resume"], ["export"], ["adapters"], ["score", "--task", "gsm8k", "path=no"]])
+@pytest.mark.parametrize(
+    "command", [["resume"], ["export"], ["adapters"], ["score", "--task", "gsm8k", "path=no"]]
+)
 def test_a_run_folder_imports_nothing_unless_allowed(
     text: str, options: list[str], folder: str, command: list[str], capsys: Capsys
 ) -> None:

@@ -66,7 +66,11 @@ def test_run_and_compare_work_one_after_the_other(
         shorter = [w.replace("run.rounds=50", "run.rounds=2").replace("0,1,2", "0") for w in words[1:]]
         assert main(shorter) == 0, capsys.readouterr().err
     # the first of the comparison is the second run of the method, with settings of its own
-    assert sorted(p.parent.name for p in Path("runs").rglob("run.json")) == ["fedproto-s0", "pfedlora-s0", "try"]
+    assert sorted(p.parent.name for p in Path("runs").rglob("run.json")) == [
+        "fedproto-s0",
+        "pfedlora-s0",
+        "try",
+    ]
 
 
 def test_the_factory_makes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

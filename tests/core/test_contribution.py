@@ -36,7 +36,9 @@ def test_all_orders_of_arrival_give_the_same_bits() -> None:
         totals.append(aggregator.finish())
     first = totals[0]
     x = np.stack([v.numpy() for v in VALUES.values()]).astype(np.float64)
-    np.testing.assert_allclose(first["model"]["w"], np.average(x, axis=0, weights=list(VALUES)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        first["model"]["w"], np.average(x, axis=0, weights=list(VALUES)), rtol=1e-5, atol=1e-6
+    )
     np.testing.assert_allclose(first["sum"]["n"], x.sum(0), rtol=1e-5, atol=1e-6)
     assert torch.equal(first["clusters"][0], VALUES[5])
     assert first["clusters"][1] is None

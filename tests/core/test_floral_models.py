@@ -35,7 +35,10 @@ def test_the_cnn_has_the_layers_of_the_paper() -> None:
     # the pool comes first because that is faster; see the next test
     assert kinds == [conv, pool, relu, conv, pool, relu, nn.Flatten, linear, relu, linear]
     found = layers(made)
-    assert [(m.kernel_size, m.out_channels) for m in found if isinstance(m, conv)] == [((5, 5), 32), ((3, 3), 64)]
+    assert [(m.kernel_size, m.out_channels) for m in found if isinstance(m, conv)] == [
+        ((5, 5), 32),
+        ((3, 3), 64),
+    ]
     assert [m.kernel_size for m in found if isinstance(m, pool)] == [2, 3]
     assert [(m.in_features, m.out_features) for m in found if isinstance(m, linear)] == [(1024, 64), (64, 10)]
     # 3·25·32 + 32, 32·9·64 + 64, 1024·64 + 64, 64·10 + 10
@@ -63,7 +66,8 @@ def test_the_pool_before_the_relu_is_the_papers_model_bit_by_bit(name: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("shape", "flat"), [((1, 28, 28), 64 * 3 * 3), ((1, 14, 14), 64), ((1, 13, 13), 64 * 2 * 2), ((1, 8, 8), 64)]
+    ("shape", "flat"),
+    [((1, 28, 28), 64 * 3 * 3), ((1, 14, 14), 64), ((1, 13, 13), 64 * 2 * 2), ((1, 8, 8), 64)],
 )
 def test_the_cnn_takes_smaller_images(shape: tuple[int, int, int], flat: int) -> None:
     made = model("cnn_floral", shape, 7)
@@ -97,7 +101,9 @@ def test_vgg8_with_batch_norm_is_the_same_with_a_norm_after_each_convolution() -
     made = model("vgg8_bn", classes=100)
     kinds = [type(m) for m in layers(made)]
     assert kinds[:20] == [nn.Conv2d, nn.BatchNorm2d, nn.ReLU, nn.MaxPool2d] * 5
-    assert [t for t in kinds if t is not nn.BatchNorm2d] == [type(m) for m in layers(model("vgg8", classes=100))]
+    assert [t for t in kinds if t is not nn.BatchNorm2d] == [
+        type(m) for m in layers(model("vgg8", classes=100))
+    ]
     assert count(made) == 1_264_388 + 2 * (16 + 32 + 64 + 128 + 512)
 
 

@@ -71,7 +71,9 @@ def test_they_are_no_part_of_the_initial_parameters() -> None:
     assert set(model.body_of(model.initial)) == {"middle.weight"}
 
 
-@pytest.mark.parametrize("make", [Net, lambda: lora(Net(), 2, target_modules=["base.0", "middle"], trainable=["head"])])
+@pytest.mark.parametrize(
+    "make", [Net, lambda: lora(Net(), 2, target_modules=["base.0", "middle"], trainable=["head"])]
+)
 def test_one_tensor_serves_all_code(make: Any) -> None:
     module = make()
     frozen = {n: p for n, p in module.named_parameters() if not p.requires_grad}
@@ -133,7 +135,9 @@ def test_training_neither_changes_nor_sends_them(name: str) -> None:
 def test_clients_at_once_share_them(name: str) -> None:
     ends = []
     for engine in (Sequential(), Vectorized()):
-        run = Run(METHODS[name](optimizer=SGD(lr=0.1), batch_size=8), federation(), RunSettings(rounds=2), engine)
+        run = Run(
+            METHODS[name](optimizer=SGD(lr=0.1), batch_size=8), federation(), RunSettings(rounds=2), engine
+        )
         for _ in range(2):
             run.step()
         ends.append(run.state.server)
@@ -162,7 +166,9 @@ def test_fedavg_of_a_frozen_base_is_fedavg_of_what_is_after_it() -> None:
     after = Federation.from_arrays(data, After(), head="head", classes=CLASSES)
     ends = []
     for held in (on, after):
-        run = Run(METHODS["fedavg"](optimizer=SGD(lr=0.2), batch_size=8), held, RunSettings(rounds=3), Sequential())
+        run = Run(
+            METHODS["fedavg"](optimizer=SGD(lr=0.2), batch_size=8), held, RunSettings(rounds=3), Sequential()
+        )
         for _ in range(3):
             run.step()
         ends.append(run.state.server)

@@ -71,8 +71,15 @@ def global_state() -> tuple[object, ...]:
 def test_a_whole_run_moves_no_global_generator_and_heeds_none(name: str) -> None:
     def made() -> list[list[float]]:
         federation = unlike() if METHODS[name].heterogeneous else alike()
-        run = run_of(METHODS[name](optimizer=SGD(lr=0.1), batch_size=8), federation, rounds=2, participation=0.5)
-        return [t.flatten().tolist() for s in run.state.clients.values() if s is not None for _, t in tree.leaves(s)]
+        run = run_of(
+            METHODS[name](optimizer=SGD(lr=0.1), batch_size=8), federation, rounds=2, participation=0.5
+        )
+        return [
+            t.flatten().tolist()
+            for s in run.state.clients.values()
+            if s is not None
+            for _, t in tree.leaves(s)
+        ]
 
     torch.manual_seed(1)
     random.seed(1)
@@ -95,7 +102,10 @@ def test_building_a_model_and_running_one_with_dropout_moves_no_global_generator
     assert not torch.equal(a[0].weight, b[0].weight)
     rng = np.random.default_rng(0)
     clients = [(rng.normal(size=(20, 12)).astype(np.float32), rng.integers(0, 4, 20)) for _ in range(2)]
-    run_of(METHODS["fedavg"](optimizer=SGD(lr=0.1), batch_size=8), Federation.from_arrays(clients, net, classes=4))
+    run_of(
+        METHODS["fedavg"](optimizer=SGD(lr=0.1), batch_size=8),
+        Federation.from_arrays(clients, net, classes=4),
+    )
     assert global_state() == before
 
 

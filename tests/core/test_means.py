@@ -19,7 +19,9 @@ from fedlowrank.core.tree import TreeError
     )
 )
 def test_the_mean_of_many(drawn: list[tuple[int, float]]) -> None:
-    trees = [torch.randn(3, 2, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s, _ in drawn]
+    trees = [
+        torch.randn(3, 2, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s, _ in drawn
+    ]
     weights = [w for _, w in drawn]
     found = mean(iter(trees), iter(weights))
     expected = np.average(np.stack([t.numpy() for t in trees]), axis=0, weights=weights)
@@ -45,7 +47,8 @@ def test_what_came_is_left_alone_and_not_kept() -> None:
 
 def test_a_tree_whose_fields_come_in_another_order_is_the_same_tree() -> None:
     found = mean(
-        [{"a": torch.tensor(1.0), "b": torch.tensor(2.0)}, {"b": torch.tensor(4.0), "a": torch.tensor(3.0)}], [1, 1]
+        [{"a": torch.tensor(1.0), "b": torch.tensor(2.0)}, {"b": torch.tensor(4.0), "a": torch.tensor(3.0)}],
+        [1, 1],
     )
     assert {n: float(t) for n, t in found.items()} == {"a": 2.0, "b": 3.0}
 

@@ -55,7 +55,9 @@ def test_the_small_cnn_besides_the_family() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TABLE))
-@pytest.mark.parametrize(("shape", "kernel", "padding"), [((1, 28, 28), 5, 0), ((1, 8, 8), 3, 1), ((3, 17, 20), 5, 0)])
+@pytest.mark.parametrize(
+    ("shape", "kernel", "padding"), [((1, 28, 28), 5, 0), ((1, 8, 8), 3, 1), ((3, 17, 20), 5, 0)]
+)
 def test_other_images_keep_the_form_of_the_family(name: str, shape: Any, kernel: int, padding: int) -> None:
     model = cnn(name, shape, classes=7)
     assert sum(p.numel() for p in model.parameters()) == by_hand(name, shape, 7, kernel, padding)
@@ -76,7 +78,9 @@ def test_the_layers_are_in_the_order_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize(("split", "width", "layers"), [("fc1", 2000, 2), ("fc2", 500, 1)])
-def test_the_split_point_is_the_output_of_a_hidden_layer_after_relu(split: str, width: int, layers: int) -> None:
+def test_the_split_point_is_the_output_of_a_hidden_layer_after_relu(
+    split: str, width: int, layers: int
+) -> None:
     model = cnn("cnn1", split=split)
     x = torch.randn(3, *IMAGE, generator=torch.Generator().manual_seed(0))
     a = Architecture("cnn1", model, x[:1])
@@ -150,7 +154,9 @@ def test_a_users_module_is_split_at_the_head_it_declares() -> None:
     assert Architecture("own", module, x[:1]).head_name == a.head_name == "top.classify"
     assert a.width == 12
     assert sorted(a.body_of(a.initial)) == ["conv.bias", "conv.weight", "scale"]
-    assert sorted(a.head_of(a.initial)) == [f"top.classify.{n}" for n in ("0.bias", "0.weight", "2.bias", "2.weight")]
+    assert sorted(a.head_of(a.initial)) == [
+        f"top.classify.{n}" for n in ("0.bias", "0.weight", "2.bias", "2.weight")
+    ]
     torch.testing.assert_close(a.head(a.initial, a.represent(a.initial, x)), module(x))
     torch.testing.assert_close(a.apply(a.initial, x), module(x))
 
@@ -225,7 +231,9 @@ def test_a_model_without_a_head_can_be_applied_but_not_split() -> None:
             use()
 
 
-@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.BatchNorm1d(6, track_running_stats=False)])
+@pytest.mark.parametrize(
+    "norm", [nn.GroupNorm(2, 6), nn.LayerNorm(6), nn.BatchNorm1d(6, track_running_stats=False)]
+)
 def test_norms_without_running_statistics_are_fine(norm: nn.Module) -> None:
     a = Architecture("normed", nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 2)), torch.randn(4, 6))
     assert a.apply(a.initial, torch.randn(4, 6)).shape == (4, 2)

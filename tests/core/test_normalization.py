@@ -67,7 +67,10 @@ def test_a_client_infers_by_the_statistics_of_its_own_training_data() -> None:
 def test_many_chunks_give_the_means_of_their_means() -> None:
     result = simulate("fedavg", Federation.from_arrays(clients([700, 40]), Net, val=0.0), rounds=1)
     x = result.run.federation.clients[0].train.x
-    halves = [h @ result.run.state.server["body.weight"].T + result.run.state.server["body.bias"] for h in x.chunk(3)]
+    halves = [
+        h @ result.run.state.server["body.weight"].T + result.run.state.server["body.bias"]
+        for h in x.chunk(3)
+    ]
     sizes = {len(h) for h in halves}
     assert len(x) > 512
     assert sizes == {210}

@@ -19,17 +19,21 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lam
 
 
 @given(
-    st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(sorted(one_buffer.TYPES, key=str)))), st.text(max_size=9)
+    st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(sorted(one_buffer.TYPES, key=str)))),
+    st.text(max_size=9),
 )
 def test_the_bytes_are_those_of_the_library(forms: dict[str, Any], text: str) -> None:
     text = text.encode(errors="ignore").decode()
     made = {
-        n: (torch.arange(torch.Size(shape).numel()) % 2).reshape(shape).to(dtype) for n, (shape, dtype) in forms.items()
+        n: (torch.arange(torch.Size(shape).numel()) % 2).reshape(shape).to(dtype)
+        for n, (shape, dtype) in forms.items()
     }
     ours = one_buffer.save(made, {"tree": text})
     assert ours == safetensors.torch.save(made, {"tree": text})
     back = safetensors.torch.load(ours)
-    assert {n: (t.dtype, t.shape) for n, t in back.items()} == {n: (t.dtype, t.shape) for n, t in made.items()}
+    assert {n: (t.dtype, t.shape) for n, t in back.items()} == {
+        n: (t.dtype, t.shape) for n, t in made.items()
+    }
 
 
 def test_a_type_that_the_format_does_not_know() -> None:

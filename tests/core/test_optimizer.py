@@ -132,7 +132,9 @@ def test_groups_match_whole_components_and_the_longest_wins() -> None:
 
 
 def test_a_group_of_rate_zero_is_not_taken_for_no_setting() -> None:
-    rates = AdamW(lr=0.1, weight_decay=0.2, groups={"a": Group(lr=0.0, weight_decay=0.0)}).rates(["/a", "/b"], 0)
+    rates = AdamW(lr=0.1, weight_decay=0.2, groups={"a": Group(lr=0.0, weight_decay=0.0)}).rates(
+        ["/a", "/b"], 0
+    )
     assert (rates.lr, rates.weight_decay) == ([0.0, 0.1], [0.0, 0.2])
 
 

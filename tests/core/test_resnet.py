@@ -86,9 +86,9 @@ def written_out(p: dict[str, Tensor], x: Tensor, large: bool) -> Tensor:
         for block in range(2):
             at = f"stages.{stage}.{block}"
             stride = 2 if stage and not block else 1
-            y = norm(f"{at}.norm1", functional.conv2d(x, p[f"{at}.conv1.weight"], stride=stride, padding=1)).clamp(
-                min=0
-            )
+            y = norm(
+                f"{at}.norm1", functional.conv2d(x, p[f"{at}.conv1.weight"], stride=stride, padding=1)
+            ).clamp(min=0)
             y = norm(f"{at}.norm2", functional.conv2d(y, p[f"{at}.conv2.weight"], padding=1))
             if stride == 2:
                 x = norm(f"{at}.shortcut.1", functional.conv2d(x, p[f"{at}.shortcut.0.weight"], stride=2))
@@ -101,12 +101,16 @@ def test_it_is_the_network_of_the_paper(large: bool, shape: tuple[int, int, int]
     model = small(large, shape).double()
     generator = torch.Generator().manual_seed(1)
     # scales and shifts of norms too, which start at one and zero
-    params = {n: p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
+    params = {
+        n: p.detach() + 0.1 * torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()
+    }
     x = images(3, *shape).double()
     torch.testing.assert_close(functional_call(model, params, (x,)), written_out(params, x, large))
 
 
-@pytest.mark.parametrize(("large", "shape", "sides"), [(False, CIFAR, [32, 16, 8, 4]), (True, TINY, [16, 8, 4, 2])])
+@pytest.mark.parametrize(
+    ("large", "shape", "sides"), [(False, CIFAR, [32, 16, 8, 4]), (True, TINY, [16, 8, 4, 2])]
+)
 def test_the_stem_keeps_small_images_whole(large: bool, shape: Any, sides: list[int]) -> None:
     model = small(large, shape)
     x, seen = model.stem(images(1, *shape)), []

@@ -42,7 +42,9 @@ class Recurrent(nn.Module):
 
 MODULES: dict[str, Any] = {
     "layers": lambda: nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Linear(5, 2, bias=False)),
-    "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2).eval()),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2).eval()
+    ),
     "tied": Tied,
     "recurrent": Recurrent,
     "a layer alone": lambda: nn.Linear(4, 3),
@@ -51,7 +53,10 @@ MODULES: dict[str, Any] = {
 
 def others(module: nn.Module) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    named = [*module.named_parameters(), *((n, b) for n, b in module.named_buffers() if b.is_floating_point())]
+    named = [
+        *module.named_parameters(),
+        *((n, b) for n, b in module.named_buffers() if b.is_floating_point()),
+    ]
     return {n: torch.rand(t.shape, generator=generator) for n, t in named}
 
 
@@ -65,7 +70,9 @@ def test_as_torch_calls_it(name: str) -> None:
     # some of them only
     some = dict(list(params.items())[:1])
     torch.testing.assert_close(code(some, x), functional_call(module, some, (x,), tie_weights=False))
-    assert {n: torch.equal(t, before[n]) for n, t in module.state_dict().items()} == dict.fromkeys(before, True)
+    assert {n: torch.equal(t, before[n]) for n, t in module.state_dict().items()} == dict.fromkeys(
+        before, True
+    )
     assert torch.equal(module(x), plain)
 
 

@@ -25,12 +25,20 @@ def lines_of_code(text: str) -> int:
     skip: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) or (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
         ):
             skip |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     used: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+        if token.type not in (
+            tokenize.COMMENT,
+            tokenize.NL,
+            tokenize.NEWLINE,
+            tokenize.INDENT,
+            tokenize.DEDENT,
+        ):
             used |= set(range(token.start[0], token.end[0] + 1))
     return len({n for n in used - skip if n <= len(text.splitlines()) and text.splitlines()[n - 1].strip()})
 
@@ -45,7 +53,9 @@ def test_files_methods_and_documentation_correspond_one_to_one() -> None:
     assert files == set(METHODS)
     documented = set(re.findall(r"^## `(\w+)`", (ROOT / "docs" / "methods.md").read_text(), re.MULTILINE))
     assert documented == set(METHODS)
-    assert {name: cls.__module__ for name, cls in METHODS.items()} == {n: f"fedlowrank.methods.{n}" for n in METHODS}
+    assert {name: cls.__module__ for name, cls in METHODS.items()} == {
+        n: f"fedlowrank.methods.{n}" for n in METHODS
+    }
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -70,7 +70,8 @@ def texts(lengths: Sequence[int], width: int, seed: int = 0, silent: float = 0.3
         # at least one counts, and the first never does: nothing comes before it
         labels[i, n - 1] = ids[i, n - 1]
     return Examples(
-        {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}, torch.from_numpy(labels)
+        {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)},
+        torch.from_numpy(labels),
     )
 
 
@@ -92,7 +93,9 @@ def by_hand(scores: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     return float(np.mean(lost)), float(np.mean(right))
 
 
-def federation(clients: Sequence[Examples], by_length: bool = False, dtype: torch.dtype = torch.float64) -> Federation:
+def federation(
+    clients: Sequence[Examples], by_length: bool = False, dtype: torch.dtype = torch.float64
+) -> Federation:
     some = {n: t[:1] for n, t in clients[0].x.items()}
     data = [ClientData(e, e.take(torch.arange(0)), e) for e in clients]
     infos = [ClientInfo(i, len(e), "m", 1 + i) for i, e in enumerate(clients)]
@@ -104,7 +107,11 @@ METHOD = FedAvg(optimizer=SGD(lr=0.5), batch_size=4, epochs=2)
 
 
 def ends(
-    clients: Sequence[Examples], method: Any = METHOD, engine: Any = Sequential, by_length: bool = False, **kw: Any
+    clients: Sequence[Examples],
+    method: Any = METHOD,
+    engine: Any = Sequential,
+    by_length: bool = False,
+    **kw: Any,
 ) -> Run:
     on = federation(clients, by_length)
     run = Run(method, on, RunSettings(rounds=2, **kw), engine())
@@ -199,7 +206,9 @@ def test_a_batch_without_its_padding_is_the_same_batch() -> None:
 def test_padding_changes_no_run(method: Any) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
     a, b = ends(clients, method), ends([widened(e, 11) for e in clients], method)
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), a.state.server, b.state.server)
+    tree.map(
+        lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), a.state.server, b.state.server
+    )
     start = a.federation.architectures["m"].initial["head.weight"]
     server = a.state.server if isinstance(method, FedAvg) else a.state.server.rest
     assert float((server["head.weight"] - start).abs().max()) > 1e-2
@@ -215,14 +224,22 @@ def test_clients_at_once_average_over_their_own_tokens() -> None:
 def test_batches_taken_in_parts_end_where_whole_ones_do(size: int) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
     whole, parts = ends(clients), ends(clients, micro_batch=size)
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), whole.state.server, parts.state.server)
+    tree.map(
+        lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12),
+        whole.state.server,
+        parts.state.server,
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_batches_taken_in_parts_end_where_whole_ones_do_in_single_precision(size: int) -> None:
     clients = [texts(n, 20, i) for i, n in enumerate(LENGTHS)]
     whole, parts = ends(clients), ends(clients, micro_batch=size)
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-7), whole.state.server, parts.state.server)
+    tree.map(
+        lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-7),
+        whole.state.server,
+        parts.state.server,
+    )
 
 
 def test_a_batch_in_which_nothing_counts_can_be_taken_in_parts() -> None:
@@ -242,7 +259,9 @@ def test_a_run_is_descent_on_the_mean_over_tokens() -> None:
     for i in steps:
         optimizer.zero_grad()
         scores, y = model(**{n: t[i] for n, t in examples.x.items()}), examples.y[i]
-        nn.functional.cross_entropy(scores[:, :-1].reshape(-1, WORDS), y[:, 1:].reshape(-1), ignore_index=NO).backward()
+        nn.functional.cross_entropy(
+            scores[:, :-1].reshape(-1, WORDS), y[:, 1:].reshape(-1), ignore_index=NO
+        ).backward()
         optimizer.step()
     for n, p in model.named_parameters():
         torch.testing.assert_close(run.state.server[n], p.detach(), rtol=0, atol=1e-12)
@@ -256,7 +275,11 @@ def test_every_example_is_seen_once_an_epoch(by_length: bool) -> None:
     n = 23
     lengths = np.random.default_rng(1).integers(1, 30, n)
     data = LocalData(
-        ClientInfo(0, n, "m"), texts(lengths.tolist(), 30), {"local": Pass(3, 4)}, Key((7,)), by_length=by_length
+        ClientInfo(0, n, "m"),
+        texts(lengths.tolist(), 30),
+        {"local": Pass(3, 4)},
+        Key((7,)),
+        by_length=by_length,
     )
     order, per_epoch = data.order("local"), -(-n // 4)
     assert len(order) == data.steps("local") == 3 * per_epoch

@@ -44,10 +44,14 @@ def linear(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def federation(make: Callable[[], nn.Module] = linear, **kwargs: Any) -> Federation:
-    return Federation.from_arrays(kwargs.pop("clients", None) or arrays(), {"m": make}, classes=CLASSES, **kwargs)
+    return Federation.from_arrays(
+        kwargs.pop("clients", None) or arrays(), {"m": make}, classes=CLASSES, **kwargs
+    )
 
 
-def view(fed: Federation, client: int = 0, round: int = 0, epochs: int = 1, batch_size: int = 8) -> ClientView:
+def view(
+    fed: Federation, client: int = 0, round: int = 0, epochs: int = 1, batch_size: int = 8
+) -> ClientView:
     info = fed.infos[client]
     method = FedAvg(epochs=epochs, batch_size=batch_size)
     return client_view(fed, fed.task(5), round, info, Sequential().trainer(method, fed, round, info))
@@ -103,7 +107,9 @@ def test_a_pass_with_adamw_is_a_bare_loop() -> None:
 def test_the_schedule_sees_the_round() -> None:
     fed = federation()
     v = view(fed, round=3)
-    found = v.train(ce(v), v.model.initial, "local", SGD(lr=0.8, schedule=Schedule("exponential", factor=0.5)))
+    found = v.train(
+        ce(v), v.model.initial, "local", SGD(lr=0.8, schedule=Schedule("exponential", factor=0.5))
+    )
     assert_close(found, bare(fed, v, lambda p: torch.optim.SGD(p, lr=0.1)))
 
 
@@ -208,7 +214,8 @@ def test_what_hooks_return_is_matched_by_name_and_not_by_order(engine: Any) -> N
 
 
 @pytest.mark.parametrize(
-    "optimizer", [SGD(lr=0.1, clip=0.01), SGD(lr=0.1, weight_decay=0.5), SGD(lr=0.1, momentum=0.9, nesterov=True)]
+    "optimizer",
+    [SGD(lr=0.1, clip=0.01), SGD(lr=0.1, weight_decay=0.5), SGD(lr=0.1, momentum=0.9, nesterov=True)],
 )
 def test_parameters_whose_gradients_are_one_tensor_are_stepped_as_if_they_were_two(optimizer: SGD) -> None:
     fed = federation()
@@ -253,7 +260,9 @@ def test_the_start_and_what_is_given_are_left_untouched() -> None:
     assert tree.encode([start, extra]) == before
     assert not torch.equal(found["weight"], start["weight"])
     assert all(t.is_contiguous() and not t.requires_grad for _, t in tree.leaves(found))
-    assert {t.data_ptr() for _, t in tree.leaves(found)}.isdisjoint({t.data_ptr() for _, t in tree.leaves(start)})
+    assert {t.data_ptr() for _, t in tree.leaves(found)}.isdisjoint(
+        {t.data_ptr() for _, t in tree.leaves(start)}
+    )
 
 
 def test_no_gradient_is_taken_for_what_is_given() -> None:
@@ -270,7 +279,9 @@ def test_a_statistic_is_the_sum_over_all_examples() -> None:
     x, y = rng.normal(size=(600, INPUTS)).astype(np.float32), rng.integers(0, CLASSES, 600)
     v = view(federation(clients=[{"train": (x, y)}]))
     total, count = v.total(
-        lambda p, b, s: (b.total(b.x * s["k"]), b.total(torch.ones(len(b)))), {}, constants=({"k": torch.tensor(2.0)},)
+        lambda p, b, s: (b.total(b.x * s["k"]), b.total(torch.ones(len(b)))),
+        {},
+        constants=({"k": torch.tensor(2.0)},),
     )
     np.testing.assert_allclose(total.numpy(), 2 * x.sum(0), rtol=0, atol=1e-3)
     assert float(count) == 600
@@ -357,11 +368,18 @@ def test_a_loss_that_is_not_finite_names_client_round_pass_and_step(engine: Any)
     # after the check of what is given
     fed.clients[2].train.x[5] = torch.inf  # type: ignore[index]
     run = Run(FedAvg(batch_size=4, epochs=1), fed, RunSettings(rounds=3), engine())
-    with pytest.raises(NonFiniteError, match=r"client 2, round 0, pass 'local': the loss of step \d+") as caught:
+    with pytest.raises(
+        NonFiniteError, match=r"client 2, round 0, pass 'local': the loss of step \d+"
+    ) as caught:
         run.step()
     order = view(fed, 2, batch_size=4).trainer.data.order("local")
     hit = next(s for s, i in enumerate(order) if 5 in i.tolist())
-    assert (caught.value.client, caught.value.round, caught.value.name, caught.value.step) == (2, 0, "local", hit)
+    assert (caught.value.client, caught.value.round, caught.value.name, caught.value.step) == (
+        2,
+        0,
+        "local",
+        hit,
+    )
     # the interrupted round left the run as it was
     assert (run.round, run.state.clients) == (0, {})
 
@@ -384,7 +402,9 @@ def test_a_client_that_fails_can_be_dropped(engine: Any) -> None:
     assert "client 2, round 0" in record.lost["2"]
     assert sorted(run.state.clients) == [0, 1, 3]
     rest = {k: view(fed, k) for k in (0, 1, 3)}
-    wanted = mean([v.train(ce(v), start, "local", SGD(lr=0.01)) for v in rest.values()], [SIZES[k] for k in rest])
+    wanted = mean(
+        [v.train(ce(v), start, "local", SGD(lr=0.01)) for v in rest.values()], [SIZES[k] for k in rest]
+    )
     assert_close(run.state.server, wanted)
 
 
@@ -449,7 +469,8 @@ def test_operations_are_counted_for_each_architecture_of_a_ledger() -> None:
     jobs = [ClientJob(alone.client_init(fed.task(1), i), None, i) for i in fed.infos]
     found = [o.meter.flops for o in engine.run(alone, fed, fed.task(1), 0, jobs)]
     wanted = [
-        2 * (2 * n * INPUTS * h) + 3 * (2 * n * h * CLASSES) for n, h in zip(SIZES, (10, 20, 10, 20), strict=True)
+        2 * (2 * n * INPUTS * h) + 3 * (2 * n * h * CLASSES)
+        for n, h in zip(SIZES, (10, 20, 10, 20), strict=True)
     ]
     assert found == wanted
 

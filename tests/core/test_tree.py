@@ -46,7 +46,11 @@ SHAPES = ((), (0,), (1,), (7,), (8,), (9,), (3, 0, 2), (2, 3), (2, 3, 4))
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
     """Tensors of all kinds of type, shape and layout."""
-    dtype, shape, seed = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(SHAPES)), draw(st.integers(0, 99))
+    dtype, shape, seed = (
+        draw(st.sampled_from(DTYPES)),
+        draw(st.sampled_from(SHAPES)),
+        draw(st.integers(0, 99)),
+    )
     layout = draw(st.sampled_from(["plain", "sliced", "transposed", "expanded", "grad"]))
     values = torch.randint(-100, 100, (2, *shape), generator=torch.Generator().manual_seed(seed))
     made = (values % 2).to(dtype) if dtype == torch.bool else values.to(dtype)
@@ -63,7 +67,9 @@ def tensors(draw: st.DrawFn) -> Tensor:
 
 
 KEYS = st.one_of(
-    st.sampled_from(["", "a", "a/b", "/", "~", "~0", "~1", "0", "__metadata__", "t", "v", "d", "ключ", "\U0001f642"]),
+    st.sampled_from(
+        ["", "a", "a/b", "/", "~", "~0", "~1", "0", "__metadata__", "t", "v", "d", "ключ", "\U0001f642"]
+    ),
     st.text(max_size=5),
 )
 PLAIN = st.one_of(
@@ -92,7 +98,13 @@ def assert_same(a: Any, b: Any) -> None:
     if isinstance(a, Tensor):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         assert not b.requires_grad
-        assert a.detach().contiguous().view(-1).view(torch.uint8).equal(b.contiguous().view(-1).view(torch.uint8))
+        assert (
+            a.detach()
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(b.contiguous().view(-1).view(torch.uint8))
+        )
     elif isinstance(a, dict):
         assert list(a) == list(b)
         for k in a:
@@ -169,7 +181,8 @@ def test_counts_of_parameters_and_bytes(parts: list[tuple[tuple[int, ...], torch
     # labels and masks are no parameters
     assert tree.numel(value) == sum(n for n, (_, d) in zip(sizes, parts, strict=True) if d.is_floating_point)
     wanted = sum(
-        math.ceil(n / 8) if d == torch.bool else n * d.itemsize for n, (_, d) in zip(sizes, parts, strict=True)
+        math.ceil(n / 8) if d == torch.bool else n * d.itemsize
+        for n, (_, d) in zip(sizes, parts, strict=True)
     )
     assert tree.nbytes(value) == wanted
 
@@ -196,7 +209,11 @@ def test_equality_is_of_bits() -> None:
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-VALUE = {"x": torch.arange(6.0), "m": torch.tensor([True, False]), "p": Point([torch.ones(2)], ("s", 1, None, 2.5))}
+VALUE = {
+    "x": torch.arange(6.0),
+    "m": torch.tensor([True, False]),
+    "p": Point([torch.ones(2)], ("s", 1, None, 2.5)),
+}
 
 
 @pytest.mark.parametrize("length", [*range(40), 100, 200, -9, -8, -4, -1])
@@ -277,7 +294,18 @@ def test_a_skeleton_of_another_shape_is_refused_or_decodes_to_a_tree(skeleton: A
 
 def test_booleans_of_a_size_that_the_bytes_do_not_hold_are_refused() -> None:
     bits = torch.zeros(2, dtype=torch.uint8)
-    for shape in ([17], [8], [10**13], [2**31, 2**31, 2**31], [-1], [2, -8], [-8, -2], [16.0], ["16"], [None]):
+    for shape in (
+        [17],
+        [8],
+        [10**13],
+        [2**31, 2**31, 2**31],
+        [-1],
+        [2, -8],
+        [-8, -2],
+        [16.0],
+        ["16"],
+        [None],
+    ):
         with pytest.raises(TreeError):
             tree.decode(message({"d": {"m": {"b": shape}}}, **{"/m": bits}))
     none = torch.zeros(0, dtype=torch.uint8)
@@ -334,10 +362,16 @@ def test_decoded_tensors_are_private_and_may_be_written() -> None:
 
 
 def test_more_booleans_than_allowed_are_refused() -> None:
-    masks = {"a": torch.ones(3, 5, dtype=torch.bool), "b": [torch.ones(6, dtype=torch.bool)], "c": torch.ones(9)}
+    masks = {
+        "a": torch.ones(3, 5, dtype=torch.bool),
+        "b": [torch.ones(6, dtype=torch.bool)],
+        "c": torch.ones(9),
+    }
     data = tree.encode(masks)
     assert_same(masks, tree.decode(data, bools=21))
-    with pytest.raises(TreeError, match=r"^the message holds more booleans than it may; the last are the 6 at /b/0"):
+    with pytest.raises(
+        TreeError, match=r"^the message holds more booleans than it may; the last are the 6 at /b/0"
+    ):
         tree.decode(data, bools=20)
 
 
@@ -376,10 +410,16 @@ def imports_and_calls(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} if node.module.split(".")[0] in UNSAFE else set()
             found |= {
-                f"{node.module}.{a.name}" for a in node.names if node.module == "torch" and a.name in ("save", "load")
+                f"{node.module}.{a.name}"
+                for a in node.names
+                if node.module == "torch" and a.name in ("save", "load")
             }
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found |= {f"torch.{node.attr}"} if node.value.id == "torch" and node.attr in ("save", "load") else set()
+            found |= (
+                {f"torch.{node.attr}"}
+                if node.value.id == "torch" and node.attr in ("save", "load")
+                else set()
+            )
             found |= {"np.load"} if node.value.id == "np" and node.attr == "load" else set()
     return found
 
@@ -390,7 +430,8 @@ UNSAFE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shel
 def test_no_module_unpickles_but_the_restricted_reader_of_cifar() -> None:
     root = Path(fedlowrank.__file__).parent
     found = {
-        p.relative_to(root).as_posix(): imports_and_calls(p.read_text(encoding="utf-8")) for p in root.rglob("*.py")
+        p.relative_to(root).as_posix(): imports_and_calls(p.read_text(encoding="utf-8"))
+        for p in root.rglob("*.py")
     }
     assert len(found) > 20
     guilty = {p: names for p, names in found.items() if names - {"np.load"}}
@@ -434,7 +475,9 @@ def test_means_are_those_of_numpy(weights: list[float]) -> None:
     trees = [pair(s) for s in range(3)]
     kept = [tree.encode(t) for t in trees]
     found = flat(mean(trees, weights))
-    np.testing.assert_allclose(found, np.average([flat(t) for t in trees], axis=0, weights=weights), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(
+        found, np.average([flat(t) for t in trees], axis=0, weights=weights), rtol=0, atol=1e-14
+    )
     assert [tree.encode(t) for t in trees] == kept
 
 
@@ -490,7 +533,8 @@ def test_the_canonical_form_is_detached_and_contiguous() -> None:
 def test_plain_values_that_are_not_a_number_are_equal_to_themselves() -> None:
     value = {"x": torch.ones(1), "loss": math.nan}
     assert tree.equal(
-        tree.add(value, {"x": torch.ones(1), "loss": math.nan}), {"x": torch.full((1,), 2.0), "loss": math.nan}
+        tree.add(value, {"x": torch.ones(1), "loss": math.nan}),
+        {"x": torch.full((1,), 2.0), "loss": math.nan},
     )
 
 

@@ -34,7 +34,9 @@ from fedlowrank.training import cohort as stacked
 from fedlowrank.training.local_data import LocalData
 
 BOTH = Augment(flip=True, crop=1, fill=-3.0)
-KINDS = pytest.mark.parametrize("augment", [BOTH, Augment(crop=1), Augment(flip=True)], ids=["both", "crop", "flip"])
+KINDS = pytest.mark.parametrize(
+    "augment", [BOTH, Augment(crop=1), Augment(flip=True)], ids=["both", "crop", "flip"]
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -126,8 +128,12 @@ def federation(augment: Augment = BOTH, sizes: tuple[int, ...] = (23, 9, 31)) ->
     for n in sizes:
         y = torch.randint(0, 3, (n + 6,), generator=random)
         x = torch.randn(n + 6, 2, 8, 8, generator=random) + y[:, None, None, None]
-        clients.append({"train": (x[:n], y[:n]), "val": (x[n:][:2], y[n:][:2]), "test": (x[n:][2:], y[n:][2:])})
-    return Federation.from_arrays(clients, lambda: CNN((2, 8, 8), 3, (4, 5), (7, 6)), classes=3, augment=augment)
+        clients.append(
+            {"train": (x[:n], y[:n]), "val": (x[n:][:2], y[n:][:2]), "test": (x[n:][2:], y[n:][2:])}
+        )
+    return Federation.from_arrays(
+        clients, lambda: CNN((2, 8, 8), 3, (4, 5), (7, 6)), classes=3, augment=augment
+    )
 
 
 def local(on: Federation, method: Any, client: int = 0, round: int = 0) -> LocalData:
@@ -160,7 +166,9 @@ def test_the_order_is_drawn_as_ever_and_once_a_pass(monkeypatch: pytest.MonkeyPa
         for augment in (BOTH, Augment()):
             data = local(dataclasses.replace(on, augment=augment), method, 1, 4)
             assert [i.tolist() for i in data.order(name)] == [i.tolist() for i in wanted]
-            assert [b.y.tolist() for b in data.batches(name)] == [on.clients[1].train.y[i].tolist() for i in wanted]
+            assert [b.y.tolist() for b in data.batches(name)] == [
+                on.clients[1].train.y[i].tolist() for i in wanted
+            ]
     calls, draw = [], torch.randperm
     monkeypatch.setattr(torch, "randperm", lambda *a, **k: calls.append(a) or draw(*a, **k))
     run_of(FedAvg(batch_size=8), "sequential", on, 1)
@@ -198,7 +206,9 @@ def test_rounds_clients_places_and_seeds_see_different_changes() -> None:
 class Watched(FedAvg):
     """FedAvg that keeps all it is shown, and asks for a sum over its data."""
 
-    seen: dict[str, list[Tensor]] = dataclasses.field(default_factory=lambda: {"train": [], "total": [], "infer": []})
+    seen: dict[str, list[Tensor]] = dataclasses.field(
+        default_factory=lambda: {"train": [], "total": [], "infer": []}
+    )
 
     def local_update(self, state: None, down: Any, view: ClientView) -> tuple[None, Any]:
         def statistic(params: Any, batch: Batch) -> Tensor:
@@ -248,10 +258,16 @@ def test_inputs_that_are_no_images_or_too_small_are_refused_with_the_client() ->
     y = torch.zeros(12, dtype=torch.int64)
     for x, shape in ((torch.randn(12, 5), r"\[10, 5\]"), (torch.randn(12, 8, 8), r"\[10, 8, 8\]")):
         with pytest.raises(DataError, match=start + shape):
-            Federation.from_arrays([(x, y)], nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 2)), augment=augment)
+            Federation.from_arrays(
+                [(x, y)], nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 2)), augment=augment
+            )
         # examples that reach a trainer past a federation do not train unchanged either
         with pytest.raises(DataError, match="need images"):
-            next(LocalData(ClientInfo(0, 12, "m"), Examples(x, y), {"a": Pass(1, 4)}, Key((0,)), augment).batches("a"))
+            next(
+                LocalData(
+                    ClientInfo(0, 12, "m"), Examples(x, y), {"a": Pass(1, 4)}, Key((0,)), augment
+                ).batches("a")
+            )
     part = Examples({"left": torch.randn(12, 5), "right": torch.randn(12, 5)}, y)
     with pytest.raises(DataError, match=start + r"named ones \(left, right\)"):
         dataclasses.replace(federation(augment, (9,)), clients=[ClientData(part, part, part)])
@@ -321,7 +337,11 @@ def test_an_experiment_file_augments() -> None:
     assert on.augment == made.augment == Augment(True, 2, 1.0)
     # black is 0 unless the file says otherwise, and so is the padding
     assert min(float(torch.as_tensor(c.train.x).min()) for c in on.clients) == Augment().fill == 0.0
-    assert ExperimentConfig.parse(TABLES).augment == ExperimentConfig.parse(TABLES).federation().augment == Augment()
+    assert (
+        ExperimentConfig.parse(TABLES).augment
+        == ExperimentConfig.parse(TABLES).federation().augment
+        == Augment()
+    )
     with pytest.raises(DataError, match=r"client 0: augment\.flip and augment\.crop need images"):
         ExperimentConfig.parse({**TABLES, "data": {"source": "iris"}, "augment": {"crop": 1}}).federation()
 

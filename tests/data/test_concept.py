@@ -37,7 +37,8 @@ def parts(data: ClientData) -> list[Examples]:
 def test_a_quarter_turn_is_counter_clockwise_on_an_image_by_hand() -> None:
     image = torch.tensor([[1.0, 2], [3, 4]])
     turned = [
-        Rotation(4).transform(Examples(image[None, None], torch.tensor([0])), c, 10).x[0, 0].tolist() for c in range(4)
+        Rotation(4).transform(Examples(image[None, None], torch.tensor([0])), c, 10).x[0, 0].tolist()
+        for c in range(4)
     ]
     assert turned == [[[1, 2], [3, 4]], [[2, 4], [1, 3]], [[4, 3], [2, 1]], [[3, 1], [4, 2]]]
 
@@ -78,7 +79,9 @@ def test_other_concepts_change_nothing(concept: Concept) -> None:
     before = [client(k) for k in range(4)]
     for old, new in zip(before, apply_concept(concept, before, 5), strict=True):
         assert all(a is b for a, b in zip(parts(old), parts(new), strict=True))
-    assert [concept.cluster(k) for k in range(4)] == ([None] * 4 if type(concept) is Concept else [0, 1, 2, 0])
+    assert [concept.cluster(k) for k in range(4)] == (
+        [None] * 4 if type(concept) is Concept else [0, 1, 2, 0]
+    )
 
 
 # Other angles
@@ -110,7 +113,11 @@ def test_with_eight_clusters_every_second_turn_is_exact() -> None:
     after = apply_concept(Rotation(8, fill=2.0), [data] * 8, 5)
     for c, new in enumerate(after):
         assert new.quarter_turns == (c // 2 if c % 2 == 0 else 0)
-        wanted = torch.rot90(data.train.x, c // 2, (2, 3)) if c % 2 == 0 else rotate(data.train.x, c * np.pi / 4, 2.0)
+        wanted = (
+            torch.rot90(data.train.x, c // 2, (2, 3))
+            if c % 2 == 0
+            else rotate(data.train.x, c * np.pi / 4, 2.0)
+        )
         assert torch.equal(new.train.x, wanted)
     assert after[1].train.x[0, 0, 0, 0] > 1.2  # a corner comes mostly from outside
     assert len(rotate(data.train.x[:0], 1.0, 0.0)) == 0
@@ -154,7 +161,9 @@ def test_with_a_crop_every_image_is_a_window_of_its_mirrored_and_padded_self() -
 
 def test_clients_of_one_cluster_go_on_sharing_the_whole_test_part() -> None:
     x, y = images(24), torch.arange(24) % 3
-    dataset = Dataset("toy", Examples(x, y), Examples(images(6, seed=1), torch.arange(6) % 3), ("a", "b", "c"))
+    dataset = Dataset(
+        "toy", Examples(x, y), Examples(images(6, seed=1), torch.arange(6) % 3), ("a", "b", "c")
+    )
     clients = apply_concept(Rotation(4), make_clients(dataset, Iid(8), WholeTest(0.0), Key((0,))), 3)
     assert [c.test.x.data_ptr() for c in clients[:4]] == [c.test.x.data_ptr() for c in clients[4:]]
     assert clients[0].test.x.data_ptr() == dataset.test.x.data_ptr()

@@ -33,7 +33,9 @@ def test_take_refuses_positions_that_are_not_there():
 
 
 def test_named_inputs_are_taken_together():
-    whole = Examples({"ids": torch.arange(6).reshape(3, 2), "mask": torch.ones(3, 2)}, torch.tensor([0, 1, 1]))
+    whole = Examples(
+        {"ids": torch.arange(6).reshape(3, 2), "mask": torch.ones(3, 2)}, torch.tensor([0, 1, 1])
+    )
     part = whole.take(torch.tensor([1]))
     assert part.x["ids"].tolist() == [[2, 3]]
     assert part.x["mask"].shape == (1, 2)
@@ -85,8 +87,12 @@ def test_standard_uses_the_training_part_alone():
     test = torch.full((2, 3, 4, 4), 100.0)
     out = normalize(table(train, test), "standard")
     mean, std = train.double().mean((0, 2, 3)), train.double().std((0, 2, 3), unbiased=False)
-    assert torch.allclose(out.train.x.double().mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-3)
-    assert torch.allclose(out.train.x.double().std((0, 2, 3), unbiased=False), torch.ones_like(std), atol=1e-3)
+    assert torch.allclose(
+        out.train.x.double().mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-3
+    )
+    assert torch.allclose(
+        out.train.x.double().std((0, 2, 3), unbiased=False), torch.ones_like(std), atol=1e-3
+    )
     assert torch.allclose(out.test.x[0, :, 0, 0].double(), (100 - mean) / std, rtol=1e-2, atol=1e-3)
 
 

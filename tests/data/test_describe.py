@@ -66,7 +66,9 @@ def test_figure_can_be_drawn(tmp_path, clients, classes):
 def test_bubbles_have_areas_in_proportion():
     figure = class_count_figure(np.array([[1, 0], [4, 2]]), ["a", "b"])
     (bubbles,) = figure.axes[0].collections
-    at = {tuple(map(int, xy)): size for xy, size in zip(bubbles.get_offsets(), bubbles.get_sizes(), strict=True)}
+    at = {
+        tuple(map(int, xy)): size for xy, size in zip(bubbles.get_offsets(), bubbles.get_sizes(), strict=True)
+    }
     assert set(at) == {(0, 0), (1, 0), (1, 1)}
     assert at[1, 0] == pytest.approx(4 * at[0, 0])
     assert at[1, 1] == pytest.approx(2 * at[0, 0])

@@ -106,7 +106,9 @@ def test_arrays_with_parts_and_clients(tmp_path):
 
 
 def test_arrays_of_one_part_with_text_labels(tmp_path):
-    data = Arrays(save(tmp_path, x=X, y=np.array(["no", "yes", "no", "no"]), client=np.array([7, -1, 7, 3]))).load()
+    data = Arrays(
+        save(tmp_path, x=X, y=np.array(["no", "yes", "no", "no"]), client=np.array([7, -1, 7, 3]))
+    ).load()
     assert data.classes == ("no", "yes")
     assert data.train.y.tolist() == [0, 1, 0, 0]
     assert data.natural.tolist() == [7, -1, 7, 3]
@@ -114,7 +116,9 @@ def test_arrays_of_one_part_with_text_labels(tmp_path):
 
 
 def test_text_labels_are_numbered_over_both_parts(tmp_path):
-    path = save(tmp_path, x_train=X[:2], y_train=np.array(["b", "c"]), x_test=X[2:], y_test=np.array(["c", "a"]))
+    path = save(
+        tmp_path, x_train=X[:2], y_train=np.array(["b", "c"]), x_test=X[2:], y_test=np.array(["c", "a"])
+    )
     data = Arrays(path).load()
     assert data.classes == ("a", "b", "c")
     assert (data.train.y.tolist(), data.test.y.tolist()) == ([1, 2], [2, 0])

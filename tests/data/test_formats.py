@@ -150,7 +150,9 @@ def test_cifar_files_that_are_cut_short(tmp_path):
         file = folder / f"data_batch_3{end}"
         whole = file.read_bytes()
         file.write_bytes(whole[:-100])
-        with pytest.raises(DataError, match="e.g. 6146; found 6046" if protocol is None else "not a whole pickle"):
+        with pytest.raises(
+            DataError, match="e.g. 6146; found 6046" if protocol is None else "not a whole pickle"
+        ):
             Cifar10(str(folder)).load()
         file.write_bytes(b"")
         with pytest.raises(DataError, match="data_batch_3"):
@@ -207,7 +209,11 @@ def test_cifar100_has_fine_and_coarse_labels(tmp_path, version):
             records = np.concatenate([coarse[:n, None], fine[:n, None], X10[:n]], axis=1)
             (tmp_path / f"{part}.bin").write_bytes(records.tobytes())
         else:
-            content = {b"data": X10[:n], b"fine_labels": fine[:n].tolist(), b"coarse_labels": coarse[:n].tolist()}
+            content = {
+                b"data": X10[:n],
+                b"fine_labels": fine[:n].tolist(),
+                b"coarse_labels": coarse[:n].tolist(),
+            }
             (tmp_path / part).write_bytes(pickle.dumps(content, protocol=2))
     for labels, y, first in (("fine", fine, "apple"), ("coarse", coarse, "aquatic_mammals")):
         data = Cifar100(str(tmp_path), labels).load()

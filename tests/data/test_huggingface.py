@@ -106,7 +106,10 @@ def test_a_single_file(tmp_path, load, end):
 
 def test_columns_of_arrays(tmp_path, load):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 2, 3, 3), dtype=np.uint8)
-    kinds = {"pixels": datasets.Array3D((2, 3, 3), "uint8"), "row": datasets.Sequence(datasets.Value("float32"))}
+    kinds = {
+        "pixels": datasets.Array3D((2, 3, 3), "uint8"),
+        "row": datasets.Sequence(datasets.Value("float32")),
+    }
     rows = {"pixels": list(pixels), "row": [[1.0, 2.0]] * 4, "label": [0, 1, 2, 0]}
     features = datasets.Features({**kinds, "label": CATS})
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "arrays")

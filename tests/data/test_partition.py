@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.apportion import largest_remainder
-from fedlowrank.data.partition import PARTITIONS, Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
+from fedlowrank.data.partition import (
+    PARTITIONS,
+    Dirichlet,
+    EqualDirichlet,
+    Iid,
+    LabelGroups,
+    Natural,
+    Pathological,
+)
 from fedlowrank.data.rank_skew import RankSkew
 
 KEY = Key((0, "test"))
@@ -54,11 +62,15 @@ def test_every_partition_is_tried_here():
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_equal_keys_give_equal_clients_and_others_do_not(name):
     natural = LABELS * 3 + np.arange(len(LABELS)) % 3
-    first, again, other = (ALL[name].assign(LABELS, 10, key, natural) for key in (KEY, Key((0, "test")), Key((1,))))
+    first, again, other = (
+        ALL[name].assign(LABELS, 10, key, natural) for key in (KEY, Key((0, "test")), Key((1,)))
+    )
     assert len(first) == 7
     assert same(first, again)
     assert not same(first, other)
-    assert_disjoint(first, len(LABELS), cover=name in ("iid", "dirichlet", "pathological", "label_groups", "rank_skew"))
+    assert_disjoint(
+        first, len(LABELS), cover=name in ("iid", "dirichlet", "pathological", "label_groups", "rank_skew")
+    )
 
 
 @quick
@@ -147,11 +159,15 @@ def test_natural_follows_the_ids():
     natural = np.array([5, -1, 5, 9, 2, 9, 9])
     parts = Natural().assign(np.zeros(7, dtype=np.int64), 1, KEY, natural)
     assert [p.tolist() for p in parts] == [[4], [0, 2], [3, 5, 6]]
-    assert [p.tolist() for p in Natural(min_examples=2).assign(np.zeros(7, dtype=np.int64), 1, KEY, natural)] == [
+    assert [
+        p.tolist() for p in Natural(min_examples=2).assign(np.zeros(7, dtype=np.int64), 1, KEY, natural)
+    ] == [
         [0, 2],
         [3, 5, 6],
     ]
-    chosen = {len(Natural(1).assign(np.zeros(7, dtype=np.int64), 1, Key((s,)), natural)[0]) for s in range(30)}
+    chosen = {
+        len(Natural(1).assign(np.zeros(7, dtype=np.int64), 1, Key((s,)), natural)[0]) for s in range(30)
+    }
     assert chosen == {1, 2, 3}
     with pytest.raises(DataError, match=r"3 natural clients .* 4 are required"):
         Natural(4).assign(np.zeros(7, dtype=np.int64), 1, KEY, natural)

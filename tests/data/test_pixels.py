@@ -37,7 +37,11 @@ torch.set_num_threads(1)
 def same_bits(one: Any, other: Any) -> bool:
     """Whether two tensors are the same, -0.0 told from 0.0 and NaN equal to itself."""
     pair = [np.ascontiguousarray(t.numpy()) for t in (one, other)]
-    return pair[0].shape == pair[1].shape and pair[0].dtype == pair[1].dtype and pair[0].tobytes() == pair[1].tobytes()
+    return (
+        pair[0].shape == pair[1].shape
+        and pair[0].dtype == pair[1].dtype
+        and pair[0].tobytes() == pair[1].tobytes()
+    )
 
 
 def raw(*shape: int, seed: int = 0) -> Tensor:
@@ -63,7 +67,13 @@ def test_images_come_out_bit_for_bit(shape: tuple[int, ...], how: Any) -> None:
     index = torch.from_numpy(np.random.default_rng(2).integers(0, 50, 33))
     for p, x in zip(made[:2], given[:2], strict=True):
         assert isinstance(x, Tensor)
-        assert (p.codes.dtype, p.shape, p.ndim, len(p), p.dtype) == (torch.uint8, x.shape, x.ndim, len(x), x.dtype)
+        assert (p.codes.dtype, p.shape, p.ndim, len(p), p.dtype) == (
+            torch.uint8,
+            x.shape,
+            x.ndim,
+            len(x),
+            x.dtype,
+        )
         assert same_bits(p.images(), x)
         assert same_bits(p[7:19], x[7:19])
         assert same_bits(p.index_select(0, index), x.index_select(0, index))
@@ -90,7 +100,9 @@ def test_signs_of_zero_and_numbers_that_are_none_are_kept() -> None:
     odd = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, -1.0, 3.0])
     x = odd[torch.randint(8, (60, 2, 3, 3), generator=torch.Generator().manual_seed(0))]
     assert same_bits(pack([x])[0].images(), x)
-    strange = torch.tensor([-1, 0x7FC00001, 0x7FC00000, 0], dtype=torch.int32).view(torch.float32).repeat(6, 2)
+    strange = (
+        torch.tensor([-1, 0x7FC00001, 0x7FC00000, 0], dtype=torch.int32).view(torch.float32).repeat(6, 2)
+    )
     assert same_bits(pack([strange])[0].images(), strange)
 
 
@@ -156,7 +168,9 @@ def federation(
         x = random.integers(0, 200, (n + 8, 2, 8, 8)) + 20 * y[:, None, None, None]
         x = (x.astype(np.float32) / np.float32(255) - mean) / width
         x = x.reshape(len(x), -1) if flat else x
-        clients.append({"train": (x[:n], y[:n]), "val": (x[n:][:3], y[n:][:3]), "test": (x[n:][3:], y[n:][3:])})
+        clients.append(
+            {"train": (x[:n], y[:n]), "val": (x[n:][:3], y[n:][:3]), "test": (x[n:][3:], y[n:][3:])}
+        )
     make = (lambda: MLP(128, (6, 5), 3)) if flat else (lambda: CNN((2, 8, 8), 3, (4, 5), (7, 6)))
     return Federation.from_arrays(clients, make, classes=3, augment=augment, **kwargs)
 
@@ -203,7 +217,8 @@ def test_what_clients_share_is_packed_and_moved_once() -> None:
     test = on.clients[0].test
     shifted = Examples(test.x, (test.y + 1) % 3)
     shared = dataclasses.replace(
-        on, clients=[dataclasses.replace(c, test=shifted if i == 2 else test) for i, c in enumerate(on.clients)]
+        on,
+        clients=[dataclasses.replace(c, test=shifted if i == 2 else test) for i, c in enumerate(on.clients)],
     )
     packed = shared.packed()
     moved = packed.to("meta")
@@ -248,7 +263,9 @@ def test_the_run_decides_by_device_and_setting_and_says_why_not() -> None:
         assert all(e.y.device.type == device for e in parts(made))
         return made.is_packed
 
-    found = {(how, d): is_packed(images, how, d) for how in ("auto", "float32", "bytes") for d in ("cpu", "meta")}
+    found = {
+        (how, d): is_packed(images, how, d) for how in ("auto", "float32", "bytes") for d in ("cpu", "meta")
+    }
     assert found == {
         ("auto", "cpu"): False,
         ("auto", "meta"): True,
@@ -275,7 +292,9 @@ def ends(result: Any) -> Any:
     records = [{**dataclasses.asdict(r), "seconds": {}, "cpu_seconds": {}} for r in result.rounds]
     run = result.run
     personal = [run.personal(i) for i in run.federation.infos]
-    return records, tree.encode([run.state.server, {str(i): s for i, s in run.state.clients.items()}, personal])
+    return records, tree.encode(
+        [run.state.server, {str(i): s for i, s in run.state.clients.items()}, personal]
+    )
 
 
 AUGMENTS = {"plain": Augment(), "augmented": Augment(flip=True, crop=1, fill=-0.3)}
@@ -362,7 +381,10 @@ def test_a_deployed_model_is_compared_on_images(tmp_path: Path) -> None:
     gains = []
     for how in ("float32", "bytes"):
         run = Run(
-            METHODS["fedslr"](batch_size=8), federation(), RunSettings(rounds=1, pixels=how), ENGINES["sequential"]()
+            METHODS["fedslr"](batch_size=8),
+            federation(),
+            RunSettings(rounds=1, pixels=how),
+            ENGINES["sequential"](),
         )
         run.step()
         gains.append(write(run, 0, None, "small", tmp_path / how, repeats=1))

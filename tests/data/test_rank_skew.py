@@ -66,7 +66,9 @@ def test_sums_are_exact_with_many_examples_too() -> None:
     parts = RankSkew(6, (8, 4), alpha=0.3).assign(labels, 4, KEY)
     assert np.bincount(np.concatenate(parts), minlength=400_000).tolist() == [1] * 400_000
     sizes = [len(p) for p in parts]
-    assert all(abs(n - w) < 1 for n, w in zip(sizes, [400_000 * r / 36 for r in (8, 8, 8, 4, 4, 4)], strict=True))
+    assert all(
+        abs(n - w) < 1 for n, w in zip(sizes, [400_000 * r / 36 for r in (8, 8, 8, 4, 4, 4)], strict=True)
+    )
 
 
 def test_which_examples_of_a_class_a_client_gets_is_random() -> None:

@@ -87,7 +87,9 @@ def test_preparation_keeps_targets() -> None:
     some = subset(data, 7)
     assert torch.equal(some.train.y, some.train.x * torch.tensor([1.0, 2.0]))
     assert data.outputs == 2
-    assert Dataset("toy", Examples(torch.zeros(2, 1), torch.tensor([0, 1])), None, ("a", "b", "c")).outputs == 3
+    assert (
+        Dataset("toy", Examples(torch.zeros(2, 1), torch.tensor([0, 1])), None, ("a", "b", "c")).outputs == 3
+    )
 
 
 def test_targets_that_do_not_fit_are_refused() -> None:
@@ -170,17 +172,23 @@ def test_federations_that_mix_tasks_or_widths_are_refused() -> None:
     with pytest.raises(DataError, match="2 at client 0, 3 at client 0"):
         Federation.from_arrays([{"train": pairs()[0], "test": pairs(1, 3)[0]}], lambda: nn.Linear(4, 2))
     with pytest.raises(DataError, match="client 1: there is a NaN"):
-        Federation.from_arrays([pairs()[0], (np.zeros((5, 4)), np.full((5, 2), np.nan))], lambda: nn.Linear(4, 2))
+        Federation.from_arrays(
+            [pairs()[0], (np.zeros((5, 4)), np.full((5, 2), np.nan))], lambda: nn.Linear(4, 2)
+        )
     # a width of 1 would broadcast against the targets and train on nonsense
     with pytest.raises(
         TaskError, match=r"client 0: model model makes \[1, 1\] of one example, but its target is \[1, 2\]"
     ):
         Federation.from_arrays(pairs(), lambda: nn.Linear(4, 1))
     made = Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2))
-    with pytest.raises(DataError, match="client 0: train has real targets, but the federation names 2 classes"):
+    with pytest.raises(
+        DataError, match="client 0: train has real targets, but the federation names 2 classes"
+    ):
         replace(made, classes=("a", "b"))
     split = {"train": pairs()[0], "test": labels}
-    with pytest.raises(DataError, match="client 0: test has class labels, but the federation names 0 classes"):
+    with pytest.raises(
+        DataError, match="client 0: test has class labels, but the federation names 0 classes"
+    ):
         Federation.from_arrays([split], lambda: nn.Linear(4, 2))
 
 
@@ -206,7 +214,10 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
 
 def test_the_papers_sizes_and_the_seed() -> None:
     data = SyntheticLinear().load()
-    assert (data.train.x.shape, data.train.y.shape) == ((80, 10), (80, 3))  # 10 clients · 0.25 · 30 = 7.5, half up
+    assert (data.train.x.shape, data.train.y.shape) == (
+        (80, 10),
+        (80, 3),
+    )  # 10 clients · 0.25 · 30 = 7.5, half up
     assert (data.test.x.shape, data.test.y.shape) == ((10_000, 10), (10_000, 3))
     mlp = SyntheticMLP().load()
     assert (mlp.train.x.shape, mlp.train.y.shape) == ((1000, 10), (1000, 1))  # 20 clients · 0.5 · 100

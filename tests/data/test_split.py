@@ -60,7 +60,9 @@ def test_local_gives_each_part_its_share_and_at_least_one(n, seed):
         assert part.x.is_contiguous()
 
 
-@pytest.mark.parametrize(("n", "shares", "sizes"), [(5, (0.8, 0.1, 0.1), (3, 1, 1)), (2, (0.9, 0.0, 0.1), (1, 0, 1))])
+@pytest.mark.parametrize(
+    ("n", "shares", "sizes"), [(5, (0.8, 0.1, 0.1), (3, 1, 1)), (2, (0.9, 0.0, 0.1), (1, 0, 1))]
+)
 def test_local_takes_from_the_largest_part_for_an_empty_one(n, shares, sizes):
     (c,) = make_clients(numbered(n, 0), Iid(1), Local(*shares), KEY)
     assert (len(c.train), len(c.val), len(c.test)) == sizes
@@ -82,7 +84,8 @@ def test_equal_keys_give_equal_clients_and_others_do_not():
         natural = torch.arange(400) % 4, torch.arange(200) % 4
         partition = Iid(4) if name == "test_share" else Natural()
         first, again, other = (
-            make_clients(numbered(400, 200, 4, *natural), partition, kind(), k) for k in (KEY, Key((3,)), Key((4,)))
+            make_clients(numbered(400, 200, 4, *natural), partition, kind(), k)
+            for k in (KEY, Key((3,)), Key((4,)))
         )
         assert [everything(c) for c in first] == [everything(c) for c in again], name
         assert [everything(c) for c in first] != [everything(c) for c in other], name
@@ -137,7 +140,10 @@ def test_own_test_follows_the_natural_client():
         make_clients(numbered(natural=natural), Natural(), OwnTest(), KEY)
     with pytest.raises(DataError, match=r"client 0 \(natural client 0\) has no example"):
         make_clients(
-            numbered(natural=natural, natural_test=torch.ones(200, dtype=torch.int64)), Natural(), OwnTest(), KEY
+            numbered(natural=natural, natural_test=torch.ones(200, dtype=torch.int64)),
+            Natural(),
+            OwnTest(),
+            KEY,
         )
 
 
@@ -172,7 +178,9 @@ def test_test_share_follows_the_groups_of_labels():
 def test_test_share_refuses_partitions_that_draw_mixtures():
     natural = {"natural": torch.arange(400) % 5, "natural_test": torch.arange(200) % 5}
     for partition in (Dirichlet(5), EqualDirichlet(5), Pathological(5), Natural()):
-        with pytest.raises(DataError, match=rf"{type(partition).__name__} cannot.*'iid' or 'label_groups'.*own_test"):
+        with pytest.raises(
+            DataError, match=rf"{type(partition).__name__} cannot.*'iid' or 'label_groups'.*own_test"
+        ):
             make_clients(numbered(**natural), partition, TestShare(), KEY)
     with pytest.raises(DataError, match="no official test part"):
         make_clients(numbered(400, 0), Iid(5), TestShare(), KEY)
@@ -240,7 +248,12 @@ def test_splits_that_need_a_test_part_say_so():
 
 
 def test_settings_are_checked():
-    for wrong in ({"train": 0.9}, {"train": 0.0, "val": 0.9}, {"train": 1.1, "val": -0.2}, {"train": 0.9, "test": 0.0}):
+    for wrong in (
+        {"train": 0.9},
+        {"train": 0.0, "val": 0.9},
+        {"train": 1.1, "val": -0.2},
+        {"train": 0.9, "test": 0.0},
+    ):
         with pytest.raises(ConfigError, match="train, val, test"):
             Local(**wrong)
     with pytest.raises(ConfigError, match="pool"):

@@ -15,7 +15,11 @@ from fedlowrank.core.key import Key
 from fedlowrank.data.text.batches import length_buckets, trim
 
 
-@given(lengths=st.lists(st.integers(0, 30), max_size=300), batch_size=st.integers(1, 7), seed=st.integers(0, 2**20))
+@given(
+    lengths=st.lists(st.integers(0, 30), max_size=300),
+    batch_size=st.integers(1, 7),
+    seed=st.integers(0, 2**20),
+)
 def test_every_example_is_in_one_batch(lengths: list[int], batch_size: int, seed: int) -> None:
     batches = length_buckets(torch.tensor(lengths, dtype=torch.int64), batch_size, Key((seed,)).generator())
     assert sorted(i for batch in batches for i in batch.tolist()) == list(range(len(lengths)))
@@ -28,7 +32,9 @@ def test_every_example_is_in_one_batch(lengths: list[int], batch_size: int, seed
 def test_within_a_window_the_batches_do_not_overlap_in_length(lengths: list[int], seed: int) -> None:
     # at most 50 batches of 4, one window: sorted by their shortest, no batch begins before another ends
     batches = length_buckets(torch.tensor(lengths), 4, Key((seed,)).generator())
-    spans = sorted((min(lengths[i] for i in b.tolist()), max(lengths[i] for i in b.tolist())) for b in batches)
+    spans = sorted(
+        (min(lengths[i] for i in b.tolist()), max(lengths[i] for i in b.tolist())) for b in batches
+    )
     assert all(first[1] <= second[0] for first, second in pairwise(spans))
 
 
@@ -62,7 +68,11 @@ def test_trim_cuts_padding_alone(lengths: list[int], width: int) -> None:
     mask = np.arange(width) < np.array(lengths)[:, None]
     ids = np.where(mask, 1 + np.arange(width), 0)
     labels = np.where(mask, ids, -100)
-    x = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask).long(), "extra": torch.ones(9)}
+    x = {
+        "input_ids": torch.from_numpy(ids),
+        "attention_mask": torch.from_numpy(mask).long(),
+        "extra": torch.ones(9),
+    }
     cut, y = trim(x, torch.from_numpy(labels))
     keep = cut["attention_mask"].shape[1]
     assert y.shape == cut["input_ids"].shape == (len(lengths), keep)

@@ -121,7 +121,9 @@ def test_partitions_see_strata_else_nothing_to_go_by() -> None:
     assert not nothing.any()
     assert np.array_equal(Pool(made()).test, np.arange(40, 50))
     x = torch.arange(6.0)[:, None]
-    real = Dataset("r", Examples(x, x), None, (), strata=torch.tensor([0, 0, 1, 1, 0, 1]), strata_names=("p", "q"))
+    real = Dataset(
+        "r", Examples(x, x), None, (), strata=torch.tensor([0, 0, 1, 1, 0, 1]), strata_names=("p", "q")
+    )
     assert Pool(real).labels.tolist() == [0, 0, 1, 1, 0, 1]
     assert Pool(replace(real, strata=None, strata_names=())).labels.tolist() == x.tolist()
 

@@ -63,7 +63,9 @@ def test_chat_is_the_template_of_the_tokenizer(tokenizer: Any) -> None:
 text = st.text(alphabet="ab {}\n", max_size=6)
 
 
-@given(prompt=text.filter(bool), input=text, response=text.filter(bool), format=st.sampled_from(get_args(Format)))
+@given(
+    prompt=text.filter(bool), input=text, response=text.filter(bool), format=st.sampled_from(get_args(Format))
+)
 def test_the_prompt_is_the_same_without_a_response(
     tokenizer: Any, prompt: str, input: str, response: str, format: Format
 ) -> None:

@@ -21,11 +21,17 @@ def write(file: Path, rows: list[Any]) -> str:
     return str(file)
 
 
-@given(text=st.text(alphabet="ab \n\r\u2028é"), unit=st.sampled_from(["characters", "lines"]), length=st.integers(1, 9))
+@given(
+    text=st.text(alphabet="ab \n\r\u2028é"),
+    unit=st.sampled_from(["characters", "lines"]),
+    length=st.integers(1, 9),
+)
 def test_passages_join_to_the_text(text: str, unit: Any, length: int) -> None:
     found = passages(text, unit, length)
     assert "".join(found) == text
-    sizes = [len(p) if unit == "characters" else p.rstrip("\n").count("\n") + 1 for p in found if p.strip("\n")]
+    sizes = [
+        len(p) if unit == "characters" else p.rstrip("\n").count("\n") + 1 for p in found if p.strip("\n")
+    ]
     assert all(size <= length for size in sizes)
     if unit == "characters":
         assert all(len(p) == length for p in found[:-1])

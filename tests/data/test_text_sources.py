@@ -36,7 +36,10 @@ def write(file: Path, rows: list[Any]) -> str:
     return str(file)
 
 
-TASKS = [{"instruction": f"do {i}", "input": "" if i % 2 else f"with {i}", "output": f"done {i} é"} for i in range(10)]
+TASKS = [
+    {"instruction": f"do {i}", "input": "" if i % 2 else f"with {i}", "output": f"done {i} é"}
+    for i in range(10)
+]
 AS_RECORDS = [Instruction(f"do {i}", f"done {i} é", "" if i % 2 else f"with {i}") for i in range(10)]
 
 
@@ -191,7 +194,8 @@ def test_tasks_by_the_programming_language_that_they_name(tmp_path: Path) -> Non
 def dolly(tmp_path: Path) -> str:
     kinds = ["qa", "poetry", "qa", "sums"]
     rows = [
-        {"instruction": f"i{i}", "context": f"c{i}", "response": f"r{i}", "category": kinds[i % 4]} for i in range(12)
+        {"instruction": f"i{i}", "context": f"c{i}", "response": f"r{i}", "category": kinds[i % 4]}
+        for i in range(12)
     ]
     return write(tmp_path / "dolly.jsonl", rows)
 
@@ -213,7 +217,9 @@ def test_dolly_with_a_category_held_out(tmp_path: Path) -> None:
 
 def test_a_record_without_a_category_is_refused(tmp_path: Path) -> None:
     rows = [{"q": "a", "a": "b", "kind": 3}, {"q": "a", "a": "b", "kind": None}]
-    source = Instructions(write(tmp_path / "a.jsonl", rows), prompt="q", response="a", input=None, category="kind")
+    source = Instructions(
+        write(tmp_path / "a.jsonl", rows), prompt="q", response="a", input=None, category="kind"
+    )
     with pytest.raises(DataError, match="line 2 has no 'kind'"):
         source.load()
 
@@ -245,9 +251,13 @@ def test_a_test_share_depends_on_the_seed_alone(tmp_path: Path) -> None:
 
 
 def test_instructions_by_their_columns(tmp_path: Path) -> None:
-    rows = [{"q": f"q{i}", "a": f"a{i}", "kind": i % 2, "who": None if i == 2 else f"w{i % 3}"} for i in range(4)]
+    rows = [
+        {"q": f"q{i}", "a": f"a{i}", "kind": i % 2, "who": None if i == 2 else f"w{i % 3}"} for i in range(4)
+    ]
     path, test = write(tmp_path / "a.parquet", rows), write(tmp_path / "t.jsonl", rows[:1])
-    found = Instructions(path, test, prompt="q", response="a", input=None, category="kind", client="who").load()
+    found = Instructions(
+        path, test, prompt="q", response="a", input=None, category="kind", client="who"
+    ).load()
     assert found.train == [
         Instruction(f"q{i}", f"a{i}", "", str(i % 2), None if i == 2 else f"w{i % 3}") for i in range(4)
     ]
@@ -259,12 +269,16 @@ def test_instructions_by_their_columns(tmp_path: Path) -> None:
         Instructions(path, test_split="test").load()
     rows[1]["who"] = 0.5
     with pytest.raises(DataError, match=r"line 2: 'who' must be text or a whole number, not 0\.5"):
-        Instructions(write(tmp_path / "b.jsonl", rows), prompt="q", response="a", input=None, client="who").load()
+        Instructions(
+            write(tmp_path / "b.jsonl", rows), prompt="q", response="a", input=None, client="who"
+        ).load()
 
 
 def test_saved_data_sets_and_folders_of_files(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    kinds = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
+    kinds = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
     parts = {
         name: datasets.Dataset.from_dict({"text": texts, "label": [1, 0]}, kinds)
         for name, texts in {"train": ["fine", "bad"], "test": ["good", "awful"]}.items()
@@ -325,11 +339,17 @@ def test_texts_of_two_kinds_and_empty_parts_are_refused() -> None:
         Texts("t", [Instruction("a", "b")], classes=("x",))
 
 
-def test_optional_libraries_are_imported_when_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_libraries_are_imported_when_they_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     optional = {"transformers", "tokenizers", "datasets", "pyarrow", "peft", "PIL", "jinja2"}
     for file in Path(data.__file__).parent.rglob("*.py"):
         for node in ast.parse(file.read_text()).body:
-            names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in getattr(node, "names", [])]
+            names = (
+                [node.module]
+                if isinstance(node, ast.ImportFrom)
+                else [a.name for a in getattr(node, "names", [])]
+            )
             assert not {str(name).split(".")[0] for name in names} & optional, file
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"needs the library datasets: pip install 'fedlowrank\[language\]'"):

@@ -27,21 +27,29 @@ _ = IGNORE_INDEX
 
 def words(bos: bool = True, names: tuple[str, ...] = ("pad", "bos", "eos"), **more: Any) -> Any:
     """A tokenizer with a token for each word."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     if bos:
-        made.post_processor = tokenizers.processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", BOS)])
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            "<bos> $A", special_tokens=[("<bos>", BOS)]
+        )
     special = {f"{name}_token": f"<{name}>" for name in names}
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", **special, **more)
 
 
 def bert(**more: Any) -> Any:
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.post_processor = tokenizers.processors.TemplateProcessing(
         "[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
     )
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", pad_token="<pad>", **more)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="[UNK]", pad_token="<pad>", **more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +122,14 @@ def test_special_tokens_that_are_lacking() -> None:
     [
         # 4 tokens: of "a b | c" with BOS and EOS the end is cut, of "a b | d e f" more; of "a b c d | e" all
         ("right", [([BOS, A, B, C], [_, _, _, C]), ([BOS, A, B, D], [_, _, _, D]), None]),
-        ("left", [([BOS, B, C, EOS], [_, _, C, EOS]), ([BOS, E, F, EOS], [_, E, F, EOS]), ([BOS, D, E, EOS], None)]),
+        (
+            "left",
+            [
+                ([BOS, B, C, EOS], [_, _, C, EOS]),
+                ([BOS, E, F, EOS], [_, E, F, EOS]),
+                ([BOS, D, E, EOS], None),
+            ],
+        ),
     ],
 )
 def test_truncation_is_counted_and_drops_what_cannot_be_learnt(truncate: Any, kept: list[Any]) -> None:
@@ -216,7 +231,9 @@ def test_categories_become_strata_and_clients_natural_clients() -> None:
     with pytest.raises(DataError, match="1 records of 't' have no category"):
         tokenize(Texts("t", [*train, Instruction("a", "b")]), words(), PLAIN)
     # a sample that is dropped takes its stratum with it
-    cut = tokenize(Texts("t", [Instruction("a b c", "d", category="p"), *train]), words(), TextSettings("plain", 4))
+    cut = tokenize(
+        Texts("t", [Instruction("a b c", "d", category="p"), *train]), words(), TextSettings("plain", 4)
+    )
     assert [cut.strata_names[k] for k in cut.strata] == ["y", "x"]
     assert cut.natural.tolist() == [0, -1]
 
@@ -257,7 +274,9 @@ def test_packing_keeps_categories_and_clients_apart() -> None:
     eos=st.sampled_from([None, 0]),
     seed=st.integers(0, 99),
 )
-def test_every_sample_is_packed_once_and_whole(sizes: list[int], ends: list[bool], eos: int | None, seed: int) -> None:
+def test_every_sample_is_packed_once_and_whole(
+    sizes: list[int], ends: list[bool], eos: int | None, seed: int
+) -> None:
     draws = np.random.default_rng(seed)
     samples = []
     for i, (size, end) in enumerate(zip(sizes, ends, strict=False)):

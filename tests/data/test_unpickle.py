@@ -65,7 +65,8 @@ def test_a_pickle_cannot_change_the_reader():
 
 
 @pytest.mark.parametrize(
-    "array", [np.array([{}], dtype=object), np.array(["text"]), np.zeros(2, dtype=[("a", "i4")]), np.array([1j])]
+    "array",
+    [np.array([{}], dtype=object), np.array(["text"]), np.zeros(2, dtype=[("a", "i4")]), np.array([1j])],
 )
 def test_arrays_that_are_not_plain_numbers_are_refused(array):
     for protocol in (2, 5):
@@ -75,7 +76,11 @@ def test_arrays_that_are_not_plain_numbers_are_refused(array):
 
 @pytest.mark.parametrize(
     "array",
-    [np.arange(6, dtype=">i4").reshape(2, 3), np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.array([], np.uint8)],
+    [
+        np.arange(6, dtype=">i4").reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array([], np.uint8),
+    ],
 )
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_plain_arrays_come_back(array, protocol):

@@ -26,7 +26,9 @@ def federation(y: Any, x: Any = X, model: Any = None, **more: Any) -> Federation
     return Federation.from_arrays([(x, y), (x, y)], nn.Linear(4, 3) if model is None else model, **more)
 
 
-@pytest.mark.parametrize("y", [LABELS.float() + 0.5, LABELS.double(), LABELS.float().numpy(), (LABELS + 0.5).tolist()])
+@pytest.mark.parametrize(
+    "y", [LABELS.float() + 0.5, LABELS.double(), LABELS.float().numpy(), (LABELS + 0.5).tolist()]
+)
 def test_real_targets_without_a_width_are_no_classes(y: Any) -> None:
     with pytest.raises(
         DataError, match=r"client 0: the targets are float\d\d \[12\]\. .*y\.long\(\).*\[n, 1\], y\[:, None\]"
@@ -42,7 +44,9 @@ def test_real_targets_without_a_width_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"one-hot.*argmax"):
         Arrays(str(tmp_path / "b.npz")).load()
     np.savez(tmp_path / "c.npz", x=X.numpy(), y=ONE_HOT.float().numpy())
-    assert any("one-hot" in note and "regression" in note for note in Arrays(str(tmp_path / "c.npz")).load().notes)
+    assert any(
+        "one-hot" in note and "regression" in note for note in Arrays(str(tmp_path / "c.npz")).load().notes
+    )
 
 
 def test_one_hot_targets_are_said_to_make_a_regression() -> None:
@@ -73,7 +77,9 @@ def test_data_frames_are_arrays() -> None:
     assert torch.equal(made.inputs, X)
     assert torch.equal(made.y, LABELS)
     frame["name"] = "text"
-    with pytest.raises(DataError, match="client 0: the inputs must be an array of numbers, not a DataFrame of object"):
+    with pytest.raises(
+        DataError, match="client 0: the inputs must be an array of numbers, not a DataFrame of object"
+    ):
         federation(LABELS, frame)
     # a client that is one table of two columns would else unpack into the columns' names
     table = pandas.DataFrame({"x": [1.0, 2.0], "y": [0, 1]})

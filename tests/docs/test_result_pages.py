@@ -56,7 +56,8 @@ def runs() -> dict[tuple[str, str], list[dict[str, float]]]:
     with (RESULTS / "fedhl_small.csv").open(newline="") as file:
         for row in csv.DictReader(file):
             numbers = {
-                key: float(row[key]) for key in ("seed", "per_client", "server", "worst", "bytes_up", "bytes_down")
+                key: float(row[key])
+                for key in ("seed", "per_client", "server", "worst", "bytes_up", "bytes_down")
             }
             found.setdefault((row["experiment"], row["method"]), []).append(numbers)
     return found
@@ -66,7 +67,9 @@ class TestFedHL:
     def test_the_page_has_what_the_script_prints(self, capsys):
         printed = script("fedhl_table")
         printed.main(None)
-        lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("|", "###", "Ranks"))]
+        lines = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith(("|", "###", "Ranks"))
+        ]
         written = (RESULTS / "fedhl.md").read_text().splitlines()
         assert len(lines) > 40
         # the section on Dolly has a heading of its own
@@ -130,7 +133,9 @@ class TestFloral:
         found = list(self.cells())
         assert len(found) == 32
         for stem, place, _, (_, _, paper, papers_spread) in found:
-            reference = tomllib.loads((ROOT / "experiments" / "floral" / f"{stem}.toml").read_text())["reference"]
+            reference = tomllib.loads((ROOT / "experiments" / "floral" / f"{stem}.toml").read_text())[
+                "reference"
+            ]
             assert paper == list(reference["accuracy"].values())[place]
             assert papers_spread == spread[stem][place]
 
@@ -181,7 +186,9 @@ def test_differences_to_the_paper(name, file):
                 cell = dict(zip(head, row, strict=True))
                 last = float(cell["last round / %"].split(" ± ")[0])
                 assert cell["paper / %"] in known
-                assert cell["difference / points"].replace("−", "-") == f"{last - float(cell['paper / %']):+.2f}"
+                assert (
+                    cell["difference / points"].replace("−", "-") == f"{last - float(cell['paper / %']):+.2f}"
+                )
                 checked += 1
     assert checked >= 7
 

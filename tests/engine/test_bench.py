@@ -27,7 +27,10 @@ def test_the_bare_loop_takes_the_same_steps(name: str) -> None:
     subject = SUBJECTS[name]
     fed = federation(subject, clients=4)
     run = Run(
-        FedAvg(batch_size=32, optimizer=SGD(lr=0.01)), fed, RunSettings(rounds=1, participation=0.5), Sequential()
+        FedAvg(batch_size=32, optimizer=SGD(lr=0.01)),
+        fed,
+        RunSettings(rounds=1, participation=0.5),
+        Sequential(),
     )
     loop = bench._Bare(subject, fed)
     ends = []
@@ -44,7 +47,9 @@ def test_the_bare_loop_takes_the_same_steps(name: str) -> None:
     for place, (name_of, p) in enumerate(run.state.server.items()):
         mean = (ends[1][place] + ends[2][place]) / 2
         torch.testing.assert_close(p, mean, rtol=1e-4, atol=1e-5, msg=name_of)
-    assert [p.shape for p in build(subject.plain, fed.key).parameters()] == [p.shape for p in run.state.server.values()]
+    assert [p.shape for p in build(subject.plain, fed.key).parameters()] == [
+        p.shape for p in run.state.server.values()
+    ]
 
 
 def test_the_table_has_a_row_a_model_and_engine() -> None:
@@ -64,10 +69,14 @@ def test_the_table_has_a_row_a_model_and_engine() -> None:
     assert markdown(found).count("\n") == 1 + len(table)
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bench, "WARM", 1)
     out = tmp_path / "speed.md"
-    assert main(["bench", "--models", "mlp25k", "--engines", "vectorized", "--rounds", "1", "-o", str(out)]) == 0
+    assert (
+        main(["bench", "--models", "mlp25k", "--engines", "vectorized", "--rounds", "1", "-o", str(out)]) == 0
+    )
     assert "25,450" in capsys.readouterr().out
     written = out.read_text()
     assert "fedlowrank bench --method fedavg --models mlp25k --engines vectorized --rounds 1" in written

@@ -79,7 +79,9 @@ def test_only_files_of_kept_checkpoints_stay_and_the_manifest_has_their_digests(
 
 def test_a_round_that_is_not_kept_is_refused_with_those_that_are(tmp_path: Path) -> None:
     folder = write(tmp_path, 2)
-    with pytest.raises(CheckpointError, match=r"keeps the checkpoints after rounds 4, 5, and none after round 2"):
+    with pytest.raises(
+        CheckpointError, match=r"keeps the checkpoints after rounds 4, 5, and none after round 2"
+    ):
         checkpoint.go_back(folder, 2)
     assert_is(folder, 5)
 
@@ -113,7 +115,9 @@ def test_a_damaged_earlier_checkpoint_is_not_gone_back_to(tmp_path: Path) -> Non
     assert_is(folder, 4)
 
 
-def test_a_checkpoint_of_a_version_without_digests_is_read_and_gets_digests_with_the_next(tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_version_without_digests_is_read_and_gets_digests_with_the_next(
+    tmp_path: Path,
+) -> None:
     folder = write(tmp_path, 1, rounds=3)
     old = {"round": 2, "server": "server-000002.tree",
            "clients": {"0": "client-0-000001.tree", "1": "client-1-000002.tree", "2": "client-2-000002.tree"}}  # fmt: skip
@@ -143,7 +147,9 @@ representations = 0
 """
 
 
-def test_a_local_run_goes_back_and_comes_to_the_same_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_local_run_goes_back_and_comes_to_the_same_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "small.toml").write_text(EXPERIMENT)
     folder = tmp_path / "run"
     assert main(["run", str(tmp_path / "small.toml"), "-o", str(folder)]) == 0

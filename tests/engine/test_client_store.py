@@ -21,7 +21,9 @@ from fedlowrank.simulation.client_store import ClientStore, LazyMapping
 from fedlowrank.simulation.simulate import simulate
 from fedlowrank.testing.check import federation
 
-changes = st.lists(st.dictionaries(st.integers(0, 6), st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=4))
+changes = st.lists(
+    st.dictionaries(st.integers(0, 6), st.tuples(st.integers(0, 9), st.integers(0, 30)), max_size=4)
+)
 
 
 def state(number: int, size: int) -> dict[str, Any]:
@@ -97,7 +99,9 @@ def test_a_file_that_is_gone_or_damaged_is_named() -> None:
     with pytest.raises(CheckpointError, match="cannot read the state of client 1"):
         shelf[1]
     shutil.rmtree(folder_of(shelf))
-    with pytest.raises(CheckpointError, match=r"cannot bring the state of client 2 to the disk \(run.client_memory\)"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot bring the state of client 2 to the disk \(run.client_memory\)"
+    ):
         shelf | {2: state(1, 5)}
 
 

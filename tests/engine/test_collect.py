@@ -92,7 +92,9 @@ def federation(poisoned: int = -1) -> Federation:
 
 
 def run_of(method: Method[Any, Any, Any, Any], engine: str = "sequential", **settings: Any) -> Run:
-    return Run(method, federation(), RunSettings(rounds=3, evaluate_every=10**6, **settings), ENGINES[engine]())
+    return Run(
+        method, federation(), RunSettings(rounds=3, evaluate_every=10**6, **settings), ENGINES[engine]()
+    )
 
 
 @pytest.mark.parametrize("engine", ["sequential", "wire", "processes"])
@@ -143,7 +145,9 @@ def test_reasons_have_an_order() -> None:
 
 
 def test_a_round_that_fails_in_training_while_the_server_adds_up_leaves_all_as_it_was() -> None:
-    run = Run(METHODS["fedavg"](epochs=3), federation(poisoned=6), RunSettings(rounds=2), ENGINES["sequential"]())
+    run = Run(
+        METHODS["fedavg"](epochs=3), federation(poisoned=6), RunSettings(rounds=2), ENGINES["sequential"]()
+    )
     before = run.state
     with pytest.raises(NonFiniteError, match="client 6"):
         run.step()

@@ -86,7 +86,9 @@ def failed(method: Method[Any, Any, Any, Any]) -> dict[str, str]:
     return {short[f.name]: f.detail for f in check_method(method) if not f.ok}
 
 
-def run_of(method: Method[Any, Any, Any, Any], engine: str, on: Federation, rounds: int = 2, **settings: Any) -> Run:
+def run_of(
+    method: Method[Any, Any, Any, Any], engine: str, on: Federation, rounds: int = 2, **settings: Any
+) -> Run:
     run = Run(method, on, RunSettings(rounds=6, **settings), ENGINES[engine]())
     for _ in range(rounds):
         run.step()
@@ -132,7 +134,12 @@ def test_every_engine_keeps_the_same_accounts(name: str) -> None:
     rounded = ("loss", "accuracy", "risk", "observed")
     accounts, measured = [], []
     for engine in ENGINES:
-        run = Run(method, federation(method.heterogeneous), RunSettings(rounds=2, participation=0.6), ENGINES[engine]())
+        run = Run(
+            method,
+            federation(method.heterogeneous),
+            RunSettings(rounds=2, participation=0.6),
+            ENGINES[engine](),
+        )
         record = run.step()
         accounts.append({k: v for k, v in record.untimed().items() if k not in rounded})
         measured.append((record.risk, record.observed))
@@ -710,7 +717,9 @@ def test_bytes_are_those_of_the_messages(name: str, engine: str) -> None:
             return end, up
 
     method = Listening()
-    run = Run(method, federation(method.heterogeneous), RunSettings(rounds=2, participation=0.6), ENGINES[engine]())
+    run = Run(
+        method, federation(method.heterogeneous), RunSettings(rounds=2, participation=0.6), ENGINES[engine]()
+    )
 
     def weight(message: Any) -> tuple[int, int]:
         if message is None:
@@ -733,7 +742,11 @@ def test_bytes_are_those_of_the_messages(name: str, engine: str) -> None:
 
 def many(clients: int) -> Federation:
     return Federation.from_arrays(
-        [(torch.zeros(3, 2), torch.tensor([0, 1, 0]))] * clients, lambda: nn.Linear(2, 2), classes=2, val=0, test=0
+        [(torch.zeros(3, 2), torch.tensor([0, 1, 0]))] * clients,
+        lambda: nn.Linear(2, 2),
+        classes=2,
+        val=0,
+        test=0,
     )
 
 

@@ -37,7 +37,15 @@ def test_a_second_process_is_refused_by_name_and_a_killed_one_leaves_the_folder_
         for arguments in (
             ["resume", str(folder)],
             ["run", str(file), "-o", str(folder), "--force"],
-            ["compare", str(file), "--methods", "pfedlora", "run.rounds=40", "run.checkpoint_every=1", "--force"],
+            [
+                "compare",
+                str(file),
+                "--methods",
+                "pfedlora",
+                "run.rounds=40",
+                "run.checkpoint_every=1",
+                "--force",
+            ],
         ):
             if arguments[0] == "compare":
                 (tmp_path / "pfedlora-s0").symlink_to(folder)
@@ -70,7 +78,9 @@ def test_any_error_ends_the_status_running(tmp_path: Path) -> None:
     assert "ZeroDivisionError: in the user's own function" in found["message"]
 
 
-def test_a_status_that_could_not_be_written_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_status_that_could_not_be_written_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = RunFolder.status
 
     def status(self: RunFolder, state: str, rounds: int, message: str = "") -> None:

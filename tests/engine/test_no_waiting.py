@@ -37,7 +37,16 @@ from fedlowrank.training.trainer import LocalTrainer, descend
 
 torch.set_num_threads(1)
 
-LOOKS = {"_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "_unique2"}
+LOOKS = {
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "unique",
+    "_unique2",
+}
 """Operators that must know numbers."""
 
 
@@ -67,7 +76,9 @@ class Ear(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _tensors(self, value: Any) -> list[Tensor]:
         if isinstance(value, Tensor):
             return [value]
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        inner = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+        )
         return [t for v in inner for t in self._tensors(v)]
 
 
@@ -86,7 +97,10 @@ def test_the_ear_hears() -> None:
         with Ear() as ear:
             act()
         # a truth value is a number by another name
-        assert ear.heard[wanted] or (wanted == "is_nonzero" and ear.heard["_local_scalar_dense"]), (wanted, ear.heard)
+        assert ear.heard[wanted] or (wanted == "is_nonzero" and ear.heard["_local_scalar_dense"]), (
+            wanted,
+            ear.heard,
+        )
 
 
 # Federations
@@ -97,7 +111,9 @@ def images(augment: Augment = NO_AUGMENT) -> Federation:
     for n in (21, 9, 16):
         x = random.integers(0, 256, (n, 2, 8, 8)).astype(np.float32) / np.float32(255)
         clients.append({"train": (x, np.arange(n) % 3), "test": (x[:3], np.arange(3))})
-    return Federation.from_arrays(clients, lambda: CNN((2, 8, 8), 3, (4, 5), (7, 6)), classes=3, augment=augment)
+    return Federation.from_arrays(
+        clients, lambda: CNN((2, 8, 8), 3, (4, 5), (7, 6)), classes=3, augment=augment
+    )
 
 
 def tables() -> Federation:
@@ -133,7 +149,8 @@ def texts(by_length: bool = False) -> Federation:
     model = Architecture("m", Speaker(), example)
     on = tables()
     infos = [
-        dataclasses.replace(i, architecture="m", examples=len(c.train)) for i, c in zip(on.infos, clients, strict=True)
+        dataclasses.replace(i, architecture="m", examples=len(c.train))
+        for i, c in zip(on.infos, clients, strict=True)
     ]
     return Federation(clients, infos, {"m": model}, (), by_length=by_length)
 
@@ -153,7 +170,9 @@ DATA = pytest.mark.parametrize("kind", ON)
 # Looks, on the CPU
 
 
-def looks(engine: Engine, name: str, on: Federation, epochs: int, **settings: Any) -> tuple[int, Counter[str]]:
+def looks(
+    engine: Engine, name: str, on: Federation, epochs: int, **settings: Any
+) -> tuple[int, Counter[str]]:
     """Steps of a round, and what was heard in it when all that is found once is known."""
     method = METHODS[name](batch_size=4, epochs=epochs, **settings)
     task = on.task(5)
@@ -168,7 +187,9 @@ def looks(engine: Engine, name: str, on: Federation, epochs: int, **settings: An
 
 @ENGINE
 @DATA
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.01), SGD(lr=0.01, momentum=0.9, clip=1.0), AdamW(lr=0.001)], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer", [SGD(lr=0.01), SGD(lr=0.01, momentum=0.9, clip=1.0), AdamW(lr=0.001)], ids=repr
+)
 def test_nobody_looks_at_a_number_in_a_step(
     engine: str, kind: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +227,9 @@ def request(on: Federation, optimizer: Any) -> Request:
 
     start = model.initial
     half = {n: 0.5 * t for n, t in start.items()}
-    prox = None if optimizer == AdamW() else (lambda p, lr, given: {n: t - lr * given[n] for n, t in p.items()})
+    prox = (
+        None if optimizer == AdamW() else (lambda p, lr, given: {n: t - lr * given[n] for n, t in p.items()})
+    )
     return Request(loss, start, "local", optimizer, (half,), None, prox, ProximalTerm(0.1, half, half))
 
 
@@ -242,7 +265,9 @@ HOW += [("tables", SGD(lr=0.01, momentum=0.9, clip=1.0)), ("texts", AdamW()), ("
 
 
 @ENGINE
-@pytest.mark.parametrize(("kind", "optimizer"), HOW, ids=[f"{kind}-{how.kind}-{how.clip}" for kind, how in HOW])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), HOW, ids=[f"{kind}-{how.kind}-{how.clip}" for kind, how in HOW]
+)
 def test_nothing_is_copied_to_the_device_in_a_step(engine: str, kind: str, optimizer: Any) -> None:
     on = ON[kind]()
     few, many = (copies(engine, on, epochs, optimizer, None) for epochs in (1, 3))
@@ -281,7 +306,9 @@ def test_batches_are_what_each_step_would_fetch(kind: str) -> None:
         alone = gather(data.examples, index, step)
         x = alone.x if isinstance(alone.x, dict) else {"": data.augment.apply(alone.x, random)}
         found = batch.x if isinstance(batch.x, dict) else {"": batch.x}
-        assert {n: (t.shape, t.stride()) for n, t in x.items()} == {n: (t.shape, t.stride()) for n, t in found.items()}
+        assert {n: (t.shape, t.stride()) for n, t in x.items()} == {
+            n: (t.shape, t.stride()) for n, t in found.items()
+        }
         assert all(torch.equal(x[n], found[n]) for n in x)
         assert torch.equal(alone.y, batch.y)
         assert batch.step == step

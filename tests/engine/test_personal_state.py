@@ -101,7 +101,8 @@ def test_a_module_that_loads_it_infers_as_the_client(method: str, kind: str) -> 
             nn.init.constant_(parameter, 7.0)
         assert all(torch.equal(t, before[n]) for n, t in result.personal(info.id).items())
     assert all(
-        torch.equal(t, u) for t, u in zip(module.state_dict().values(), start.state_dict().values(), strict=True)
+        torch.equal(t, u)
+        for t, u in zip(module.state_dict().values(), start.state_dict().values(), strict=True)
     )
 
 

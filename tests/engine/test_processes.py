@@ -34,7 +34,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "cores", lambda: 2)
 
 
-def run_of(method: Method[Any, Any, Any, Any], engine: Engine, on: Federation | None = None, rounds: int = 3) -> Run:
+def run_of(
+    method: Method[Any, Any, Any, Any], engine: Engine, on: Federation | None = None, rounds: int = 3
+) -> Run:
     on = federation(method.heterogeneous) if on is None else on
     run = Run(method, on, RunSettings(rounds=rounds, participation=0.8), engine)
     for _ in range(rounds):
@@ -57,9 +59,13 @@ def test_the_sequential_engine_s_bits(name: str) -> None:
 
 
 def test_records_are_the_same_but_for_time() -> None:
-    found = [simulate("ditto", federation(False), rounds=3, engine=e).rounds for e in ("processes", "sequential")]
+    found = [
+        simulate("ditto", federation(False), rounds=3, engine=e).rounds for e in ("processes", "sequential")
+    ]
     for a, b in zip(*found, strict=True):
-        assert dataclasses.replace(a, seconds={}, cpu_seconds={}) == dataclasses.replace(b, seconds={}, cpu_seconds={})
+        assert dataclasses.replace(a, seconds={}, cpu_seconds={}) == dataclasses.replace(
+            b, seconds={}, cpu_seconds={}
+        )
 
 
 def test_messages_longer_than_the_shared_memory_go_through_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:

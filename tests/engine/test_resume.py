@@ -204,7 +204,9 @@ def test_a_killed_process_of_the_installed_command(tmp_path: Path, unbroken: Cal
     assert_same_end(folder, whole)
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, unbroken: Callable[[int], Path]) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_again(
+    tmp_path: Path, unbroken: Callable[[int], Path]
+) -> None:
     whole = unbroken(1)
     shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint")
@@ -273,7 +275,9 @@ class CrashError(BaseException):
 class Disk:
     """Counts what is done to files, and from the k-th time on does nothing but raise."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, make: Callable[[], BaseException], at: int | None) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, make: Callable[[], BaseException], at: int | None
+    ) -> None:
         self.calls, self.at, self.make = 0, at, make
         touched = [(Path, "replace"), (Path, "mkdir"), (Path, "rename"), (os, "fsync")]
         if make is not full:
@@ -361,7 +365,9 @@ def operations(tmp_path: Path, make: Callable[[], BaseException] = crash) -> int
 
 
 @pytest.mark.parametrize("make", [crash, full], ids=["crash", "full disk"])
-def test_a_stop_at_any_operation_on_files_can_be_resumed(tmp_path: Path, make: Callable[[], BaseException]) -> None:
+def test_a_stop_at_any_operation_on_files_can_be_resumed(
+    tmp_path: Path, make: Callable[[], BaseException]
+) -> None:
     whole = whole_run(tmp_path / "whole", **TINY)
     count = operations(tmp_path, make)
     assert count > 40
@@ -549,7 +555,9 @@ def test_damaged_metrics_are_named(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7"])
-def test_a_damaged_configuration_is_named(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_configuration_is_named(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
     (folder / "run.json").write_text(text)
     with pytest.raises(CheckpointError):
@@ -596,7 +604,10 @@ def test_python_resumes_to_the_same_end(half: Path, tmp_path: Path) -> None:
     ("change", "named"),
     [
         ({"method": PFedLoRA(width=3)}, "method.fields.width was 2 and is 3"),
-        ({"method": PFedLoRA(width=2, optimizer=SGD(lr=0.5))}, "method.fields.optimizer.lr was 0.01 and is 0.5"),
+        (
+            {"method": PFedLoRA(width=2, optimizer=SGD(lr=0.5))},
+            "method.fields.optimizer.lr was 0.01 and is 0.5",
+        ),
         ({"method": METHODS["standalone"]()}, "method.name was 'pfedlora' and is 'standalone'"),
         ({"participation": 0.4}, "run.participation was 0.6 and is 0.4"),
         ({"rounds": 2}, "run.rounds was 3 and is 2"),
@@ -616,7 +627,9 @@ def test_python_refuses_what_changed(half: Path, change: dict[str, Any], named: 
 
 
 def test_another_number_of_clients_is_named(half: Path) -> None:
-    smaller = Federation.from_arrays([(torch.randn(10, 4), torch.zeros(10).long()) for _ in range(2)], Split, classes=2)
+    smaller = Federation.from_arrays(
+        [(torch.randn(10, 4), torch.zeros(10).long()) for _ in range(2)], Split, classes=2
+    )
     with pytest.raises(CheckpointError, match="client"):
         simulate(PFedLoRA(width=2), smaller, folder=half, resume=True, **TINY)
 

@@ -209,8 +209,25 @@ class Renormalized(Base):
 
 
 MODULES: list[type[Base]] = [
-    *(FunctionalDropout, StochasticDepth, ManifoldMixup, Noise, Recurrent, Attention, SpectralNorm, ModeCounter),
-    *(MovingMean, ReadsGlobal, ReadsAttributes, DataDependent, Checkpointed, FrozenNormalization, Renormalized),
+    *(
+        FunctionalDropout,
+        StochasticDepth,
+        ManifoldMixup,
+        Noise,
+        Recurrent,
+        Attention,
+        SpectralNorm,
+        ModeCounter,
+    ),
+    *(
+        MovingMean,
+        ReadsGlobal,
+        ReadsAttributes,
+        DataDependent,
+        Checkpointed,
+        FrozenNormalization,
+        Renormalized,
+    ),
 ]
 
 

@@ -88,6 +88,7 @@ class Noise:
         classes = 20 if self.labels == "coarse" else 10
         generator = torch.Generator().manual_seed(0)
         train, test = (
-            Examples(torch.rand(n, 3, 8, 8, generator=generator), torch.arange(n) % classes) for n in self.parts
+            Examples(torch.rand(n, 3, 8, 8, generator=generator), torch.arange(n) % classes)
+            for n in self.parts
         )
         return Dataset("noise", train, test, tuple(map(str, range(classes))))

@@ -25,7 +25,10 @@ TABLES: dict[str, Any] = {
     "run": {"rounds": 2, "adapters": [1, 2], "target": 0.5, "keep_best": True},
     "network": {"limits": {"max_norm": 1e30}},
     "defaults": {"optimizer": GROUPS},
-    "methods": {"half": {"method": "fedavg", "title": "Half", "weights": "uniform"}, "a b": {"method": "fedprox"}},
+    "methods": {
+        "half": {"method": "fedavg", "title": "Half", "weights": "uniform"},
+        "a b": {"method": "fedprox"},
+    },
     "reference": {"label": "x", "accuracy": {"fedavg": [1.0, "-"], "half.personal": 2.5}},
 }
 
@@ -43,7 +46,12 @@ def test_it_prints_what_is_not_as_by_default() -> None:
 
 
 def test_a_default_that_is_spelled_out_changes_nothing() -> None:
-    spelled = {"partition": {"kind": "iid", "clients": 10}, "concept": {"kind": "none"}, "run": {"seed": 0}, "lora": {}}
+    spelled = {
+        "partition": {"kind": "iid", "clients": 10},
+        "concept": {"kind": "none"},
+        "run": {"seed": 0},
+        "lora": {},
+    }
     assert ExperimentConfig.parse(spelled) == ExperimentConfig.parse({})
     assert ExperimentConfig.parse(spelled).to_dict() == ExperimentConfig.parse({}).to_dict()
 

@@ -61,7 +61,10 @@ SWEEPS: dict[str, tuple[str, tuple[Any, ...], dict[str, dict[str, tuple[float, .
         "methods.fedslr.lam",
         (1e-05, 5e-05, 0.0001, 0.0005, 0.001),
         {
-            "accuracy": {GKR: (63.63, 64.27, 64.22, 61.81, 54.26), MIXED: (81.89, 81.20, 82.19, 80.10, 74.33)},
+            "accuracy": {
+                GKR: (63.63, 64.27, 64.22, 61.81, 54.26),
+                MIXED: (81.89, 81.20, 82.19, 80.10, 74.33),
+            },
             "communication": {
                 GKR: (819.44, 770.39, 722.60, 568.43, 498.20),
                 MIXED: (819.44, 770.39, 722.60, 568.43, 498.20),
@@ -92,7 +95,11 @@ SWEEPS: dict[str, tuple[str, tuple[Any, ...], dict[str, dict[str, tuple[float, .
         (1, 2, 3, 4),
         {"accuracy": {GKR: (58.20, 64.51, 63.86, 64.17), MIXED: (78.82, 81.46, 81.97, 82.20)}},
     ),
-    "table7-personal": ("methods.fedslr.mu", (1e-3, 1e-4, 1e-5), {"accuracy": {MIXED: (37.14, 44.16, 44.54)}}),
+    "table7-personal": (
+        "methods.fedslr.mu",
+        (1e-3, 1e-4, 1e-5),
+        {"accuracy": {MIXED: (37.14, 44.16, 44.54)}},
+    ),
     "table8-global": (
         "methods.fedslr.lam",
         (1e-3, 1e-4, 1e-5),
@@ -290,7 +297,9 @@ def test_clients_hold_equal_shares_and_mixtures_of_the_papers_kind(stem: str) ->
 def test_small_versions_run(stem: str) -> None:
     """One round of two clients with every method, at every varied value, on small images."""
     for made in variants(small(stem)):
-        run_briefly(made, made.compared_methods if stem in OTHERS or stem == "table1-tiny-noniid" else ["fedslr"])
+        run_briefly(
+            made, made.compared_methods if stem in OTHERS or stem == "table1-tiny-noniid" else ["fedslr"]
+        )
 
 
 @pytest.mark.parametrize("stem", ["table3-lambda", "figure5"])
@@ -312,7 +321,9 @@ def run_briefly(made: ExperimentConfig, methods: list[str]) -> None:
     )
     federation = little.federation()
     for name in methods:
-        result = simulate(little.build_method(name), federation, rounds=1, participation=0.5, representations=0)
+        result = simulate(
+            little.build_method(name), federation, rounds=1, participation=0.5, representations=0
+        )
         assert len(result.rounds) == 2
         assert {len(c.train) for c in federation.clients} == {20}
         assert 0 <= result.mean_accuracy() <= 1

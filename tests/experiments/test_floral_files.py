@@ -25,11 +25,26 @@ ROWS = (
     "floral_10_optimal",
 )  # fmt: skip
 TABLE_1 = {
-    "mnist-r": ((91.5, 86.6, 92.0, 95.8, 91.3, 93.9, 91.8, 94.5), (78.2, 47.4, 66.7, 88.2, 73.1, 87.5, 75.7, 87.0)),
-    "mnist-ls": ((25.8, 84.5, 93.8, 95.6, 89.7, 93.7, 93.1, 94.2), (23.2, 32.0, 86.4, 87.6, 46.0, 87.6, 70.8, 86.9)),
-    "cifar10-r": ((64.4, 66.3, 71.0, 73.7, 65.5, 68.9, 65.1, 69.3), (45.6, 33.5, 42.4, 45.0, 45.2, 47.8, 44.5, 47.2)),
-    "cifar10-ls": ((21.9, 68.8, 46.4, 73.3, 62.8, 72.2, 56.2, 72.1), (18.7, 30.8, 41.7, 45.1, 44.2, 44.1, 42.1, 42.7)),
-    "cifar100": ((29.2, 85.1, 86.2, 92.8, 81.3, 82.4, 87.3, 86.6), (20.7, 39.5, 43.7, 55.0, 52.2, 53.1, 51.2, 53.9)),
+    "mnist-r": (
+        (91.5, 86.6, 92.0, 95.8, 91.3, 93.9, 91.8, 94.5),
+        (78.2, 47.4, 66.7, 88.2, 73.1, 87.5, 75.7, 87.0),
+    ),
+    "mnist-ls": (
+        (25.8, 84.5, 93.8, 95.6, 89.7, 93.7, 93.1, 94.2),
+        (23.2, 32.0, 86.4, 87.6, 46.0, 87.6, 70.8, 86.9),
+    ),
+    "cifar10-r": (
+        (64.4, 66.3, 71.0, 73.7, 65.5, 68.9, 65.1, 69.3),
+        (45.6, 33.5, 42.4, 45.0, 45.2, 47.8, 44.5, 47.2),
+    ),
+    "cifar10-ls": (
+        (21.9, 68.8, 46.4, 73.3, 62.8, 72.2, 56.2, 72.1),
+        (18.7, 30.8, 41.7, 45.1, 44.2, 44.1, 42.1, 42.7),
+    ),
+    "cifar100": (
+        (29.2, 85.1, 86.2, 92.8, 81.3, 82.4, 87.3, 86.6),
+        (20.7, 39.5, 43.7, 55.0, 52.2, 53.1, 51.2, 53.9),
+    ),
 }
 # Tables 2, 4, 5: columns CIFAR-10-R, CIFAR-10-LS, CIFAR-100, a row each arm in the order of the files
 ABLATIONS = {
@@ -88,7 +103,9 @@ def test_ablations_show_the_numbers_of_the_paper(table: str, task: str) -> None:
     made = loaded(whole(f"{table}-{task}"))
     shown = made.describe()["reference"]
     assert shown["label"].startswith(f"FLoRAL Table {table[-1]}")
-    assert tuple(shown["accuracy"][name] for name in made.compared_methods) == ABLATIONS[table][DATA.index(task)]
+    assert (
+        tuple(shown["accuracy"][name] for name in made.compared_methods) == ABLATIONS[table][DATA.index(task)]
+    )
     methods: list[Any] = [made.build_method(name) for name in made.compared_methods]
     if table == "table2":
         truth = PROTOCOL[task][1]
@@ -118,7 +135,9 @@ class Tiny:
 
     def load(self) -> Dataset:
         g = torch.Generator().manual_seed(0)
-        train, test = (Examples(torch.rand(n, 3, 32, 32, generator=g), torch.arange(n) % 20) for n in (240, 80))
+        train, test = (
+            Examples(torch.rand(n, 3, 32, 32, generator=g), torch.arange(n) % 20) for n in (240, 80)
+        )
         return Dataset("tiny", train, test, tuple(map(str, range(20))))
 
 

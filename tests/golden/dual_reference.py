@@ -26,11 +26,19 @@ def total(nets: list[Layers], like: Layers) -> Layers:
 
 
 def inner(a: Layers, b: Layers) -> float:
-    return float(sum((p * q).sum() for one, other in zip(a, b, strict=True) for p, q in zip(one, other, strict=True)))
+    return float(
+        sum((p * q).sum() for one, other in zip(a, b, strict=True) for p, q in zip(one, other, strict=True))
+    )
 
 
 def scaffold(
-    x: Layers, clients: int, data: Data, rounds: Rounds, lrs: list[float], eta_g: float = 1.0, decay: float = 0.0
+    x: Layers,
+    clients: int,
+    data: Data,
+    rounds: Rounds,
+    lrs: list[float],
+    eta_g: float = 1.0,
+    decay: float = 0.0,
 ) -> tuple[Layers, Layers, list[Layers]]:
     """Karimireddy et al., Algorithm 1 with option II: x, c, and every c_k."""
     c = times(x, 0.0)
@@ -109,7 +117,10 @@ def apfl(
             for i in steps:
                 of_mixture = gradient(plus(times(v, a), mine, 1 - a), x[i], y[i])
                 slope = inner(plus(v, mine, -1.0), of_mixture)
-                mine, v = descended(mine, gradient(mine, x[i], y[i]), lr), descended(v, times(of_mixture, a), lr)
+                mine, v = (
+                    descended(mine, gradient(mine, x[i], y[i]), lr),
+                    descended(v, times(of_mixture, a), lr),
+                )
                 free = a - pace * lr * slope
                 a = min(max(free, 0.0), 1.0)
                 clipped |= {a} - {free}

@@ -56,7 +56,9 @@ def fedslr(
             x, y = data[k]
             own = w
             for i in first:
-                g = plus(plus(gradient(own, x[i], y[i]), gammas[k], -1.0), times(plus(own, w, -1.0), 1 / eta_g))
+                g = plus(
+                    plus(gradient(own, x[i], y[i]), gammas[k], -1.0), times(plus(own, w, -1.0), 1 / eta_g)
+                )
                 own = descended(own, plus(g, times(own, decay)), rate)
             gammas[k] = plus(gammas[k], times(plus(w, own, -1.0), 1 / eta_g))
             replies.append(own)
@@ -72,7 +74,9 @@ def fedslr(
     return history, gammas, ps
 
 
-def lpgd(net: Layers, data: Data, rounds: Rounds, lr: Callable[[int], float], decay: float, lam: float) -> Layers:
+def lpgd(
+    net: Layers, data: Data, rounds: Rounds, lr: Callable[[int], float], decay: float, lam: float
+) -> Layers:
     for t, clients in enumerate(rounds):
         replies = []
         for k, (steps,) in clients.items():
@@ -86,7 +90,9 @@ def lpgd(net: Layers, data: Data, rounds: Rounds, lr: Callable[[int], float], de
     return net
 
 
-def gpgd(net: Layers, data: Data, rounds: Rounds, lr: Callable[[int], float], decay: float, c: float) -> Layers:
+def gpgd(
+    net: Layers, data: Data, rounds: Rounds, lr: Callable[[int], float], decay: float, c: float
+) -> Layers:
     for t, clients in enumerate(rounds):
         replies = []
         for k, (steps,) in clients.items():

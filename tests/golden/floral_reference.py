@@ -108,7 +108,11 @@ def floral_client(
 ) -> tuple[Layers, Adaptors, Array]:
     """Lines 2 to 5 of Algorithm 1; ``fixed`` is a π that does not move, ``freeze`` moves θ alone."""
     for s, i in enumerate(steps):
-        pi = fixed if fixed is not None else shares(theta + (0 if noise is None else noise[s]), temperature, top)
+        pi = (
+            fixed
+            if fixed is not None
+            else shares(theta + (0 if noise is None else noise[s]), temperature, top)
+        )
         grads = gradient(mixed(net, adaptors, pi, alpha), x[i], y[i])
         of_adaptors, d_pi = gradients(grads, adaptors, pi, alpha)
         if fixed is None:
@@ -135,7 +139,8 @@ def by_cluster(old: Adaptors, replies: list[Adaptors], pis: list[Array], sizes: 
                 weight = sum(pi[c] * n for pi, n in zip(pis, sizes, strict=True))
                 if weight > 0:
                     new[c] = (
-                        sum(pi[c] * n * r[layer][j][c] for r, pi, n in zip(replies, pis, sizes, strict=True)) / weight
+                        sum(pi[c] * n * r[layer][j][c] for r, pi, n in zip(replies, pis, sizes, strict=True))
+                        / weight
                     )
             parts.append(new)
         out.append(tuple(parts))
@@ -178,7 +183,9 @@ def server_sgd(lr: float, momentum: float) -> Server:
 
     def step(old: list[Array], new: list[Array]) -> list[Array]:
         grads = [a - b for a, b in zip(old, new, strict=True)]
-        velocity[:] = grads if not velocity else [momentum * v + g for v, g in zip(velocity, grads, strict=True)]
+        velocity[:] = (
+            grads if not velocity else [momentum * v + g for v, g in zip(velocity, grads, strict=True)]
+        )
         return [a - lr * v for a, v in zip(old, velocity, strict=True)]
 
     return step
@@ -198,7 +205,9 @@ def server_adam(lr: float, beta1: float, beta2: float, eps: float) -> Server:
         first[:] = [beta1 * m + (1 - beta1) * g for m, g in zip(first, grads, strict=True)]
         second[:] = [beta2 * m + (1 - beta2) * g * g for m, g in zip(second, grads, strict=True)]
         one, two = 1 - beta1 ** count[0], 1 - beta2 ** count[0]
-        return [a - lr * (m / one) / (np.sqrt(v / two) + eps) for a, m, v in zip(old, first, second, strict=True)]
+        return [
+            a - lr * (m / one) / (np.sqrt(v / two) + eps) for a, m, v in zip(old, first, second, strict=True)
+        ]
 
     return step
 
@@ -242,7 +251,13 @@ def floral(
             theta = thetas[k] if keep and k in thetas else np.zeros(count)
             if mfl and t > 0:
                 theta = mfl_router(net, adaptors, x, y, router_lr, temperature, alpha)
-            fixed = np.eye(count)[known[k]] if known is not None else shares(theta, temperature, top) if mfl else None
+            fixed = (
+                np.eye(count)[known[k]]
+                if known is not None
+                else shares(theta, temperature, top)
+                if mfl
+                else None
+            )
             base, own, theta = floral_client(
                 net, adaptors, theta, x, y, steps, lr, router_lr=router_lr, alpha=alpha, precondition=precondition,
                 temperature=temperature, top=top, noise=None if noise is None else noise[t][k], fixed=fixed, decay=decay,
@@ -263,7 +278,14 @@ def floral(
 
 
 def local_adaptor(
-    net: Layers, own: list[Adaptors], data: Data, rounds: Rounds, lr: float, *, alpha: float, precondition: bool
+    net: Layers,
+    own: list[Adaptors],
+    data: Data,
+    rounds: Rounds,
+    lr: float,
+    *,
+    alpha: float,
+    precondition: bool,
 ) -> tuple[Layers, list[Adaptors]]:
     """Each client's adaptor stays where it is; the base is averaged."""
     own = list(own)
@@ -291,7 +313,9 @@ def summed(nets: list[Layers]) -> Layers:
     return [tuple(sum(net[i][j] for net in nets) for j in (0, 1)) for i in range(len(nets[0]))]
 
 
-def ensemble_gradients(nets: list[Layers], pi: Array, x: Array, y: Array, outputs: bool) -> tuple[list[Layers], Array]:
+def ensemble_gradients(
+    nets: list[Layers], pi: Array, x: Array, y: Array, outputs: bool
+) -> tuple[list[Layers], Array]:
     """Of the mean cross-entropy with respect to every network and π."""
     if outputs:
         passed = [forward(net, x) for net in nets]
@@ -307,7 +331,9 @@ def ensemble_gradients(nets: list[Layers], pi: Array, x: Array, y: Array, output
     return [scaled(whole, p) for p in pi], np.array(d_pi)
 
 
-def cluster_means(old: list[Layers], replies: list[list[Layers]], pis: list[Array], sizes: list[int]) -> list[Layers]:
+def cluster_means(
+    old: list[Layers], replies: list[list[Layers]], pis: list[Array], sizes: list[int]
+) -> list[Layers]:
     out = []
     for c, before in enumerate(old):
         weights = [pi[c] * n for pi, n in zip(pis, sizes, strict=True)]
@@ -340,7 +366,9 @@ def ensemble(
 
 def likelihoods(nets: list[Layers], pi: Array, x: Array, y: Array) -> Array:
     """q ``[n, C]`` of FedEM's E-step: π_c p_c(y | x), normalized."""
-    q = np.stack([p * softmax(forward(net, x)[1])[np.arange(len(y)), y] for p, net in zip(pi, nets, strict=True)], 1)
+    q = np.stack(
+        [p * softmax(forward(net, x)[1])[np.arange(len(y)), y] for p, net in zip(pi, nets, strict=True)], 1
+    )
     return q / q.sum(1, keepdims=True)
 
 

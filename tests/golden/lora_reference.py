@@ -121,7 +121,10 @@ def fedit(s: Setting, move_a: bool = True) -> tuple[Factors, Layers]:
     rank, net = s.ranks[0], s.net
     factors = fresh(net, s.drawn, rank)
     for clients in s.rounds:
-        got = [trained(net, factors, s.scale(rank), *s.data[k], p, s.lr, move_a=move_a) for k, (p,) in clients.items()]
+        got = [
+            trained(net, factors, s.scale(rank), *s.data[k], p, s.lr, move_a=move_a)
+            for k, (p,) in clients.items()
+        ]
         sizes = s.sizes(list(clients))
         factors = mean_factors([f for f, _ in got], sizes)
         net = [*net[:-1], mean_heads([h for _, h in got], sizes)]
@@ -173,7 +176,9 @@ def hetlora(
             end = [(b * unit, a) for b, a in end]
             norms.append(np.sqrt(sum((u**2).sum() for u in products(end))))
             m = ranks[k]
-            replies.append([(np.pad(b, ((0, 0), (0, top - m))), np.pad(a, ((0, top - m), (0, 0)))) for b, a in end])
+            replies.append(
+                [(np.pad(b, ((0, 0), (0, top - m))), np.pad(a, ((0, top - m), (0, 0)))) for b, a in end]
+            )
             heads.append(head)
             held.append(m)
         sizes = s.sizes(list(clients))
@@ -258,7 +263,9 @@ def eq15(
     return out
 
 
-def fedhl(s: Setting, how: str = "sqrt", residual: bool = False, **weighing: object) -> tuple[Dense, Layers, list]:
+def fedhl(
+    s: Setting, how: str = "sqrt", residual: bool = False, **weighing: object
+) -> tuple[Dense, Layers, list]:
     """Peng et al., Algorithm 1, line 17 as it stands: W, the net with the mean head, and the weights of every round."""
     net, ws = s.net, [np.zeros_like(w) for w, _ in s.net[:-1]]
     history = []
@@ -286,7 +293,9 @@ def flexlora(s: Setting, how: str = "B") -> tuple[Dense, Layers]:
         replies, heads = [], []
         for k, (order,) in clients.items():
             r = s.ranks[k]
-            end, head = trained(net, split_of(ws, r, s.scale(r), how, s.drawn), s.scale(r), *s.data[k], order, s.lr)
+            end, head = trained(
+                net, split_of(ws, r, s.scale(r), how, s.drawn), s.scale(r), *s.data[k], order, s.lr
+            )
             replies.append(products(end, s.scale(r)))
             heads.append(head)
         sizes = s.sizes(list(clients))
@@ -326,7 +335,9 @@ def fedex(s: Setting) -> tuple[Factors, Layers]:
         got = [trained(net, factors, scale, *s.data[k], p, s.lr) for k, (p,) in clients.items()]
         sizes = s.sizes(list(clients))
         factors = mean_factors([f for f, _ in got], sizes)
-        of_all = [mean_of([u[i] for u in (products(f, scale) for f, _ in got)], sizes) for i in range(len(factors))]
+        of_all = [
+            mean_of([u[i] for u in (products(f, scale) for f, _ in got)], sizes) for i in range(len(factors))
+        ]
         more = [whole - mean for whole, mean in zip(of_all, products(factors, scale), strict=True)]
         net = [*added(net, more)[:-1], mean_heads([h for _, h in got], sizes)]
     return factors, net

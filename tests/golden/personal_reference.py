@@ -58,7 +58,9 @@ def per_fedavg(
     return net
 
 
-def fedper(body: Layers, heads: list[Layers], data: Data, rounds: Rounds, lr: float) -> tuple[Layers, list[Layers]]:
+def fedper(
+    body: Layers, heads: list[Layers], data: Data, rounds: Rounds, lr: float
+) -> tuple[Layers, list[Layers]]:
     """Arivazhagan et al.: base and head at once; the base is averaged, each head is a list of one layer."""
     heads = list(heads)
     for clients in rounds:
@@ -71,7 +73,9 @@ def fedper(body: Layers, heads: list[Layers], data: Data, rounds: Rounds, lr: fl
     return body, heads
 
 
-def fedrep(body: Layers, heads: list[Layers], data: Data, rounds: Rounds, lr: float) -> tuple[Layers, list[Layers]]:
+def fedrep(
+    body: Layers, heads: list[Layers], data: Data, rounds: Rounds, lr: float
+) -> tuple[Layers, list[Layers]]:
     """Collins et al., Algorithm 1: the head on the frozen body, then the body below the frozen head."""
     heads = list(heads)
     for clients in rounds:
@@ -147,6 +151,8 @@ def fedspa(
             if alpha > 0:
                 (last,) = growing
                 dense = gradient(own, x[last], y[last])
-                masks[k] = [exchanged(m, w, g, rate) for m, (w, _), (g, _) in zip(masks[k], own, dense, strict=True)]
+                masks[k] = [
+                    exchanged(m, w, g, rate) for m, (w, _), (g, _) in zip(masks[k], own, dense, strict=True)
+                ]
         net = plus(net, weighted_mean(updates, [1] * len(updates)), -1.0)
     return net, masks

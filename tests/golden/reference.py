@@ -28,7 +28,9 @@ def forward(net: Layers, x: Array) -> tuple[list[Array], Array]:
     return inputs, inputs[-1] @ w.T + b
 
 
-def backward(net: Layers, inputs: list[Array], d_scores: Array, d_representation: Array | float = 0.0) -> Layers:
+def backward(
+    net: Layers, inputs: list[Array], d_scores: Array, d_representation: Array | float = 0.0
+) -> Layers:
     """Gradients of all layers, given those of the scores and what reaches the representation besides."""
     grads = [(d_scores.T @ inputs[-1], d_scores.sum(0))]
     d = d_scores @ net[-1][0] + d_representation
@@ -277,12 +279,18 @@ def fedproto(
                     if int(label) in known:
                         away[row] = r[row] - known[int(label)]
                 d_scores = (softmax(scores) - one_hot(y[i], scores.shape[1])) / len(i)
-                net = descended(net, backward(net, inputs, d_scores, lam * 2 * away / (len(i) * r.shape[1])), lr)
+                net = descended(
+                    net, backward(net, inputs, d_scores, lam * 2 * away / (len(i) * r.shape[1])), lr
+                )
             nets[k] = net
             r = forward(net, x)[0][-1]
             for j in np.unique(y):
-                shares.setdefault(int(j), []).append((float((y == j).sum()) if weighted else 1.0, r[y == j].mean(0)))
-        known = known | {j: sum(w * c for w, c in rows) / sum(w for w, _ in rows) for j, rows in shares.items()}
+                shares.setdefault(int(j), []).append(
+                    (float((y == j).sum()) if weighted else 1.0, r[y == j].mean(0))
+                )
+        known = known | {
+            j: sum(w * c for w, c in rows) / sum(w for w, _ in rows) for j, rows in shares.items()
+        }
     return known, nets
 
 
@@ -295,7 +303,14 @@ def adapter_forward(adapter: Layers, r: Array, relu: bool) -> tuple[Array, Array
 
 
 def pfedlora(
-    adapter: Layers, nets: list[Layers], data: Data, rounds: Rounds, lr: float, lr_adapter: float, mu: float, relu: bool
+    adapter: Layers,
+    nets: list[Layers],
+    data: Data,
+    rounds: Rounds,
+    lr: float,
+    lr_adapter: float,
+    mu: float,
+    relu: bool,
 ) -> tuple[Layers, list[Layers]]:
     """Yi et al., equations 3 to 10: the model beside the frozen adapter, then the adapter on the frozen model."""
     nets = list(nets)
@@ -310,7 +325,9 @@ def pfedlora(
                 true = one_hot(y[i], second.shape[1])
                 d_first = (1 - mu) * (softmax(first) - true) / len(i)
                 d_z = d_first @ b * ((z > 0) if relu else 1.0)
-                net = descended(net, backward(net, inputs, mu * (softmax(second) - true) / len(i), d_z @ a), lr)
+                net = descended(
+                    net, backward(net, inputs, mu * (softmax(second) - true) / len(i), d_z @ a), lr
+                )
             nets[k] = net
             own = adapter
             for i in of_adapter:

@@ -10,12 +10,18 @@ from fedlowrank.core.key import Key
 
 torch.set_num_threads(1)
 
-TEXTS = ["the quick brown fox jumps over the lazy dog", "a dog sleeps; the fox does not", "1 + 1 = 2, said the fox"]
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog",
+    "a dog sleeps; the fox does not",
+    "1 + 1 = 2, said the fox",
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # PEFT asks transformers for a property under its old name, so that every adapter loaded with PEFT itself warns.
-    config.addinivalue_line("filterwarnings", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+    config.addinivalue_line(
+        "filterwarnings", "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -171,7 +171,9 @@ def test_dropout_acts_in_training_on_the_adapter_alone():
 @pytest.mark.parametrize(("head", "trained"), [("shared", True), ("personal", True), ("frozen", False)])
 def test_the_head_is_trained_as_asked_and_never_adapted(bert, head, trained):
     loaded = load(Base(str(bert), "classification"), ("a", "b", "c"), KEY)
-    model = attach(loaded.model, lora_config({"r": 2, "target_modules": "all-linear"}), KEY, head, loaded.head)
+    model = attach(
+        loaded.model, lora_config({"r": 2, "target_modules": "all-linear"}), KEY, head, loaded.head
+    )
     asked = {n for n, p in model.named_parameters() if p.requires_grad}
     assert {n for n in asked if "lora_" not in n} == (
         {"base_model.model.classifier.weight", "base_model.model.classifier.bias"} if trained else set()
@@ -183,7 +185,9 @@ def test_the_head_is_trained_as_asked_and_never_adapted(bert, head, trained):
     )
     assert model.peft_config["default"].task_type == "SEQ_CLS"
     assert model.peft_config["default"].exclude_modules is None
-    assert not any(hasattr(m, "modules_to_save") and len(m.modules_to_save) for m in model.modules() if m is not model)
+    assert not any(
+        hasattr(m, "modules_to_save") and len(m.modules_to_save) for m in model.modules() if m is not model
+    )
 
 
 def test_a_part_of_the_body_that_is_trained_whole_gets_no_adapter(bert):
@@ -199,12 +203,17 @@ def test_a_part_of_the_body_that_is_trained_whole_gets_no_adapter(bert):
 
 def test_the_usual_target_modules_and_regular_expressions(llama):
     for target, count in ((None, 4), (r".*layers\.1\..*(q|v)_proj", 2), ("all-linear", 14)):
-        model = attach(load(Base(str(llama)), (), KEY).model, lora_config({"r": 2, "target_modules": target}), KEY)
+        model = attach(
+            load(Base(str(llama)), (), KEY).model, lora_config({"r": 2, "target_modules": target}), KEY
+        )
         assert len(layers(model)) == count
     fields = {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [1]}
     model = attach(load(Base(str(llama)), (), KEY).model, lora_config(fields), KEY)
     assert list(layers(model)) == ["model.layers.1.self_attn.v_proj"]
-    assert (layers(model)["model.layers.1.self_attn.v_proj"].d, type(model).__name__) == (16, "PeftModelForCausalLM")
+    assert (layers(model)["model.layers.1.self_attn.v_proj"].d, type(model).__name__) == (
+        16,
+        "PeftModelForCausalLM",
+    )
 
 
 def test_target_modules_that_match_nothing_list_what_there_is(llama, bert):
@@ -259,7 +268,9 @@ def test_a_half_precision_base_has_factors_in_full_precision(llama):
     model = attach(base, lora_config({"r": 2, "target_modules": ["v_proj"]}), KEY)
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
     ids = torch.arange(5)[None]
-    out = functional_call(model, parameters(layers(model), random_factors(layers(model), 3)), kwargs={"input_ids": ids})
+    out = functional_call(
+        model, parameters(layers(model), random_factors(layers(model), 3)), kwargs={"input_ids": ids}
+    )
     assert out.logits.dtype == torch.bfloat16
     assert not torch.equal(out.logits, model(input_ids=ids).logits)
 
@@ -329,7 +340,10 @@ def test_wrong_settings_are_said(fields, words):
 
 
 def test_the_scale_is_alpha_over_the_rank_or_its_root():
-    plain, stable = lora_config({"r": 4, "lora_alpha": 16}), lora_config({"r": 4, "lora_alpha": 16, "use_rslora": True})
+    plain, stable = (
+        lora_config({"r": 4, "lora_alpha": 16}),
+        lora_config({"r": 4, "lora_alpha": 16, "use_rslora": True}),
+    )
     assert (scale_of(plain), scale_of(stable)) == (4, 8)
     assert (scale_of(plain, 16), scale_of(stable, 16)) == (1, 4)
     assert scale_of(plain, 2, 6) == 3

@@ -49,7 +49,9 @@ def live(folder, fields, task="causal", targets=None):
 
 
 def head_of(model):
-    return {n.removeprefix("base_model.model."): t for n, t in model.state_dict().items() if ".classifier." in n}
+    return {
+        n.removeprefix("base_model.model."): t for n, t in model.state_dict().items() if ".classifier." in n
+    }
 
 
 def scores(model):
@@ -74,7 +76,9 @@ def test_peft_loads_what_the_live_model_computes(name, fields, request, tmp_path
 @pytest.mark.parametrize("fields", [PLAIN, STABLE], ids=["plain", "rslora"])
 def test_peft_loads_a_classifier_with_its_head(bert, fields, tmp_path):
     loaded, model, factors, scale, out = live(bert, fields, "classification", MODELS["bert"])
-    write_adapter(tmp_path, factors, scale, model.peft_config["default"], str(bert), loaded.digest, head_of(model))
+    write_adapter(
+        tmp_path, factors, scale, model.peft_config["default"], str(bert), loaded.digest, head_of(model)
+    )
     base = AutoModelForSequenceClassification.from_pretrained(bert, num_labels=3)
     assert not torch.allclose(base.classifier.weight, model.base_model.model.classifier.weight)
     assert torch.allclose(scores(PeftModel.from_pretrained(base, tmp_path)), out, atol=1e-5)
@@ -87,7 +91,11 @@ def test_a_new_part_of_the_body_travels_with_the_head(bert, tmp_path):
     load(Base(str(bert), "classification"), CLASSES, KEY).model.bert.save_pretrained(folder)
     AutoTokenizer.from_pretrained(bert).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    save_file({n: t for n, t in weights.items() if "pooler" not in n}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t for n, t in weights.items() if "pooler" not in n},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     loaded, model, factors, scale, out = live(folder, PLAIN, "classification", MODELS["bert"])
     where = tuple(f"base_model.model.{m}." for m in loaded.head)
     head = {n[len("base_model.model.") :]: t for n, t in model.state_dict().items() if n.startswith(where)}
@@ -112,10 +120,19 @@ def test_a_frozen_head_of_the_files_needs_not_travel(bert, tmp_path):
 def test_the_files_are_those_that_peft_writes(llama, tmp_path):
     _, model, factors, scale, _ = live(llama, PLAIN, targets=["v_proj", "q_proj"])
     write_adapter(
-        tmp_path / "ours", factors, scale, model.peft_config["default"], "./a/base", "d" * 32, client=7, round=2
+        tmp_path / "ours",
+        factors,
+        scale,
+        model.peft_config["default"],
+        "./a/base",
+        "d" * 32,
+        client=7,
+        round=2,
     )
     model.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    ours, theirs = (json.loads((tmp_path / w / "adapter_config.json").read_text()) for w in ("ours", "theirs"))
+    ours, theirs = (
+        json.loads((tmp_path / w / "adapter_config.json").read_text()) for w in ("ours", "theirs")
+    )
     differ = {n for n in theirs | ours if theirs.get(n) != ours.get(n)}
     assert differ <= {"r", "lora_alpha", "base_model_name_or_path", "target_modules"}
     assert (ours["r"], ours["lora_alpha"], ours["base_model_name_or_path"]) == (3, 3, "./a/base")
@@ -183,7 +200,9 @@ def test_ranks_are_made_equal_and_products_stay(tmp_path_factory, ranks, scale, 
     back = read_adapter(folder)
     assert {p.rank for p in back.pairs.values()} == {max(1, *ranks)} == {back.config.r}
     for name, pair in pairs.items():
-        assert torch.allclose(back.scale * back.pairs[name].dense(), scale * pair.dense(), rtol=1e-4, atol=1e-5)
+        assert torch.allclose(
+            back.scale * back.pairs[name].dense(), scale * pair.dense(), rtol=1e-4, atol=1e-5
+        )
     assert (back.scale, back.round, back.client, back.base_name) == (1, None, None, "x")
 
 
@@ -202,7 +221,9 @@ def test_adapters_for_another_base_are_noticed(llama, tmp_path):
 @pytest.mark.parametrize("stable", [False, True])
 def test_a_folder_of_peft_itself_is_read_with_its_scale(llama, tmp_path, stable):
     base = AutoModelForCausalLM.from_pretrained(llama)
-    config = LoraConfig(r=4, lora_alpha=6, use_rslora=stable, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4, lora_alpha=6, use_rslora=stable, target_modules=["v_proj"], task_type="CAUSAL_LM"
+    )
     theirs = get_peft_model(base, config).eval()
     draw = torch.Generator().manual_seed(0)
     for name, p in theirs.named_parameters():
@@ -214,7 +235,9 @@ def test_a_folder_of_peft_itself_is_read_with_its_scale(llama, tmp_path, stable)
     assert back.scale == pytest.approx(3 if stable else 1.5)
     assert back.config.r == 4
     assert torch.allclose(
-        scores(merged(load(Base(str(llama)), (), KEY).model, back.pairs, back.scale)), scores(theirs), atol=1e-5
+        scores(merged(load(Base(str(llama)), (), KEY).model, back.pairs, back.scale)),
+        scores(theirs),
+        atol=1e-5,
     )
     slot = attach(load(Base(str(llama)), (), KEY).model, back.config, KEY)
     assert [p.requires_grad for n, p in slot.named_parameters() if "lora_" in n] == [True] * 4
@@ -235,7 +258,9 @@ def test_a_merged_folder_computes_what_the_live_model_does(name, request, tmp_pa
     write_merged(tmp_path, model, loaded.tokenizer, factors, scale, head)
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     assert torch.allclose(scores(kind.from_pretrained(tmp_path)), out, atol=1e-5)
-    assert AutoTokenizer.from_pretrained(tmp_path)("the fox").input_ids == loaded.tokenizer("the fox").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path)("the fox").input_ids == loaded.tokenizer("the fox").input_ids
+    )
     assert torch.equal(scores(model), before)
     plain = load(Base(str(folder), task), CLASSES if head else (), KEY).model
     dense = {n: scale * pair.dense() for n, pair in factors.items()}
@@ -330,4 +355,6 @@ def test_pairs_that_are_no_factors_are_refused(tmp_path):
         write_adapter(tmp_path, {"line": Pair(torch.ones(4, 2), torch.ones(1, 4))}, 1.0, config, "x", "d")
     where = layers(attach(Mixed(), config, KEY))
     with pytest.raises(TaskError, match="no layer 'turned'"):
-        write_adapter(tmp_path, random_factors({"turned": where["line"]}, 1), 1.0, config, "x", "d", layers=where)
+        write_adapter(
+            tmp_path, random_factors({"turned": where["line"]}, 1), 1.0, config, "x", "d", layers=where
+        )

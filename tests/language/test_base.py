@@ -50,7 +50,10 @@ def test_a_tiny_llama_is_what_its_files_say(llama):
 def test_the_attention_is_the_one_asked_for_and_computes_the_same(llama):
     made = {kind: load(Base(str(llama), attention=kind), (), KEY).model for kind in ("eager", "sdpa")}
     x = torch.randint(0, 40, (3, 11), generator=KEY.generator())
-    assert {kind: m.config._attn_implementation for kind, m in made.items()} == {"eager": "eager", "sdpa": "sdpa"}
+    assert {kind: m.config._attn_implementation for kind, m in made.items()} == {
+        "eager": "eager",
+        "sdpa": "sdpa",
+    }
     torch.testing.assert_close(made["eager"](x).logits, made["sdpa"](x).logits)
 
 
@@ -124,7 +127,11 @@ def test_the_head_of_the_files_is_kept_where_it_fits_and_replaced_where_not(bert
 def test_a_part_of_the_body_that_the_files_lack_is_drawn_from_the_key_and_belongs_to_the_head(bert, tmp_path):
     folder = copied(bert, tmp_path)
     weights = load_file(folder / "model.safetensors")
-    save_file({n: t for n, t in weights.items() if "pooler" not in n}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t for n, t in weights.items() if "pooler" not in n},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     base = Base(str(folder), "classification")
     a, b = load(base, CLASSES, KEY), load(base, CLASSES, Key((8,)))
     assert a.head == ("classifier", "bert.pooler.dense")
@@ -228,7 +235,9 @@ def test_quantizing_without_its_library_names_the_extra(llama, monkeypatch):
 
     usual = importlib.util.find_spec
     monkeypatch.setattr(
-        module.importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else usual(name, *a)
+        module.importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "bitsandbytes" else usual(name, *a),
     )
     with pytest.raises(ConfigError, match=r"fedlowrank\[quantize\]"):
         load(Base(str(llama), quantize="4bit"), (), KEY)

@@ -33,7 +33,11 @@ def test_every_parameter_of_a_language_model_is_adapted(which: str, request: pyt
     kinds = {row.name: row.spot.kind for row in model.parameter_budget().rows}
     norms = {n for n, k in kinds.items() if k == "norm"}
     assert {n for n in kinds if "norm" in n or "ln_" in n} == norms != set()
-    assert all(k == "linear" for n, k in kinds.items() if n.endswith(("c_attn.weight", "c_fc.weight", "q_proj.weight")))
+    assert all(
+        k == "linear"
+        for n, k in kinds.items()
+        if n.endswith(("c_attn.weight", "c_fc.weight", "q_proj.weight"))
+    )
     assert torch.equal(model(input_ids=IDS, labels=IDS).loss, out.loss)
     with torch.no_grad():
         for i, p in enumerate([*model.adaptors.parameters(), model.theta]):

@@ -56,11 +56,15 @@ def test_a_base_that_moved_is_written_once(method: str, llama: Path, tmp_path: P
     size = sum(p.stat().st_size for p in (out / "base").glob("*.safetensors"))
     for k in range(3):
         folder = out / f"client_{k:04d}"
-        torch.testing.assert_close(by_peft(out / "base", folder, inputs(run)), live(run, k), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            by_peft(out / "base", folder, inputs(run)), live(run, k), rtol=0, atol=1e-5
+        )
         assert (folder / "adapter_model.safetensors").stat().st_size < size / 4
         config = json.loads((folder / "adapter_config.json").read_text())
         assert Path(config["base_model_name_or_path"]) == out / "base"
-    torch.testing.assert_close(by_peft(llama, out / "server", inputs(run)), live(run, None), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        by_peft(llama, out / "server", inputs(run)), live(run, None), rtol=0, atol=1e-5
+    )
 
 
 def half_dense(llama: Path, tmp_path: Path, **more: Any) -> dict[str, Any]:
@@ -68,13 +72,17 @@ def half_dense(llama: Path, tmp_path: Path, **more: Any) -> dict[str, Any]:
     return causal(llama, tmp_path, lora={"target_modules": ["v_proj", "gate_proj"]}, **more)
 
 
-def test_layers_that_are_matrices_are_kept_whole_and_the_others_are_factors(llama: Path, tmp_path: Path) -> None:
+def test_layers_that_are_matrices_are_kept_whole_and_the_others_are_factors(
+    llama: Path, tmp_path: Path
+) -> None:
     run = run_of(half_dense(llama, tmp_path))
     deltas = run.state.server.delta
     dense = {n for n, d in deltas.items() if d.whole is not None}
     assert dense
     assert dense != set(deltas)
-    folder = language_of(run).write_one(tmp_path / "server", run.local_model(run.federation.infos[0]).server, 3, None)
+    folder = language_of(run).write_one(
+        tmp_path / "server", run.local_model(run.federation.infos[0]).server, 3, None
+    )
     torch.testing.assert_close(by_peft(llama, folder, inputs(run)), live(run, None), rtol=0, atol=1e-5)
     read = read_adapter(folder)
     assert set(read.pairs) == set(deltas) - dense
@@ -134,13 +142,17 @@ def test_adapters_of_a_rank_say_how_far_they_are(
 @pytest.mark.parametrize("kind", ["factors", "matrix"])
 def test_the_truncation_is_that_of_numpy(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    pairs = [Pair(*(torch.randn(s, generator=generator) for s in ((d, 5), (5, k)))) for d, k in ((9, 7), (6, 60))]
+    pairs = [
+        Pair(*(torch.randn(s, generator=generator) for s in ((d, 5), (5, k)))) for d, k in ((9, 7), (6, 60))
+    ]
     parts, lost, energy = [], 0.0, 0.0
     for pair in pairs:
         w = pair.b.double().numpy() @ pair.a.double().numpy()
         found = truncate_update(pair if kind == "factors" else torch.from_numpy(w), 3)
         u, s, vt = np.linalg.svd(w, full_matrices=False)
-        np.testing.assert_allclose(found.pair.dense().double().numpy(), (u[:, :3] * s[:3]) @ vt[:3], atol=1e-4)
+        np.testing.assert_allclose(
+            found.pair.dense().double().numpy(), (u[:, :3] * s[:3]) @ vt[:3], atol=1e-4
+        )
         assert found.error == pytest.approx(np.sqrt((s[3:] ** 2).sum() / (s**2).sum()), rel=1e-9)
         assert truncate_update(pair, 5).error < 1e-14
         assert truncate_update(pair, 50).pair.rank <= 7

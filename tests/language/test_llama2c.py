@@ -138,14 +138,20 @@ def test_a_random_model_gives_the_scores_of_the_format(tmp_path, tied):
 def test_the_numbers_of_the_header_reach_the_config(small):
     config = AutoModelForCausalLM.from_pretrained(small).config
     assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (DIM, HIDDEN, LAYERS)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (HEADS, KV, VOCABULARY)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (
+        HEADS,
+        KV,
+        VOCABULARY,
+    )
     assert (config.max_position_embeddings, config.bos_token_id, config.eos_token_id) == (LENGTH, 1, 2)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     st.one_of(
-        st.text(max_size=12), st.text(LETTERS + "!é", max_size=20), st.lists(st.sampled_from(PIECES)).map("".join)
+        st.text(max_size=12),
+        st.text(LETTERS + "!é", max_size=20),
+        st.lists(st.sampled_from(PIECES)).map("".join),
     )
 )
 def test_texts_are_cut_as_the_format_says(small, text):
@@ -193,7 +199,10 @@ def test_pieces_merge_by_score_and_bytes_stand_for_the_rest(small):
         (lambda m, _: m.unlink(), "cannot read"),
         (lambda _, t: t.write_bytes(t.read_bytes()[:-1]), "cut short"),
         (lambda _, t: t.write_bytes(t.read_bytes()[:-3]), "no llama2.c tokenizer"),
-        (lambda _, t: t.write_bytes(t.read_bytes() + struct.pack("<fi", 0, 1) + b"z"), "285 tokens, but the model has"),
+        (
+            lambda _, t: t.write_bytes(t.read_bytes() + struct.pack("<fi", 0, 1) + b"z"),
+            "285 tokens, but the model has",
+        ),
         (lambda _, t: t.write_bytes(t.read_bytes().replace(b"<0x0A>", b"<0x0B>")), "256 byte tokens"),
         (lambda _, t: t.write_bytes(t.read_bytes().replace(b"abc", b"llo")), "a token twice"),
         (lambda _, t: t.write_bytes(t.read_bytes().replace(b"abc", b"ab\xff")), "token"),

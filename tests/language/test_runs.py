@@ -26,7 +26,18 @@ from fedlowrank.simulation.run import Run
 
 torch.set_num_threads(1)
 
-METHODS = ["fedhl", "hetlora", "flexlora", "flora", "fedit", "ffa_lora", "fedsa_lora", "fedex_lora", "fedavg", "ditto"]
+METHODS = [
+    "fedhl",
+    "hetlora",
+    "flexlora",
+    "flora",
+    "fedit",
+    "ffa_lora",
+    "fedsa_lora",
+    "fedex_lora",
+    "fedavg",
+    "ditto",
+]
 EQUAL = {"fedit", "ffa_lora", "fedsa_lora", "fedex_lora"}
 
 
@@ -122,7 +133,10 @@ def test_clients_share_one_base_and_hold_factors_alone(llama: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("head", ["shared", "personal", "frozen"])
 def test_the_head_of_a_classifier_is_what_the_settings_say(head: str, bert: Path, tmp_path: Path) -> None:
-    rows = [{"text": ["a fox jumps", "a dog sleeps", "1 + 1"][i % 3] + f" {i % 5}", "label": i % 3} for i in range(60)]
+    rows = [
+        {"text": ["a fox jumps", "a dog sleeps", "1 + 1"][i % 3] + f" {i % 5}", "label": i % 3}
+        for i in range(60)
+    ]
     path = tmp_path / "c.jsonl"
     path.write_text("\n".join(json.dumps(r) for r in rows) + "\n")
     tables = causal(
@@ -195,7 +209,9 @@ def test_a_killed_run_ends_as_an_unbroken_one(llama: Path, tmp_path: Path) -> No
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert main(["run", str(file), "-o", str(whole)]) == 0
     command = [sys.executable, "-m", "fedlowrank.cli.main", "run", str(file), "-o", str(broken)]
-    with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    ) as process:
         metrics, end = broken / "metrics.jsonl", time.monotonic() + 200
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
             assert process.poll() is None, "the run ended before it could be killed"
@@ -215,7 +231,9 @@ def test_recomputed_activations_give_the_same_model(llama: Path, tmp_path: Path)
     plain = run_of(causal(llama, tmp_path))
     again = run_of(causal(llama, tmp_path, language={"gradient_checkpointing": True}))
     assert any(getattr(m, "gradient_checkpointing", False) for m in language_of(again).model.modules())
-    for (path, a), (_, b) in zip(tree.leaves(plain.state.server), tree.leaves(again.state.server), strict=True):
+    for (path, a), (_, b) in zip(
+        tree.leaves(plain.state.server), tree.leaves(again.state.server), strict=True
+    ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=path)
 
 
@@ -239,7 +257,10 @@ def test_autocast_multiplies_in_half_precision_and_learns_alike(llama: Path, tmp
     plain = run_of(causal(llama, tmp_path))
     half = run_of(causal(llama, tmp_path, language={"autocast": "bfloat16"}))
     x = {n: t[:4] for n, t in plain.federation.clients[0].train.x.items()}
-    a, b = (r.federation.architectures["language"].apply(r.personal(r.federation.infos[0]), x) for r in (plain, half))
+    a, b = (
+        r.federation.architectures["language"].apply(r.personal(r.federation.infos[0]), x)
+        for r in (plain, half)
+    )
     assert b.dtype == torch.float32
     assert 0 < float((a - b).abs().max()) < 0.1 * float(a.abs().max())
 
@@ -258,7 +279,10 @@ def test_scores_are_of_the_model_that_is_named(llama: Path, tmp_path: Path) -> N
 
 def test_the_best_round_is_kept(llama: Path, tmp_path: Path) -> None:
     tables = causal(
-        llama, tmp_path, run={"rounds": 4, "keep_best": True}, split={"kind": "local", "train": 0.6, "val": 0.3}
+        llama,
+        tmp_path,
+        run={"rounds": 4, "keep_best": True},
+        split={"kind": "local", "train": 0.6, "val": 0.3},
     )
     # a rate at which the last rounds are worse than an earlier one
     tables["defaults"]["optimizer"]["lr"] = 0.6
@@ -304,7 +328,9 @@ def test_texts_need_a_language_model(tmp_path: Path) -> None:
 
 
 def test_other_runs_have_no_adapter_folders(tmp_path: Path) -> None:
-    made = ExperimentConfig.parse({"name": "d", "method": "fedavg", "model": {"names": ["mlp"]}, "run": {"rounds": 1}})
+    made = ExperimentConfig.parse(
+        {"name": "d", "method": "fedavg", "model": {"names": ["mlp"]}, "run": {"rounds": 1}}
+    )
     run = Run(made.build_method("fedavg"), made.federation(), made.run, Sequential())
     with pytest.raises(TaskError, match="no language models"):
         language_of(run)

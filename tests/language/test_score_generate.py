@@ -47,7 +47,12 @@ def test_settings_saved_with_the_model_change_nothing_and_stay(tokenizer):
     model = llama(len(tokenizer))
     plain = expected(model, tokenizer, PROMPTS, 10)
     saved = GenerationConfig(
-        do_sample=True, temperature=5.0, num_beams=3, repetition_penalty=3.0, min_new_tokens=4, no_repeat_ngram_size=1
+        do_sample=True,
+        temperature=5.0,
+        num_beams=3,
+        repetition_penalty=3.0,
+        min_new_tokens=4,
+        no_repeat_ngram_size=1,
     )
     model.generation_config = saved
     assert complete(model, tokenizer, PROMPTS, Decoding(10)) == plain
@@ -57,7 +62,11 @@ def test_settings_saved_with_the_model_change_nothing_and_stay(tokenizer):
 
 def test_settings_saved_with_the_model_do_not_narrow_sampling(tokenizer):
     model = llama(len(tokenizer), initializer_range=0.02)
-    model.generation_config.top_k, model.generation_config.top_p, model.generation_config.temperature = 1, 0.01, 0.01
+    model.generation_config.top_k, model.generation_config.top_p, model.generation_config.temperature = (
+        1,
+        0.01,
+        0.01,
+    )
     texts = complete(model, tokenizer, ["the"] * 30, Decoding(1, "sample", batch_size=30))
     assert len(set(texts)) > 10
 
@@ -69,7 +78,9 @@ def test_an_adapter_of_peft_is_used_and_its_base_left_as_it_was(tokenizer):
     plain = expected(base, tokenizer, PROMPTS, 8)
     saved = base.generation_config
     saved.repetition_penalty = 4.0
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    )
     assert complete(model, tokenizer, PROMPTS, Decoding(8)) == plain
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -83,7 +94,9 @@ def test_an_adapter_of_peft_is_used_and_its_base_left_as_it_was(tokenizer):
 
 @pytest.mark.parametrize("where", ["model", "models", "tokenizer", "stop"])
 def test_a_text_ends_before_the_end_token(where):
-    tokenizer = byte_tokenizer(eos_token="<end>") if where == "tokenizer" else byte_tokenizer(additional="<end>")
+    tokenizer = (
+        byte_tokenizer(eos_token="<end>") if where == "tokenizer" else byte_tokenizer(additional="<end>")
+    )
     end = tokenizer.convert_tokens_to_ids("<end>")
     model = llama(len(tokenizer))
     ids = greedy(model, tokenizer("the")["input_ids"], 12)
@@ -174,7 +187,9 @@ def test_sampling_follows_the_distribution(tokenizer, temperature, top_p):
     q = np.zeros_like(p)
     q[kept] = p[kept] / p[kept].sum()
     n = 3000
-    texts = complete(model, tokenizer, ["the"] * n, Decoding(1, "sample", temperature, top_p, batch_size=1000))
+    texts = complete(
+        model, tokenizer, ["the"] * n, Decoding(1, "sample", temperature, top_p, batch_size=1000)
+    )
     texts_of = [tokenizer.decode([i]) for i in range(len(q))]
     for text in {texts_of[i] for i in order[:6]}:
         share = sum(q[i] for i in range(len(q)) if texts_of[i] == text)
@@ -200,7 +215,14 @@ def test_a_prompt_without_tokens_is_refused(model, tokenizer):
 def test_an_encoder_and_decoder_is_refused(tokenizer):
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": len(tokenizer)}
+    sizes = {
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+        "vocab_size": len(tokenizer),
+    }
     with pytest.raises(TaskError, match="causal"):
         complete(T5ForConditionalGeneration(T5Config(**sizes)), tokenizer, ["the"], Decoding(3))
 
@@ -218,7 +240,9 @@ def test_the_space_between_prompt_and_text_is_kept():
     begins = [words[greedy(model, tokenizer(p)["input_ids"], 1)[0]] for p in ("x", "x x")]
     if not any(word.startswith("▁") for word in begins):
         with torch.no_grad():
-            model.lm_head.weight[4] = 10 * model.lm_head.weight[greedy(model, tokenizer("x")["input_ids"], 1)[0]]
+            model.lm_head.weight[4] = (
+                10 * model.lm_head.weight[greedy(model, tokenizer("x")["input_ids"], 1)[0]]
+            )
         assert complete(model, tokenizer, ["x"], Decoding(1)) == [" return"]
 
 

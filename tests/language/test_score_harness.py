@@ -35,7 +35,9 @@ metric_list:
 
 @pytest.mark.filterwarnings("default")
 def test_a_task_over_a_local_file(tmp_path, monkeypatch):
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed; the rest of the evaluation does without it")
+    pytest.importorskip(
+        "lm_eval", reason="lm_eval is not installed; the rest of the evaluation does without it"
+    )
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     tokenizer = byte_tokenizer(eos_token="<end>")
     model = llama(len(tokenizer)).train()
@@ -44,7 +46,9 @@ def test_a_task_over_a_local_file(tmp_path, monkeypatch):
     texts = complete(model, tokenizer, questions, Decoding(8))
     answers = [text if i < 3 else "something else" for i, text in enumerate(texts)]
     (tmp_path / "test.jsonl").write_text(
-        "".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in zip(questions, answers, strict=True))
+        "".join(
+            json.dumps({"question": q, "answer": a}) + "\n" for q, a in zip(questions, answers, strict=True)
+        )
     )
     (tmp_path / "own.yaml").write_text(TASK.format(name="own", path=tmp_path / "test.jsonl"))
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # noqa: NPY002
@@ -61,7 +65,9 @@ def test_a_task_over_a_local_file(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("default")
 def test_the_model_in_memory_is_used_as_it_is():
-    pytest.importorskip("lm_eval", reason="lm_eval is not installed; the rest of the evaluation does without it")
+    pytest.importorskip(
+        "lm_eval", reason="lm_eval is not installed; the rest of the evaluation does without it"
+    )
     tokenizer = byte_tokenizer(eos_token="<end>")
     model = llama(len(tokenizer))
     assert lm_eval_model(model, tokenizer, 3).model is model

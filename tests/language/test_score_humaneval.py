@@ -99,8 +99,16 @@ def test_its_folder_is_removed(tmp_path):
 
 
 def test_limits_are_those_given():
-    wanted = {"RLIMIT_CPU": 20, "RLIMIT_AS": 1 << 30, "RLIMIT_FSIZE": 1 << 24, "RLIMIT_CORE": 0, "RLIMIT_NPROC": 1}
-    ask = f"import resource as r\nassert all(r.getrlimit(getattr(r, n)) == (v, v) for n, v in {wanted}.items())"
+    wanted = {
+        "RLIMIT_CPU": 20,
+        "RLIMIT_AS": 1 << 30,
+        "RLIMIT_FSIZE": 1 << 24,
+        "RLIMIT_CORE": 0,
+        "RLIMIT_NPROC": 1,
+    }
+    ask = (
+        f"import resource as r\nassert all(r.getrlimit(getattr(r, n)) == (v, v) for n, v in {wanted}.items())"
+    )
     assert run(ask, seconds=19.5).passed
 
 
@@ -125,7 +133,9 @@ def test_no_process_is_left_behind(tmp_path):
     assert found.isolation is not None
     if found.isolation.single:
         assert found.message.startswith("BlockingIOError")
-        assert run("import threading\nthreading.Thread(target=print).start()").message.startswith("RuntimeError")
+        assert run("import threading\nthreading.Thread(target=print).start()").message.startswith(
+            "RuntimeError"
+        )
     # what escapes only does so where the result says that nothing contained it
     if found.isolation.single or found.isolation.contained:
         time.sleep(3)
@@ -165,7 +175,9 @@ def test_there_is_no_network_where_the_result_says_so():
     assert found.passed != found.isolation.network
     tool = shutil.which("unshare")
     ways = (["-n", "-p", "--fork"], ["-r", "-n", "-p", "--fork"])
-    if tool and any(subprocess.run([tool, *way, "true"], capture_output=True).returncode == 0 for way in ways):
+    if tool and any(
+        subprocess.run([tool, *way, "true"], capture_output=True).returncode == 0 for way in ways
+    ):
         assert found.isolation.network
         assert found.isolation.contained
 
@@ -222,7 +234,9 @@ def test_pass_at_k_refuses_numbers_that_do_not_fit():
 
 def test_several_samples_of_several_problems():
     right, wrong = "    return 2 * x\n", "    return x\n"
-    found = humaneval.score([PROBLEM, PROBLEM], [[right, wrong, wrong], [wrong] * 3], execute=True, limits=QUICK)
+    found = humaneval.score(
+        [PROBLEM, PROBLEM], [[right, wrong, wrong], [wrong] * 3], execute=True, limits=QUICK
+    )
     assert found.correct() == [1, 0]
     assert found.pass_at(1) == pytest.approx(1 / 6)
     assert found.pass_at(2) == pytest.approx(2 / 3 / 2)

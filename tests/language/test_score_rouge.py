@@ -20,7 +20,9 @@ def by_hand(prediction, reference):
     return 0.0 if common == 0 else 2 * common / (len(a) + len(b))
 
 
-words = st.lists(st.sampled_from(["the", "cat", "Sat", "on", "a", "mat.", "42", "é"]), max_size=8).map(" ".join)
+words = st.lists(st.sampled_from(["the", "cat", "Sat", "on", "a", "mat.", "42", "é"]), max_size=8).map(
+    " ".join
+)
 
 
 @settings(max_examples=60, deadline=None)

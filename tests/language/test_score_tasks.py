@@ -31,7 +31,12 @@ QUESTIONS = [{"question": f"what is {i}?", "answer": f"well\n#### {i}"} for i in
 
 
 def test_gsm8k_without_shots(tmp_path, tokenizer):
-    says = {"[what is 0?|]": "0", "[what is 1?|]": "#### 1", "[what is 2?|]": "#### 2.0", "[what is 3?|]": "4"}
+    says = {
+        "[what is 0?|]": "0",
+        "[what is 1?|]": "#### 1",
+        "[what is 2?|]": "#### 2.0",
+        "[what is 3?|]": "4",
+    }
     path = write(tmp_path / "test.jsonl", QUESTIONS)
     score = Gsm8k(path).score(Scripted(tokenizer, says), tokenizer, asked)
     assert (score.name, score.value, score.count) == ("gsm8k", 0.75, 4)
@@ -43,7 +48,9 @@ def test_gsm8k_without_shots(tmp_path, tokenizer):
 
 def test_gsm8k_with_the_first_training_records_as_shots(tmp_path, tokenizer):
     test = write(tmp_path / "test.jsonl.gz", QUESTIONS)
-    train = write(tmp_path / "train.jsonl.gz", [{"question": f"train {i}?", "answer": f"#### {i}"} for i in range(10)])
+    train = write(
+        tmp_path / "train.jsonl.gz", [{"question": f"train {i}?", "answer": f"#### {i}"} for i in range(10)]
+    )
     model = Scripted(tokenizer, lambda prompt: f" {prompt.split()[-2][:-1]}\n\nQuestion: 77")
     score = Gsm8k(test, shots=8, train_path=train).score(model, tokenizer, asked)
     assert score.value == 1.0
@@ -78,7 +85,9 @@ def test_dolly_scores_the_held_out_category(tmp_path, tokenizer):
     assert score.count == 2
     assert score.decoding.startswith("greedy, at most 128 new tokens")
     assert Dolly(path).score(Scripted(tokenizer, says), tokenizer, asked).count == 3
-    assert Dolly(path, "held", limit=1).score(Scripted(tokenizer, says), tokenizer, asked).value == pytest.approx(1)
+    assert Dolly(path, "held", limit=1).score(
+        Scripted(tokenizer, says), tokenizer, asked
+    ).value == pytest.approx(1)
     with pytest.raises(DataError, match="Did you mean 'held'"):
         Dolly(path, "helt").score(Scripted(tokenizer, says), tokenizer, asked)
 
@@ -96,7 +105,11 @@ PROBLEMS = [
 
 def test_humaneval(tmp_path, tokenizer):
     path = write(tmp_path / "problems.jsonl", PROBLEMS)
-    says = {"def f0(x):\n": "    return 0\n", "def f1(x):\n": "    return x\nprint(", "def f2(x):\n": "    return x\n"}
+    says = {
+        "def f0(x):\n": "    return 0\n",
+        "def f1(x):\n": "    return x\nprint(",
+        "def f2(x):\n": "    return x\n",
+    }
     model = Scripted(tokenizer, says)
     with pytest.raises(ConfigError, match="no security boundary"):
         HumanEval(path).score(model, tokenizer, asked)
@@ -106,7 +119,9 @@ def test_humaneval(tmp_path, tokenizer):
     assert "in force" in score.details["sandbox (not a security boundary)"]
     assert score.details["timed out"] == 0
     formatted = Scripted(tokenizer, lambda prompt: says[prompt.partition("]")[2]])
-    score = HumanEval(path, execute=True, prompting="format", instruction="do").score(formatted, tokenizer, asked)
+    score = HumanEval(path, execute=True, prompting="format", instruction="do").score(
+        formatted, tokenizer, asked
+    )
     assert score.value == pytest.approx(2 / 3)
     assert formatted.asked[0] == "[do|def f0(x):\n]def f0(x):\n"
 
@@ -135,7 +150,9 @@ def test_perplexity_of_texts_and_of_answers(tmp_path, tokenizer):
     plain = likelihood(model, label(tokenizer, ["", ""], ["the quick brown", "fox"]))
     assert (score.value, score.count) == (pytest.approx(plain.perplexity), plain.tokens)
     assert math.log(score.value) == pytest.approx(score.details["nll"])
-    score = Perplexity(path, instruction="q", input="more", end=True, batch_size=1).score(model, tokenizer, asked)
+    score = Perplexity(path, instruction="q", input="more", end=True, batch_size=1).score(
+        model, tokenizer, asked
+    )
     given = likelihood(model, label(tokenizer, ["[lazy|dog]", "[a|]"], ["the quick brown", "fox"], end=True))
     assert (score.value, score.count) == (pytest.approx(given.perplexity), given.tokens)
     assert given.nll != pytest.approx(plain.nll)
@@ -182,7 +199,11 @@ def test_files_that_cannot_be_used_are_named(tmp_path, tokenizer, content, messa
 
 def test_a_damaged_archive_is_named(tmp_path, tokenizer):
     good = gzip.compress(b'{"question": "a", "answer": "1"}\n' * 50)
-    for name, content in (("a.gz", good[:-12]), ("b.gz", b"plain"), ("c.gz", good[:20] + b"\x00\xff" + good[22:])):
+    for name, content in (
+        ("a.gz", good[:-12]),
+        ("b.gz", b"plain"),
+        ("c.gz", good[:20] + b"\x00\xff" + good[22:]),
+    ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match="cannot be read"):
             Gsm8k(str(tmp_path / name)).score(Scripted(tokenizer, {}), tokenizer, asked)

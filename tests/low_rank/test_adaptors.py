@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank.adapters.budget import adaptor_remarks, budget
-from fedlowrank.adapters.floral_adaptors import KINDS, Adaptors, Spot, adaptors, centered, mix, preconditioned, spots
+from fedlowrank.adapters.floral_adaptors import (
+    KINDS,
+    Adaptors,
+    Spot,
+    adaptors,
+    centered,
+    mix,
+    preconditioned,
+    spots,
+)
 from fedlowrank.adapters.mixture import (
     Construction,
     Factor,
@@ -157,7 +166,15 @@ def test_the_table_adds_up() -> None:
     row = next(r for r in b.rows if r.name == "2.weight")
     assert (row.spot.rank, row.spot.numbers, row.added, row.share) == (1, 50, 200, 50 / 600)
     text = str(b)
-    assert [line.split() for line in text.splitlines()][3] == ["2.weight", "linear", "20×30", "1", "50", "200", "8.3%"]
+    assert [line.split() for line in text.splitlines()][3] == [
+        "2.weight",
+        "linear",
+        "20×30",
+        "1",
+        "50",
+        "200",
+        "8.3%",
+    ]
     assert "Not adapted: 1.weight (1)" in text
     assert "below rank 1" in text
     assert text.splitlines()[-2].split()[:3] == ["total", f"{b.each:,}", f"{b.added:,}"]
@@ -238,9 +255,17 @@ def by_entries(u: Tensor, v: Tensor, shape: tuple[int, ...], rows: tuple[int, ..
 
 @pytest.mark.parametrize(
     ("construction", "rows"),
-    [("balanced", (0, 3)), ("filter", (0, 3)), ("channel", (0, 2, 3)), ("reshaped", (0, 2, 3)), ("input", (0,))],
+    [
+        ("balanced", (0, 3)),
+        ("filter", (0, 3)),
+        ("channel", (0, 2, 3)),
+        ("reshaped", (0, 2, 3)),
+        ("input", (0,)),
+    ],
 )
-def test_the_mixed_weights_of_a_module_entry_by_entry(construction: Construction, rows: tuple[int, ...]) -> None:
+def test_the_mixed_weights_of_a_module_entry_by_entry(
+    construction: Construction, rows: tuple[int, ...]
+) -> None:
     # 3·10 + 4 rows and columns of the one channel-wise way are less than 3 + 4·10 of the other
     m = nn.Sequential(nn.Conv2d(4, 3, (2, 5)), nn.Linear(3, 2), nn.GroupNorm(1, 3)).double()
     if construction == "balanced":
@@ -308,7 +333,9 @@ def test_half_precision_is_decomposed_in_single(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 0.3, 2.5])
 @pytest.mark.parametrize("construction", ALL)
-def test_centering_keeps_every_merged_model_that_the_rank_can_hold(alpha: float, construction: Construction) -> None:
+def test_centering_keeps_every_merged_model_that_the_rank_can_hold(
+    alpha: float, construction: Construction
+) -> None:
     m = nn.Sequential(nn.Conv2d(6, 6, 3), nn.Linear(9, 8), nn.LayerNorm(8)).double()
     where = spots(m, 1 if construction == "filter" else 2, construction)
     a, w = shaken(where, 2, construction), weights_of(m)
@@ -317,7 +344,9 @@ def test_centering_keeps_every_merged_model_that_the_rank_can_hold(alpha: float,
     shares = torch.tensor([0.25, 0.75], dtype=REAL)
     base, left = centered(w, a, shares, alpha, construction)
     for pi in (*torch.eye(2, dtype=REAL), torch.tensor([0.6, 0.4], dtype=REAL)):
-        torch.testing.assert_close(mix(base, left, pi, alpha, construction), mix(w, a, pi, alpha, construction))
+        torch.testing.assert_close(
+            mix(base, left, pi, alpha, construction), mix(w, a, pi, alpha, construction)
+        )
     still = mix(base, left, shares, alpha, construction)
     for name in where:
         torch.testing.assert_close(still[name], base[name])

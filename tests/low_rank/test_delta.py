@@ -60,7 +60,9 @@ def rand(rng: np.random.Generator, d: int, k: int, dtype: torch.dtype = torch.fl
     return torch.from_numpy(rng.normal(size=(d, k))).to(dtype)
 
 
-def upload(rng: np.random.Generator, w: Matrix, rank: int, noise: float, dtype: torch.dtype = torch.float64) -> Pair:
+def upload(
+    rng: np.random.Generator, w: Matrix, rank: int, noise: float, dtype: torch.dtype = torch.float64
+) -> Pair:
     """The truncation of W, as a client trains it: near where it was, in a basis that is not orthogonal."""
     u, s, vt = np.linalg.svd(w, full_matrices=False)
     b, a = np.zeros((w.shape[0], rank)), np.zeros((rank, w.shape[1]))
@@ -77,10 +79,15 @@ def fedhl(w: Matrix, clients: Sequence[tuple[float, float, Pair]]) -> Matrix:
     return out
 
 
-def step(state: dict[str, Delta], clients: Sequence[tuple[float, float, Pair]], layer: str = "w") -> dict[str, Delta]:
+def step(
+    state: dict[str, Delta], clients: Sequence[tuple[float, float, Pair]], layer: str = "w"
+) -> dict[str, Delta]:
     blocks = {layer: [(p * s, pair) for p, s, pair in clients]}
     return advance(
-        state, blocks, held={layer: [(p, c.rank) for p, _, c in clients]}, previous=sum(p for p, _, _ in clients)
+        state,
+        blocks,
+        held={layer: [(p, c.rank) for p, _, c in clients]},
+        previous=sum(p for p, _, _ in clients),
     )
 
 
@@ -122,7 +129,9 @@ def test_every_state_follows_the_dense_recursion(
             assert off(state["w"], w) < CLOSE, state["w"].state
             for rank, found in zip(ranks, tail_energy(state["w"], ranks), strict=True):
                 energy = np.linalg.norm(w) ** 2
-                assert found == pytest.approx(np.linalg.norm(w - best(w, rank)) ** 2, abs=1e-12 * max(1.0, energy))
+                assert found == pytest.approx(
+                    np.linalg.norm(w - best(w, rank)) ** 2, abs=1e-12 * max(1.0, energy)
+                )
                 assert found >= 0
 
 
@@ -146,7 +155,9 @@ def test_the_order_of_clients_is_immaterial_and_equal_inputs_give_equal_factors(
     rng = np.random.default_rng(0)
     for form in STATES:
         state = step(start({"w": (31, 24)}, form, 5), [(1.0, 1.0, Pair(rand(rng, 31, 9), rand(rng, 9, 24)))])
-        clients = [(p, 2.0, Pair(rand(rng, 31, r), rand(rng, r, 24))) for p, r in ((0.5, 5), (0.2, 3), (0.3, 1))]
+        clients = [
+            (p, 2.0, Pair(rand(rng, 31, r), rand(rng, r, 24))) for p, r in ((0.5, 5), (0.2, 3), (0.3, 1))
+        ]
         one, other, again = (step(state, c)["w"] for c in (clients, clients[::-1], clients))
         torch.testing.assert_close(one.dense(), other.dense(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(one.u, other.u, rtol=0, atol=1e-9)
@@ -179,7 +190,8 @@ def test_previous_0_replaces_and_the_components_that_all_hold_vanish(form: Form)
     gone = advance(state, {}, held={"w": [(0.1, 5)] * 10})["w"]
     assert (gone.rank if form.kind != "dense" else gone.energy) == pytest.approx(0, abs=1e-25)
     same = advance(
-        state, {"w": [(0.0, new), (1.0, Pair(new.b * 0, new.a)), (1.0, Pair(rand(rng, 50, 0), rand(rng, 0, 40)))]}
+        state,
+        {"w": [(0.0, new), (1.0, Pair(new.b * 0, new.a)), (1.0, Pair(rand(rng, 50, 0), rand(rng, 0, 40)))]},
     )
     assert off(same["w"], state["w"].dense().numpy()) < 1e-14
     assert same["w"].rank == 5
@@ -195,7 +207,9 @@ def test_subtracting_all_there_is_leaves_nothing_and_not_its_rounding() -> None:
 
 def test_orthogonality_survives_many_rounds_close_to_the_servers_own_factors() -> None:
     rng = np.random.default_rng(4)
-    state = step(start({"w": (300, 200)}, Form("exact"), 4), [(1.0, 1.0, Pair(rand(rng, 300, 4), rand(rng, 4, 200)))])
+    state = step(
+        start({"w": (300, 200)}, Form("exact"), 4), [(1.0, 1.0, Pair(rand(rng, 300, 4), rand(rng, 4, 200)))]
+    )
     for _ in range(10):
         sent = split(truncation(state["w"], 4), 4)
         # new columns that lie in the span of the old ones but for 1e-8 of them
@@ -217,7 +231,9 @@ def test_what_went_over_a_lossy_wire_is_subtracted_exactly(form: Form, wire: Wir
         change = np.zeros_like(w)
         for p, rank in ((0.5, 6), (0.3, 3), (0.2, 1)):
             sent = unpack(pack({"w": split(truncation(state["w"], rank), rank)}, wire))["w"]
-            trained = Pair(sent.b + 0.1 * rand(rng, 41, rank).float(), sent.a + 0.1 * rand(rng, rank, 29).float())
+            trained = Pair(
+                sent.b + 0.1 * rand(rng, 41, rank).float(), sent.a + 0.1 * rand(rng, rank, 29).float()
+            )
             back = unpack(pack({"w": trained}, wire))["w"]
             blocks += [(p, back), (-p, sent)]
             change += p * (product(back) - product(sent))
@@ -299,11 +315,17 @@ def test_a_default_run_never_decomposes_a_matrix_in_full(monkeypatch: pytest.Mon
                 pair = upload(rng, w, rank, 0.0)
                 fall = (0.1 if i else 1.0) * torch.from_numpy(decay ** np.arange(rank)) / d**0.5
                 clients.append(
-                    (0.25, 1.0, Pair(pair.b + fall * rand(rng, d, rank), pair.a + fall[:, None] * rand(rng, rank, k)))
+                    (
+                        0.25,
+                        1.0,
+                        Pair(pair.b + fall * rand(rng, d, rank), pair.a + fall[:, None] * rand(rng, rank, k)),
+                    )
                 )
             wanted = fedhl(w, clients)
             state = step(state, clients)
-            assert np.linalg.norm(state["w"].dense().numpy() - wanted) < truncation_error(w, wanted, [0.25] * 4, ranks)
+            assert np.linalg.norm(state["w"].dense().numpy() - wanted) < truncation_error(
+                w, wanted, [0.25] * 4, ranks
+            )
         assert state["w"].state == "dense"
 
 
@@ -348,7 +370,10 @@ def test_no_tensor_of_the_matrix_size_is_made_on_factors() -> None:
                 for name in state:
                     sent = {r: split(truncation(state[name], r), r) for r in (6, 2)}
                     noisy = {r: Pair(s.b + rand(rng, d, r), s.a + rand(rng, r, k)) for r, s in sent.items()}
-                    blocks[name], held[name] = [(0.5, pair) for pair in noisy.values()], [(0.5, r) for r in noisy]
+                    blocks[name], held[name] = (
+                        [(0.5, pair) for pair in noisy.values()],
+                        [(0.5, r) for r in noisy],
+                    )
                 state = advance(state, blocks, held=held)
                 tail_energy(state["a"], [1, 2])
                 product_norms([pair for _, pair in blocks["a"]])
@@ -361,7 +386,8 @@ def test_layers_are_batched_by_shape_and_come_out_as_alone() -> None:
     state, alone = start(shapes, Form("exact"), 4), start(shapes, Form("exact"), 4)
     for _ in range(3):
         blocks = {
-            n: [(0.5, Pair(rand(rng, shapes[n][0], r), rand(rng, r, 30))) for r in (4, 2)] for n in ("v", "o", "q")
+            n: [(0.5, Pair(rand(rng, shapes[n][0], r), rand(rng, r, 30))) for r in (4, 2)]
+            for n in ("v", "o", "q")
         }
         held = {n: [(0.5, 4), (0.5, 2)] for n in blocks}
         state = advance(state, blocks, held=held)
@@ -376,7 +402,8 @@ def test_layers_are_batched_by_shape_and_come_out_as_alone() -> None:
 def test_layers_of_one_stacked_width_may_hold_different_ranks() -> None:
     rng = np.random.default_rng(14)
     pairs = {
-        n: [Pair(rand(rng, 30, r), rand(rng, r, 26)) for r in ranks] for n, ranks in (("a", (3, 1)), ("b", (1, 3)))
+        n: [Pair(rand(rng, 30, r), rand(rng, r, 26)) for r in ranks]
+        for n, ranks in (("a", (3, 1)), ("b", (1, 3)))
     }
     state = start(dict.fromkeys(pairs, (30, 26)), Form("exact"), 3)
     for i in range(2):

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.linalg.delta import Form, advance, product_norm, product_norms, split, start, tail_energy, truncation
+from fedlowrank.linalg.delta import (
+    Form,
+    advance,
+    product_norm,
+    product_norms,
+    split,
+    start,
+    tail_energy,
+    truncation,
+)
 from fedlowrank.linalg.factored import svd
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.linalg.stacking import add_stack, orthogonal_to
@@ -45,7 +54,9 @@ def test_new_columns_near_the_span_of_the_old_are_made_orthogonal(near: float, w
     q, c = orthogonal_to(basis, new)
     whole = torch.cat([basis, q], -1)
     torch.testing.assert_close(whole @ c, new, rtol=0, atol=1e-13)
-    torch.testing.assert_close(q.mT @ q, torch.eye(width, dtype=q.dtype).expand(2, -1, -1), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        q.mT @ q, torch.eye(width, dtype=q.dtype).expand(2, -1, -1), rtol=0, atol=1e-13
+    )
     torch.testing.assert_close(basis.mT @ q, torch.zeros(2, 9, width, dtype=q.dtype), rtol=0, atol=1e-13)
 
 
@@ -63,8 +74,12 @@ def test_a_stack_wider_than_the_matrix_keeps_small_components_orthogonal(shape: 
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 7), st.sampled_from([0, 1, 3, 8]), st.sampled_from(["sqrt", "B", "A"]))
-def test_split_puts_the_singular_values_where_it_says_and_pads_with_zeros(d: int, k: int, rank: int, how: Any) -> None:
+@given(
+    st.integers(1, 6), st.integers(1, 7), st.sampled_from([0, 1, 3, 8]), st.sampled_from(["sqrt", "B", "A"])
+)
+def test_split_puts_the_singular_values_where_it_says_and_pads_with_zeros(
+    d: int, k: int, rank: int, how: Any
+) -> None:
     w = rand(np.random.default_rng(d + 7 * k), d, k)
     f = svd(w)
     pair = split(f, rank, how)
@@ -73,7 +88,9 @@ def test_split_puts_the_singular_values_where_it_says_and_pads_with_zeros(d: int
     r = min(rank, d, k)
     root = f.s[:r].sqrt()
     norms = {"sqrt": (root, root), "B": (f.s[:r], root**0), "A": (root**0, f.s[:r])}[how]
-    torch.testing.assert_close(pair.b[:, :r].mT @ pair.b[:, :r], norms[0].square().diag(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        pair.b[:, :r].mT @ pair.b[:, :r], norms[0].square().diag(), rtol=1e-12, atol=1e-12
+    )
     torch.testing.assert_close(pair.a[:r] @ pair.a[:r].mT, norms[1].square().diag(), rtol=1e-12, atol=1e-12)
     assert not bool(pair.b[:, r:].any())
     assert not bool(pair.a[r:].any())
@@ -113,7 +130,11 @@ def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
             TaskError,
             "block 1: B .5, 2. and A .2, 5.",
         ),
-        (lambda s: advance(s, {"layer.0": [(1.0, Pair(torch.ones(5, 2), torch.ones(3, 4)))]}), TaskError, "no factors"),
+        (
+            lambda s: advance(s, {"layer.0": [(1.0, Pair(torch.ones(5, 2), torch.ones(3, 4)))]}),
+            TaskError,
+            "no factors",
+        ),
         (lambda s: advance(s, {"layer.0": [(float("nan"), good())]}), ConfigError, "weights must be finite"),
         (lambda s: advance(s, {}, previous=float("inf")), ConfigError, "weights must be finite"),
         (lambda s: advance(s, {}, held={"layer.0": [(1.0, -1)]}), ConfigError, "whole number of at least 0"),

@@ -66,14 +66,18 @@ def truth(module: nn.Module, weights: Weights, sparse: Params | None, x: Tensor)
     return out
 
 
-def draw(shape: tuple[int, ...], rank: int, g: torch.Generator, dtype: torch.dtype = torch.float64) -> LowRank:
+def draw(
+    shape: tuple[int, ...], rank: int, g: torch.Generator, dtype: torch.dtype = torch.float64
+) -> LowRank:
     rows = shape[0] * (*shape, 1, 1)[2]
     columns = math.prod(shape) // rows
     left = torch.randn(rows, rank, generator=g, dtype=dtype)
     return LowRank(left, torch.randn(rank, columns, generator=g, dtype=dtype) / max(1, rank * columns) ** 0.5)
 
 
-def spread(shape: tuple[int, ...], density: float, g: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
+def spread(
+    shape: tuple[int, ...], density: float, g: torch.Generator, dtype: torch.dtype = torch.float64
+) -> Tensor:
     p = torch.randn(shape, generator=g, dtype=dtype) * 0.1
     return torch.where(torch.rand(shape, generator=g) < density, p, 0.0)
 
@@ -130,7 +134,9 @@ density = st.sampled_from([0.0, 0.0, 0.2, 1.0])
     st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
     st.integers(0, 12), density, st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_a_convolution(groups, channels, kernel, stride, dilation, padding, mode, rank, density, bias, batched) -> None:
+def test_a_convolution(
+    groups, channels, kernel, stride, dilation, padding, mode, rank, density, bias, batched
+) -> None:
     assume(padding != "same" or stride == (1, 1))
     i, o = (groups * c for c in channels)
     rank = min(rank, o * kernel[0], i // groups * kernel[1])
@@ -181,7 +187,9 @@ def test_a_linear_layer(inputs, outputs, rank, density, bias, leading) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("make", [lambda b: nn.Conv2d(4, 6, 3, 2, 1, bias=b), lambda b: nn.Linear(9, 5, bias=b)])
+@pytest.mark.parametrize(
+    "make", [lambda b: nn.Conv2d(4, 6, 3, 2, 1, bias=b), lambda b: nn.Linear(9, 5, bias=b)]
+)
 def test_rank_zero_gives_the_bias(make, bias) -> None:
     layer = make(bias).double().requires_grad_(False)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
@@ -227,7 +235,9 @@ def test_a_model_of_the_zoo(name, density, layout) -> None:
     assert not any(p.requires_grad for p in made.parameters())
     assert all(p.requires_grad for p in module.parameters())
     assert not compressed(module)
-    assert {n: torch.equal(p, before[n]) for n, p in module.state_dict().items()} == dict.fromkeys(before, True)
+    assert {n: torch.equal(p, before[n]) for n, p in module.state_dict().items()} == dict.fromkeys(
+        before, True
+    )
     assert not made.training
 
 
@@ -240,7 +250,8 @@ def test_what_the_prox_of_fedslr_makes() -> None:
     made = deploy(module.double(), shrunk.weights)
     torch.testing.assert_close(made(x), truth(module, shrunk.weights, None, x), rtol=1e-9, atol=1e-9)
     held = sum(
-        w.left.numel() + w.right.numel() if isinstance(w, LowRank) else w.numel() for w in shrunk.weights.values()
+        w.left.numel() + w.right.numel() if isinstance(w, LowRank) else w.numel()
+        for w in shrunk.weights.values()
     )
     assert size_of(made).parameters == held
 
@@ -332,10 +343,20 @@ def data_in(path: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("count", "form"),
     # of 12,000 places: 1500 bytes as bits; 4 · (count + 31) as indices
-    [(343, {"indices", "starts"}), (344, {"indices", "starts"}), (345, {"mask"}), (11000, {"mask"}), (11700, None)],
+    [
+        (343, {"indices", "starts"}),
+        (344, {"indices", "starts"}),
+        (345, {"mask"}),
+        (11000, {"mask"}),
+        (11700, None),
+    ],
 )
-@pytest.mark.parametrize("make", [lambda: nn.Linear(400, 30, bias=False), lambda: nn.Conv2d(16, 30, 5, bias=False)])
-def test_places_are_written_as_indices_or_as_bits_whichever_is_smaller(make, count, form, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(400, 30, bias=False), lambda: nn.Conv2d(16, 30, 5, bias=False)]
+)
+def test_places_are_written_as_indices_or_as_bits_whichever_is_smaller(
+    make, count, form, tmp_path: Path
+) -> None:
     layer, w = make(), torch.zeros(12000)
     at = torch.randperm(12000, generator=torch.Generator().manual_seed(0))[:count]
     w[at] = torch.randn(count, generator=torch.Generator().manual_seed(1))
@@ -365,7 +386,9 @@ def test_files_that_were_written_before_there_were_masks_are_read(tmp_path: Path
     body = {"layers": {"": [20, 30]}, "state": dict(made.state_dict())}
     assert {*body["state"]} == {"bias", "left", "right", "values", "indices", "starts"}
     digest = hashlib.sha256(encode(body)).hexdigest()
-    (tmp_path / "old").write_bytes(encode({"format": "fedlowrank.deployed.1", "sha256": digest, "body": body}))
+    (tmp_path / "old").write_bytes(
+        encode({"format": "fedlowrank.deployed.1", "sha256": digest, "body": body})
+    )
     assert torch.equal(load(layer, tmp_path / "old")(x), made(x))
     save(made, tmp_path / "new")
     assert "mask" in data_in(tmp_path / "new")
@@ -382,7 +405,9 @@ def test_a_mask_that_does_not_fit_its_values_is_refused(change: str, tmp_path: P
     if change != "missing":
         body["state"]["mask"] = ~mask if change == "bits" else mask.mT.contiguous()
     digest = hashlib.sha256(encode(body)).hexdigest()
-    (tmp_path / "bad").write_bytes(encode({"format": "fedlowrank.deployed.2", "sha256": digest, "body": body}))
+    (tmp_path / "bad").write_bytes(
+        encode({"format": "fedlowrank.deployed.2", "sha256": digest, "body": body})
+    )
     with pytest.raises(CheckpointError, match=r"bad is damaged: layer '' has no (mask|'indices')"):
         load(layer, tmp_path / "bad")
 
@@ -424,7 +449,10 @@ def test_fast_keeps_a_sparse_linear_layer_where_few_values_are_left() -> None:
     layer, g = nn.Linear(64, 64, bias=False), torch.Generator().manual_seed(0)
     f = draw((64, 64), 2, g, torch.float32)
     found = [
-        isinstance(deploy(layer, {"weight": f}, {"weight": spread((64, 64), d, g, torch.float32)}, "fast"), Compressed)
+        isinstance(
+            deploy(layer, {"weight": f}, {"weight": spread((64, 64), d, g, torch.float32)}, "fast"),
+            Compressed,
+        )
         for d in (0.02, 0.4)
     ]
     assert found == [True, False]

@@ -47,7 +47,13 @@ def network() -> nn.Module:
 
 
 def _network() -> nn.Module:
-    body = [nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    body = [
+        nn.Conv2d(2, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*body, nn.Linear(24, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 3))
 
 
@@ -227,7 +233,9 @@ def test_merging_leaves_the_wrapper_alone_and_no_trace_of_it() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 3, 0.5]), st.integers(1, 4), st.integers(0, 4))
+@given(
+    st.integers(1, 6), st.integers(1, 6), st.sampled_from([1, 3, 0.5]), st.integers(1, 4), st.integers(0, 4)
+)
 def test_preconditioning_in_place(i: int, o: int, rank: float, clusters: int, without: int) -> None:
     model = shake(Floral(nn.Linear(i, o, dtype=REAL), rank, clusters), 1.0)
     model(randn(3, i)).square().sum().backward()
@@ -290,7 +298,10 @@ def test_centering_leaves_frozen_parameters_alone() -> None:
 
 def test_predicates_and_the_budget() -> None:
     model = Floral(
-        network(), rank=0.1, include=lambda _, m: not isinstance(m, nn.LayerNorm), exclude=lambda n, _: n == "8"
+        network(),
+        rank=0.1,
+        include=lambda _, m: not isinstance(m, nn.LayerNorm),
+        exclude=lambda n, _: n == "8",
     )
     b = model.parameter_budget()
     assert [row.name for row in b.rows] == [f"{n}.{p}" for n in "015" for p in ("weight", "bias")]

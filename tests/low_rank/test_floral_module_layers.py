@@ -32,7 +32,11 @@ def shake(model: Floral) -> Floral:
             p.copy_(randn(*p.shape, seed=i))
         for i, (name, t) in enumerate([*model.base.named_parameters(), *model.base.named_buffers()]):
             if t.is_floating_point():
-                t.copy_(randn(*t.shape, seed=100 + i).abs() + 0.5 if name.endswith("var") else randn(*t.shape, seed=i))
+                t.copy_(
+                    randn(*t.shape, seed=100 + i).abs() + 0.5
+                    if name.endswith("var")
+                    else randn(*t.shape, seed=i)
+                )
     return model
 
 
@@ -63,7 +67,10 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "depthwise": (nn.Conv2d(4, 8, 3, padding=1, groups=4), (2, 4, 5, 5)),
     "pointwise": (nn.Conv2d(4, 8, 1, stride=2), (2, 4, 5, 5)),
     "conv3d": (nn.Conv3d(2, 4, (2, 3, 1), stride=(1, 2, 1), padding=(1, 0, 0), groups=2), (2, 2, 4, 5, 3)),
-    "transposed 1d": (nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2), (2, 4, 5)),
+    "transposed 1d": (
+        nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
+        (2, 4, 5),
+    ),
     "transposed 2d": (nn.ConvTranspose2d(4, 6, (3, 2), stride=2, dilation=(2, 1), bias=False), (2, 4, 5, 4)),
     "transposed 3d": (nn.ConvTranspose3d(4, 2, 2, stride=(1, 2, 1), groups=2), (1, 4, 3, 2, 3)),
     "layer norm": (nn.LayerNorm((3, 4)), (2, 3, 4)),
@@ -79,7 +86,8 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "reparameterize"), [*((n, True) for n in LAYERS), *((n, False) for n in LAYERS if "batch norm" in n)]
+    ("name", "reparameterize"),
+    [*((n, True) for n in LAYERS), *((n, False) for n in LAYERS if "batch norm" in n)],
 )
 def test_a_layer(name: str, reparameterize: bool) -> None:
     layer, shape = copy.deepcopy(LAYERS[name])
@@ -116,7 +124,12 @@ def test_convolutions_of_any_shape(data: st.DataObject) -> None:
 
     groups, transposed = draw(1, 3, "groups"), data.draw(st.booleans(), "transposed")
     channels = groups * draw(1, 3, "in"), groups * draw(1, 3, "out")
-    kernel, stride, padding, dilation = pair(1, 3, "k"), pair(1, 3, "stride"), pair(0, 2, "pad"), pair(1, 2, "dilation")
+    kernel, stride, padding, dilation = (
+        pair(1, 3, "k"),
+        pair(1, 3, "stride"),
+        pair(0, 2, "pad"),
+        pair(1, 2, "dilation"),
+    )
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     size = pair(3, 6, "size")
     extent = [dilation[i] * (kernel[i] - 1) + 1 for i in (0, 1)]
@@ -124,7 +137,9 @@ def test_convolutions_of_any_shape(data: st.DataObject) -> None:
         assume(all((size[i] - 1) * stride[i] - 2 * padding[i] + extent[i] > 0 for i in (0, 1)))
     else:
         assume(all(size[i] + 2 * padding[i] >= extent[i] for i in (0, 1)))
-    layer = kind(*channels, kernel, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=REAL)
+    layer = kind(
+        *channels, kernel, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=REAL
+    )
     rank, clusters = data.draw(st.sampled_from([1, 2, 5, 0.2, 0.9]), "rank"), draw(1, 4, "C")
     construction = data.draw(st.sampled_from(ALL), "construction")
     alpha = data.draw(st.sampled_from([0.5, 1.0, 3.0]), "alpha")
@@ -196,7 +211,10 @@ def batch_norms(model: Floral) -> tuple[Any, Any]:
 def own_norms(training: bool, momentum: float | None = 0.1) -> tuple[Floral, list[nn.BatchNorm2d]]:
     """A BatchNorm whose adaptors keep their own statistics, and the C BatchNorms of appendix F.2 one by one."""
     model = Floral(
-        nn.BatchNorm2d(3, momentum=momentum, eps=1e-2, dtype=REAL), num_clusters=3, alpha=0.7, reparameterize=False
+        nn.BatchNorm2d(3, momentum=momentum, eps=1e-2, dtype=REAL),
+        num_clusters=3,
+        alpha=0.7,
+        reparameterize=False,
     )
     shake(model)
     gamma, beta = batch_norms(model)
@@ -206,14 +224,18 @@ def own_norms(training: bool, momentum: float | None = 0.1) -> tuple[Floral, lis
     for c in range(3):
         norm = nn.BatchNorm2d(3, momentum=momentum, eps=1e-2, dtype=REAL).train(training)
         values = {"weight": gamma.offset, "bias": beta.offset}
-        norm.load_state_dict({n: t[c] for n, t in values.items()} | {n: t[c] for n, t in gamma.named_buffers()})
+        norm.load_state_dict(
+            {n: t[c] for n, t in values.items()} | {n: t[c] for n, t in gamma.named_buffers()}
+        )
         alone.append(norm)
     return model.train(training), alone
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("momentum", [0.1, 0.6, None])
-def test_adaptors_with_their_own_statistics_are_the_papers_sum(training: bool, momentum: float | None) -> None:
+def test_adaptors_with_their_own_statistics_are_the_papers_sum(
+    training: bool, momentum: float | None
+) -> None:
     model, alone = own_norms(training, momentum)
     main = copy.deepcopy(model.base)
     pi = torch.softmax(model.theta.detach(), 0)

@@ -253,7 +253,9 @@ def test_replicas_of_data_parallel(make: Any, monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(gradients(model, torch.cat(outs).square().sum()), truth, **TINY)
     assert all(torch.equal(t, before[n]) for n, t in model.base.state_dict().items())
     model.route(1)
-    for out, x in zip(in_threads(replicas(model, 2, monkeypatch), list(inputs.chunk(2))), inputs.chunk(2), strict=True):
+    for out, x in zip(
+        in_threads(replicas(model, 2, monkeypatch), list(inputs.chunk(2))), inputs.chunk(2), strict=True
+    ):
         torch.testing.assert_close(scores(out), scores(model.merge(1)(x)), **TINY)
 
 

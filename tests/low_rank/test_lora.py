@@ -226,7 +226,9 @@ def test_an_architecture_finds_its_sites_once() -> None:
     ("kind", "setting"), [("conv1d", "padding_mode = 'circular'"), ("conv2d", "dilation = (2, 1)")]
 )
 def test_convolutions_that_peft_does_not_compute_are_refused(kind: str, setting: str) -> None:
-    with pytest.raises(TaskError, match=f"ignores its {re.escape(setting)}, so it is no update of the weight"):
+    with pytest.raises(
+        TaskError, match=f"ignores its {re.escape(setting)}, so it is no update of the weight"
+    ):
         find_lora(of_peft(Two(kind), 2, 2), None)
 
 
@@ -246,7 +248,9 @@ def test_sites_are_named_by_the_base_model_and_outside_the_head() -> None:
 
 def test_one_scale_and_one_adapter() -> None:
     module = Two("linear")
-    module.one, module.two = (LoRALayer(m, 2, s, False, Key((0,))) for m, s in ((module.one, 1.0), (module.two, 2.0)))
+    module.one, module.two = (
+        LoRALayer(m, 2, s, False, Key((0,))) for m, s in ((module.one, 1.0), (module.two, 2.0))
+    )
     with pytest.raises(TaskError, match=r"different scales α/r \(1 at one, 2 at two\)"):
         find_lora(module, "head")
     wrapped = of_peft(Two("linear"), 2, 4, use_rslora=True)
@@ -272,7 +276,9 @@ def test_ranks_fit_every_layer() -> None:
     found = find_lora(Two("conv2d"), "head")
     for rank in (1, 3):
         found.check_rank(rank, "x")
-    with pytest.raises(TaskError, match="client 4 has rank 4, but layer two is 7 × 3, so its rank is from 1 to 3"):
+    with pytest.raises(
+        TaskError, match="client 4 has rank 4, but layer two is 7 × 3, so its rank is from 1 to 3"
+    ):
         found.check_rank(4, "client 4")
     with pytest.raises(TaskError, match="client 4 has rank 0, but layer one is 4 × 18"):
         found.check_rank(0, "client 4")
@@ -307,7 +313,13 @@ def test_moved_weights_keep_the_finer_type() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(d=st.integers(1, 6), k=st.integers(1, 6), r=st.integers(0, 5), more=st.integers(0, 4), seed=st.integers(0, 99))
+@given(
+    d=st.integers(1, 6),
+    k=st.integers(1, 6),
+    r=st.integers(0, 5),
+    more=st.integers(0, 4),
+    seed=st.integers(0, 99),
+)
 def test_padding_keeps_the_product_and_is_undone(d: int, k: int, r: int, more: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     pair = Pair(torch.randn(d, r, generator=g), torch.randn(r, k, generator=g))
@@ -322,14 +334,22 @@ def test_padding_keeps_the_product_and_is_undone(d: int, k: int, r: int, more: i
 
 def test_means_over_the_holders_alone() -> None:
     b, a = (torch.full(s, float("nan"), dtype=torch.float64) for s in ((2, 4), (4, 3)))
-    replies = [Pair(torch.full((2, r), v).double(), torch.full((r, 3), -v).double()) for r, v in ((1, 1.0), (3, 4.0))]
+    replies = [
+        Pair(torch.full((2, r), v).double(), torch.full((r, 3), -v).double()) for r, v in ((1, 1.0), (3, 4.0))
+    ]
     weights = [1.0, 3.0]
     wide = [padded(p, 4) for p in replies]
-    mean_b, mean_a = (sum(w * getattr(p, f) for w, p in zip(weights, wide, strict=True)) / 4 for f in ("b", "a"))
+    mean_b, mean_a = (
+        sum(w * getattr(p, f) for w, p in zip(weights, wide, strict=True)) / 4 for f in ("b", "a")
+    )
     means = {"l": Pair(mean_b, mean_a)}
     found = undiluted(
-        means, {"l": Pair(b.nan_to_num(9), a.nan_to_num(8))}, torch.tensor([4.0, 3.0, 3.0, 0.0], dtype=torch.float64)
+        means,
+        {"l": Pair(b.nan_to_num(9), a.nan_to_num(8))},
+        torch.tensor([4.0, 3.0, 3.0, 0.0], dtype=torch.float64),
     )["l"]
     # (1 + 3·4)/4, then the second client's own, then what nobody holds
     torch.testing.assert_close(found.b, torch.tensor([[3.25, 4, 4, 9]] * 2, dtype=torch.float64))
-    torch.testing.assert_close(found.a, torch.tensor([[-3.25] * 3, [-4] * 3, [-4] * 3, [8] * 3], dtype=torch.float64))
+    torch.testing.assert_close(
+        found.a, torch.tensor([[-3.25] * 3, [-4] * 3, [-4] * 3, [8] * 3], dtype=torch.float64)
+    )

@@ -38,7 +38,11 @@ class Reader(nn.Module):
 
     def __init__(self, words: int = WORDS, width: int = WIDTH, hidden: int = HIDDEN) -> None:
         super().__init__()
-        self.words, self.fc, self.head = nn.Embedding(words, width), nn.Linear(width, hidden), nn.Linear(hidden, 3)
+        self.words, self.fc, self.head = (
+            nn.Embedding(words, width),
+            nn.Linear(width, hidden),
+            nn.Linear(hidden, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.relu(self.fc(self.words(x.long()).mean(1))))
@@ -47,7 +51,9 @@ class Reader(nn.Module):
 def by_peft(module: nn.Module, rank: int = RANK, initial: Any = True) -> nn.Module:
     import peft
 
-    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=["words", "fc"], init_lora_weights=initial)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=["words", "fc"], init_lora_weights=initial
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         wrapped: nn.Module = peft.get_peft_model(copy.deepcopy(module), config)
@@ -102,7 +108,9 @@ def test_our_layers_begin_as_peft_draws_them() -> None:
 @pytest.mark.parametrize("initial", ["pissa", "olora", "orthogonal", False])
 def test_an_adapter_that_does_not_begin_at_zero_is_refused(initial: Any) -> None:
     wrapped = by_peft(Reader(40, 8, 8), 2, initial)
-    with pytest.raises(TaskError, match=f"init_lora_weights = {initial!r}.* Make it with True .* or 'gaussian'"):
+    with pytest.raises(
+        TaskError, match=f"init_lora_weights = {initial!r}.* Make it with True .* or 'gaussian'"
+    ):
         find_lora(wrapped, "head")
 
 
@@ -117,7 +125,14 @@ def reading(module: Any, head: str | None = None) -> Federation:
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [(FedHL, "peft"), (FlexLoRA, "ours"), (FLoRA, "peft"), (HetLoRA, "ours"), (FedIT, "peft"), (FedSALoRA, "ours")],
+    [
+        (FedHL, "peft"),
+        (FlexLoRA, "ours"),
+        (FLoRA, "peft"),
+        (HetLoRA, "ours"),
+        (FedIT, "peft"),
+        (FedSALoRA, "ours"),
+    ],
     ids=lambda x: getattr(x, "title", x),
 )
 def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> None:
@@ -126,7 +141,9 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
         base = Reader(12, 6, 5)
     module = lora(base, 2, trainable=("head",)) if how == "ours" else by_peft(base, 2, "gaussian")
     federation = reading(module, "head" if how == "ours" else "base_model.model.head")
-    method = kind(tuning=Tuning(rank=2, head="frozen"), optimizer=SGD(lr=0.5, weight_decay=0.01), batch_size=4)
+    method = kind(
+        tuning=Tuning(rank=2, head="frozen"), optimizer=SGD(lr=0.5, weight_decay=0.01), batch_size=4
+    )
     run = Run(method, federation, RunSettings(rounds=3, evaluate_every=9), Sequential())
     info, x, y = federation.infos[0], federation.clients[0].train.x, federation.clients[0].train.y
 
@@ -153,5 +170,7 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
 
 def test_ffa_refuses_an_embedding() -> None:
     federation = reading(lora(Reader(12, 6, 5), 2, trainable=("head",)))
-    with pytest.raises(TaskError, match="freezes A, which for an embedding begins at zero, so words would not learn"):
+    with pytest.raises(
+        TaskError, match="freezes A, which for an embedding begins at zero, so words would not learn"
+    ):
         Run(FFALoRA(tuning=Tuning(rank=2)), federation, RunSettings(rounds=1), Sequential())

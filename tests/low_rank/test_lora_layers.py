@@ -95,7 +95,8 @@ def test_with_factors_it_is_the_weight_with_their_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alpha", "rslora", "scale"), [(None, False, 1.0), (6.0, False, 3.0), (6.0, True, 6 / 2**0.5), (None, True, 2**0.5)]
+    ("alpha", "rslora", "scale"),
+    [(None, False, 1.0), (6.0, False, 3.0), (6.0, True, 6 / 2**0.5), (None, True, 2**0.5)],
 )
 def test_the_scale(alpha: float | None, rslora: bool, scale: float) -> None:
     made = lora(net(), 2, alpha, rslora=rslora)
@@ -185,7 +186,9 @@ def test_a_layer_under_two_names_gets_one_pair() -> None:
     assert len([n for n, _ in made.named_parameters() if "lora_" in n]) == 4
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     plain = Twice()
-    plain.load_state_dict({n.replace("base_layer.", ""): t for n, t in made.state_dict().items() if "lora" not in n})
+    plain.load_state_dict(
+        {n.replace("base_layer.", ""): t for n, t in made.state_dict().items() if "lora" not in n}
+    )
     assert torch.equal(made(x), plain(x))
     nn.init.ones_(made.one.lora_B)
     plain.one.weight.data += made.one.lora_B.detach() @ made.one.lora_A.detach()
@@ -206,7 +209,12 @@ def test_a_lone_layer_and_layers_that_are_left_alone() -> None:
         (net, 0, ConfigError, "rank of LoRA must be at least 1; it is 0"),
         (net, 4, TaskError, r"rank 4 is above a dimension of layer image, \[3, 1, 2, 3\]: at most 3"),
         (lambda: nn.Sequential(nn.Linear(3, 9)), 4, TaskError, r"layer 0, \[9, 3\]: at most 3"),
-        (lambda: nn.Sequential(nn.Conv2d(4, 6, 3, groups=2)), 2, TaskError, "layer 0 is a convolution with groups"),
+        (
+            lambda: nn.Sequential(nn.Conv2d(4, 6, 3, groups=2)),
+            2,
+            TaskError,
+            "layer 0 is a convolution with groups",
+        ),
         (lambda: nn.Sequential(nn.ReLU()), 1, TaskError, "there are: none"),
         (lambda: nn.Sequential(nn.ConvTranspose2d(2, 3, 2)), 1, TaskError, "there are: none"),
     ],

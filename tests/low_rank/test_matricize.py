@@ -52,8 +52,12 @@ def test_scheme_2_index_by_index(shape: tuple[int, int, int, int]) -> None:
     np.testing.assert_array_equal(back.numpy(), w)
 
 
-@pytest.mark.parametrize(("shape", "wanted"), [((3, 5), (3, 5)), ((2, 3, 4), (8, 3)), ((2, 3, 4, 5, 6), (8, 90))])
-def test_other_numbers_of_dimensions_go_there_and_back(shape: tuple[int, ...], wanted: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "wanted"), [((3, 5), (3, 5)), ((2, 3, 4), (8, 3)), ((2, 3, 4, 5, 6), (8, 90))]
+)
+def test_other_numbers_of_dimensions_go_there_and_back(
+    shape: tuple[int, ...], wanted: tuple[int, int]
+) -> None:
     w = torch.randn(shape)
     assert tuple(matricize(w).shape) == wanted == matrix_shape(w.shape)
     assert torch.equal(unmatricize(matricize(w), w.shape), w)

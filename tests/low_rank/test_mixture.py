@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from fedlowrank.adapters.mixture import Construction, Factor, Fold, Pairs, begin, center, fold_of, precondition
+from fedlowrank.adapters.mixture import (
+    Construction,
+    Factor,
+    Fold,
+    Pairs,
+    begin,
+    center,
+    fold_of,
+    precondition,
+)
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.key import Key
@@ -41,7 +50,9 @@ def test_folding_loses_nothing(shape: tuple[int, int, int, int], construction: C
     assert torch.equal(fold.unfold(fold.fold(w)), w)
 
 
-def two_steps(fold: Fold, p: Pairs, x: torch.Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> torch.Tensor:
+def two_steps(
+    fold: Fold, p: Pairs, x: torch.Tensor, stride: tuple[int, int], padding: tuple[int, int]
+) -> torch.Tensor:
     """Convolve by V and then by U, each with the kernel axes, strides and paddings that it owns."""
     _, inputs, *_ = fold.shape
     rank = p.rank
@@ -98,7 +109,9 @@ def test_numbers_for_a_rank_are_those_of_the_paper(o: int, i: int, k1: int, k2: 
         ((40, 2, 2, 3, 5), {2 * 15, 40 * 2}),
     ],
 )
-def test_each_factor_of_a_balanced_update_has_an_axis_of_the_kernel(shape: tuple[int, ...], size: set[int]) -> None:
+def test_each_factor_of_a_balanced_update_has_an_axis_of_the_kernel(
+    shape: tuple[int, ...], size: set[int]
+) -> None:
     fold = fold_of(shape)
     assert set(fold.size) == size
     if len(shape) > 3:
@@ -175,10 +188,15 @@ def test_a_preconditioned_step_does_not_depend_on_how_the_factors_share_their_si
 def test_centering_changes_no_mixture_that_the_rank_can_hold() -> None:
     # differences of rank 1, factors of rank 2: nothing is lost
     g = torch.Generator().manual_seed(3)
-    common = torch.randn(6, 1, generator=g, dtype=torch.float64), torch.randn(5, 1, generator=g, dtype=torch.float64)
+    common = (
+        torch.randn(6, 1, generator=g, dtype=torch.float64),
+        torch.randn(5, 1, generator=g, dtype=torch.float64),
+    )
     v = torch.randn(1, 5, 1, generator=g, dtype=torch.float64)
     own = torch.randn(3, 6, 1, generator=g, dtype=torch.float64), v.expand(3, 5, 1)
-    p = Pairs(torch.cat([common[0].expand(3, 6, 1), own[0]], -1), torch.cat([common[1].expand(3, 5, 1), own[1]], -1))
+    p = Pairs(
+        torch.cat([common[0].expand(3, 6, 1), own[0]], -1), torch.cat([common[1].expand(3, 5, 1), own[1]], -1)
+    )
     w, weights = (
         torch.randn(6, 5, generator=g, dtype=torch.float64),
         torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
@@ -195,7 +213,9 @@ def test_centering_changes_no_mixture_that_the_rank_can_hold() -> None:
 
 def test_centering_a_matrix_thinner_than_the_rank_keeps_the_shape() -> None:
     p = pairs(fold_of((2, 5)), 4)
-    _, centered = center(torch.zeros(2, 5, dtype=torch.float64), p, torch.full((3,), 1 / 3, dtype=torch.float64))
+    _, centered = center(
+        torch.zeros(2, 5, dtype=torch.float64), p, torch.full((3,), 1 / 3, dtype=torch.float64)
+    )
     assert centered.u.shape == p.u.shape
     assert centered.v.shape == p.v.shape
 

@@ -25,7 +25,9 @@ def with_spectrum(s: Matrix, d: int, k: int, seed: int) -> tuple[Tensor, Matrix,
 
 @settings(max_examples=25, deadline=None)
 @given(st.floats(0.5, 1.0), st.integers(1, 8), st.booleans(), st.booleans(), st.integers(0, 99))
-def test_leading_triplets_whatever_the_spectrum(decay: float, rank: int, flip: bool, warm: bool, seed: int) -> None:
+def test_leading_triplets_whatever_the_spectrum(
+    decay: float, rank: int, flip: bool, warm: bool, seed: int
+) -> None:
     s = 3 * decay ** np.arange(90)
     w, _, v = with_spectrum(s, *((90, 160) if flip else (160, 90)), seed)
     # the worst warm start there is: singular vectors of the other end
@@ -111,7 +113,9 @@ def test_eigenvectors_of_a_gram_matrix_are_not_believed_where_squaring_lost_them
         assert by_gram(one.to(dtype), 2) is not None
 
 
-def test_no_gram_matrix_is_made_where_the_basis_holds_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gram_matrix_is_made_where_the_basis_holds_all_that_matters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sketch, "_gram", lambda w: pytest.fail("a Gram matrix"))
     w, _, _ = with_spectrum(0.8 ** np.arange(200), 240, 200, 11)
     assert iterated(w, 5) is not None

@@ -101,11 +101,15 @@ def test_any_nearness_to_some_of_the_old_columns(power: int, lean: int) -> None:
 
 @pytest.mark.parametrize("where", ["first", "last", "all"])
 @pytest.mark.parametrize("strength", [0.1, 0.03, 0.01])
-def test_near_the_leading_columns_or_the_last_float32_is_enough(where: str, strength: float, ways: list[str]) -> None:
+def test_near_the_leading_columns_or_the_last_float32_is_enough(
+    where: str, strength: float, ways: list[str]
+) -> None:
     rng = np.random.default_rng(2)
     old = basis(rng)
     at = {"first": slice(0, 4), "last": slice(R - 4, R), "all": slice(0, R)}[where]
-    new = strength * old[..., at].numpy() @ rng.normal(size=(2, at.stop - at.start, M)) + 0.02 * conditioned(rng, 3.0)
+    new = strength * old[..., at].numpy() @ rng.normal(size=(2, at.stop - at.start, M)) + 0.02 * conditioned(
+        rng, 3.0
+    )
     check(old, new, extend(old, rows(new)))
     assert ways == ["_rough"]
 
@@ -168,7 +172,10 @@ def test_what_the_first_pass_leaves_is_measured(monkeypatch: pytest.MonkeyPatch,
     new = conditioned(rng, 2.0)
     check(old, new, extend(old, rows(new)))
     assert ways == []
-    for bad in (conditioned(rng, 100.0), 5 * old.numpy() @ rng.normal(size=(2, R, M)) + conditioned(rng, 2.0)):
+    for bad in (
+        conditioned(rng, 100.0),
+        5 * old.numpy() @ rng.normal(size=(2, R, M)) + conditioned(rng, 2.0),
+    ):
         new[1] = bad[1]
         check(old, new, extend(old, rows(new)))
         assert ways == ["_careful"]
@@ -214,7 +221,10 @@ def test_steps_of_fedhl_from_float32_uploads(shape: tuple[int, int], noise: floa
         for rank in ranks:
             triplets = truncation(state["w"], rank)
             sent = split(triplets, rank)
-            b, a = (x + (noise if step else 1.0) * torch.from_numpy(rng.normal(size=x.shape)) for x in (sent.b, sent.a))
+            b, a = (
+                x + (noise if step else 1.0) * torch.from_numpy(rng.normal(size=x.shape))
+                for x in (sent.b, sent.a)
+            )
             pair = Pair(b.float(), a.float())
             blocks.append((share, pair))
             after += share * (pair.b.double().numpy() @ pair.a.double().numpy() - triplets.dense().numpy())

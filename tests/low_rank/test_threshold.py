@@ -80,7 +80,9 @@ def test_in_float32_it_is_numpys_to_the_rounding_of_float32(w: np.ndarray, c: fl
 def test_by_gram_and_by_the_whole_decomposition_agree(m: int, n: int, share: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     top = 10.0 ** rng.uniform(-3, 3)
-    w = torch.from_numpy(of_values(rng, m, n, np.sort(top * 10.0 ** rng.uniform(-6, 0, size=min(m, n)))[::-1])).float()
+    w = torch.from_numpy(
+        of_values(rng, m, n, np.sort(top * 10.0 ** rng.uniform(-6, 0, size=min(m, n)))[::-1])
+    ).float()
     c = share * float(torch.linalg.matrix_norm(w.double(), 2))
     fast, sure = shrink(w, c, "gram"), shrink(w, c, "svd")
     assert fast.rank == sure.rank
@@ -90,7 +92,9 @@ def test_by_gram_and_by_the_whole_decomposition_agree(m: int, n: int, share: flo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_threshold_too_small_for_a_gram_matrix_is_left_to_the_whole_decomposition(dtype: torch.dtype) -> None:
+def test_a_threshold_too_small_for_a_gram_matrix_is_left_to_the_whole_decomposition(
+    dtype: torch.dtype,
+) -> None:
     s = np.array([10.0, 3.0, 5e-5, 2e-5, 1e-5])
     w = torch.from_numpy(of_values(np.random.default_rng(0), 9, 5, s))
     c = 3e-5
@@ -229,7 +233,9 @@ def test_a_matrix_of_any_size_is_shrunk_as_one_of_size_one(size: float, how: thr
     assert found.rank == 2
     wanted = np.kron(u, u) / 2 * np.maximum(s - c, 0) @ np.kron(v, v)
     small = 2e-323 if size < 1e-300 else 0.0
-    np.testing.assert_allclose(found.dense().numpy(), wanted * size, rtol=1e-14, atol=max(small, 1e-15 * size))
+    np.testing.assert_allclose(
+        found.dense().numpy(), wanted * size, rtol=1e-14, atol=max(small, 1e-15 * size)
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

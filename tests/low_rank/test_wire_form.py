@@ -108,7 +108,9 @@ def test_factors_arrive_in_the_type_that_they_had(dtype: torch.dtype, wire: Wire
 
 
 def test_a_type_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(TaskError, match="layer 'w' are of type 'int64'; known are float64, float32, bfloat16"):
+    with pytest.raises(
+        TaskError, match="layer 'w' are of type 'int64'; known are float64, float32, bfloat16"
+    ):
         unpack({"w": Rounded(torch.ones(3, 1), torch.ones(1, 2), "int64")})
     with pytest.raises(TaskError, match="layer 'w' are of type int64"):
         pack({"w": Pair(torch.ones(3, 1).long(), torch.ones(1, 2).long())}, "int8")

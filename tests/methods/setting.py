@@ -48,7 +48,9 @@ class Net(nn.Module):
 standard.LAYERS |= {Net}  # its forward pass is deterministic, so clients may be batched
 
 
-def arrays(seed: int = 0, sizes: Sequence[int] = SIZES, owned: Sequence[Sequence[int]] = OWNED) -> list[dict[str, Any]]:
+def arrays(
+    seed: int = 0, sizes: Sequence[int] = SIZES, owned: Sequence[Sequence[int]] = OWNED
+) -> list[dict[str, Any]]:
     """Train and test examples of every client; classes are shifted Gaussians."""
     rng = np.random.default_rng(seed)
     center = rng.normal(size=(CLASSES, INPUTS))
@@ -98,7 +100,9 @@ def run_of(
 def order_of(run: Run, round: int, info: ClientInfo) -> list[list[np.ndarray]]:
     """Indices of the examples of every step of every pass."""
     method, federation = run.method, run.federation
-    local = LocalData(info, federation.clients[info.id].train, method.passes(), client_key(federation, info.id, round))
+    local = LocalData(
+        info, federation.clients[info.id].train, method.passes(), client_key(federation, info.id, round)
+    )
     return [[i.numpy() for i in local.order(name)] for name in method.passes()]
 
 

@@ -50,7 +50,9 @@ def test_fedslr_sends_factors_down_and_the_whole_model_up() -> None:
     method = METHODS["fedslr"](batch_size=2, lam=1.5, eta_g=1.0)
     records = simulate(method, resnet18(), rounds=2, representations=0).rounds
     whole = 11_173_952
-    assert records[1].parameters_down == records[1].parameters_up == records[2].parameters_up == CLIENTS * whole
+    assert (
+        records[1].parameters_down == records[1].parameters_up == records[2].parameters_up == CLIENTS * whole
+    )
     shapes = {n: tuple(p.shape) for n, p in resnet18().architectures["model"].initial.items()}
     expected = 0
     for name, shape in shapes.items():

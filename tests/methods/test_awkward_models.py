@@ -87,12 +87,16 @@ def test_batch_norm_is_no_matrix_and_its_statistics_are_the_client_s(name: str) 
     result = simulate(made(name), federation(model), rounds=1)
     assert not {"1.weight", "1.bias"} & set(result.rounds[-1].ranks)
     plain = model().eval()
-    assert set(plain.load_state_dict(result.personal(1), strict=False).missing_keys) <= {"1.num_batches_tracked"}
+    assert set(plain.load_state_dict(result.personal(1), strict=False).missing_keys) <= {
+        "1.num_batches_tracked"
+    }
     x = result.run.federation.clients[1].train.x
     predict = next(iter(result.run.local_model(result.run.federation.infos[1]).predictors.values()))
     torch.testing.assert_close(plain(x).detach(), predict(x).detach())
     before = plain[0](x).transpose(0, 1).flatten(1)
-    torch.testing.assert_close(result.personal(1)["1.running_var"], before.var(1).detach(), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        result.personal(1)["1.running_var"], before.var(1).detach(), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_a_client_that_never_took_part_has_no_personal_part() -> None:

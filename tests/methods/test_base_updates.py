@@ -32,7 +32,9 @@ def layer(dtype: torch.dtype = torch.float64) -> LoRA:
         return find_lora(nn.ModuleDict({"a": nn.Linear(K, D)}).to(dtype), None)
 
 
-def updates(count: int, rank: int = 4, dtype: torch.dtype = torch.float64, size: float = 1.0) -> list[Factors]:
+def updates(
+    count: int, rank: int = 4, dtype: torch.dtype = torch.float64, size: float = 1.0
+) -> list[Factors]:
     generator = torch.Generator().manual_seed(0)
     return [
         {"a": Pair(*(torch.randn(s, generator=generator).to(dtype) * size for s in ((D, rank), (rank, K))))}
@@ -69,7 +71,8 @@ def test_simulated_clients_hold_the_tensors_of_the_server(
         assert len({w.data_ptr() for w in merged}) == 1
         w = wrapped.get_parameter("body.0.base_layer.weight").numpy()
         total = sum(
-            p["body.0"].b.double().numpy() @ p["body.0"].a.double().numpy() for p in map(unpack, ledger.updates)
+            p["body.0"].b.double().numpy() @ p["body.0"].a.double().numpy()
+            for p in map(unpack, ledger.updates)
         )
         for found in merged:
             np.testing.assert_allclose(found.numpy(), w + total, rtol=0, atol=1e-6)
@@ -99,7 +102,8 @@ def test_factors_become_a_sum_where_they_outgrow_the_weights_the_same_at_every_c
 def test_clients_with_other_updates_get_another_base() -> None:
     found, (first, second, third) = layer(), updates(3)
     bases = [
-        Base({}, []).followed([pack(u, "float32") for u in us], "merged", found) for us in ([first, second], [third])
+        Base({}, []).followed([pack(u, "float32") for u in us], "merged", found)
+        for us in ([first, second], [third])
     ]
 
     def weight(base: Base) -> Tensor:

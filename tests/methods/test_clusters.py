@@ -135,7 +135,9 @@ def test_the_largest_are_mixed_and_of_equal_ones_the_first() -> None:
     assert torch.equal(Router(top=4).shares(theta), theta.softmax(0))
     assert torch.equal(Router(top=9).shares(theta), theta.softmax(0))
     for top in (2, 3):
-        assert Router(top=top).shares(torch.zeros(5)).tolist() == pytest.approx([1 / top] * top + [0.0] * (5 - top))
+        assert Router(top=top).shares(torch.zeros(5)).tolist() == pytest.approx(
+            [1 / top] * top + [0.0] * (5 - top)
+        )
     assert Router(top=2).shares(torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])).tolist() == [0, 0.5, 0, 0.5, 0]
     assert Router(top=1, update="mfl").shares(torch.tensor([0.0, 1.0, 1.0])).tolist() == [0, 1, 0]
     # many clients at once choose alike
@@ -157,7 +159,9 @@ def test_passes_of_a_router() -> None:
 
 def test_a_known_cluster_or_what_is_missing() -> None:
     assert known_cluster("X", ClientInfo(3, 5, "a", cluster=1), 2) == 1
-    with pytest.raises(TaskError, match=r"^X: optimal routing needs .* of client 3 is unknown. Set \[concept\]"):
+    with pytest.raises(
+        TaskError, match=r"^X: optimal routing needs .* of client 3 is unknown. Set \[concept\]"
+    ):
         known_cluster("X", ClientInfo(3, 5, "a"), 2)
     with pytest.raises(TaskError, match=r"^X: client 3 is of cluster 2, but clusters is 2$"):
         known_cluster("X", ClientInfo(3, 5, "a", cluster=2), 2)
@@ -244,7 +248,9 @@ def test_models_begin_at_different_draws_of_which_the_first_is_everyones() -> No
     assert tree.equal({n: t[:2] for n, t in models.items()}, initial_models("X", task, 2))
 
 
-@pytest.mark.parametrize("method", [Ensemble(clusters=0), FedEM(clusters=0), IFCA(clusters=-1)], ids=lambda m: m.title)
+@pytest.mark.parametrize(
+    "method", [Ensemble(clusters=0), FedEM(clusters=0), IFCA(clusters=-1)], ids=lambda m: m.title
+)
 def test_there_is_at_least_one_model(method: Any) -> None:
     with pytest.raises(ConfigError, match=f"{method.title}.*clusters"):
         run_of(method, alike(), steps=0)
@@ -273,7 +279,10 @@ def test_losses_of_all_models() -> None:
 def replay(optimizer: Any, made: Any, rounds: int = 6, scheduler: Any = None) -> None:
     """The same pseudo-gradients through :func:`server_step` and through an optimizer of torch."""
     g = torch.Generator().manual_seed(0)
-    value: Any = {"a": torch.randn(4, 3, generator=g, dtype=torch.float64), "b": [torch.ones(2, dtype=torch.float64)]}
+    value: Any = {
+        "a": torch.randn(4, 3, generator=g, dtype=torch.float64),
+        "b": [torch.ones(2, dtype=torch.float64)],
+    }
     params = [t.clone().requires_grad_() for _, t in tree.leaves(value)]
     theirs, memory = made(params), fresh_memory()
     for t in range(rounds):
@@ -294,7 +303,10 @@ def replay(optimizer: Any, made: Any, rounds: int = 6, scheduler: Any = None) ->
 
 def test_the_servers_adam_is_that_of_torch() -> None:
     settings = {"lr": 0.05, "eps": 1e-6, "weight_decay": 0.1}
-    replay(AdamW(beta1=0.8, beta2=0.95, **settings), lambda p: torch.optim.AdamW(p, betas=(0.8, 0.95), **settings))
+    replay(
+        AdamW(beta1=0.8, beta2=0.95, **settings),
+        lambda p: torch.optim.AdamW(p, betas=(0.8, 0.95), **settings),
+    )
     halved = Schedule(kind="exponential", factor=0.5)
     replay(AdamW(schedule=halved, **settings), lambda p: torch.optim.AdamW(p, **settings), scheduler=0.5)
 
@@ -320,14 +332,18 @@ def test_groups_of_a_servers_optimizer_are_paths_of_its_tree() -> None:
     found, _ = server_step(SGD(lr=1.0, groups={"w": Group(lr=0.0)}), old, mean, fresh_memory(), 0)
     assert tree.equal(found["w"], old["w"])
     close(found["b"], mean["b"])
-    with pytest.raises(ConfigError, match=r"groups: \['x'\] match no parameter; the tree begins with \['b', 'w'\]"):
+    with pytest.raises(
+        ConfigError, match=r"groups: \['x'\] match no parameter; the tree begins with \['b', 'w'\]"
+    ):
         server_step(SGD(lr=1.0, groups={"x": Group(lr=0.0)}), old, mean, fresh_memory(), 0)
 
 
 def test_a_servers_optimizer_clips() -> None:
     old, mean = some(0), some(1)
     found, _ = server_step(SGD(lr=0.5, clip=0.01), old, mean, fresh_memory(), 0)
-    moved = sum(float((a - b).square().sum()) for (_, a), (_, b) in zip(*map(tree.leaves, (old, found)), strict=True))
+    moved = sum(
+        float((a - b).square().sum()) for (_, a), (_, b) in zip(*map(tree.leaves, (old, found)), strict=True)
+    )
     assert moved**0.5 == pytest.approx(0.005, rel=1e-3)
 
 
@@ -349,7 +365,13 @@ def test_local_adaptor(alpha: float, precondition: bool, engine: type[Engine]) -
     run = run_of(method, federation, engine=engine, **SAMPLE)
     own = [adaptors_of(method.client_init(run.task, i)) for i in federation.infos]
     net, own = reference.local_adaptor(
-        start_of(federation)[0], own, train_data(federation), plan(run), LR, alpha=alpha, precondition=precondition
+        start_of(federation)[0],
+        own,
+        train_data(federation),
+        plan(run),
+        LR,
+        alpha=alpha,
+        precondition=precondition,
     )
     same(layers(run.state.server), net)
     for k, state in enumerate(states(run)):
@@ -418,10 +440,15 @@ def test_an_ensemble_with_known_routes_is_fedavg_in_every_cluster(mixed: str) ->
 
 
 @pytest.mark.parametrize("method", [Ensemble, FedEM, IFCA])
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)])
+@pytest.mark.parametrize(
+    "optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
+)
 def test_a_single_model_is_fedavg(method: Any, optimizer: Any) -> None:
     settings = {"optimizer": optimizer, "batch_size": 8, "epochs": 2}
-    a, b = run_of(method(clusters=1, **settings), alike(), **SAMPLE), run_of(FedAvg(**settings), alike(), **SAMPLE)
+    a, b = (
+        run_of(method(clusters=1, **settings), alike(), **SAMPLE),
+        run_of(FedAvg(**settings), alike(), **SAMPLE),
+    )
     close({n: t[0] for n, t in a.state.server.items()}, b.state.server)
     for k, info in enumerate(a.federation.infos):
         close(a.personal(info), b.state.server)
@@ -460,7 +487,9 @@ def test_the_recorded_accuracy_of_fedem_is_that_of_the_mixture() -> None:
         pi = run.state.clients[k].numpy()
         mixture = sum(p * softmax(forward(net, x)[1]) for p, net in zip(pi, models, strict=True))
         assert record.accuracy["personal"]["test"][k] == (mixture.argmax(1) == y).mean()
-        assert record.risk["personal"]["test"][k] == pytest.approx(-np.log(mixture[np.arange(len(y)), y]).mean())
+        assert record.risk["personal"]["test"][k] == pytest.approx(
+            -np.log(mixture[np.arange(len(y)), y]).mean()
+        )
         assert record.routes[k] == pytest.approx(pi, abs=1e-4)
 
 
@@ -552,7 +581,13 @@ def test_ifca(weights: str, engine: type[Engine]) -> None:
     assert all(s is None for s in states(run))
     for k, info in enumerate(federation.infos):
         own = int(
-            np.argmin([cross_entropy(forward(net, x)[1], y) for net in models for x, y in [train_data(federation)[k]]])
+            np.argmin(
+                [
+                    cross_entropy(forward(net, x)[1], y)
+                    for net in models
+                    for x, y in [train_data(federation)[k]]
+                ]
+            )
         )
         same(layers(run.personal(info)), models[own])
         assert routes(method, *at(run, k)).tolist() == np.eye(2)[own].tolist()
@@ -610,7 +645,9 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
     run = Run(method, opposed(), RunSettings(rounds=3, unseen=0.34), Sequential())
     w = torch.tensor([[-4.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
     run.state = State(
-        0, {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)}, ClientStore()
+        0,
+        {"head.weight": torch.stack([w, -w]), "head.bias": torch.zeros(2, 2, dtype=torch.float64)},
+        ClientStore(),
     )
     record = run.start()
     for k, route in enumerate(record.routes):

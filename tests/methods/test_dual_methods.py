@@ -134,7 +134,8 @@ def test_ditto(lam: float, engine: type[Engine]) -> None:
 
 # a moves as the paper says and meets a bound, moves slowly enough to meet none, or stays
 @pytest.mark.parametrize(
-    ("alpha", "pace", "bounds"), [(0.5, 1.0, {0.0}), (0.97, 1.0, {1.0}), (0.5, 0.05, set()), (0.2, 0.0, set())]
+    ("alpha", "pace", "bounds"),
+    [(0.5, 1.0, {0.0}), (0.97, 1.0, {1.0}), (0.5, 0.05, set()), (0.2, 0.0, set())],
 )
 def test_apfl(alpha: float, pace: float, bounds: set[float], engine: type[Engine]) -> None:
     federation = alike()
@@ -162,7 +163,9 @@ def test_apfl_decays_its_weights_but_not_the_share_of_the_mixture() -> None:
     same(run.state.server, averaged.state.server)
     # a group of that name keeps its rate
     held = SGD(lr=0.1, weight_decay=0.5, groups={"a": Group(lr=0.0)})
-    assert all(s.a.item() == 0.5 for s in states(run_of(APFL(optimizer=held, batch_size=8), alike(), **SAMPLE)))
+    assert all(
+        s.a.item() == 0.5 for s in states(run_of(APFL(optimizer=held, batch_size=8), alike(), **SAMPLE))
+    )
     assert all(s.a.item() != 0.5 for s in states(run_of(APFL(**settings), alike(), **SAMPLE)))
 
 
@@ -222,7 +225,9 @@ def mean_gradient_along_the_way(run: Run, client: int, weight_decay: float) -> d
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_a_control_variate_is_the_mean_gradient_of_the_round_weight_decay_included(weight_decay: float) -> None:
+def test_a_control_variate_is_the_mean_gradient_of_the_round_weight_decay_included(
+    weight_decay: float,
+) -> None:
     settings = {**LOCAL, "optimizer": SGD(lr=LR, weight_decay=weight_decay)}
     run = run_of(SCAFFOLD(**settings), alike(), steps=1)
     for k in range(len(SIZES)):
@@ -261,7 +266,9 @@ def test_a_local_step_of_feddyn_follows_the_derivative_of_its_objective(alpha: f
         norm = tree.square_distance(theta, down.model)
         objective = fit - tree.dot(state, theta) + alpha / 2 * norm
         grads = torch.autograd.grad(objective, list(theta.values()))
-        theta = {n: (p - LR * g).detach().requires_grad_() for (n, p), g in zip(theta.items(), grads, strict=True)}
+        theta = {
+            n: (p - LR * g).detach().requires_grad_() for (n, p), g in zip(theta.items(), grads, strict=True)
+        }
     new, upload = method.local_update(state, down, view)
     wanted = tree.canonical(theta)
     same(upload, wanted, 1e-13)
@@ -318,7 +325,9 @@ def gradients(federation: Federation, theta: dict[str, Tensor]) -> list[dict[str
     out = []
     for client in federation.clients:
         free = {n: p.detach().clone().requires_grad_() for n, p in theta.items()}
-        fit = functional.cross_entropy(federation.architectures["small"].apply(free, client.train.x), client.train.y)
+        fit = functional.cross_entropy(
+            federation.architectures["small"].apply(free, client.train.x), client.train.y
+        )
         objective = fit + DECAY / 2 * tree.dot(free, free)
         out.append(dict(zip(free, torch.autograd.grad(objective, list(free.values())), strict=True)))
     return out
@@ -338,7 +347,9 @@ def test_duals_find_a_stationary_point_of_the_mean_objective_and_hold_the_gradie
         assert tree.dot(gradient, gradient) > 1e-3
         same(run.state.clients[k], gradient, 1e-6)
     # without duals the clients' own minima pull the mean of their models away
-    drifted = run_of(FedAvg(weighting="uniform", **whole), federation, rounds=60, evaluate_every=1000).state.server
+    drifted = run_of(
+        FedAvg(weighting="uniform", **whole), federation, rounds=60, evaluate_every=1000
+    ).state.server
     average = mean(gradients(federation, drifted), [1.0] * len(each))
     assert tree.dot(average, average) > 1e-6
 
@@ -478,7 +489,9 @@ def test_clients_of_one_model_are_trained_at_once(name: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("name", ["feddyn", "ditto", "apfl"])
 def test_clients_at_once_are_clipped_and_keep_their_momentum_as_one_after_another(name: str) -> None:
-    method = METHODS[name](optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), batch_size=8, epochs=2)
+    method = METHODS[name](
+        optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), batch_size=8, epochs=2
+    )
     a, b = (run_of(method, alike(), engine=e, **SAMPLE) for e in (Sequential, Vectorized))
     same(a.state.server, b.state.server, 1e-8)
     for k in range(len(SIZES)):

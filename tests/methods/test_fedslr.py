@@ -154,7 +154,9 @@ def test_keeping_the_mean_alone_is_keeping_every_gamma(lost: float) -> None:
 
 def test_after_lost_replies_the_server_still_knows_the_mean_of_all_gammas() -> None:
     federation = alike(torch.float32)
-    run = run_of(FedSLR(**LOCAL, **STRONG), federation, rounds=10, steps=0, participation=0.75, lost_replies=0.3)
+    run = run_of(
+        FedSLR(**LOCAL, **STRONG), federation, rounds=10, steps=0, participation=0.75, lost_replies=0.3
+    )
     lost = [len(run.step().lost) for _ in range(10)]
     assert sum(lost) >= 3
     zero = tree.zeros_like(run.state.server.gamma)
@@ -164,7 +166,9 @@ def test_after_lost_replies_the_server_still_knows_the_mean_of_all_gammas() -> N
         assert float(p.abs().max()) > 1e-3
 
 
-def test_a_strong_penalty_kills_matrices_leaves_vectors_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_strong_penalty_kills_matrices_leaves_vectors_and_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, "fedlowrank"):
         run = run_of(FedSLR(**LOCAL, lam=100.0), alike(torch.float32), rounds=4)
     w = w_of(run)
@@ -176,7 +180,9 @@ def test_a_strong_penalty_kills_matrices_leaves_vectors_and_is_said_once(caplog:
     assert run.state.server.w.ranks == {"body.0.weight": 0, "head.weight": 0}
     # what is left to send: the vectors
     info = run.federation.infos[0]
-    assert tree.numel(run.method.download(run.state.server, info)) == sum(p.numel() for p in w.values() if p.ndim == 1)
+    assert tree.numel(run.method.download(run.state.server, info)) == sum(
+        p.numel() for p in w.values() if p.ndim == 1
+    )
     assert run.start().accuracy
 
 
@@ -235,7 +241,14 @@ def test_a_client_that_never_took_part_infers_by_the_global_model() -> None:
     run = run_of(FedSLR(**LOCAL, **STRONG), alike(torch.float32), rounds=1, participation=0.5)
     for info in run.federation.infos:
         made = local_model(
-            run.method, run.federation, run.task, run.engine, run.state_of(info), info, 0, server=run.state.server
+            run.method,
+            run.federation,
+            run.task,
+            run.engine,
+            run.state_of(info),
+            info,
+            0,
+            server=run.state.server,
         ).predictors
         assert list(made) == ["mixed", "gkr"]
         x = run.federation.clients[info.id].test.x

@@ -118,7 +118,9 @@ def test_a_learned_router(router: dict[str, Any], wanted: dict[str, Any], engine
 
 def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None:
     """Eq. 4 and 5: π of the models received, unchanged by training and used in the average; even in the first round."""
-    method = Floral(clusters=3, rank=2, alpha=1.7, router=Router(lr=4.0, update="mfl", temperature=0.5), **LOCAL)
+    method = Floral(
+        clusters=3, rank=2, alpha=1.7, router=Router(lr=4.0, update="mfl", temperature=0.5), **LOCAL
+    )
     run, thetas = golden(method, engine, router_lr=4.0, mfl=True, temperature=0.5)
     assert all(s is None for s in states(run))
     model = run.state.server.model
@@ -136,7 +138,9 @@ def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None
 @pytest.mark.parametrize("precondition", [True, False])
 @pytest.mark.parametrize("alpha", [1.0, 0.4])
 def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
-    method = Floral(clusters=2, rank=1, alpha=alpha, precondition=precondition, router=Router(lr=0.5), **LOCAL)
+    method = Floral(
+        clusters=2, rank=1, alpha=alpha, precondition=precondition, router=Router(lr=0.5), **LOCAL
+    )
     golden(method, Sequential, router_lr=0.5, precondition=precondition)
 
 
@@ -166,7 +170,9 @@ def test_noise_on_the_router_comes_from_its_named_key(engine: type[Engine]) -> N
         uniform = torch.rand(steps, 3, generator=key.generator(), dtype=torch.float64).numpy()
         return (2 * uniform - 1) * std * np.sqrt(3)
 
-    noise = [{k: drawn(t, k, len(steps)) for k, (steps, _) in clients.items()} for t, clients in enumerate(rounds)]
+    noise = [
+        {k: drawn(t, k, len(steps)) for k, (steps, _) in clients.items()} for t, clients in enumerate(rounds)
+    ]
     golden(method, engine, router_lr=0.7, noise=noise)
 
 
@@ -238,7 +244,9 @@ def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
     method = Floral(clusters=1, rank=2, precondition=precondition, optimizer=frozen, **settings)
     a, b = run_of(method, alike(), **SAMPLE), run_of(FedAvg(optimizer=base, **settings), alike(), **SAMPLE)
     close = {"rtol": 0, "atol": 1e-12}
-    tree.map(lambda x, y: torch.testing.assert_close(x, y, **close), a.state.server.model["base"], b.state.server)
+    tree.map(
+        lambda x, y: torch.testing.assert_close(x, y, **close), a.state.server.model["base"], b.state.server
+    )
     fresh = method.server_init(a.task).model["adaptors"]
     tree.map(lambda x, y: torch.testing.assert_close(x, y, **close), a.state.server.model["adaptors"], fresh)
 
@@ -246,7 +254,9 @@ def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
 def together(clients: list[int], cluster: int | None = None) -> Federation:
     """These clients alone; with full batches the order of their examples is nobody's business."""
     parts = arrays()
-    return alike(clients=[parts[k] for k in clients], cluster=None if cluster is None else [cluster] * len(clients))
+    return alike(
+        clients=[parts[k] for k in clients], cluster=None if cluster is None else [cluster] * len(clients)
+    )
 
 
 def test_known_routes_on_a_frozen_base_are_a_run_in_every_cluster() -> None:
@@ -279,17 +289,25 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
     # the random factors of all clusters those of the first, which are a lone adaptor's
     model = run.state.server.model
     first = tree.map(lambda t: t[:1].expand(4, *t.shape[1:]).clone(), model["adaptors"])
-    run.state = State(0, dataclasses.replace(run.state.server, model={**model, "adaptors": first}), ClientStore())
+    run.state = State(
+        0, dataclasses.replace(run.state.server, model={**model, "adaptors": first}), ClientStore()
+    )
     for _ in range(3):
         run.step()
     alone = run_of(LocalAdaptor(**settings), alike())
     close = {"rtol": 0, "atol": 1e-12}
-    tree.map(lambda a, b: torch.testing.assert_close(a, b, **close), run.state.server.model["base"], alone.state.server)
+    tree.map(
+        lambda a, b: torch.testing.assert_close(a, b, **close),
+        run.state.server.model["base"],
+        alone.state.server,
+    )
     for k in range(4):
         own = select(run.state.server.model["adaptors"], k)
         tree.map(lambda a, b: torch.testing.assert_close(a, b, **close), own, alone.state.clients[k])
         infos = federation.infos[k]
-        tree.map(lambda a, b: torch.testing.assert_close(a, b, **close), run.personal(infos), alone.personal(infos))
+        tree.map(
+            lambda a, b: torch.testing.assert_close(a, b, **close), run.personal(infos), alone.personal(infos)
+        )
 
 
 @pytest.mark.parametrize("kinds", [("linear",), ("bias",)])
@@ -391,7 +409,10 @@ def opposed(clients: int = 6) -> Federation:
     for k in range(clients):
         x = rng.normal(size=(20 + k, 2)).astype(np.float32)
         data.append(
-            {"train": (x, (x[:, 0] > 0).astype(int) ^ (k % 2)), "test": (x, (x[:, 0] > 0).astype(int) ^ (k % 2))}
+            {
+                "train": (x, (x[:, 0] > 0).astype(int) ^ (k % 2)),
+                "test": (x, (x[:, 0] > 0).astype(int) ^ (k % 2)),
+            }
         )
     return Federation.from_arrays(data, Plain, classes=2, cluster=[k % 2 for k in range(clients)])
 
@@ -408,10 +429,17 @@ def separated(method: Floral, run: Run) -> Any:
     return dataclasses.replace(run.state.server, model=model)
 
 
-@pytest.mark.parametrize("router", [Router(lr=1.0, adapt=60), Router(lr=20.0, update="mfl")], ids=["gradient", "mfl"])
+@pytest.mark.parametrize(
+    "router", [Router(lr=1.0, adapt=60), Router(lr=20.0, update="mfl")], ids=["gradient", "mfl"]
+)
 def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     federation = opposed()
-    run = Run(Floral(clusters=2, rank=1, router=router), federation, RunSettings(rounds=3, unseen=0.34), Sequential())
+    run = Run(
+        Floral(clusters=2, rank=1, router=router),
+        federation,
+        RunSettings(rounds=3, unseen=0.34),
+        Sequential(),
+    )
     run.state = State(0, separated(run.method, run), ClientStore())
     assert len(run.unseen) == 2
     record = run.start()
@@ -422,7 +450,9 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
 
 def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
     federation = opposed()
-    run = Run(Floral(clusters=2, rank=1, batch_size=8), federation, RunSettings(rounds=8, unseen=0.34), Sequential())
+    run = Run(
+        Floral(clusters=2, rank=1, batch_size=8), federation, RunSettings(rounds=8, unseen=0.34), Sequential()
+    )
     seen: set[int] = set()
     for _ in range(8):
         record = run.step()
@@ -485,7 +515,9 @@ def test_there_is_at_least_one_cluster() -> None:
 
 
 def test_known_routes_need_known_clusters() -> None:
-    with pytest.raises(TaskError, match=r"FLoRAL: optimal routing needs .* client 0 is unknown.*routing = 'learned'"):
+    with pytest.raises(
+        TaskError, match=r"FLoRAL: optimal routing needs .* client 0 is unknown.*routing = 'learned'"
+    ):
         started(Floral(router=OPTIMAL), alike())
     with pytest.raises(TaskError, match="FLoRAL: client 3 is of cluster 2, but clusters is 2"):
         started(Floral(clusters=2, router=OPTIMAL), alike(cluster=KNOWN))
@@ -520,7 +552,10 @@ def test_a_rank_is_a_number_or_a_budget(rank: float) -> None:
 def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
     begin = run_of(Floral(clusters=2, rank=1), alike(), steps=0).state.server
     # at adaptors that are zero θ has no gradient, so begin elsewhere; and in the second round, of which the rate is half
-    moved = {**begin.model, "adaptors": tree.map(lambda t: t + 0.1 * torch.rand_like(t), begin.model["adaptors"])}
+    moved = {
+        **begin.model,
+        "adaptors": tree.map(lambda t: t + 0.1 * torch.rand_like(t), begin.model["adaptors"]),
+    }
     thetas = []
     for schedule in (Schedule(kind="exponential", factor=0.5), Schedule()):
         method = Floral(clusters=2, rank=1, optimizer=SGD(lr=LR, schedule=schedule), batch_size=max(SIZES))
@@ -535,7 +570,11 @@ def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
 def test_the_servers_adam_moves_nothing_that_no_client_moved() -> None:
     # the mean of equal values is that value up to rounding, which Adam would make a full step of
     method = Floral(
-        clusters=2, rank=1, optimizer=SGD(lr=0.0), server_optimizer=AdamW(lr=0.01, weight_decay=0.0), batch_size=8
+        clusters=2,
+        rank=1,
+        optimizer=SGD(lr=0.0),
+        server_optimizer=AdamW(lr=0.01, weight_decay=0.0),
+        batch_size=8,
     )
     run = run_of(method, alike(**F32), steps=0)
     before = run.state.server.model

@@ -94,7 +94,9 @@ def test_fml(alpha: float, beta: float, engine: type[Engine]) -> None:
     federation = unlike(deep_width=7)
     run = run_of(FML(alpha=alpha, beta=beta, meme="small", **LOCAL), federation, engine=engine, **SAMPLE)
     meme = layers(federation.architectures["small"].initial)
-    server, clients = reference.fml(meme, start_of(federation), train_data(federation), plan(run), LR, alpha, beta)
+    server, clients = reference.fml(
+        meme, start_of(federation), train_data(federation), plan(run), LR, alpha, beta
+    )
     same(layers(run.state.server), server)
     same([layers(s) for s in states(run)], clients)
 
@@ -125,7 +127,9 @@ def test_lg_fedavg(engine: type[Engine]) -> None:
     federation = unlike()
     run = run_of(LGFedAvg(**LOCAL), federation, engine=engine, **SAMPLE)
     start = start_of(federation)
-    head, bodies = reference.lg_fedavg(start[0][-1], [s[:-1] for s in start], train_data(federation), plan(run), LR)
+    head, bodies = reference.lg_fedavg(
+        start[0][-1], [s[:-1] for s in start], train_data(federation), plan(run), LR
+    )
     same(layers(run.state.server), [head])
     same([layers(s) for s in states(run)], bodies)
 
@@ -140,7 +144,10 @@ def test_fd(gamma: float, engine: type[Engine]) -> None:
         own = run.state.server.latest[str(info.id)]
         assert own.labels.tolist() == sorted(latest[info.id])
         same(own.mean, np.stack([latest[info.id][j] for j in sorted(latest[info.id])]))
-        targets, down = reference.leave_one_out(latest, info.id, CLASSES), run.method.download(run.state.server, info)
+        targets, down = (
+            reference.leave_one_out(latest, info.id, CLASSES),
+            run.method.download(run.state.server, info),
+        )
         assert down.known.nonzero()[:, 0].tolist() == sorted(targets)
         same(down.mean[down.known], np.stack([targets[j] for j in sorted(targets)]))
 
@@ -159,7 +166,9 @@ def test_fedproto(lam: float, weights: str, engine: type[Engine]) -> None:
         assert state.own.nonzero()[:, 0].tolist() == sorted(set(train_data(federation)[k][1].tolist()))
 
 
-@pytest.mark.parametrize(("relu", "mu", "make"), [(False, 0.7, unlike), (True, 0.5, unlike), (True, 0.9, alike)])
+@pytest.mark.parametrize(
+    ("relu", "mu", "make"), [(False, 0.7, unlike), (True, 0.5, unlike), (True, 0.9, alike)]
+)
 def test_pfedlora(relu: bool, mu: float, make, engine: type[Engine]) -> None:
     federation = make()
     method = PFedLoRA(mu=mu, width=5, relu=relu, adapter_optimizer=SGD(lr=0.2), **LOCAL)
@@ -184,7 +193,9 @@ def test_pfedlora_trains_the_adapter_with_the_optimizer_of_the_model_unless_told
     run = run_of(method, federation, engine=engine, **SAMPLE)
     start = method.server_init(run.task)
     adapter = layers({"a": start.a, "a_bias": start.a_bias, "b": start.b, "b_bias": start.b_bias})
-    server, _ = reference.pfedlora(adapter, start_of(federation), train_data(federation), plan(run), LR, LR, 0.7, False)
+    server, _ = reference.pfedlora(
+        adapter, start_of(federation), train_data(federation), plan(run), LR, LR, 0.7, False
+    )
     same(
         [run.state.server.a, run.state.server.a_bias, run.state.server.b, run.state.server.b_bias],
         [t for layer in server for t in layer],

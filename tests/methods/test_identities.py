@@ -125,13 +125,19 @@ def test_distillation_of_weight_zero_trains_as_standalone(gamma_or_lam: str) -> 
     a, b = run_of(method, unlike(), **SAMPLE), run_of(Standalone(**LOCAL), unlike(), **SAMPLE)
     for k, state in b.state.clients.items():
         own = a.state.clients[k]
-        tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12), getattr(own, "model", own), state)
+        tree.map(
+            lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-12),
+            getattr(own, "model", own),
+            state,
+        )
 
 
 # -- one client is plain SGD -------------------------------------------------------------------------------------------
 
 
-def bare_loop(initial: nn.Module, x: Tensor, y: Tensor, rounds: list[list[np.ndarray]], **settings: Any) -> nn.Module:
+def bare_loop(
+    initial: nn.Module, x: Tensor, y: Tensor, rounds: list[list[np.ndarray]], **settings: Any
+) -> nn.Module:
     """Training as everyone writes it; the optimizer is new in every round because it keeps nothing between rounds."""
     for steps in rounds:
         optimizer = torch.optim.SGD(initial.parameters(), **settings)
@@ -158,7 +164,10 @@ def test_one_client_with_all_data_is_plain_sgd(make, momentum: float) -> None:
     trained = bare_loop(model, torch.as_tensor(x), torch.as_tensor(y), rounds, lr=0.1, momentum=momentum)
     view = run.engine.trainer(method, federation, 0, federation.infos[0])
     found = personal(
-        method, run.state_of(federation.infos[0]), method.download(run.state.server, federation.infos[0]), view
+        method,
+        run.state_of(federation.infos[0]),
+        method.download(run.state.server, federation.infos[0]),
+        view,
     )
     for name, p in trained.named_parameters():
         torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-12)
@@ -193,7 +202,9 @@ def test_a_learning_rate_of_zero_changes_no_parameter(name: str) -> None:
         for _ in range(3):
             run.step()
         for info, model in zip(federation.infos, models, strict=True):
-            tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-6), run.personal(info), model)
+            tree.map(
+                lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-6), run.personal(info), model
+            )
         return
     before = [models_in(run.state_of(i)) for i in federation.infos]
     server = run.state.server
@@ -219,12 +230,16 @@ def test_training_changes_every_parameter_of_the_personal_model(name: str) -> No
     for info in federation.infos:
         down = run.method.download(run.state.server, info)
         trainer = run.engine.trainer(run.method, federation, 0, info)
-        params = personal(run.method, run.state_of(info), down, client_view(federation, run.task, 0, info, trainer))
+        params = personal(
+            run.method, run.state_of(info), down, client_view(federation, run.task, 0, info, trainer)
+        )
         initial = federation.architectures[info.architecture].initial
         assert list(params) == list(initial) or set(params) == set(initial)
         model = federation.architectures[info.architecture]
         trained = (
-            {s.weight for s in lora_of(model).sites.values()} | set(rest_of(model)) if name in LORA else set(initial)
+            {s.weight for s in lora_of(model).sites.values()} | set(rest_of(model))
+            if name in LORA
+            else set(initial)
         )
         assert {n for n in initial if not torch.equal(params[n], initial[n])} == trained
 
@@ -235,9 +250,14 @@ def test_training_changes_every_parameter_of_the_personal_model(name: str) -> No
 def test_a_client_whose_labels_nobody_else_owns_trains_alone_under_fd() -> None:
     owned = ((0, 1), (0, 1), (2, 3), (0, 1))
     federation = alike(clients=arrays(owned=owned))
-    run, alone = run_of(FD(**LOCAL), federation), run_of(Standalone(**LOCAL), alike(clients=arrays(owned=owned)))
+    run, alone = (
+        run_of(FD(**LOCAL), federation),
+        run_of(Standalone(**LOCAL), alike(clients=arrays(owned=owned))),
+    )
     tree.map(
-        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), run.state.clients[2], alone.state.clients[2]
+        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12),
+        run.state.clients[2],
+        alone.state.clients[2],
     )
     targets = run.method.download(run.state.server, federation.infos[2])
     assert targets.known.tolist() == [True, True, False, False]
@@ -295,7 +315,9 @@ def test_the_weight_of_a_reply_is_its_number_of_examples(name: str) -> None:
     )
 
     def mixed(found: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        torch.testing.assert_close(found, (SIZES[0] * a + SIZES[2] * b) / (SIZES[0] + SIZES[2]), rtol=0, atol=1e-14)
+        torch.testing.assert_close(
+            found, (SIZES[0] * a + SIZES[2] * b) / (SIZES[0] + SIZES[2]), rtol=0, atol=1e-14
+        )
         return found
 
     tree.map(mixed, after, *uploads)
@@ -333,7 +355,9 @@ def test_messages_through_bytes_change_no_bit(name: str) -> None:
         assert_bits(a.state.clients[k], b.state.clients[k])
 
 
-@pytest.mark.parametrize("optimizer", [SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)])
+@pytest.mark.parametrize(
+    "optimizer", [SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_clients_at_once_are_trained_as_one_after_another(name: str, optimizer) -> None:
     # uneven clients: batches are padded, and small clients stop while the others, with their momentum, go on
@@ -346,7 +370,9 @@ def test_clients_at_once_are_trained_as_one_after_another(name: str, optimizer) 
     b = run_of(method, federation_for(name), rounds=2, engine=Vectorized)
     for k in a.state.clients:
         tree.map(
-            lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-8), a.state.clients[k], b.state.clients[k]
+            lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=1e-8),
+            a.state.clients[k],
+            b.state.clients[k],
         )
     if name != "fedkd":  # ranks at the edge of an energy may differ
         servers = comparable(name, a.state.server), comparable(name, b.state.server)
@@ -368,7 +394,9 @@ def test_a_method_changes_none_of_its_arguments(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_of_one_seed_are_equal_and_of_two_seeds_differ(name: str) -> None:
-    a, b, c = (run_of(METHODS[name](**LOCAL), federation_for(name, **F32, seed=s), **SAMPLE) for s in (5, 5, 6))
+    a, b, c = (
+        run_of(METHODS[name](**LOCAL), federation_for(name, **F32, seed=s), **SAMPLE) for s in (5, 5, 6)
+    )
     assert_bits(a.state.server, b.state.server)
     assert {k: tree.encode(s) for k, s in a.state.clients.items()} == {
         k: tree.encode(s) for k, s in b.state.clients.items()
@@ -379,7 +407,9 @@ def test_runs_of_one_seed_are_equal_and_of_two_seeds_differ(name: str) -> None:
 
 
 def test_a_federation_of_float32_models_matches_the_reference_to_single_precision() -> None:
-    federation = Federation.from_arrays(arrays(), {"mlp": lambda: MLP(INPUTS, (WIDTH,), CLASSES)}, classes=CLASSES)
+    federation = Federation.from_arrays(
+        arrays(), {"mlp": lambda: MLP(INPUTS, (WIDTH,), CLASSES)}, classes=CLASSES
+    )
     run = run_of(FedAvg(**LOCAL), federation, **SAMPLE)
     wanted = reference.fedavg(start_of(federation)[0], train_data(federation), plan(run), 0.2)
     for found, layer in zip(layers(run.state.server), wanted, strict=True):

@@ -84,7 +84,9 @@ def replies_of(run: Run, clients: Sequence[int] = range(4)) -> list[Reply]:
 
 def scores(run: Run, client: int, series: str = "personal") -> Tensor:
     return (
-        run.local_model(run.federation.infos[client]).predictors[series](run.federation.clients[client].test.x).detach()
+        run.local_model(run.federation.infos[client])
+        .predictors[series](run.federation.clients[client].test.x)
+        .detach()
     )
 
 
@@ -123,7 +125,9 @@ def drawn(key: Key, rank: int) -> dict[str, Tensor]:
 
 def test_fedhl_at_full_rank_is_flexlora() -> None:
     alike = {"split": "B", **LOCAL}
-    a = run_of(FedHL(weighing=Weighing(by_examples=True), **alike), federation(FULL), participation=0.75, **QUIET)
+    a = run_of(
+        FedHL(weighing=Weighing(by_examples=True), **alike), federation(FULL), participation=0.75, **QUIET
+    )
     b = run_of(FlexLoRA(**alike), federation(FULL), participation=0.75, **QUIET)
     close(whole(a), whole(b))
     close(a.state.server.rest, b.state.server.rest)
@@ -154,7 +158,9 @@ def test_fedit_of_one_client_is_training_alone() -> None:
 
 
 def test_flora_of_one_client_is_training_on_what_it_merged() -> None:
-    run = run_of(FLoRA(tuning=Tuning(rank=2), **LOCAL), federation([3], clients=arrays()[:1]), rounds=1, **QUIET)
+    run = run_of(
+        FLoRA(tuning=Tuning(rank=2), **LOCAL), federation([3], clients=arrays()[:1]), rounds=1, **QUIET
+    )
     module = wrapped(run, 3, drawn(client_key(run.federation, 0, 0), 3))
     by_torch(module, run, 1)
     torch.testing.assert_close(scores(run, 0), module(run.federation.clients[0].test.x), rtol=0, atol=1e-10)
@@ -182,7 +188,10 @@ def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
 def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> None:
     local = {**LOCAL, "optimizer": optimizer}
     held = lora(Net(9, 10), 3, alpha, trainable=("head",))
-    a, b = (run_of(kind(**local), federation([3] * 4, held), participation=0.75, **QUIET) for kind in (HetLoRA, FedIT))
+    a, b = (
+        run_of(kind(**local), federation([3] * 4, held), participation=0.75, **QUIET)
+        for kind in (HetLoRA, FedIT)
+    )
     for info in a.federation.infos:
         close(a.personal(info), b.personal(info), 1e-12)
     # the server of zero padding holds factors of scale 1
@@ -195,7 +204,9 @@ def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> N
 @pytest.mark.parametrize("scaling", ["equal", "alpha"])
 def test_clients_of_zero_padding_begin_at_the_a_that_was_drawn(scaling: Any) -> None:
     held = lora(Net(9, 10), 4, 10.0, trainable=("head",))
-    run = run_of(HetLoRA(tuning=Tuning(scaling=scaling), **LOCAL), federation(UNEQUAL, held), steps=0, **QUIET)
+    run = run_of(
+        HetLoRA(tuning=Tuning(scaling=scaling), **LOCAL), federation(UNEQUAL, held), steps=0, **QUIET
+    )
     for info, rank in zip(run.federation.infos, UNEQUAL, strict=True):
         sent = unpack(run.method.download(run.state.server, info).factors)
         for n, a in drawn(run.federation.key / "init", 4).items():
@@ -216,7 +227,9 @@ def test_fedex_of_one_round_is_the_base_with_the_mean_update() -> None:
     sizes = np.array([r.client.examples for r in ups], dtype=float)
     for n in NAMES:
         pairs = [r.upload.factors[n] for r in ups]
-        update = sum(p * 2 * q.b.numpy() @ q.a.numpy() for p, q in zip(sizes / sizes.sum(), pairs, strict=True))
+        update = sum(
+            p * 2 * q.b.numpy() @ q.a.numpy() for p, q in zip(sizes / sizes.sum(), pairs, strict=True)
+        )
         base = run.federation.architectures["model"].initial[f"{n}.weight"].numpy()
         np.testing.assert_allclose(found[f"{n}.weight"].numpy(), base + update, rtol=0, atol=1e-13)
         # which the product of the means is not: the residual is there
@@ -229,7 +242,10 @@ def test_the_mean_of_ffa_is_the_mean_of_its_updates_and_that_of_fedit_is_not() -
         run = run_of(kind(**LOCAL), federation([3] * 4), steps=0, **QUIET)
         ups = replies_of(run)
         run.step()
-        sizes, a0 = np.array([r.client.examples for r in ups], dtype=float), drawn(run.federation.key / "init", 3)
+        sizes, a0 = (
+            np.array([r.client.examples for r in ups], dtype=float),
+            drawn(run.federation.key / "init", 3),
+        )
         for n in NAMES:
             held = [r.upload.factors[n] for r in ups]
             a = [a0[n] if kind is FFALoRA else p.a for p in held]
@@ -299,7 +315,9 @@ def test_what_a_client_adds_does_not_depend_on_its_scale(kind: Any) -> None:
     run = run_of(kind(tuning=Tuning(rank=2), **LOCAL), federation(), rounds=2, **QUIET)
     before = [scores(run, k) for k in range(4)]
     run.method = kind(tuning=Tuning(rank=2, scaling="alpha"), **LOCAL)
-    run.state = State(2, dataclasses.replace(run.state.server, scaling=Scaling(1.0, 2, 1.0)), run.state.clients)
+    run.state = State(
+        2, dataclasses.replace(run.state.server, scaling=Scaling(1.0, 2, 1.0)), run.state.clients
+    )
     for k in range(4):
         close(scores(run, k), before[k])
 
@@ -321,7 +339,9 @@ def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None
     tuning = Tuning(rank=2, scaling="alpha", wire=wire)
     run = run_of(FedHL(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET)
     assert at_rest(FedHL(tuning=tuning, **REST), run) < 1e-12
-    run = run_of(FlexLoRA(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET)
+    run = run_of(
+        FlexLoRA(tuning=tuning, **LOCAL), federation(), rounds=9, steps=1, participation=0.75, **QUIET
+    )
     assert at_rest(FlexLoRA(tuning=tuning, **REST), run) > 1e-3
 
 
@@ -338,9 +358,18 @@ def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_step_of_fedhl_adds_what_clients_changed(
-    ranks: list[int], who: set[int], kept: int, wire: Any, split: Any, weighing: Weighing, form: Form, seed: int
+    ranks: list[int],
+    who: set[int],
+    kept: int,
+    wire: Any,
+    split: Any,
+    weighing: Weighing,
+    form: Form,
+    seed: int,
 ) -> None:
-    method = FedHL(weighing=weighing, split=split, form=form, tuning=Tuning(wire=wire, scaling="alpha"), **LOCAL)
+    method = FedHL(
+        weighing=weighing, split=split, form=form, tuning=Tuning(wire=wire, scaling="alpha"), **LOCAL
+    )
     run = Run(method, ranked(ranks), RunSettings(rounds=1), Sequential())
     rng = np.random.default_rng(seed)
     blocks = {
@@ -352,7 +381,10 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
     for info in (run.federation.infos[k] for k in sorted(who)):
         sent = unpack(method.download(server, info).message.factors)
         up = method.tuning.message(
-            {n: Pair(p.b + torch.from_numpy(rng.normal(size=p.b.shape)).to(p.b), p.a) for n, p in sent.items()},
+            {
+                n: Pair(p.b + torch.from_numpy(rng.normal(size=p.b.shape)).to(p.b), p.a)
+                for n, p in sent.items()
+            },
             server.rest,
         )
         replies.append(Reply(info, up))
@@ -362,7 +394,9 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
             changed[n].append(8 / ranks[info.id] * change)
     new = server_update(method, server, replies, ServerView(run.task, 0, Key((0,))))
     for n in NAMES:
-        p = weighing.weigh(server.delta, [ranks[r.client.id] for r in replies], [r.client.examples for r in replies])
+        p = weighing.weigh(
+            server.delta, [ranks[r.client.id] for r in replies], [r.client.examples for r in replies]
+        )
         assert sum(p.weights[n]) == pytest.approx(1, abs=1e-14)
         wanted = server.delta[n].dense() + sum(w * c for w, c in zip(p.weights[n], changed[n], strict=True))
         torch.testing.assert_close(new.delta[n].dense(), wanted, rtol=0, atol=1e-11)

@@ -172,7 +172,9 @@ def hetlora(
         same(run.state.server.factors[n].b, b, atol)
         same(run.state.server.factors[n].a, a, atol)
     head_is(run, net, atol)
-    assert {int(k): r for k, r in run.state.server.ranks.items()} == {k: r for k, r in enumerate(left) if r != ranks[k]}
+    assert {int(k): r for k, r in run.state.server.ranks.items()} == {
+        k: r for k, r in enumerate(left) if r != ranks[k]
+    }
     for k, r in enumerate(left):
         cut = [b[:, :r] @ a[:r] for b, a in server]
         predicts(run, k, reference.added(net, cut), atol)
@@ -215,13 +217,17 @@ def test_fedhl(engine: type[Engine]) -> None:
     updates_are(run, ws, net, RANKS, close(engine))
     found = run.method.metrics(run.state.server)
     ids = list(plan(run)[-1])
-    assert found["weights"] == pytest.approx({str(k): p for k, p in zip(ids, history[-1][0], strict=True)}, abs=1e-9)
+    assert found["weights"] == pytest.approx(
+        {str(k): p for k, p in zip(ids, history[-1][0], strict=True)}, abs=1e-9
+    )
     s = setting_of(run)
     w, _, _ = reference.fedhl(dataclasses.replace(s, rounds=s.rounds[:-1]))
     size = sum((x**2).sum() for x in w)
     cut = {str(k): sum(((x - reference.best(x, RANKS[k])) ** 2).sum() for x in w) / size for k in ids}
     assert found["truncation"] == pytest.approx(cut, abs=1e-9)
-    assert found["energy"] == pytest.approx({n: (x**2).sum() for n, x in zip(NAMES, ws, strict=True)}, rel=1e-9)
+    assert found["energy"] == pytest.approx(
+        {n: (x**2).sum() for n, x in zip(NAMES, ws, strict=True)}, rel=1e-9
+    )
     assert found["discarded"] == dict.fromkeys(NAMES, 0.0)
     # the weights differ, or eq. 15 would not show
     assert np.ptp(history[-1][0]) > 0.01
@@ -302,7 +308,8 @@ def test_flora(keep: Any, engine: type[Engine]) -> None:
     run = go(FLoRA(keep=keep, tuning=TUNING, **LOCAL), engine, RANKS)
     s = setting_of(run)
     draws = [
-        {k: drawn(client_key(run.federation, k, t), s.ranks[k]) for k in clients} for t, clients in enumerate(s.rounds)
+        {k: drawn(client_key(run.federation, k, t), s.ranks[k]) for k in clients}
+        for t, clients in enumerate(s.rounds)
     ]
     net = reference.flora(s, draws)
     head_is(run, net, close(engine))

@@ -52,7 +52,9 @@ def ranks_for(kind: Any) -> Sequence[int]:
     return (1, 2, 3, 4) if kind in MIXED else (2,) * 4
 
 
-def go(kind: Any, steps: int | None = None, ranks: Sequence[int] = (), engine: Any = Sequential, **kwargs: Any) -> Run:
+def go(
+    kind: Any, steps: int | None = None, ranks: Sequence[int] = (), engine: Any = Sequential, **kwargs: Any
+) -> Run:
     fields = {f.name for f in dataclasses.fields(kind)}
     method = kind(**LOCAL, **{"tuning": TUNING, **{k: v for k, v in kwargs.items() if k in fields}})
     rest = {**QUIET, **{k: v for k, v in kwargs.items() if k not in fields}}
@@ -78,7 +80,9 @@ def answered(run: Run, replies: list[Reply]) -> Any:
 
 def scores(run: Run, client: int, series: str = "personal") -> Tensor:
     return (
-        run.local_model(run.federation.infos[client]).predictors[series](run.federation.clients[client].test.x).detach()
+        run.local_model(run.federation.infos[client])
+        .predictors[series](run.federation.clients[client].test.x)
+        .detach()
     )
 
 
@@ -134,7 +138,9 @@ def test_a_rank_may_equal_a_dimension_of_a_layer(kind: Any) -> None:
     s = setting_of(run)
     if kind is FLoRA:
         key = run.federation.key / "client"
-        net = reference.flora(s, [{k: random_a(key / k / t, ranks[k]) for k in c} for t, c in enumerate(s.rounds)])
+        net = reference.flora(
+            s, [{k: random_a(key / k / t, ranks[k]) for k in c} for t, c in enumerate(s.rounds)]
+        )
         head_is(run, net, 1e-9)
         np.testing.assert_allclose(
             scores(run, 1).numpy(),
@@ -182,7 +188,9 @@ def test_every_client_trains_at_its_own_rank(kind: Any) -> None:
 def test_a_client_of_full_rank_receives_w_itself(kind: Any) -> None:
     # with V in place of Vᵀ a layer that is not square could not even be multiplied; a square one would be wrong by 1.65
     run = go(kind, 2, ranks=(9, 2, 3, 4))
-    sent = unpack(getattr(d := run.method.download(run.state.server, run.federation.infos[0]), "message", d).factors)
+    sent = unpack(
+        getattr(d := run.method.download(run.state.server, run.federation.infos[0]), "message", d).factors
+    )
     for n in NAMES:
         w = run.state.server.delta[n].dense()
         assert float((2 / 9 * sent[n].dense() - w).norm() / w.norm()) < 1e-14
@@ -263,7 +271,9 @@ def test_a_reply_that_is_not_finite_is_dropped_and_the_rest_goes_on(kind: Any, e
 
 @pytest.mark.parametrize("kind", SAME, ids=lambda k: k.title)
 def test_unequal_ranks_are_refused_with_both_clients(kind: Any) -> None:
-    with pytest.raises(TaskError, match=rf"{kind.title} .* client 0 has 2 and client 2 has 3.*fedhl, hetlora"):
+    with pytest.raises(
+        TaskError, match=rf"{kind.title} .* client 0 has 2 and client 2 has 3.*fedhl, hetlora"
+    ):
         go(kind, 0, ranks=(2, 2, 3, 2))
 
 
@@ -338,14 +348,20 @@ def test_the_head_travels_only_where_it_is_shared(kind: Any, head: Any) -> None:
         )
         if head == "personal" and k in run.state.clients:
             held = run.state.clients[k]
-            assert all(torch.equal(own[n], (held if isinstance(held, dict) else held.rest)[n]) for n in initial)
+            assert all(
+                torch.equal(own[n], (held if isinstance(held, dict) else held.rest)[n]) for n in initial
+            )
     for server in (run.state.server, run.method.server_init(run.task)):
         assert set(server.rest) == (set(initial) if head == "shared" else set())
     replies = replies_of(run, (0, 2))
     if head == "shared":
         sizes = [r.client.examples for r in replies]
-        mean = sum(w * r.upload.rest["head.weight"].numpy() for w, r in zip(sizes, replies, strict=True)) / sum(sizes)
-        np.testing.assert_allclose(answered(run, replies).rest["head.weight"].numpy(), mean, rtol=0, atol=1e-14)
+        mean = sum(
+            w * r.upload.rest["head.weight"].numpy() for w, r in zip(sizes, replies, strict=True)
+        ) / sum(sizes)
+        np.testing.assert_allclose(
+            answered(run, replies).rest["head.weight"].numpy(), mean, rtol=0, atol=1e-14
+        )
 
 
 def test_the_servers_series_uses_a_clients_own_head() -> None:

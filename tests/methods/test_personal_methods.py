@@ -124,7 +124,9 @@ def test_fedrep(head_epochs: int, engine: type[Engine]) -> None:
     start, rounds = start_of(federation), plan(run)
     for k, (of_head, of_body) in rounds[0].items():
         assert (len(of_head), len(of_body)) == (head_epochs * -(-SIZES[k] // 8), 2 * -(-SIZES[k] // 8))
-    body, heads = personal_reference.fedrep(start[0][:-1], [s[-1:] for s in start], train_data(federation), rounds, LR)
+    body, heads = personal_reference.fedrep(
+        start[0][:-1], [s[-1:] for s in start], train_data(federation), rounds, LR
+    )
     same(layers(run.state.server), body)
     same([layers(s) for s in states(run)], heads)
     for k in range(len(SIZES)):
@@ -139,7 +141,9 @@ def test_fedspa(density: float, prune: float, engine: type[Engine]) -> None:
     first = [method.client_init(run.task, i) for i in federation.infos]
     names = [n for n, p in federation.architectures["small"].initial.items() if p.ndim == 2]
     masks = [[m[n].numpy() for n in names] for m in first]
-    net, masks = personal_reference.fedspa(start_of(federation)[0], masks, train_data(federation), plan(run), LR, prune)
+    net, masks = personal_reference.fedspa(
+        start_of(federation)[0], masks, train_data(federation), plan(run), LR, prune
+    )
     same(layers(run.state.server.model), net)
     for k, state in enumerate(states(run)):
         for n, m in zip(names, masks[k], strict=True):
@@ -200,13 +204,16 @@ def test_a_hessian_free_step_follows_the_gradient_through_the_inner_step() -> No
 def test_per_fedavg_without_an_inner_step_is_sgd_on_every_second_example() -> None:
     federation = alike()
     runs = [
-        run_of(PerFedAvg(alpha=0.0, variant=v, **LOCAL), federation, **SAMPLE) for v in ("first_order", "hessian_free")
+        run_of(PerFedAvg(alpha=0.0, variant=v, **LOCAL), federation, **SAMPLE)
+        for v in ("first_order", "hessian_free")
     ]
     assert tree.equal(runs[0].state.server, runs[1].state.server)
     net = start_of(federation)[0]
     for clients in plan(runs[0]):
         replies = [
-            reference.plain_sgd(net, *train_data(federation)[k], [s if len(s) == 1 else s[1::2] for s in steps], LR)
+            reference.plain_sgd(
+                net, *train_data(federation)[k], [s if len(s) == 1 else s[1::2] for s in steps], LR
+            )
             for k, (steps, _) in clients.items()
         ]
         net = reference.weighted_mean(replies, [1] * len(replies))
@@ -379,7 +386,12 @@ def test_a_density_that_the_vectors_use_up_is_refused_before_training() -> None:
 def test_erk_densities_by_hand() -> None:
     # sums of the shapes 5, 24 and 16; a budget of 70: 70 / 45 is more than the first can take (6 of 7.8), and the others
     # share 64 at 24 : 16
-    params = {"a": torch.zeros(2, 3), "b": torch.zeros(10, 8, 3, 3), "c": torch.zeros(8, 8), "v": torch.zeros(2)}
+    params = {
+        "a": torch.zeros(2, 3),
+        "b": torch.zeros(10, 8, 3, 3),
+        "c": torch.zeros(8, 8),
+        "v": torch.zeros(2),
+    }
     counts = layer_counts(params, 72 / 792)
     assert counts == {"a": 6, "b": round(64 * 24 / 40), "c": round(64 * 16 / 40)}
     # the long weight is full although it is the larger: 30 · 21 / 29 is more than its 20, and 10 are left
@@ -503,7 +515,9 @@ def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
     dense = run_of(FedSpa(density=1.0, **LOCAL), alike(), **SAMPLE)
     plain = run_of(FedAvg(weighting="uniform", **LOCAL), alike(), **SAMPLE)
     tree.map(
-        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12), dense.state.server.model, plain.state.server
+        lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12),
+        dense.state.server.model,
+        plain.state.server,
     )
     # by examples the mean is another
     other = run_of(FedAvg(**LOCAL), alike(), **SAMPLE)

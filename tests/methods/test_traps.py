@@ -59,13 +59,19 @@ F32 = {"dtype": torch.float32}
 def view_of(run: Run, client: int) -> Any:
     info = run.federation.infos[client]
     return client_view(
-        run.federation, run.task, run.round, info, run.engine.trainer(run.method, run.federation, run.round, info)
+        run.federation,
+        run.task,
+        run.round,
+        info,
+        run.engine.trainer(run.method, run.federation, run.round, info),
     )
 
 
 def predictor_of(run: Run, client: int) -> Any:
     info = run.federation.infos[client]
-    return predictor(run.method, run.state_of(info), run.method.download(run.state.server, info), view_of(run, client))
+    return predictor(
+        run.method, run.state_of(info), run.method.download(run.state.server, info), view_of(run, client)
+    )
 
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
@@ -131,7 +137,9 @@ def test_fedkd_sends_factors_or_the_weight_whichever_is_smaller() -> None:
     assert sent[0] < 3 * SMALL
     # down: every update a participant has missed, as the server compressed it
     rounds, at, wanted = plan(run), dict.fromkeys(range(len(SIZES)), 0), []
-    updates = [reference.sent_update(reference.plus(b, a, -1.0), 1.0)[0] for a, b in itertools.pairwise(history)]
+    updates = [
+        reference.sent_update(reference.plus(b, a, -1.0), 1.0)[0] for a, b in itertools.pairwise(history)
+    ]
     numbers = []
     for t, update in enumerate(updates):
         energy = energies[0] + (energies[1] - energies[0]) * t / 2
@@ -228,25 +236,40 @@ def test_updates_and_not_weights_are_decomposed() -> None:
     update = {n: torch.zeros_like(p) for n, p in before.items()}
     update["body.0.weight"] = matrix(1, WIDTH, 12)
     after = server_update(
-        method, run.state.server, [Reply(federation.infos[0], update)], ServerView(run.task, 0, federation.key)
+        method,
+        run.state.server,
+        [Reply(federation.infos[0], update)],
+        ServerView(run.task, 0, federation.key),
     )
     assert after.updates[0]["body.0.weight"].rank == 1
     # a rank-one update arrives whole and leaves the weights' own rank alone
-    torch.testing.assert_close(after.mentee["body.0.weight"] - before["body.0.weight"], update["body.0.weight"])
+    torch.testing.assert_close(
+        after.mentee["body.0.weight"] - before["body.0.weight"], update["body.0.weight"]
+    )
     assert torch.linalg.matrix_rank(after.mentee["body.0.weight"]) == WIDTH
 
 
 def test_the_rank_is_the_smallest_that_keeps_the_energy() -> None:
     s = torch.tensor([2.0, 1.0, 1.0, 0.5])
     share = np.cumsum(s.numpy() ** 2) / (s.numpy() ** 2).sum()  # .64, .8, .96, 1
-    for energy, rank in ((0.1, 1), (0.63, 1), (0.65, 2), (0.79, 2), (0.81, 3), (0.959, 3), (0.97, 4), (1.0, 4)):
+    for energy, rank in (
+        (0.1, 1),
+        (0.63, 1),
+        (0.65, 2),
+        (0.79, 2),
+        (0.81, 3),
+        (0.959, 3),
+        (0.97, 4),
+        (1.0, 4),
+    ):
         assert rank_of_energy(s, energy) == rank == int((share < energy - 1e-12).sum()) + 1
     assert rank_of_energy(torch.zeros(3), 0.9) == 1
     assert rank_of_energy(s, 0.0) == 1
     # 9 of 14 are kept by the first, 13 of 14 by two
     for scale in (1e-200, 1e200):
         assert [
-            rank_of_energy(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64) * scale, e) for e in (0.6, 0.9, 0.95)
+            rank_of_energy(torch.tensor([3.0, 2.0, 1.0], dtype=torch.float64) * scale, e)
+            for e in (0.6, 0.9, 0.95)
         ] == [1, 2, 3]
 
 
@@ -314,7 +337,9 @@ def test_equal_matrices_have_equal_factors_whatever_signs_the_decomposition_pick
 @pytest.mark.parametrize("lost", [0.0, 0.4])
 def test_a_client_that_missed_rounds_rebuilds_the_mentee_bit_for_bit(engine, lost: float) -> None:
     method = FedKD(energy_start=0.6, energy_end=0.9, **LOCAL)
-    run = run_of(method, unlike(**F32), rounds=9, steps=0, engine=engine, participation=0.5, lost_replies=lost)
+    run = run_of(
+        method, unlike(**F32), rounds=9, steps=0, engine=engine, participation=0.5, lost_replies=lost
+    )
     absent, whole, several = dict.fromkeys(range(len(SIZES)), 0), 0, 0
     for t in range(9):
         server = run.state.server
@@ -365,7 +390,9 @@ def test_lg_fedavg_infers_with_the_head_after_aggregation() -> None:
         x, y = data.test.x.double().numpy(), data.test.y.numpy()
         body = layers(run.state.clients[info.id])
         fresh, stale = (reference.forward([*body, *layers(h)], x)[1] for h in (run.state.server, old))
-        np.testing.assert_allclose(predictor_of(run, info.id)(data.test.x).detach().numpy(), fresh, atol=1e-12)
+        np.testing.assert_allclose(
+            predictor_of(run, info.id)(data.test.x).detach().numpy(), fresh, atol=1e-12
+        )
         assert not np.allclose(fresh, stale, atol=1e-6)
         headline = next(iter(record.accuracy.values()))
         assert headline["test"][info.id] == (fresh.argmax(1) == y).mean()
@@ -415,7 +442,9 @@ def test_fd_leaves_out_the_clients_own_outputs() -> None:
         server = copy.deepcopy(run.state.server)
         own = server.latest[str(info.id)]
         other = type(own)(own.labels, torch.full_like(own.mean, 0.25))
-        moved = server_update(run.method, server, [Reply(info, other)], ServerView(run.task, 3, federation.key))
+        moved = server_update(
+            run.method, server, [Reply(info, other)], ServerView(run.task, 3, federation.key)
+        )
         again = run.method.download(moved, info)
         torch.testing.assert_close(again.mean, down.mean, rtol=0, atol=1e-12)
         assert torch.equal(again.known, down.known)
@@ -426,7 +455,9 @@ def test_fd_leaves_out_the_clients_own_outputs() -> None:
 
 def proto_run(infer: str, known: list[bool]) -> tuple[Run, Prototypes]:
     run = run_of(FedProto(infer=infer, **LOCAL), alike())
-    mean = torch.where(torch.tensor(known)[:, None], run.state.server.mean, torch.zeros(1, dtype=torch.float64))
+    mean = torch.where(
+        torch.tensor(known)[:, None], run.state.server.mean, torch.zeros(1, dtype=torch.float64)
+    )
     return run, Prototypes(mean, torch.tensor(known))
 
 
@@ -465,7 +496,9 @@ def test_an_adapter_started_by_decomposition_of_the_head_begins_as_the_head() ->
     for width in (CLASSES, CLASSES + 3):
         adapter = PFedLoRA(width=width, start="svd", **LOCAL).server_init(federation.task(1))
         assert adapter.a.shape == (width, WIDTH)
-        torch.testing.assert_close(adapter.apply(r, relu=False), model.head(model.initial, r), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            adapter.apply(r, relu=False), model.head(model.initial, r), rtol=0, atol=1e-6
+        )
     narrow = PFedLoRA(width=2, start="svd", **LOCAL).server_init(federation.task(1))
     u, s, vt = np.linalg.svd(model.initial["head.weight"].numpy(), full_matrices=False)
     np.testing.assert_allclose((narrow.b @ narrow.a).numpy(), (u[:, :2] * s[:2]) @ vt[:2], atol=1e-6)
@@ -528,7 +561,9 @@ def test_the_small_model_is_the_one_with_the_fewest_parameters() -> None:
     federation = unlike()
     assert federation.architectures["small"].parameters < federation.architectures["deep"].parameters
     assert sorted(start(FML(), federation).state.server) == sorted(federation.architectures["small"].initial)
-    assert sorted(start(FedKD(), federation).state.server.mentee) == sorted(federation.architectures["small"].initial)
+    assert sorted(start(FedKD(), federation).state.server.mentee) == sorted(
+        federation.architectures["small"].initial
+    )
 
 
 @pytest.mark.parametrize(
@@ -556,7 +591,14 @@ def test_settings_out_of_range_are_refused(make) -> None:
 
 @pytest.mark.parametrize(
     ("method", "setting"),
-    [(FedProx, "mu"), (FD, "gamma"), (FedProto, "lam"), (FML, "alpha"), (FedKD, "energy_start"), (PFedLoRA, "mu")],
+    [
+        (FedProx, "mu"),
+        (FD, "gamma"),
+        (FedProto, "lam"),
+        (FML, "alpha"),
+        (FedKD, "energy_start"),
+        (PFedLoRA, "mu"),
+    ],
     ids=lambda v: getattr(v, "title", None),
 )
 def test_a_setting_that_is_not_a_number_is_refused(method, setting: str) -> None:
@@ -590,12 +632,16 @@ class Wet(Net):
         self.body.append(nn.Dropout(p))
 
 
-@pytest.mark.parametrize("method", [FML(meme="wet", **LOCAL), FedKD(mentee="wet", **LOCAL)], ids=["FML", "FedKD"])
+@pytest.mark.parametrize(
+    "method", [FML(meme="wet", **LOCAL), FedKD(mentee="wet", **LOCAL)], ids=["FML", "FedKD"]
+)
 def test_dropout_of_a_small_shared_model_acts_at_clients_of_other_models(method) -> None:
     sent = []
     for p in (0.0, 0.5):
         models = {"deep": lambda: Net(9, 7), "wet": lambda p=p: Wet(p)}
-        federation = Federation.from_arrays(arrays(), models, classes=CLASSES, architecture=["deep"] * len(SIZES))
+        federation = Federation.from_arrays(
+            arrays(), models, classes=CLASSES, architecture=["deep"] * len(SIZES)
+        )
         server = run_of(method, federation, rounds=1).state.server
         sent.append(getattr(server, "mentee", server)["head.weight"])
     assert not torch.equal(*sent)
@@ -607,7 +653,9 @@ def test_the_reference_has_the_gradients_of_its_losses() -> None:
     net = start_of(federation)[0]
     x, y = train_data(federation)[0]
     inputs, scores = reference.forward(net, x)
-    grads = reference.backward(net, inputs, (reference.softmax(scores) - reference.one_hot(y, CLASSES)) / len(y))
+    grads = reference.backward(
+        net, inputs, (reference.softmax(scores) - reference.one_hot(y, CLASSES)) / len(y)
+    )
     rng = np.random.default_rng(0)
     for layer in range(len(net)):
         for part in (0, 1):
@@ -638,7 +686,9 @@ def test_clients_of_one_architecture_begin_with_the_same_weights(name: str) -> N
     for a, b in ((0, 2), (1, 3)):
         assert starts[a].keys() == starts[b].keys()
         assert all(torch.equal(starts[a][n], starts[b][n]) for n in starts[a])
-    assert starts[0].keys() != starts[1].keys() or any(starts[0][n].shape != starts[1][n].shape for n in starts[0])
+    assert starts[0].keys() != starts[1].keys() or any(
+        starts[0][n].shape != starts[1][n].shape for n in starts[0]
+    )
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox"])

@@ -284,7 +284,11 @@ def in_round(t: int, client: int, act: Fault) -> Fault:
     """What becomes of the order to that client in a round, counted from 1; all else arrives."""
 
     def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.kind == "order" and parcel.node == 100 + client and Order.from_json(parcel.words).round == t - 1:
+        if (
+            parcel.kind == "order"
+            and parcel.node == 100 + client
+            and Order.from_json(parcel.words).round == t - 1
+        ):
             return act(carrier, parcel)
         return intact(carrier, parcel)
 

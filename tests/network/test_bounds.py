@@ -73,10 +73,14 @@ def test_the_update_is_measured_against_the_part_of_the_download_that_has_its_fo
     small_one = {"w": torch.full((2, 2), 3.0)}
     assert measure(small_one, x) == {"": Measured(6.0)}
     # numbers whose squares exceed float64
-    assert measure({"w": torch.full((4,), 1e300, dtype=torch.float64)}, None)[""].itself == pytest.approx(2e300)
+    assert measure({"w": torch.full((4,), 1e300, dtype=torch.float64)}, None)[""].itself == pytest.approx(
+        2e300
+    )
 
 
-def bound(*sizes: float, past: Sequence[float] = (), steps: Sequence[int] = (), download: float = 100.0) -> set[int]:
+def bound(
+    *sizes: float, past: Sequence[float] = (), steps: Sequence[int] = (), download: float = 100.0
+) -> set[int]:
     """Who is refused, of clients that send weights whose changes have these norms; the ratio is 10."""
     judge = NormBound(10.0)
     for t, size in enumerate(past):
@@ -202,7 +206,9 @@ def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
         if not order.train or order.round + 1 not in rounds:
             return [found]
         body = tree.encode(
-            tree.map(lambda t: torch.full_like(t, value) if t.is_floating_point() else t, tree.decode(found.body))
+            tree.map(
+                lambda t: torch.full_like(t, value) if t.is_floating_point() else t, tree.decode(found.body)
+            )
         )
         return [changed(found, body=body)]
 
@@ -266,7 +272,9 @@ def boasting(carrier: LocalTransport, parcel: Parcel, examples: int = 2**40) -> 
     found = carrier.answered(parcel)
     if parcel.kind == "order" or parcel.node != 101:
         return [found]
-    return [changed(found, words=dataclasses.replace(Hello.from_json(found.words), examples=examples).to_json())]
+    return [
+        changed(found, words=dataclasses.replace(Hello.from_json(found.words), examples=examples).to_json())
+    ]
 
 
 def test_a_client_that_claims_2_to_the_40_examples_weighs_ten_times_the_median(tmp_path: Path) -> None:
@@ -300,9 +308,13 @@ def test_more_examples_than_promised_are_turned_away(tmp_path: Path) -> None:
     said: list[str] = []
     result = served(carrier, made, tmp_path / "run", said)
     assert lost(result) == [{1}]
-    assert sum(f"says it has {sizes[1] + 1} examples, but it promised {sizes[1]}" in line for line in said) == 1
+    assert (
+        sum(f"says it has {sizes[1] + 1} examples, but it promised {sizes[1]}" in line for line in said) == 1
+    )
     wrong = small("fedavg", network={"examples": [3, 4]})
-    with pytest.raises(ConfigError, match=r"network\.examples promises the examples of 2 clients, but there are 3"):
+    with pytest.raises(
+        ConfigError, match=r"network\.examples promises the examples of 2 clients, but there are 3"
+    ):
         served(local(wrong, tmp_path / "wrong"), wrong, tmp_path / "wrong" / "run")
 
 
@@ -319,7 +331,9 @@ def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
         assert not others & values
     for node, folder in carrier.folders.items():
         texts = [p.read_text() for p in folder.rglob("*.json")]
-        assert not any(f'"{n}"' in t or f" {n}," in t for i, n in enumerate(sizes) if i != node - 100 for t in texts)
+        assert not any(
+            f'"{n}"' in t or f" {n}," in t for i, n in enumerate(sizes) if i != node - 100 for t in texts
+        )
 
 
 # -- silence -----------------------------------------------------------------------------------------------------------
@@ -338,8 +352,13 @@ def test_a_client_that_never_replies_costs_few_deadlines(tmp_path: Path) -> None
     asked = [o.round + 1 for c, o in carrier.orders() if c == 1]
     assert asked == [1, 2, 4, 7, 12, 13]
     assert carrier.clock.now == pytest.approx(6 * 100, abs=10)
-    assert "did not reply within 100 s; it sits out 1 round (network.silent_after)" in result.rounds[2].lost["1"]
-    assert "sits out, and is asked again in round 7: it did not answer 3 orders in a row" in result.rounds[5].lost["1"]
+    assert (
+        "did not reply within 100 s; it sits out 1 round (network.silent_after)" in result.rounds[2].lost["1"]
+    )
+    assert (
+        "sits out, and is asked again in round 7: it did not answer 3 orders in a row"
+        in result.rounds[5].lost["1"]
+    )
     assert json.loads((tmp_path / "run" / "network.json").read_text())["silent"] == {"1": 5}
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {}
 
@@ -348,7 +367,9 @@ def test_a_client_that_was_silent_takes_part_again_and_starts_from_zero(tmp_path
     made = small("scaffold", rounds=6, network={"deadline": 100.0})
 
     def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
-        silent = parcel.kind == "order" and parcel.node == 101 and Order.from_json(parcel.words).round in (0, 1, 4)
+        silent = (
+            parcel.kind == "order" and parcel.node == 101 and Order.from_json(parcel.words).round in (0, 1, 4)
+        )
         return [] if silent else intact(carrier, parcel)
 
     carrier = local(made, tmp_path, fault)
@@ -431,7 +452,10 @@ def test_after_going_back_a_run_is_the_one_in_which_that_client_was_lost_from_th
     # what an operator reads afterwards
     account = Account.read(out)
     assert (account.branch, account.excluded) == (1, {"1": 4})
-    assert served(carrier, made, out, resume=True, config={**made.describe(method), "vary": {}}).rounds == result.rounds
+    assert (
+        served(carrier, made, out, resume=True, config={**made.describe(method), "vary": {}}).rounds
+        == result.rounds
+    )
 
 
 def test_a_client_can_be_excluded_without_going_back(tmp_path: Path) -> None:

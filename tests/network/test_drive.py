@@ -58,7 +58,13 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_wave_a_round(method: s
     assert [{c for c, o in wave.items() if o.train} for wave in waves] == [*trained, set()]
     assert all(len(t) == 2 for t in trained)
     assert [len(wave) for wave in waves] == [4, 4, 4, 2, 4]
-    assert [{o.evaluate for o in wave.values()} for wave in waves] == [{True}, {True}, {True}, {False}, {True}]
+    assert [{o.evaluate for o in wave.values()} for wave in waves] == [
+        {True},
+        {True},
+        {True},
+        {False},
+        {True},
+    ]
     assert carrier.trained == [(c, t) for t, clients in enumerate(trained) for c in sorted(clients)]
     # each was asked once who it is, and learns nothing of the others
     assert Counter(p.kind for p in carrier.log) == {"hello": 4, "order": 18}
@@ -265,7 +271,9 @@ def test_clients_that_do_not_come_are_named(tmp_path: Path) -> None:
     made = small("scaffold", network={"wait": 30.0})
     carrier = local(made, tmp_path)
     carrier.away = {100, 102}
-    with pytest.raises(NetworkError, match=r"only 1 of 3 clients came within 30 s; missing: 0, 2\. Start them"):
+    with pytest.raises(
+        NetworkError, match=r"only 1 of 3 clients came within 30 s; missing: 0, 2\. Start them"
+    ):
         served(carrier, made, tmp_path / "run")
     assert carrier.clock.now == pytest.approx(30)
     assert not carrier.orders()
@@ -295,7 +303,9 @@ def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again
             return intact(there, parcel) if sum(p.node == 101 for p in there.log) > 1 else []
         # every round takes 30 s
         return (
-            [(30.0, there.answered(parcel))] if parcel.kind == "order" and parcel.node == 100 else intact(there, parcel)
+            [(30.0, there.answered(parcel))]
+            if parcel.kind == "order" and parcel.node == 100
+            else intact(there, parcel)
         )
 
     carrier.fault = fault
@@ -307,7 +317,9 @@ def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again
 
 
 @pytest.mark.parametrize("needed", [3, 2])
-def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(needed: int, tmp_path: Path) -> None:
+def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(
+    needed: int, tmp_path: Path
+) -> None:
     """As of a client that hashes a large base model."""
     made = small("scaffold", rounds=5, network={"min_clients": needed})
     carrier = local(made, tmp_path)
@@ -325,7 +337,9 @@ def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(needed
     assert lost(result) == ([set()] * 5 if needed == 3 else [{1}, {1}, {1}, set(), set()])
     assert agrees(result, carrier, made) == (set() if needed == 3 else {(0, 1), (1, 1), (2, 1)})
     assert sum(p.kind == "hello" and p.node == 101 for p in carrier.log) == 1
-    assert sum("still waiting for the registration of node 101" in line for line in said) == (3 if needed == 3 else 2)
+    assert sum("still waiting for the registration of node 101" in line for line in said) == (
+        3 if needed == 3 else 2
+    )
     assert carrier.clock.now == pytest.approx((200 if needed == 3 else 0) + 6 * 80, abs=10)
 
 
@@ -348,7 +362,9 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(tmp_pa
     result = served(carrier, made, tmp_path / "run", said)
     # it is asked again in every round, turned away as long as the first is there, and says so once
     assert sum("a node was turned away: client 1 is here already" in line for line in said) == 1
-    assert not any(p.kind == "order" and p.node == 201 and Order.from_json(p.words).round < 3 for p in carrier.log)
+    assert not any(
+        p.kind == "order" and p.node == 201 and Order.from_json(p.words).round < 3 for p in carrier.log
+    )
     assert lost(result) == [set(), set(), {1}, set()]
     assert agrees(result, carrier, made) == missed(result)
 

@@ -91,7 +91,9 @@ def test_a_client_that_raises_in_its_training(tmp_path: Path, monkeypatch: pytes
     said: list[str] = []
     result = served(carrier, made, tmp_path / "run", said)
     assert agrees(result, carrier, made) == missed(result)
-    assert result.rounds[2].lost == {"1": "no reply of client 1: RuntimeError: out of memory 12:00:00 finished"}
+    assert result.rounds[2].lost == {
+        "1": "no reply of client 1: RuntimeError: out of memory 12:00:00 finished"
+    }
     assert all("\n" not in line for line in said)
 
 
@@ -102,7 +104,9 @@ def test_training_that_diverges_at_one_client(tmp_path: Path) -> None:
 
     def diverging(self: Any, method: Any, federation: Any, task: Any, round: int, jobs: Any) -> Any:
         if carrier.running == 101 and round == 1:
-            jobs = [dataclasses.replace(j, down=j.down.__class__(nan(j.down.model), j.down.control)) for j in jobs]
+            jobs = [
+                dataclasses.replace(j, down=j.down.__class__(nan(j.down.model), j.down.control)) for j in jobs
+            ]
         return train(self, method, federation, task, round, jobs)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -121,7 +125,9 @@ def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
     made = small("scaffold", 2, 2)
     for place in range(40):
         hazard = Hazard({place})
-        carrier = local(made, tmp_path / str(place), in_round(2, 1, functools.partial(perilous, hazard=hazard)))
+        carrier = local(
+            made, tmp_path / str(place), in_round(2, 1, functools.partial(perilous, hazard=hazard))
+        )
         result = served(carrier, made, tmp_path / str(place) / "run")
         assert agrees(result, carrier, made) == missed(result)
         if place == len(hazard.points):
@@ -208,12 +214,16 @@ def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_
     assert agrees(result, carrier, made) == set()
     assert lost(result) == [set()] * 3
     # only who did not reply is asked again, by the same bytes, and answers from its memory
-    again = [p for p in carrier.log if p.kind == "order" and p.node == 102 and Order.from_json(p.words).round == 1]
+    again = [
+        p for p in carrier.log if p.kind == "order" and p.node == 102 and Order.from_json(p.words).round == 1
+    ]
     assert len(again) == 3
     assert again[0] == again[1] == again[2]
     assert len(carrier.orders()) == 3 * 4 + 2
     assert sorted(carrier.trained) == sorted((c, t) for c in range(3) for t in range(3))
-    assert sum("2 good replies, 3 are needed: no reply of client 2: it was lost" in line for line in said) == 2
+    assert (
+        sum("2 good replies, 3 are needed: no reply of client 2: it was lost" in line for line in said) == 2
+    )
 
 
 def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_resumed(tmp_path: Path) -> None:
@@ -344,7 +354,9 @@ def test_a_client_that_lost_its_folder_begins_anew(method: str, needed: int, tmp
     run, records = truth(made, result.rounds[:1])
     for t, record in enumerate(result.rounds[1:], 1):
         if t == (3 if needed == 1 else 2):
-            run.restore(dataclasses.replace(run.state, clients={i: c for i, c in run.state.clients.items() if i != 1}))
+            run.restore(
+                dataclasses.replace(run.state, clients={i: c for i, c in run.state.clients.items() if i != 1})
+            )
         records.append(run.step(losses=record.lost))
     same_states(result, carrier, run)
     assert sum("client 1 has lost its state, and begins anew" in line for line in said) == 1
@@ -372,6 +384,8 @@ def test_a_client_whose_disk_is_of_last_week_begins_anew(tmp_path: Path) -> None
     result = served(carrier, made, tmp_path / "run")
     assert lost(result) == [set(), set(), set(), {1}, set()]
     run, _ = truth(made, result.rounds[:5])
-    run.restore(dataclasses.replace(run.state, clients={i: c for i, c in run.state.clients.items() if i != 1}))
+    run.restore(
+        dataclasses.replace(run.state, clients={i: c for i, c in run.state.clients.items() if i != 1})
+    )
     run.step()
     same_states(result, carrier, run)

@@ -127,7 +127,9 @@ class Party:
 
     def family(self) -> list[int]:
         """It and its descendants."""
-        listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
+        ).stdout
         parents = {int(p): int(q) for p, q in (line.split() for line in listed.splitlines())}
         found = [self.process.pid]
         for pid in found:
@@ -183,13 +185,24 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     # long enough that the orphans do not end by themselves before they are found
     planned = tables("scaffold", rounds=12)
     file, out, port = written(tmp_path / "t.toml", planned), tmp_path / "run", free_port()
-    subprocess.run([*COMMAND, "keys", str(tmp_path / "keys"), "--clients", "3"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [*COMMAND, "keys", str(tmp_path / "keys"), "--clients", "3"], check=True, stdout=subprocess.DEVNULL
+    )
 
     def serve(*more: str) -> Party:
         keys = str(tmp_path / "keys" / "server")
         parties.append(
             Party(
-                tmp_path / "serve.log", "serve", str(file), "--keys", keys, "--port", str(port), "-o", str(out), *more
+                tmp_path / "serve.log",
+                "serve",
+                str(file),
+                "--keys",
+                keys,
+                "--port",
+                str(port),
+                "-o",
+                str(out),
+                *more,
             )
         )
         return parties[-1]
@@ -197,7 +210,9 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     def join(client: int) -> Party:
         keys, folder = tmp_path / "keys" / f"client-{client}", tmp_path / f"client-{client}"
         where = ("--server", f"127.0.0.1:{port}", "--keys", str(keys), "--folder", str(folder))
-        parties.append(Party(tmp_path / f"join{client}.log", "join", str(file), "--client", str(client), *where))
+        parties.append(
+            Party(tmp_path / f"join{client}.log", "join", str(file), "--client", str(client), *where)
+        )
         return parties[-1]
 
     server = serve()

@@ -171,7 +171,9 @@ def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
         # nobody reads the token off a command line, and no other user of the machine out of the environment
         assert not [p.command for p in family.processes().values() if token in p.command]
         if os.geteuid() == 0 and Path("/proc/self/environ").exists():
-            theirs = subprocess.run(["cat", f"/proc/{link.pid}/environ"], user=65534, group=65534, capture_output=True)
+            theirs = subprocess.run(
+                ["cat", f"/proc/{link.pid}/environ"], user=65534, group=65534, capture_output=True
+            )
             assert (theirs.returncode, theirs.stdout) == (1, b"")
 
         link.kill()
@@ -185,14 +187,18 @@ def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
         ((code, reason),) = found["replies"]
         assert code == 7
         assert "fedlowrank/trial" in reason
-        assert "refused: this client answers messages of the app fedlowrank/fedlowrank" in node.log.read_text()
+        assert (
+            "refused: this client answers messages of the app fedlowrank/fedlowrank" in node.log.read_text()
+        )
         assert not (tmp_path / "modules" / "executed").exists()
         assert not list(tmp_path.glob("node/**/*.fab")) + list((tmp_path / "node").glob("apps"))
         assert node.tail(1000).count("SuperNode ID") == 1
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes a minute; `make test-deployment` runs it")
+@pytest.mark.skipif(
+    "FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes a minute; `make test-deployment` runs it"
+)
 def test_a_server_without_keys_tells_how_runs_stand_and_leaves_nothing(
     foreign: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,19 +73,34 @@ WORDS: dict[str, tuple[Lie, str]] = {
     "fewer operations": (lambda d: changed(d, flops=-1), FLOPS),
     "endless operations": (lambda d: changed(d, flops=10**31), FLOPS),
     "10^15 operations": (lambda d: changed(d, flops=10**15), FLOPS),
-    "a loss that is NaN": (lambda d: changed(d, losses={"local": math.nan}), "it reports losses that cannot be"),
-    "a loss without end": (lambda d: changed(d, losses={"local": -math.inf}), "it reports losses that cannot be"),
+    "a loss that is NaN": (
+        lambda d: changed(d, losses={"local": math.nan}),
+        "it reports losses that cannot be",
+    ),
+    "a loss without end": (
+        lambda d: changed(d, losses={"local": -math.inf}),
+        "it reports losses that cannot be",
+    ),
     "a pass that is none": (lambda d: changed(d, losses={"a\nb": 1.0}), "it reports losses that cannot be"),
-    "no series": (evaluation(accuracy={}, risk={}, parameters={}), "what it says its models are worth cannot be"),
+    "no series": (
+        evaluation(accuracy={}, risk={}, parameters={}),
+        "what it says its models are worth cannot be",
+    ),
     "more than all right": (
         evaluation(accuracy={"personal": {"val": 0.5, "test": 1.1}}),
         "what it says its models are worth cannot be",
     ),
-    "right by NaN": (evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}), "its models are worth cannot"),
+    "right by NaN": (
+        evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}),
+        "its models are worth cannot",
+    ),
     "no test": (evaluation(risk={"personal": {"val": 0.5}}), "what it says its models are worth cannot be"),
     "two kinds of series": (evaluation(risk=half("other")), "what it says its models are worth cannot be"),
     "sizes of nothing": (evaluation(parameters={}), "what it says its models are worth cannot be"),
-    "a model of less than nothing": (evaluation(parameters={"personal": -1}), "its models are worth cannot be"),
+    "a model of less than nothing": (
+        evaluation(parameters={"personal": -1}),
+        "its models are worth cannot be",
+    ),
     "a model without end": (evaluation(parameters={"personal": 10**9}), "its models are worth cannot be"),
     "a route beyond": (evaluation(routes=[0.5, 1.5]), "what it says its models are worth cannot be"),
 }
@@ -126,7 +141,9 @@ def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_pat
 def test_a_problem_is_told_in_one_short_line(tmp_path: Path) -> None:
     made = small("scaffold")
     problem = "\x1b[2J\n12:00:00 finished\n" * 99
-    there = in_round(2, 1, lambda there, parcel: [changed(there.answered(parcel), problem=problem, kind="disk")])
+    there = in_round(
+        2, 1, lambda there, parcel: [changed(there.answered(parcel), problem=problem, kind="disk")]
+    )
     carrier = local(made, tmp_path, there)
     said: list[str] = []
     result = served(carrier, made, tmp_path / "run", said)
@@ -208,7 +225,9 @@ def test_where_only_banned_clients_are_left_the_run_ends_at_once(tmp_path: Path)
     made = small("scaffold", rounds=4, network={"limits": {"ban_after": 1}})
     everyone = local(made, tmp_path, lambda t, p: [d if p.kind == "hello" else changed(d, body=b"")]
                      if (d := t.answered(p)) else [])  # fmt: skip
-    with pytest.raises(NetworkError, match="client 0 is banned: 1 of its replies were refused; client 1 is banned"):
+    with pytest.raises(
+        NetworkError, match="client 0 is banned: 1 of its replies were refused; client 1 is banned"
+    ):
         served(everyone, made, tmp_path / "run")
     assert len(everyone.orders()) == 3
     assert everyone.clock.now == 0
@@ -217,7 +236,9 @@ def test_where_only_banned_clients_are_left_the_run_ends_at_once(tmp_path: Path)
 def test_a_reply_that_the_method_cannot_use_is_dropped_named_and_counted(tmp_path: Path) -> None:
     made = small("scaffold", rounds=3, network={"limits": {"ban_after": 2}})
     odd = upload(lambda u: tree.map(lambda t: torch.full_like(t, 0.0625), u))
-    carrier = local(made, tmp_path, lambda t, p: [odd(t.answered(p)) if trains(p) and p.node == 101 else t.answered(p)])
+    carrier = local(
+        made, tmp_path, lambda t, p: [odd(t.answered(p)) if trains(p) and p.node == 101 else t.answered(p)]
+    )
     contribution = SCAFFOLD.contribution
 
     def picky(self: Any, upload: Any, client: Any, server: Any) -> Any:
@@ -310,7 +331,9 @@ def judged(words: str, body: bytes) -> tuple[str, dict[int, int]]:
     found = run.late()
     assert found is not None
     for r in (record, evaluated(before, found)):
-        assert RoundRecord(**json.loads(json.dumps(dataclasses.asdict(r)))).untimed() == r.untimed() or "NaN" in repr(r)
+        assert RoundRecord(
+            **json.loads(json.dumps(dataclasses.asdict(r)))
+        ).untimed() == r.untimed() or "NaN" in repr(r)
         assert all(math.isfinite(x) for x in (*r.loss.values(), float(r.steps), float(r.flops)))
         assert all(line.isprintable() and len(line) < 1200 for line in (*said, *r.lost.values()))
     assert tree.not_finite(run.state.server) is None
@@ -322,7 +345,9 @@ def judged(words: str, body: bytes) -> tuple[str, dict[int, int]]:
     return record.lost.get("1", ""), engine.bans.counts
 
 
-FUZZ = settings(max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+FUZZ = settings(
+    max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+)
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 values = st.recursive(
     plain,
@@ -352,7 +377,11 @@ def test_an_answer_with_any_field(name: str, value: Any) -> None:
 
 
 @FUZZ
-@given(st.sampled_from(["accuracy", "risk", "parameters", "routes"]), st.sampled_from(["", "personal", "test"]), values)
+@given(
+    st.sampled_from(["accuracy", "risk", "parameters", "routes"]),
+    st.sampled_from(["", "personal", "test"]),
+    values,
+)
 def test_an_answer_with_any_evaluation(field: str, where: str, value: Any) -> None:
     _, _, kept = stage()
     words = json.loads(kept[101][1].words)
@@ -371,7 +400,9 @@ def test_an_answer_with_any_evaluation(field: str, where: str, value: Any) -> No
 def test_an_upload_of_any_number(number: float, where: str) -> None:
     _, _, kept = stage()
     held = tree.decode(kept[101][1].body)
-    odd = dataclasses.replace(held, **{where: tree.map(lambda t: torch.full_like(t, number), getattr(held, where))})
+    odd = dataclasses.replace(
+        held, **{where: tree.map(lambda t: torch.full_like(t, number), getattr(held, where))}
+    )
     why, counts = judged(kept[101][1].words, tree.encode(odd))
     # the bound on norms lies in between; a reply that only it refuses does not count towards a ban
     size = abs(number) if math.isfinite(number) else math.inf

@@ -131,7 +131,9 @@ def test_nothing_is_read_of_a_reply_of_too_many_pieces() -> None:
 def test_an_array_that_cannot_be_read_is_refused() -> None:
     link = SuperLink("words", b"body")
     broken = next(i for i, content in link.objects.items() if b"arraychunk_ids" in content)
-    link.objects[broken] = link.objects[broken].replace(b"arraychunk_ids", b"arraychunk_ids{")[:-9] + b"{{{{{{{{{"
+    link.objects[broken] = (
+        link.objects[broken].replace(b"arraychunk_ids", b"arraychunk_ids{")[:-9] + b"{{{{{{{{{"
+    )
     assert "a piece of it cannot be read: JSONDecodeError" in received(link, 1 << 20).too_large
 
 

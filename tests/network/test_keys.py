@@ -18,7 +18,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
 from fedlowrank.network.deploy import keys
-from fedlowrank.network.deploy.keys import AUTHORITY_DAYS, ClientKeys, ServerKeys, add_client, make_keys, renew_server
+from fedlowrank.network.deploy.keys import (
+    AUTHORITY_DAYS,
+    ClientKeys,
+    ServerKeys,
+    add_client,
+    make_keys,
+    renew_server,
+)
 
 HOSTS = ["fl.example.org", "192.0.2.7", "2001:db8::7"]
 
@@ -51,7 +58,9 @@ def shakes_hands(server: ServerKeys, authority: Path, host: str) -> bool:
 
 def test_the_folder_holds_what_it_says_and_keeps_secrets_from_others(folder: Path) -> None:
     modes = {
-        str(p.relative_to(folder)): stat.S_IMODE(p.stat().st_mode) & 0o077 for p in folder.rglob("*") if p.is_file()
+        str(p.relative_to(folder)): stat.S_IMODE(p.stat().st_mode) & 0o077
+        for p in folder.rglob("*")
+        if p.is_file()
     }
     secret = {"ca.key", "server/server.key", "client-0/client.key", "client-1/client.key"}
     public = {"server/ca.crt", "server/server.pem", "server/clients/0.pub", "server/clients/1.pub"}
@@ -63,7 +72,9 @@ def test_the_folder_holds_what_it_says_and_keeps_secrets_from_others(folder: Pat
     }
 
 
-def test_a_client_believes_the_server_under_each_of_its_names_and_no_other(folder: Path, tmp_path: Path) -> None:
+def test_a_client_believes_the_server_under_each_of_its_names_and_no_other(
+    folder: Path, tmp_path: Path
+) -> None:
     server, client = ServerKeys.read(folder / "server"), ClientKeys.read(folder / "client-1")
     for host in [*HOSTS, "localhost", "127.0.0.1", "::1"]:
         assert shakes_hands(server, client.authority, host), host
@@ -103,16 +114,31 @@ def test_certificates_begin_before_clocks_may_differ_and_end_as_asked(tmp_path: 
 
 @pytest.mark.parametrize(
     "host",
-    ["", "a b", "https://a.org", "a.org:8000", "192.0.2.300", "-a.org", "[::1]", "a..b", "ä.org", "192.0.2.1/24"],
+    [
+        "",
+        "a b",
+        "https://a.org",
+        "a.org:8000",
+        "192.0.2.300",
+        "-a.org",
+        "[::1]",
+        "a..b",
+        "ä.org",
+        "192.0.2.1/24",
+    ],
 )
-def test_what_is_neither_a_name_nor_an_address_is_refused_before_anything_is_written(tmp_path: Path, host: str) -> None:
+def test_what_is_neither_a_name_nor_an_address_is_refused_before_anything_is_written(
+    tmp_path: Path, host: str
+) -> None:
     with pytest.raises(ConfigError, match="neither the name of a machine nor an IP address"):
         make_keys(tmp_path / "keys", 1, ["good.org", host])
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("clients", "days"), [(0, 365), (-1, 365), (1, 0), (1, AUTHORITY_DAYS + 1)])
-def test_senseless_numbers_are_refused_before_anything_is_written(tmp_path: Path, clients: int, days: int) -> None:
+def test_senseless_numbers_are_refused_before_anything_is_written(
+    tmp_path: Path, clients: int, days: int
+) -> None:
     with pytest.raises(ConfigError, match=r"at least 1 client|between 1 and"):
         make_keys(tmp_path / "keys", clients, [], days)
     assert not list(tmp_path.iterdir())

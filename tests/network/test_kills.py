@@ -113,7 +113,12 @@ places = st.sets(st.tuples(st.integers(1, 3), st.integers(0, 2)), max_size=4)
 
 @PLAN
 @example("feddyn", [60, 61], {(2, 0), (2, 1), (2, 2)}, set())
-@given(st.sampled_from(["scaffold", "feddyn", "fedhl"]), st.lists(st.integers(0, 150), max_size=3), places, places)
+@given(
+    st.sampled_from(["scaffold", "feddyn", "fedhl"]),
+    st.lists(st.integers(0, 150), max_size=3),
+    places,
+    places,
+)
 def test_deaths_losses_and_doubles_in_any_order(
     method: str, deaths: list[int], lose: set[tuple[int, int]], double: set[tuple[int, int]]
 ) -> None:

@@ -237,7 +237,11 @@ def work(folder: Path, round: int, stamp: int, n: int) -> tuple[str, bytes]:
 
 
 @settings(
-    max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=100,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 @given(st.lists(plans, min_size=1, max_size=8))
 def test_deaths_full_disks_and_lost_replies_in_any_order(plan: list[Any]) -> None:

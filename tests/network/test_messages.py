@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from fedlowrank.network.messages import LOCAL, Answer, Hello, MessageError, Order, Words, plain, sections
 from fedlowrank.simulation.evaluation import ClientEvaluation
 
-FUZZ = settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+FUZZ = settings(
+    max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+)
 
 HELLO = Hello(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
 ORDER = Order("a1b2", 3, 2, True, False, False, 1)
@@ -92,7 +94,10 @@ def test_a_message_with_another_field(words: Words, name: str, value: Any) -> No
 
 
 @FUZZ
-@given(st.sampled_from(SAMPLES), st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.characters()), max_size=4))
+@given(
+    st.sampled_from(SAMPLES),
+    st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.characters()), max_size=4),
+)
 def test_a_message_with_other_characters(words: Words, changes: list[tuple[float, str]]) -> None:
     text = list(words.to_json())
     for where, character in changes:
@@ -127,7 +132,9 @@ def test_deep_and_long_texts_are_refused_and_harm_nothing() -> None:
 
 def test_no_text_of_a_client_makes_a_line_of_its_own() -> None:
     with pytest.raises(MessageError) as found:
-        Answer.from_json(json.dumps({**dataclasses.asdict(ANSWER), "losses": {"x\n12:00:00 finished\n": None}}))
+        Answer.from_json(
+            json.dumps({**dataclasses.asdict(ANSWER), "losses": {"x\n12:00:00 finished\n": None}})
+        )
     assert "\n" not in str(found.value)
     for text in ("a\nb", "a\rb", "a\x1b[2Jb", "a\u2028b", "a\x85b", "a\x00b"):
         assert plain(text).isprintable()
@@ -152,8 +159,15 @@ def test_sections_leave_out_what_may_differ_and_nothing_else() -> None:
     assert known.keys() == {"name", "method", "data", "run", "model"}
     for field in LOCAL:
         section, name = field.split(".")
-        assert sections({**TABLES, section: {**TABLES.get(section, {}), name: "other"}}).items() >= known.items()
-    for section, fields in {"title": "U", "network": {"wait": 9}, "seeds": [1], "compare": ["fedavg"]}.items():
+        assert (
+            sections({**TABLES, section: {**TABLES.get(section, {}), name: "other"}}).items() >= known.items()
+        )
+    for section, fields in {
+        "title": "U",
+        "network": {"wait": 9},
+        "seeds": [1],
+        "compare": ["fedavg"],
+    }.items():
         assert sections({**TABLES, section: fields}) == known
     others: dict[str, Any] = {
         "name": "m",

@@ -60,7 +60,9 @@ class Server:
     def connection(self) -> Connection:
         push = lambda run, session, name, content: self.calls.append("push")  # noqa: E731
         confirm = lambda run, message: self.calls.append("confirm")  # noqa: E731
-        return Connection(7, self.receive, self.send, lambda run: self.run, self.app, self.proximal_term, push, confirm)
+        return Connection(
+            7, self.receive, self.send, lambda run: self.run, self.app, self.proximal_term, push, confirm
+        )
 
 
 def run_of(app: str, digest: str) -> Run:
@@ -74,7 +76,9 @@ def folder(tmp_path: Path) -> Path:
     return local(small("fedavg"), tmp_path).folders[101]
 
 
-def test_a_message_of_the_pinned_app_is_answered_by_the_installed_package(folder: Path, tmp_path: Path) -> None:
+def test_a_message_of_the_pinned_app_is_answered_by_the_installed_package(
+    folder: Path, tmp_path: Path
+) -> None:
     server = Server(to_records("{}", b""), "query.hello", run_of(*PINNED))
     node = Node(server.connection(), flower.client, PINNED, folder, tmp_path)
     assert node.step()
@@ -106,7 +110,9 @@ def test_a_message_of_another_app_is_refused_before_anything_of_it_is_fetched(
     assert "\x1b" not in server.reply.error.reason
 
 
-def test_a_message_that_makes_the_method_fail_is_answered_with_the_error(folder: Path, tmp_path: Path) -> None:
+def test_a_message_that_makes_the_method_fail_is_answered_with_the_error(
+    folder: Path, tmp_path: Path
+) -> None:
     server = Server(to_records("no order", b""), "train.order", run_of(*PINNED))
     assert Node(server.connection(), flower.client, PINNED, folder, tmp_path).step()
     assert (server.reply.error.code, server.reply.error.reason[:12]) == (2, "MessageError")
@@ -132,7 +138,10 @@ def test_the_pinned_app_holds_no_module() -> None:
     found = PinnedApp.installed()
     assert found.name == "fedlowrank/fedlowrank"
     # written out by hand: whoever changes a byte of the app locks clients of other releases out, and should know it
-    components = {"serverapp": "fedlowrank.network.flower:server", "clientapp": "fedlowrank.network.flower:client"}
+    components = {
+        "serverapp": "fedlowrank.network.flower:server",
+        "clientapp": "fedlowrank.network.flower:client",
+    }
     text = (
         '[project]\nname = "fedlowrank"\nversion = "1.0.0"\ndescription = "fedlowrank"\nlicense = "Apache-2.0"\n\n'
         '[tool.flwr.app]\npublisher = "fedlowrank"\n\n[tool.flwr.app.components]\n'

@@ -122,7 +122,9 @@ def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_pat
     def watched(carrier: LocalTransport, parcel: Parcel) -> Any:
         found = fault(carrier, parcel)
         if parcel.kind == "order":
-            sent[json.loads(parcel.words)["round"] + 1, {999: 0}.get(parcel.node, parcel.node - 100)] = found[0].body
+            sent[json.loads(parcel.words)["round"] + 1, {999: 0}.get(parcel.node, parcel.node - 100)] = found[
+                0
+            ].body
         return found
 
     carrier = local(made, tmp_path, watched)
@@ -164,7 +166,9 @@ def test_status_tells_how_runs_stand(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert RunFolder.has_begun(tmp_path / "runs" / "one")
 
 
-@pytest.mark.parametrize("place", ["file", "override", "run.json", "status.json", "metrics.jsonl", "manifest.json"])
+@pytest.mark.parametrize(
+    "place", ["file", "override", "run.json", "status.json", "metrics.jsonl", "manifest.json"]
+)
 def test_nesting_without_end_is_an_error_and_no_traceback(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -188,7 +192,10 @@ def test_the_examples_of_a_deployment_are_commands_that_exist() -> None:
     yaml = pytest.importorskip("yaml")
     folder = Path(__file__).parents[2] / "examples" / "deploy"
     services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
-    found = [services["server"]["entrypoint"][2].replace("$$", "$"), "fedlowrank " + services["client"]["command"]]
+    found = [
+        services["server"]["entrypoint"][2].replace("$$", "$"),
+        "fedlowrank " + services["client"]["command"],
+    ]
     for unit in folder.glob("*.service"):
         parsed = configparser.RawConfigParser(strict=False)
         parsed.optionxform = str  # type: ignore[assignment, method-assign]
@@ -196,7 +203,9 @@ def test_the_examples_of_a_deployment_are_commands_that_exist() -> None:
         found.append(parsed["Service"]["ExecStart"].replace("%i", "0"))
     assert len(found) == 4
     for line in found:
-        words = shlex.split(line.partition("exec ")[2].partition(' "')[0] or re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", line))
+        words = shlex.split(
+            line.partition("exec ")[2].partition(' "')[0] or re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", line)
+        )
         arguments = parser().parse_args(words[1:])
         assert Path(words[0]).name == "fedlowrank"
         assert (arguments.command, arguments.file) in {

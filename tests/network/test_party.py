@@ -80,9 +80,15 @@ def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(
     made: ExperimentConfig, folder: Path
 ) -> None:
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
-    with pytest.raises(ConfigError, match="is the folder of client 1 of another experiment or of one that was changed"):
+    with pytest.raises(
+        ConfigError, match="is the folder of client 1 of another experiment or of one that was changed"
+    ):
         prepare(folder, made, 0, made.shares())
-    for other in ({"method": "fedavg"}, {"run": {**made.to_dict()["run"], "seed": 7}}, {"defaults": {"epochs": 2}}):
+    for other in (
+        {"method": "fedavg"},
+        {"run": {**made.to_dict()["run"], "seed": 7}},
+        {"defaults": {"epochs": 2}},
+    ):
         changed = ExperimentConfig.parse({**made.to_dict(), **other})
         with pytest.raises(ConfigError, match="Choose another folder, or remove it"):
             prepare(folder, changed, 1, changed.shares())
@@ -122,7 +128,9 @@ def test_a_folder_that_is_none_is_named(made: ExperimentConfig, folder: Path, tm
             Party(folder)
 
 
-def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(made: ExperimentConfig, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(
+    made: ExperimentConfig, tmp_path: Path
+) -> None:
     for place in range(8):
         carrier = LocalTransport({}, hazards={0: Hazard({place}, no_space)})
         with carrier.world(), pytest.raises(CheckpointError, match="No space left"):
@@ -137,7 +145,11 @@ def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(made: ExperimentC
 def test_it_introduces_itself_without_an_example(made: ExperimentConfig, folder: Path) -> None:
     words, body = Party(folder).hello()
     mine = made.shares().data[1]
-    assert (words.client, words.examples, words.sizes) == (1, len(mine.train), (len(mine.val), len(mine.test)))
+    assert (words.client, words.examples, words.sizes) == (
+        1,
+        len(mine.train),
+        (len(mine.val), len(mine.test)),
+    )
     assert words.sections == sections(made.to_dict())
     assert words.base == ""
     form = tree.decode(body)
@@ -165,7 +177,10 @@ def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, fold
         assert first[0].losses == outcome.meter.losses
         # another order is another order, be it by its words or by its body alone
         trains = len(carrier.trained)
-        for other, body in ((order(run), other_download(run)), (order(run, evaluate=True), other_download(run))):
+        for other, body in (
+            (order(run), other_download(run)),
+            (order(run, evaluate=True), other_download(run)),
+        ):
             Party(folder).answer(other, body)
             trains += 1
             assert len(carrier.trained) == trains
@@ -228,7 +243,9 @@ def test_runs_have_memories_of_their_own(run: Run, folder: Path) -> None:
     assert words.problem == ""
 
 
-@pytest.mark.parametrize("name", ["../../x", "..", ".", "", "a/b", "a b", "ä", "x" * 65, "a\n", "/etc/x", "a\0b", "²"])
+@pytest.mark.parametrize(
+    "name", ["../../x", "..", ".", "", "a/b", "a b", "ä", "x" * 65, "a\n", "/etc/x", "a\0b", "²"]
+)
 def test_a_run_with_a_name_that_is_a_path_is_refused(run: Run, folder: Path, name: str) -> None:
     before = sorted(folder.parent.rglob("*"))
     with pytest.raises(ConfigError, match="the server calls its run"):
@@ -366,7 +383,9 @@ def test_a_file_of_ones_own_that_is_not_there_or_does_not_fit_is_named(
         own_share(made, 0, 3, files[0], files[1])
 
 
-def test_a_client_with_other_columns_is_not_admitted(own: tuple[ExperimentConfig, list[Path]], tmp_path: Path) -> None:
+def test_a_client_with_other_columns_is_not_admitted(
+    own: tuple[ExperimentConfig, list[Path]], tmp_path: Path
+) -> None:
     made, files = own
     np.savez(files[2], x=np.zeros((9, 6), "float32"), y=np.zeros(9, "int64"), classes=np.array(["no", "yes"]))
     folders = {100 + i: tmp_path / f"client-{i}" for i in range(3)}

@@ -89,7 +89,9 @@ class Script(Program):
 def test_settings_come_back_as_they_were(values: dict[str, str | int | float | bool]) -> None:
     found = tomllib.loads(as_toml(values))
     assert found == values
-    assert {key: type(value) for key, value in found.items()} == {key: type(value) for key, value in values.items()}
+    assert {key: type(value) for key, value in found.items()} == {
+        key: type(value) for key, value in values.items()
+    }
 
 
 def test_settings_of_numpy_are_numbers() -> None:
@@ -97,7 +99,8 @@ def test_settings_of_numpy_are_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("a.b", 1), ("", 1), ("a b", 1), ("a", 2**63), ("a", None), ("a", [1]), ("a", "\ud800")]
+    ("key", "value"),
+    [("a.b", 1), ("", 1), ("a b", 1), ("a", 2**63), ("a", None), ("a", [1]), ("a", "\ud800")],
 )
 def test_settings_that_flower_cannot_take_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError):
@@ -130,13 +133,17 @@ def test_an_app_is_one_file_that_flower_accepts(tmp_path: Path) -> None:
         ("app", "a:b", LONGEST),
     ],
 )
-def test_an_app_that_flower_would_refuse_is_not_written(tmp_path: Path, name: str, server: str, size: int) -> None:
+def test_an_app_that_flower_would_refuse_is_not_written(
+    tmp_path: Path, name: str, server: str, size: int
+) -> None:
     with pytest.raises(ConfigError):
         write_app(tmp_path / "app", name, server, "a:b", {"long": "x" * size})
     assert not (tmp_path / "app").exists()
 
 
-def test_the_environment_is_private_and_keeps_what_was_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_is_private_and_keeps_what_was_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in ("OMP_NUM_THREADS", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLWR_HOME", "/elsewhere")
@@ -160,12 +167,17 @@ def test_the_environment_is_private_and_keeps_what_was_set(monkeypatch: pytest.M
 
 
 def test_a_family_is_found_in_both_ways(tmp_path: Path) -> None:
-    script = Script(tmp_path, f"setsid sh -c 'sleep 77 & echo ready; wait' {tmp_path} & sleep 78 & true & wait")
+    script = Script(
+        tmp_path, f"setsid sh -c 'sleep 77 & echo ready; wait' {tmp_path} & sleep 78 & true & wait"
+    )
     script.start()
     script.wait_for("ready", 10)
     assert script.pid is not None
     found = family.descendants(script.pid)
-    assert sorted(p.command for p in found.values() if p.command.startswith("sleep")) == ["sleep 77", "sleep 78"]
+    assert sorted(p.command for p in found.values() if p.command.startswith("sleep")) == [
+        "sleep 77",
+        "sleep 78",
+    ]
     # the shell that asked for a session of its own leads a group of its own
     assert len({p.group for p in found.values()} | {script.pid}) == 2
     listed = family._listed()
@@ -185,7 +197,9 @@ def test_one_that_ended_and_was_not_asked_how_does_not_live() -> None:
 def test_a_program_that_ends_too_soon_is_quoted_and_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     script = Script(tmp_path / "a", "printf '\\033[91mbroken\\033[0m: no ink\\n'; exit 3")
     script.start()
-    with pytest.raises(ProcessError, match=r"ended with code 3 before it had said yes(?s:.*)\nbroken: no ink$"):
+    with pytest.raises(
+        ProcessError, match=r"ended with code 3 before it had said yes(?s:.*)\nbroken: no ink$"
+    ):
         script.wait_for("yes", 10)
     script = Script(tmp_path / "b", "echo starting; sleep 79")
     script.start()
@@ -209,7 +223,8 @@ def test_the_tail_is_of_the_last_start_and_no_longer_than_asked(tmp_path: Path) 
 
 def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     script = Script(
-        tmp_path, "trap '' TERM; setsid sh -c \"trap '' TERM; echo ready; sleep 80; sleep 81\" & sleep 82; wait"
+        tmp_path,
+        "trap '' TERM; setsid sh -c \"trap '' TERM; echo ready; sleep 80; sleep 81\" & sleep 82; wait",
     )
     script.start()
     script.wait_for("ready", 10)
@@ -223,7 +238,9 @@ def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
 
 
 def test_what_ends_when_asked_is_left_to(tmp_path: Path) -> None:
-    script = Script(tmp_path, "trap 'sleep 0.3; echo adieu; exit 7' TERM; echo ready; while :; do sleep 0.05; done")
+    script = Script(
+        tmp_path, "trap 'sleep 0.3; echo adieu; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
+    )
     script.start()
     script.wait_for("ready", 10)
     with pytest.raises(ProcessError, match="runs already"):
@@ -325,7 +342,13 @@ def ask(path: str, *tokens: bytes, client: tuple[str, int] | None = ("127.0.0.1"
         return {}
 
     headers = [(b"host", b"127.0.0.1"), *((guard.HEADER.encode(), token) for token in tokens)]
-    scope = {"type": "http", "path": path, "client": client, "server": ("127.0.0.1", 8000), "headers": headers}
+    scope = {
+        "type": "http",
+        "path": path,
+        "client": client,
+        "server": ("127.0.0.1", 8000),
+        "headers": headers,
+    }
     answer: Any = guard.guarded(app, "secret")(scope, receive, send)
     asyncio.run(answer)
     return int(sent[0]["status"])
@@ -333,7 +356,14 @@ def ask(path: str, *tokens: bytes, client: tuple[str, int] | None = ("127.0.0.1"
 
 @pytest.mark.parametrize("client", [("127.0.0.1", 5), ("::1", 5), ("192.0.2.7", 5), None])
 def test_only_who_has_the_token_is_heard_on_what_is_not_for_clients(client: tuple[str, int] | None) -> None:
-    inner = ["/v1/control/register-node", "/v1/runtime/acquire-task", "/health", "/", "/v1/fleet", "/V1/fleet/"]
+    inner = [
+        "/v1/control/register-node",
+        "/v1/runtime/acquire-task",
+        "/health",
+        "/",
+        "/v1/fleet",
+        "/V1/fleet/",
+    ]
     for path in inner:
         assert ask(path, client=client) == 403, "loopback alone is no proof"
         assert ask(path, b"secret", client=client) == 200
@@ -375,7 +405,9 @@ CONNECTED = "echo 'INFO : SuperNode ID: 123'"
 REFUSED = "echo 'ERROR : Exit Code: 305'; echo 'Failed to activate'; exit 1"
 
 
-def run_supervised(node: SuperNode, **limits: Any) -> tuple[threading.Thread, threading.Event, list[ProcessError]]:
+def run_supervised(
+    node: SuperNode, **limits: Any
+) -> tuple[threading.Thread, threading.Event, list[ProcessError]]:
     stop, errors = threading.Event(), []
 
     def run() -> None:

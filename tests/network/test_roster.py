@@ -31,7 +31,9 @@ def form(columns: int = 4, classes: Any = None, **fields: Any) -> bytes:
 
 
 def hello(client: int, **fields: Any) -> Hello:
-    return dataclasses.replace(Hello(client, 40 + client, (5, 5 + client), sections(MADE.to_dict())), **fields)
+    return dataclasses.replace(
+        Hello(client, 40 + client, (5, 5 + client), sections(MADE.to_dict())), **fields
+    )
 
 
 def from_(node: int, words: Hello | str, body: bytes | None = None) -> Delivery:
@@ -248,7 +250,9 @@ def test_the_servers_own_base_must_be_the_clients(monkeypatch: pytest.MonkeyPatc
 
 # -- anything at all ---------------------------------------------------------------------------------------------------
 
-FUZZ = settings(max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck])
+FUZZ = settings(
+    max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
+)
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 tensors = st.sampled_from(
     [torch.zeros(0), torch.zeros(0, 4), torch.zeros(0, 0), torch.zeros(()), torch.zeros(0, 10**9), torch.zeros(2, 4),

@@ -108,7 +108,9 @@ def test_every_method_with_its_default_settings(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_on_models_in_float64_with_adamw(name: str) -> None:
-    optimizer: Any = SGD(lr=0.1, schedule=Schedule("exponential", factor=0.5)) if name == "scaffold" else AdamW(lr=0.01)
+    optimizer: Any = (
+        SGD(lr=0.1, schedule=Schedule("exponential", factor=0.5)) if name == "scaffold" else AdamW(lr=0.01)
+    )
     kwargs: dict[str, Any] = {"tuning": Tuning(rank=2)} if "tuning" in {f.name for f in fields(name)} else {}
     method = made(name, **{**FAST, "optimizer": optimizer}, **kwargs)
     assert go(method, unlike() if method.heterogeneous else alike(), rounds=2).uploads
@@ -123,7 +125,9 @@ def fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
 @pytest.mark.parametrize("name", UNEQUAL + EQUAL)
 def test_lora_on_every_wire_and_with_every_head(name: str, head: Any, wire: Any) -> None:
     ranks = (1, 2, 3, 4) if name in UNEQUAL else (3,) * 4
-    federation = Federation.from_arrays(arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, rank=ranks)
+    federation = Federation.from_arrays(
+        arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, rank=ranks
+    )
     method = made(name, **FAST, tuning=Tuning(rank=2, scaling="alpha", head=head, wire=wire))
     found = go(method, federation)
     seen = {next(iter(u.factors.values())).b.shape[1] for u in found.uploads}
@@ -152,7 +156,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedspa with fixed masks": ("fedspa", {"prune": 0.0}),
     "fedspa": ("fedspa", {"density": 0.6}),
     "fedslr of low rank": ("fedslr", {"lam": 0.06, "eta_g": 5.0}),
-    "fedslr sparse, with every gamma": ("fedslr", {"lam": 0.02, "shared": "sparse", "memory_efficient": False}),
+    "fedslr sparse, with every gamma": (
+        "fedslr",
+        {"lam": 0.02, "shared": "sparse", "memory_efficient": False},
+    ),
     "gpgd": ("gpgd", {"lam": 0.03}),
     "floral, eq. 5": ("floral", {"router": Router(update="mfl")}),
     "floral, noise": ("floral", {"router": Router(noise=1.0, top=2, keep=False), "center": True}),
@@ -314,7 +321,8 @@ def test_a_template_is_that_of_a_form_and_not_of_values() -> None:
     for value in (-1.0, float("nan"), 1e300):
         found = expected_upload(method, task, info, tree.map(lambda t, v=value: torch.full_like(t, v), down))
         assert all(
-            tree.signature(a) == tree.signature(b) for a, b in zip(found.form.forms, wanted.form.forms, strict=True)
+            tree.signature(a) == tree.signature(b)
+            for a, b in zip(found.form.forms, wanted.form.forms, strict=True)
         )
     assert [next(iter(f.factors.values())).rank for f in wanted.form.forms] == [4, 2]
 
@@ -323,7 +331,9 @@ def test_a_template_is_that_of_a_form_and_not_of_values() -> None:
     ("data", "shape", "dtype"),
     [(regression, (2, 3), torch.float32), (images, (2,), torch.int64), (texts, (2, 7), torch.int64)],
 )
-def test_targets_of_the_dry_run_are_of_the_kind_of_the_task(data: Any, shape: Any, dtype: torch.dtype) -> None:
+def test_targets_of_the_dry_run_are_of_the_kind_of_the_task(
+    data: Any, shape: Any, dtype: torch.dtype
+) -> None:
     task = data().task(3)
     batch = DryTrainer(made("fedavg"), task, task.architectures[task.clients[0].architecture])._batch()
     assert (tuple(batch.y.shape), batch.y.dtype) == (shape, dtype)
@@ -334,7 +344,9 @@ def test_targets_of_the_dry_run_are_of_the_kind_of_the_task(data: Any, shape: An
 def test_a_dry_run_takes_nothing_from_the_client_nor_from_its_word() -> None:
     federation = small(False)
     # data that cannot be read, and a claim that would fill the memory
-    task = dataclasses.replace(federation.task(3), clients=[dataclasses.replace(federation.infos[0], examples=10**15)])
+    task = dataclasses.replace(
+        federation.task(3), clients=[dataclasses.replace(federation.infos[0], examples=10**15)]
+    )
     method = made("floral", router=Router(noise=1.0, update="mfl"))
     info = task.clients[0]
     template = expected_upload(method, task, info, method.download(method.server_init(task), info))

@@ -44,7 +44,9 @@ def test_bytes_cut_short_or_with_more_behind(name: str, data: st.DataObject) -> 
 
 
 @FUZZ
-@given(names, st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6))
+@given(
+    names, st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), min_size=1, max_size=6)
+)
 def test_flipped_bits(name: str, flips: list[tuple[float, int]]) -> None:
     data = bytearray(tree.encode(situation(name).upload))
     for where, bits in flips:
@@ -53,7 +55,9 @@ def test_flipped_bits(name: str, flips: list[tuple[float, int]]) -> None:
 
 
 @FUZZ
-@given(names, st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=3))
+@given(
+    names, st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=3)
+)
 def test_other_characters_in_the_header(name: str, changes: list[tuple[float, int]]) -> None:
     data = bytearray(tree.encode(situation(name).upload))
     size = int.from_bytes(data[:8], "little")
@@ -143,7 +147,9 @@ def test_another_tensor(name: str, what: str, data: st.DataObject) -> None:
 def test_a_number_that_is_none(name: str, what: float, data: st.DataObject) -> None:
     upload = situation(name).upload
     floats = [
-        p for p in paths(upload) if isinstance(t := at(upload, p), Tensor) and t.is_floating_point() and t.numel()
+        p
+        for p in paths(upload)
+        if isinstance(t := at(upload, p), Tensor) and t.is_floating_point() and t.numel()
     ]
     path = data.draw(st.sampled_from(floats))
     changed = at(upload, path).clone()
@@ -163,7 +169,10 @@ def test_keys_that_are_missing_or_too_many_or_in_another_order(name: str, data: 
     key = data.draw(st.sampled_from(sorted(held)))
     assert judged(name, tree.encode(put(upload, path, {k: v for k, v in held.items() if k != key}))) is None
     assert (
-        judged(name, tree.encode(put(upload, path, {**held, data.draw(st.text(max_size=5)) + "?": held[key]}))) is None
+        judged(
+            name, tree.encode(put(upload, path, {**held, data.draw(st.text(max_size=5)) + "?": held[key]}))
+        )
+        is None
     )
     order = data.draw(st.permutations(list(held)))
     found = judged(name, tree.encode(put(upload, path, {k: held[k] for k in order})))

@@ -72,7 +72,10 @@ def test_plain_values_are_of_the_expected_kind() -> None:
 
 
 def test_the_message_names_client_path_and_what_was_expected() -> None:
-    form = {"layers": [{"a/b": torch.zeros(2, 3)}, {"a/b": torch.zeros(4)}], "m": Lengths({"u": torch.zeros(0, 5)}, 9)}
+    form = {
+        "layers": [{"a/b": torch.zeros(2, 3)}, {"a/b": torch.zeros(4)}],
+        "m": Lengths({"u": torch.zeros(0, 5)}, 9),
+    }
     value: dict[str, Any] = {
         "layers": [{"a/b": torch.ones(2, 3)}, {"a/b": torch.ones(4)}],
         "m": {"u": torch.ones(3, 5)},
@@ -88,7 +91,10 @@ def test_the_message_names_client_path_and_what_was_expected() -> None:
     broken["layers"][1]["a/b"] = torch.ones(4).bfloat16()
     assert refused(broken) == start + "/layers/1/a~1b: expected float32 [4], found bfloat16 [4]"
     broken["layers"][1] = {"c": torch.ones(4)}
-    assert refused(broken) == start + "/layers/1: expected a dict of 1 parts, found one without 'a/b' and with 'c'"
+    assert (
+        refused(broken)
+        == start + "/layers/1: expected a dict of 1 parts, found one without 'a/b' and with 'c'"
+    )
     assert (
         refused({**value, "m": {"u": torch.ones(10, 5)}})
         == start + "/m/u: expected float32 [1..9, 5], found float32 [10, 5]"
@@ -118,7 +124,12 @@ def test_booleans_are_counted_before_they_are_unpacked() -> None:
     value = {"m": mask, "n": [mask, mask]}
     inspect(tree.encode(value), template, CLIENT, LIMITS)
     with pytest.raises(Refused, match="more booleans than it may; the last are the 101 at /n/1"):
-        inspect(tree.encode({"m": mask, "n": [mask, torch.zeros(101, dtype=torch.bool)]}), template, CLIENT, LIMITS)
+        inspect(
+            tree.encode({"m": mask, "n": [mask, torch.zeros(101, dtype=torch.bool)]}),
+            template,
+            CLIENT,
+            LIMITS,
+        )
 
 
 def test_a_common_length_is_common_and_within_its_bounds() -> None:
@@ -149,7 +160,14 @@ def test_a_common_length_is_common_and_within_its_bounds() -> None:
 
 
 def test_every_kind_of_number_is_looked_at() -> None:
-    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    kinds = [
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ]
     for dtype in kinds:
         # beyond the first chunk, too
         for size, where in ((1, 0), (3, 2), (150_000, 149_999), (150_000, 70_000)):
@@ -183,7 +201,12 @@ def test_limits_that_make_no_sense_are_refused(wrong: dict[str, Any], field_: st
         Limits(**wrong)
 
 
-VALUE = {"w": torch.tensor([3.0, 0.0]), "half": torch.tensor([4.0]).bfloat16(), "n": torch.tensor([10**6]), "x": 12.0}
+VALUE = {
+    "w": torch.tensor([3.0, 0.0]),
+    "half": torch.tensor([4.0]).bfloat16(),
+    "n": torch.tensor([10**6]),
+    "x": 12.0,
+}
 TEMPLATE = Template.of(VALUE)
 
 
@@ -228,7 +251,9 @@ def test_a_view_of_a_buffer_is_inspected_like_bytes() -> None:
     data = tree.encode(VALUE)
     view = memoryview(b"frame" + data + b"end")[5:-3]
     assert tree.equal(inspect(view, TEMPLATE, CLIENT, Limits()), VALUE)
-    assert tree.equal(inspect(memoryview(bytearray(data)), TEMPLATE, CLIENT, Limits(max_bytes=len(data))), VALUE)
+    assert tree.equal(
+        inspect(memoryview(bytearray(data)), TEMPLATE, CLIENT, Limits(max_bytes=len(data))), VALUE
+    )
 
 
 def test_a_refusal_can_cross_processes() -> None:
@@ -250,7 +275,9 @@ def test_clients_are_banned_after_so_many_refusals_and_stay_so() -> None:
     assert not Bans(0).refuse(5)
 
 
-@pytest.mark.parametrize("stored", [[], {"5": -1}, {"5": 1.0}, {"x": 1}, {"5": True}, {"-5": 1}, {5: 1}, None])
+@pytest.mark.parametrize(
+    "stored", [[], {"5": -1}, {"5": 1.0}, {"x": 1}, {"5": True}, {"-5": 1}, {5: 1}, None]
+)
 def test_damaged_counts_are_refused(stored: Any) -> None:
     with pytest.raises(CheckpointError, match="refused replies are damaged"):
         Bans.from_json(3, stored)

@@ -64,7 +64,8 @@ def test_a_class_that_does_not_exist_names_its_client(name: str, field: str) -> 
         _, dropped = s.sent(replace(s.upload, labels=labels))
         assert list(dropped) == [s.me.id]
         assert (
-            f"cannot use the reply of client {s.me.id}: IndexError" in dropped[s.me.id] or "out of" in dropped[s.me.id]
+            f"cannot use the reply of client {s.me.id}: IndexError" in dropped[s.me.id]
+            or "out of" in dropped[s.me.id]
         )
 
 
@@ -138,7 +139,8 @@ def test_several_faulty_replies_are_found_and_the_rest_is_used() -> None:
     server, dropped = aggregate(Stub(update), 1.0, replies_of(1, 0, 2, "x", None, 4, "refused at once"), VIEW)
     assert server == 1 + 1 + 0.5 + 0.25
     found = {
-        i: d.split(": ")[1].replace("Stub cannot use the reply of client 6", "ValueError") for i, d in dropped.items()
+        i: d.split(": ")[1].replace("Stub cannot use the reply of client 6", "ValueError")
+        for i, d in dropped.items()
     }
     assert found == {1: "ZeroDivisionError", 3: "TypeError", 4: "TypeError", 6: "ValueError"}
 
@@ -176,7 +178,10 @@ def test_faults_that_are_nobody_s_are_not_caught() -> None:
 def test_a_state_that_is_not_finite_is_never_returned(bad: float, as_tensor: bool) -> None:
     def update(server: Any, uploads: Any) -> Any:
         total = sum(uploads)
-        return {"ok": [torch.ones(2)], "deep": {"x": torch.tensor([1.0, total]) if as_tensor else float(total)}}
+        return {
+            "ok": [torch.ones(2)],
+            "deep": {"x": torch.tensor([1.0, total]) if as_tensor else float(total)},
+        }
 
     server, dropped = aggregate(Stub(update), None, replies_of(1.0, bad, 2.0), VIEW)
     assert float(server["deep"]["x"][1] if as_tensor else server["deep"]["x"]) == 3

@@ -112,7 +112,9 @@ class Situation:
 def situation(name: str) -> Situation:
     method = METHODS[name](optimizer=SGD(lr=0.3), batch_size=8, **CASES[name])
     ranks = (2, 3, 4, 5)
-    federation = Federation.from_arrays(arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, rank=ranks)
+    federation = Federation.from_arrays(
+        arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, rank=ranks
+    )
     run = Run(method, federation, RunSettings(rounds=6, evaluate_every=99), Sequential())
     run.step()
     infos = federation.infos
@@ -130,14 +132,19 @@ def numbers(value: Any) -> Iterator[float | Tensor]:
     elif isinstance(value, float):
         yield value
     else:
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
-        for child in inner if inner is not None else vars(value).values() if hasattr(value, "__dict__") else ():
+        inner = (
+            value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else None
+        )
+        for child in (
+            inner if inner is not None else vars(value).values() if hasattr(value, "__dict__") else ()
+        ):
             yield from numbers(child)
 
 
 def finite(value: Any) -> bool:
     return all(
-        bool(torch.isfinite(x.double()).all()) if isinstance(x, Tensor) else math.isfinite(x) for x in numbers(value)
+        bool(torch.isfinite(x.double()).all()) if isinstance(x, Tensor) else math.isfinite(x)
+        for x in numbers(value)
     )
 
 
@@ -161,7 +168,9 @@ def judged(name: str, data: bytes) -> Any:
         return None
     assert finite(found)
     if name not in ("fedkd", "hetlora"):
-        assert outline(found, name not in ("fd", "fedproto")) == outline(s.upload, name not in ("fd", "fedproto"))
+        assert outline(found, name not in ("fd", "fedproto")) == outline(
+            s.upload, name not in ("fd", "fedproto")
+        )
     try:
         server, dropped = s.sent(found)
     except FAULTS:

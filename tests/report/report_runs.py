@@ -71,7 +71,9 @@ def maker(parent: Path) -> MakeRun:
         folder = parent / f"run{made}"
         folder.mkdir()
         rows = rounds if rounds is not None else curve(method, seed)
-        count = max((len(v) for r in rows for s in (r["accuracy"] or {}).values() for v in s.values()), default=2)
+        count = max(
+            (len(v) for r in rows for s in (r["accuracy"] or {}).values() for v in s.values()), default=2
+        )
         people = clients if clients is not None else members(count)
         config = {
             "format": 1,
@@ -88,7 +90,13 @@ def maker(parent: Path) -> MakeRun:
             "partition": {"kind": "pathological", "clients": count, "classes_per_client": 2},
             "split": {"train": 0.8, "val": 0.1, "test": 0.1},
             "model": {"architectures": ["cnn1", "cnn2"]},
-            "run": {"rounds": len(rows) - 1, "participation": 1.0, "seed": seed, "target": None, **(run or {})},
+            "run": {
+                "rounds": len(rows) - 1,
+                "participation": 1.0,
+                "seed": seed,
+                "target": None,
+                **(run or {}),
+            },
             "reference": None,
             "vary": {},
             "classes": [str(i) for i in range(10)],
@@ -102,7 +110,11 @@ def maker(parent: Path) -> MakeRun:
         (folder / "status.json").write_text(json.dumps(status if status is not None else done))
         if points is not None:
             x, label, client = points
-            arrays = {"x": x.astype(np.float32), "label": label.astype(np.int64), "client": client.astype(np.int64)}
+            arrays = {
+                "x": x.astype(np.float32),
+                "label": label.astype(np.int64),
+                "client": client.astype(np.int64),
+            }
             safetensors.numpy.save_file(arrays, folder / "representations.safetensors")
         return RunRecord.load(folder)
 
@@ -132,13 +144,17 @@ def curve(method: str, seed: int, count: int = 10, rounds: int = 20) -> list[dic
     return rounds_of(test)
 
 
-def with_risk(rows: list[dict], risk: Sequence[Sequence[float | None]], *, regression: bool = False) -> list[dict]:
+def with_risk(
+    rows: list[dict], risk: Sequence[Sequence[float | None]], *, regression: bool = False
+) -> list[dict]:
     """The rows with a test loss of each client in each round; of a regression without accuracies."""
     for row, values in zip(rows, risk, strict=True):
         names = list(row["accuracy"])
         row["risk"] = {name: {"val": list(values), "test": list(values)} for name in names}
         if regression:
-            row["accuracy"] = {name: {"val": [None] * len(values), "test": [None] * len(values)} for name in names}
+            row["accuracy"] = {
+                name: {"val": [None] * len(values), "test": [None] * len(values)} for name in names
+            }
     return rows
 
 
@@ -180,7 +196,10 @@ def cloud(n: int, clients: int = 4, classes: int = 5) -> tuple[np.ndarray, np.nd
 
 def rows_of(table):
     """Exact values of a comparison, one dictionary a row, None where there is none."""
-    return [{k: None if v is None or v != v else v for k, v in row.items()} for row in table.frame.to_dict("records")]
+    return [
+        {k: None if v is None or v != v else v for k, v in row.items()}
+        for row in table.frame.to_dict("records")
+    ]
 
 
 def cells(table, block, title):

@@ -70,7 +70,11 @@ def test_experiments_become_columns(make_run):
 def test_holes_words_and_losses(make_run):
     runs = [
         make_run(m, vary={"model.norm": norm, "methods.x.on": on}, rounds=regression_of([[1.0], [size]]))
-        for m, norm, on, size in (("a", "none", True, 0.5), ("a", "batch", False, 0.25), ("b", "batch", False, 0.125))
+        for m, norm, on, size in (
+            ("a", "none", True, 0.5),
+            ("a", "batch", False, 0.25),
+            ("b", "batch", False, 0.125),
+        )
     ]
     (table,) = sweep_tables(group_runs(runs))
     assert table.title == "Test loss against norm, on"
@@ -90,7 +94,10 @@ def test_different_sweeps_have_tables_of_their_own(make_run):
 
 def test_fields_are_told_apart():
     assert shorten_names(["methods.floral.rank", "run.rounds"]) == ("rank", "rounds")
-    assert shorten_names(["methods.floral.router.lr", "defaults.optimizer.lr"]) == ("router.lr", "optimizer.lr")
+    assert shorten_names(["methods.floral.router.lr", "defaults.optimizer.lr"]) == (
+        "router.lr",
+        "optimizer.lr",
+    )
     assert shorten_names(["methods.a.rank", "methods.b.rank"]) == ("a.rank", "b.rank")
     assert shorten_names(["k"]) == ("k",)
 
@@ -122,7 +129,9 @@ def test_best_setting_of_one_method(make_run):
         said(0.1)
         == "a is best with k = 3, 81.00 %, and its 95 % interval over seeds overlaps that of no other setting."
     )
-    assert said(0.001).startswith("a is best with k = 3, 51.30 %, but its 95 % interval over seeds overlaps others")
+    assert said(0.001).startswith(
+        "a is best with k = 3, 51.30 %, but its 95 % interval over seeds overlaps others"
+    )
 
 
 def test_wide_ablations_go_on_in_further_tables(make_run):

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
-from report_runs import both, cells, legend_of, members, page_of, regression_of, rounds_of, rows_of, text_of, with_risk
+from report_runs import (
+    both,
+    cells,
+    legend_of,
+    members,
+    page_of,
+    regression_of,
+    rounds_of,
+    rows_of,
+    text_of,
+    with_risk,
+)
 from scipy import stats
 
 from fedlowrank.report import comparison, lora_tables, write_report
@@ -58,7 +69,10 @@ def observing(*each, ranks=()):
 
 
 def replying(weights, errors):
-    return {"weights": {str(i): p for i, p in weights.items()}, "truncation": {str(i): e for i, e in errors.items()}}
+    return {
+        "weights": {str(i): p for i, p in weights.items()},
+        "truncation": {str(i): e for i, e in errors.items()},
+    }
 
 
 class TestByRank:
@@ -76,7 +90,9 @@ class TestByRank:
         assert got.loc[2, "ci"] == pytest.approx(T * 0.2 / 2)
         assert got[["least", "most"]].values.tolist() == [[2, 2], [1, 2]]
         assert lora_tables.scores_by_rank(group, "server").empty
-        assert lora_tables.adapter_row(group) == pytest.approx({"accuracy_rank_8": 0.85, "accuracy_rank_2": 0.3})
+        assert lora_tables.adapter_row(group) == pytest.approx(
+            {"accuracy_rank_8": 0.85, "accuracy_rank_2": 0.3}
+        )
 
     def test_ranks_are_positive_whole_numbers(self, make_run):
         run = make_run("a", rounds=rounds_of([[0.5] * 5]), clients=people(4, None, 0, True, 4))
@@ -177,7 +193,9 @@ class TestReplies:
     def test_by_client_and_round(self, make_run):
         run = make_run("a", rounds=observing(*self.EACH))
         expected = {0: {1: 0.5, 2: 0.5, 3: 0.6}, 1: {1: 0.5, 2: 0.3}, 2: {2: 0.2, 3: 0.4}}
-        assert {c: v.dropna().to_dict() for c, v in lora_tables.reply_values(run, "weights").items()} == expected
+        assert {
+            c: v.dropna().to_dict() for c, v in lora_tables.reply_values(run, "weights").items()
+        } == expected
         odd = make_run("a", rounds=observing({"weights": {"0": math.nan, "1": None, "x": 1.0, "2": 0.5}}))
         assert lora_tables.reply_values(odd, "weights").to_dict() == {2: {0: 0.5}}
         assert lora_tables.reply_values(odd, "truncation").empty
@@ -189,8 +207,13 @@ class TestReplies:
         even, *lines = above.lines
         np.testing.assert_allclose(even.get_ydata(), [1 / 2, 1 / 3, 1 / 2])
         nan = math.nan
-        expected = ([[0.5, 0.5, 0.6], [0.5, 0.3, nan], [nan, 0.2, 0.4]], [[0, 0, 12.5], [0, 25, nan], [nan, 40, 50]])
-        np.testing.assert_allclose([[one.get_ydata() for one in some] for some in (lines, below.lines)], expected)
+        expected = (
+            [[0.5, 0.5, 0.6], [0.5, 0.3, nan], [nan, 0.2, 0.4]],
+            [[0, 0, 12.5], [0, 25, nan], [nan, 40, 50]],
+        )
+        np.testing.assert_allclose(
+            [[one.get_ydata() for one in some] for some in (lines, below.lines)], expected
+        )
         first, second, third = colors = [line.get_color() for line in lines]
         assert second == third != first
         assert [line.get_color() for line in below.lines] == colors
@@ -207,8 +230,12 @@ class TestReplies:
         (picture,) = drawn.plot_replies(group_runs([run]))
         below = picture.figure.axes[1]
         assert below.get_yscale() == "log"
-        np.testing.assert_allclose([line.get_ydata() for line in below.lines], [[math.nan, 0.1], [math.nan, 30]])
-        assert all(line.get_marker() in ("", "None") for line in below.lines)  # both clients took part in both rounds
+        np.testing.assert_allclose(
+            [line.get_ydata() for line in below.lines], [[math.nan, 0.1], [math.nan, 30]]
+        )
+        assert all(
+            line.get_marker() in ("", "None") for line in below.lines
+        )  # both clients took part in both rounds
         assert "logarithmic" in picture.caption
 
     def test_many_ranks(self, make_run):
@@ -222,7 +249,9 @@ class TestReplies:
         assert f"{drawn.LISTED} of 40 ranks are named." in picture.caption
         assert len({line.get_color() for line in picture.figure.axes[0].lines[1:]}) == n
 
-    @pytest.mark.parametrize(("each", "clients"), [(EACH, None), (EACH, people(2, 2, 2)), (({},), people(8, 2, 2))])
+    @pytest.mark.parametrize(
+        ("each", "clients"), [(EACH, None), (EACH, people(2, 2, 2)), (({},), people(8, 2, 2))]
+    )
     def test_none_without_weights_or_ranks(self, make_run, each, clients):
         run = make_run("a", rounds=observing(*each), clients=clients)
         assert drawn.plot_replies(group_runs([run])) == []
@@ -232,7 +261,9 @@ class TestServer:
     def test_rank_grows_from_nothing(self, make_run):
         ranks = [{"a": 0, "b": 0, "old": 9}, {"a": 4, "b": 8, "old": 9}, {"a": 10, "b": 12, "old": 9}]
         more = [{"a": 0, "b": 0, "old": 9}, {"a": 6, "b": 6, "old": 9}, {"a": 12, "b": 14, "old": 9}]
-        runs = [make_run("a", s, rounds=observing({}, {}, {}, ranks=one)) for s, one in enumerate((ranks, more))]
+        runs = [
+            make_run("a", s, rounds=observing({}, {}, {}, ranks=one)) for s, one in enumerate((ranks, more))
+        ]
         (group,) = group_runs(runs)
         course, least, most = lora_tables.server_rank(group)
         assert course["mean"].tolist() == [0, 6, 12]  # a weight that began with a rank is in the other figure
@@ -271,10 +302,16 @@ class TestServer:
                 row["loss"] = loss
             return made
 
-        seeds = [rows({"head": 4.0, "body": 1.0}, {"head": 2.0}), rows({"head": 2.0, "body": 1.0}, {"head": math.nan})]
+        seeds = [
+            rows({"head": 4.0, "body": 1.0}, {"head": 2.0}),
+            rows({"head": 2.0, "body": 1.0}, {"head": math.nan}),
+        ]
         runs = [make_run("a", s, rounds=one, lora={"r": 4}) for s, one in enumerate(seeds)]
         head = lora_tables.training_loss(group_runs(runs)[0], "head")
-        assert (head.index.tolist(), head["mean"].tolist()) == ([1], [3])  # round 2 is not finite in the second seed
+        assert (head.index.tolist(), head["mean"].tolist()) == (
+            [1],
+            [3],
+        )  # round 2 is not finite in the second seed
         picture = drawn.plot_training_loss(*both([*runs, make_run("b", rounds=seeds[0], lora={"r": 4})]))
         assert legend_of(picture) == ["a", "a: body", "b", "b: body"]
         assert [line.get_ydata().tolist() for line in picture.figure.axes[0].lines] == [[3], [1], [4, 2], [1]]
@@ -288,7 +325,9 @@ class TestLanguage:
     @settings(deadline=None)
     @given(st.lists(st.floats(0, 20), min_size=1, max_size=20))
     def test_perplexity_is_the_geometric_mean_of_the_clients(self, losses):
-        assert lora_tables.perplexity(math.fsum(losses) / len(losses)) == pytest.approx(stats.gmean(np.exp(losses)))
+        assert lora_tables.perplexity(math.fsum(losses) / len(losses)) == pytest.approx(
+            stats.gmean(np.exp(losses))
+        )
 
     def test_columns(self, make_run):
         last, server = [math.log(8), math.log(2)], [math.log(2), math.log(2)]
@@ -297,7 +336,10 @@ class TestLanguage:
         table = comparison(runs)
         a, b = rows_of(table)
         assert a["judged_by"] == "next-token accuracy"
-        assert (a["perplexity"], a["perplexity.server"]) == (pytest.approx(4), pytest.approx(2))  # 4 = √(8 · 2)
+        assert (a["perplexity"], a["perplexity.server"]) == (
+            pytest.approx(4),
+            pytest.approx(2),
+        )  # 4 = √(8 · 2)
         shown = {c.title: cells(table, "accuracy", c.title) for c in table.blocks["accuracy"].columns}
         assert (shown["perplexity"], shown["perplexity server"]) == (["4.000", "–"], ["2.000", "–"])
         assert shown["loss per token"] == [f"{math.log(4):.3f}", "1.000e+04"]

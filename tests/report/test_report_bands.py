@@ -88,10 +88,15 @@ def test_bars_of_a_sweep_are_whole(make_run):
 
 def test_bands_of_the_cluster_recovery_are_whole(make_run):
     truth = [0, 0, 1, 1]
-    people = [{"id": i, "train": 10, "val": 0, "test": 5, "cluster": c, "classes": None} for i, c in enumerate(truth)]
+    people = [
+        {"id": i, "train": 10, "val": 0, "test": 5, "cluster": c, "classes": None}
+        for i, c in enumerate(truth)
+    ]
     chosen = ([0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 0, 1])  # adjusted Rand indices 1, 1 and -0.5
     runs = [
-        make_run("a", s, clients=people, rounds=with_routes(rounds_of([[0.5] * 4] * 2), [one_hot(one, 2)] * 2))
+        make_run(
+            "a", s, clients=people, rounds=with_routes(rounds_of([[0.5] * 4] * 2), [one_hot(one, 2)] * 2)
+        )
         for s, one in enumerate(chosen)
     ]
     (axes,) = cluster_figures.plot_recovery(*both(runs)).figure.axes

@@ -86,7 +86,9 @@ def test_sweep_has_a_line_a_method(make_run):
     assert list(axes.containers[0].lines[0].get_xdata()) == [2, 4, 8]
     assert axes.get_xlim()[0] < 2
     assert axes.get_xlim()[1] > 8
-    far = figures.plot_sweep(*both([make_run("a", 0, vary={"method.k": k}) for k in (0.01, 0.1, 1)])).figure.axes[0]
+    far = figures.plot_sweep(
+        *both([make_run("a", 0, vary={"method.k": k}) for k in (0.01, 0.1, 1)])
+    ).figure.axes[0]
     assert far.get_xscale() == "log"
     assert far.get_xlim()[0] < 0.01
     words = [make_run("a", 0, vary={"model.norm": v}) for v in ("batch", "group")]
@@ -97,7 +99,12 @@ def test_sweep_has_a_line_a_method(make_run):
 
 def test_nothing_to_draw(make_run):
     groups, looks = both([make_run("a", rounds=[{"round": 0, "accuracy": None}])])
-    for draw in (figures.plot_accuracy, figures.plot_communication, figures.plot_clients, figures.plot_trade_off):
+    for draw in (
+        figures.plot_accuracy,
+        figures.plot_communication,
+        figures.plot_clients,
+        figures.plot_trade_off,
+    ):
         assert draw(groups, looks) is None
     assert data_figures.plot_embeddings(groups) == []
 
@@ -138,7 +145,9 @@ def test_class_counts(make_run):
     assert len(offsets) == 20  # two classes at each of ten clients
     assert data_figures.plot_class_counts(make_run("a", clients=[{"id": 0, "test": 3}])) is None
     many = [{"id": i, "classes": {"train": [1] * 40}} for i in range(200)]
-    assert "The first 75 of 200 clients" in data_figures.plot_class_counts(make_run("a", clients=many)).caption
+    assert (
+        "The first 75 of 200 clients" in data_figures.plot_class_counts(make_run("a", clients=many)).caption
+    )
 
 
 def test_svg_ids_are_its_own_and_references_hold(eight):
@@ -173,7 +182,11 @@ def test_figures_as_files_are_whole_and_repeatable(make_run, tmp_path):
     runs = [make_run(method, seed=seed) for method in ("a", "b") for seed in (0, 1)]
     first = save_figures(runs, tmp_path / "one", ["svg", "png"])
     again = save_figures(runs, tmp_path / "two", ["svg", "png"])
-    assert {p.stem for p in first} >= {"accuracy-over-rounds", "spread-over-clients", "classes-at-each-client"}
+    assert {p.stem for p in first} >= {
+        "accuracy-over-rounds",
+        "spread-over-clients",
+        "classes-at-each-client",
+    }
     assert LIGHT[1] in (tmp_path / "one" / "accuracy-over-rounds.svg").read_text()
     assert [(p.name, p.read_bytes()) for p in first] == [(p.name, p.read_bytes()) for p in again]
     for path in first:

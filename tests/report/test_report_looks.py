@@ -10,7 +10,11 @@ from fedlowrank.report.groups import group_runs
 
 
 def test_looks_do_not_depend_on_the_order_of_the_runs(make_run):
-    runs = [make_run(name, s) for name in ("fedproto", "of_my_own", "pfedlora", "another", "fedavg") for s in (1, 0)]
+    runs = [
+        make_run(name, s)
+        for name in ("fedproto", "of_my_own", "pfedlora", "another", "fedavg")
+        for s in (1, 0)
+    ]
     one, other = (method_styles(group_runs(some)) for some in (runs, runs[::-1]))
     assert one == other
     assert len(set(one.values())) == 5
@@ -18,7 +22,9 @@ def test_looks_do_not_depend_on_the_order_of_the_runs(make_run):
 
 def test_runs_come_in_the_order_of_their_experiment(make_run):
     made = {"compare": ["fedproto", "pfedlora", "fedavg"]}
-    runs = [make_run(name, s, experiment=made) for name in ("fedavg", "fedproto", "pfedlora") for s in (10, 9)]
+    runs = [
+        make_run(name, s, experiment=made) for name in ("fedavg", "fedproto", "pfedlora") for s in (10, 9)
+    ]
     runs.insert(0, make_run("of_my_own", experiment=made))
     ordered = [(run.config["method"]["name"], run.config["run"]["seed"]) for run in in_order(runs)]
     assert ordered == [

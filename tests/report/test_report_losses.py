@@ -52,7 +52,9 @@ def target_of(runs, *given):
 def regressions(make_run, *last, seeds=2, name="linear"):
     """Runs m0, m1, ... that end at these mean losses, seeds 10 % apart."""
     return [
-        make_run(f"m{i}", s, name=name, rounds=regression_of([[4.0, 2.0], [0.5 * end * (1 + s / 10), 1.5 * end]]))
+        make_run(
+            f"m{i}", s, name=name, rounds=regression_of([[4.0, 2.0], [0.5 * end * (1 + s / 10), 1.5 * end]])
+        )
         for i, end in enumerate(last)
         for s in range(seeds)
     ]
@@ -60,7 +62,9 @@ def regressions(make_run, *last, seeds=2, name="linear"):
 
 class TestBesideAccuracy:
     def test_column_is_the_mean_over_clients_and_seeds(self, make_run):
-        rows = [with_risk(rounds_of([[0.1] * 3, [0.9] * 3]), [[3, 3, 3], [1 + s, 2 + s, None]]) for s in (0, 1)]
+        rows = [
+            with_risk(rounds_of([[0.1] * 3, [0.9] * 3]), [[3, 3, 3], [1 + s, 2 + s, None]]) for s in (0, 1)
+        ]
         table = comparison([*(make_run("a", s, rounds=r) for s, r in enumerate(rows)), make_run("old")])
         half = stats.t.ppf(0.975, 1) * 0.5  # 1.5 and 2.5: standard error 0.5
         assert rows_of(table)[0]["loss_last"] == pytest.approx(2.0)
@@ -169,7 +173,9 @@ class TestInsteadOfAccuracy:
         assert "does not overlap that of m0" in state_findings(group_runs(far))[0]
         level = group_runs(regressions(make_run, 0.5, 0.5, seeds=1))
         assert state_findings(level)[0].startswith("m0 and m1 are level with a mean test loss of 0.5000")
-        assert state_findings(level[:1]) == ["m0 reached a mean test loss of 0.5000 at the last evaluated round."]
+        assert state_findings(level[:1]) == [
+            "m0 reached a mean test loss of 0.5000 at the last evaluated round."
+        ]
 
     def test_sweep_counts_who_is_lower(self, make_run):
         runs = [
@@ -246,7 +252,10 @@ class TestUnseen:
         assert "unseen clients" not in titles(comparison([make_run("old")]))
 
     def test_thin_line(self, make_run):
-        for regression, draw, at in ((False, figures.plot_accuracy, [60, 30]), (True, figures.plot_loss, [4, 4])):
+        for regression, draw, at in (
+            (False, figures.plot_accuracy, [60, 30]),
+            (True, figures.plot_loss, [4, 4]),
+        ):
             picture = draw(*both(self.runs(make_run, regression)))
             assert legend_of(picture) == ["a", "a: unseen clients", "b"]
             head, unseen, _ = lines(picture)

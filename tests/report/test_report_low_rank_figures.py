@@ -45,7 +45,9 @@ class TestFurtherSeries:
         picture = figures.plot_accuracy(
             *both([make_run("a", rounds=two_series([0.8, 0.9], [0.3, 0.2])), make_run("b")])
         )
-        for key, line in zip(picture.figure.legends[0].get_lines(), picture.figure.axes[0].lines, strict=True):
+        for key, line in zip(
+            picture.figure.legends[0].get_lines(), picture.figure.axes[0].lines, strict=True
+        ):
             for look in ("color", "linestyle", "linewidth", "marker"):
                 assert getattr(key, f"get_{look}")() == getattr(line, f"get_{look}")()
 
@@ -72,10 +74,16 @@ class TestFurtherSeries:
 class TestRanks:
     def test_panel_by_hand(self, make_run):
         ranks = [
-            ({"a.weight": 10, "b.weight": 8}, {"a.weight": 8 - s, "b.weight": 8}, {"a.weight": 4, "b.weight": 2})
+            (
+                {"a.weight": 10, "b.weight": 8},
+                {"a.weight": 8 - s, "b.weight": 8},
+                {"a.weight": 4, "b.weight": 2},
+            )
             for s in (0, 2)
         ]
-        picture = rank_figures.plot_ranks(*both([make_run("m", s, rounds=ranked(*r)) for s, r in enumerate(ranks)]))
+        picture = rank_figures.plot_ranks(
+            *both([make_run("m", s, rounds=ranked(*r)) for s, r in enumerate(ranks)])
+        )
         a, b = picture.figure.axes
         assert a.lines[0].get_xdata().tolist() == [0, 1, 2]
         assert a.lines[0].get_ydata().tolist() == pytest.approx([100, 70, 40])
@@ -198,14 +206,21 @@ class TestDownlink:
 
     def test_logarithmic_only_where_no_change_could_be_seen(self, make_run):
         def drawn(largest, *more):
-            runs = [make_run("a", rounds=sending(0, 100, 40)), make_run("b", rounds=sending(*[largest] * 3)), *more]
+            runs = [
+                make_run("a", rounds=sending(0, 100, 40)),
+                make_run("b", rounds=sending(*[largest] * 3)),
+                *more,
+            ]
             return rank_figures.plot_downlink(*both(runs))
 
         silent = make_run("c", rounds=sending(0, 0, 0))
         near, far = drawn(1999, silent), drawn(2000, silent)
         assert (near.figure.axes[0].get_yscale(), far.figure.axes[0].get_yscale()) == ("linear", "log")
         assert near.figure.axes[0].get_ylim()[0] < 0
-        assert [line.get_ydata().tolist() for line in near.figure.axes[0].lines][::2] == [[0, 100, 40], [0, 0, 0]]
+        assert [line.get_ydata().tolist() for line in near.figure.axes[0].lines][::2] == [
+            [0, 100, 40],
+            [0, 0, 0],
+        ]
         a, b = far.figure.axes[0].lines
         np.testing.assert_equal(a.get_ydata(), [math.nan, 100, 40])
         assert b.get_ydata().tolist() == [2000] * 3

@@ -148,7 +148,11 @@ def _titled(make_run, titles):
 
 
 def test_augmentation_and_adapters_are_settings(make_run, written):
-    runs = [make_run("a", 0), make_run("a", 1, augment={"flip": True, "crop": 4}), make_run("a", 2, lora={"r": 4})]
+    runs = [
+        make_run("a", 0),
+        make_run("a", 1, augment={"flip": True, "crop": 4}),
+        make_run("a", 2, lora={"r": 4}),
+    ]
     assert len(group_runs(runs)) == 3
     text = written(runs[1:2])
     assert "Training images are changed at random: flip true, crop 4." in text
@@ -169,7 +173,14 @@ ODD = [
     [{"round": 1, "loss": {"local": float("nan")}, "accuracy": {"global": {"test": [1.0]}}}],
     [{"round": 1, "accuracy": {"global": {"val": [1.0]}}}],
     [{"round": 1, "accuracy": None, "risk": {"g": {"val": [1.0]}}}],
-    [{"round": 1, "participants": [0], "accuracy": {"g": {"test": [float("nan")]}}, "parameters": {"g": [5]}}],
+    [
+        {
+            "round": 1,
+            "participants": [0],
+            "accuracy": {"g": {"test": [float("nan")]}},
+            "parameters": {"g": [5]},
+        }
+    ],
     two_series([0.5], [0.4], ranks=[{"a": 3}]),
     rounds_of([[0.5]]),
     rounds_of([[0.5], [float("nan")]]),

@@ -30,7 +30,8 @@ def test_only_what_has_no_word_to_break_at_breaks_anywhere():
 
 
 @pytest.mark.skipif(
-    not (shutil.which("chromium") and shutil.which("pdftotext")), reason="needs chromium and pdftotext (poppler-utils)"
+    not (shutil.which("chromium") and shutil.which("pdftotext")),
+    reason="needs chromium and pdftotext (poppler-utils)",
 )
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_browser_prints_open_settings_alone_and_whole_words(make_run, tmp_path, opened):
@@ -41,7 +42,12 @@ def test_a_browser_prints_open_settings_alone_and_whole_words(make_run, tmp_path
     (tmp_path / "page.html").write_text(text)
     common = {"check": True, "capture_output": True, "timeout": 60, "cwd": tmp_path}
     subprocess.run(
-        [*BROWSER.split(), f"--user-data-dir={tmp_path / 'u'}", "--print-to-pdf=page.pdf", str(tmp_path / "page.html")],
+        [
+            *BROWSER.split(),
+            f"--user-data-dir={tmp_path / 'u'}",
+            "--print-to-pdf=page.pdf",
+            str(tmp_path / "page.html"),
+        ],
         **common,
     )
     printed = subprocess.run(["pdftotext", "-layout", "page.pdf", "-"], text=True, **common).stdout

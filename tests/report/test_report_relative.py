@@ -38,7 +38,9 @@ class TestRelative:
         for s in (0, 1):
             runs.append(make_run("standalone", s, rounds=clients_of(*base)))
             runs.append(make_run("fedavg", s, rounds=clients_of(*[v + s / 10 for v in base])))
-            runs.append(make_run("slr", s, rounds=clients_of(*[v + 0.2 + 0.01 * i for i, v in enumerate(base)])))
+            runs.append(
+                make_run("slr", s, rounds=clients_of(*[v + 0.2 + 0.01 * i for i, v in enumerate(base)]))
+            )
         groups, looks = both(runs)
         picture = rank_figures.plot_relative_accuracy(groups, looks)
         assert [tick.get_text() for tick in picture.figure.axes[0].get_yticklabels()] == ["standalone", "slr"]
@@ -46,10 +48,16 @@ class TestRelative:
         assert medians(picture) == {0: pytest.approx(-5), 1: pytest.approx(np.median(expected))}
         shape = picture.figure.axes[0].collections
         ends = [one.get_paths()[0].vertices[:, 0] for one in shape if len(one.get_paths()[0].vertices) > 50]
-        assert (ends[1].min(), ends[1].max()) == (pytest.approx(expected.min()), pytest.approx(expected.max()))
+        assert (ends[1].min(), ends[1].max()) == (
+            pytest.approx(expected.min()),
+            pytest.approx(expected.max()),
+        )
         assert picture.title == "Accuracy relative to fedavg"
         assert "standalone −5.0, slr +24.5" in picture.alt
-        assert "minus that of the same client under fedavg with the same seed, in percentage points" in picture.caption
+        assert (
+            "minus that of the same client under fedavg with the same seed, in percentage points"
+            in picture.caption
+        )
         assert "of all 2 seeds are pooled" in picture.caption
 
     def test_quartiles(self, make_run):
@@ -68,7 +76,10 @@ class TestRelative:
         [(("b", "fedavg", "standalone"), "fedavg"), (("b", "standalone"), "standalone"), (("b", "c"), "b")],
     )
     def test_reference(self, make_run, names, reference):
-        runs = [make_run(name, title=f"T {name}", rounds=clients_of(0.1 * (i + 1))) for i, name in enumerate(names)]
+        runs = [
+            make_run(name, title=f"T {name}", rounds=clients_of(0.1 * (i + 1)))
+            for i, name in enumerate(names)
+        ]
         assert rank_figures.plot_relative_accuracy(*both(runs)).title == f"Accuracy relative to T {reference}"
 
     def test_reference_of_each_experiment_setting_is_its_own(self, make_run):
@@ -78,7 +89,9 @@ class TestRelative:
             for k in (1, 2)
         ]
         groups, looks = both(runs)
-        drawn = [picture for _, some in draw_all(groups, looks) for picture in some if "relative" in picture.title]
+        drawn = [
+            picture for _, some in draw_all(groups, looks) for picture in some if "relative" in picture.title
+        ]
         assert [medians(picture) for picture in drawn] == [{0: pytest.approx(30)}] * 2
 
     def test_further_series_have_violins(self, make_run):
@@ -117,7 +130,9 @@ class TestRelative:
         assert not drawn(*(make_run(m, rounds=clients_of(0.5, ids=19)) for m in "ab"))
         assert not drawn(a, make_run("b", rounds=clients_of(None)))
         half = [[0.5] * 10 + [None] * 10, [None] * 10 + [0.5] * 10]
-        assert not drawn(*(make_run(m, rounds=clients_of(*values)) for m, values in zip("ab", half, strict=True)))
+        assert not drawn(
+            *(make_run(m, rounds=clients_of(*values)) for m, values in zip("ab", half, strict=True))
+        )
         assert not drawn(make_run("a"), make_run("b"))  # ten clients
 
 
@@ -131,7 +146,10 @@ class TestSize:
             ),
             *(
                 make_run(
-                    "fedslr", s, title="FedSLR", rounds=two_series([0.1, 0.8], [0.1, 0.6], sizes=(60 + 10 * s, 50))
+                    "fedslr",
+                    s,
+                    title="FedSLR",
+                    rounds=two_series([0.1, 0.8], [0.1, 0.6], sizes=(60 + 10 * s, 50)),
                 )
                 for s in (0, 1)
             ),
@@ -144,20 +162,29 @@ class TestSize:
         faces = [line.get_markerfacecolor() for line in picture.figure.axes[0].lines]
         assert faces[2] == "none" != faces[1]
         keys = picture.figure.legends[0].get_lines()
-        assert [(key.get_linestyle(), key.get_markerfacecolor()) for key in keys] == [("None", face) for face in faces]
+        assert [(key.get_linestyle(), key.get_markerfacecolor()) for key in keys] == [
+            ("None", face) for face in faces
+        ]
         edges = [to_hex(line.get_markeredgecolor()) for line in picture.figure.axes[0].lines]
         assert edges == [palette_color(0), palette_color(1), palette_color(1)]
         assert "FedSLR mixed 65, 80.00 %; FedSLR gkr 50, 60.00 %" in picture.alt
         assert "clients and seeds" in picture.caption
 
     def test_logarithmic_where_sizes_are_far_apart(self, make_run):
-        near = rank_figures.plot_model_size(*both([make_run("a", rounds=two_series([0.5], [0.4], (600, 50)))]))
-        far = rank_figures.plot_model_size(*both([make_run("a", rounds=two_series([0.5], [0.4], (6000, 50)))]))
+        near = rank_figures.plot_model_size(
+            *both([make_run("a", rounds=two_series([0.5], [0.4], (600, 50)))])
+        )
+        far = rank_figures.plot_model_size(
+            *both([make_run("a", rounds=two_series([0.5], [0.4], (6000, 50)))])
+        )
         assert near.figure.axes[0].get_xscale() == "linear"
         assert near.figure.axes[0].get_xlim()[0] >= 0
         assert far.figure.axes[0].get_xscale() == "log"
 
     def test_none_where_sizes_do_not_differ(self, make_run):
-        assert rank_figures.plot_model_size(*both([make_run("a", rounds=two_series([0.5], [0.4], (50, 50)))])) is None
+        assert (
+            rank_figures.plot_model_size(*both([make_run("a", rounds=two_series([0.5], [0.4], (50, 50)))]))
+            is None
+        )
         mixed = [make_run("a", rounds=two_series([0.5], [math.nan], (60, 50))), make_run("old")]
         assert rank_figures.plot_model_size(*both(mixed)) is None

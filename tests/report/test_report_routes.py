@@ -11,7 +11,13 @@ from report_runs import both, cells, in_clusters, legend_of, one_hot, page_of, r
 from scipy import stats
 
 from fedlowrank.report import cluster_figures, comparison, write_report
-from fedlowrank.report.clusters import collapse_warnings, final_recovery, find_collapse, recovery_curve, score_recovery
+from fedlowrank.report.clusters import (
+    collapse_warnings,
+    final_recovery,
+    find_collapse,
+    recovery_curve,
+    score_recovery,
+)
 from fedlowrank.report.gallery import draw_all, save_figures
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.sentences import find_warnings
@@ -82,7 +88,11 @@ class TestCollapse:
 
     def test_is_said_wherever_results_are_read(self, make_run, tmp_path):
         people = in_clusters(TRUTH)
-        learnt = {"title": "FLoRAL", "clients": people, "fields": {"router": {"routing": "learned", "lr": 0.1}}}
+        learnt = {
+            "title": "FLoRAL",
+            "clients": people,
+            "fields": {"router": {"routing": "learned", "lr": 0.1}},
+        }
         good = make_run("floral", 0, rounds=choosing([0, 0, 0, 0], TRUTH), **learnt)
         bad = make_run("floral", 1, rounds=choosing(TRUTH, [1, 1, 1, 1]), **learnt)
         other = make_run("ifca", 0, title="IFCA", rounds=choosing(TRUTH, TRUTH), clients=people)
@@ -97,7 +107,9 @@ class TestCollapse:
         assert "the router collapsed" in to_markdown(table)
         assert "the router collapsed" in page_of([good, bad], tmp_path)
         assert collapse_warnings(group_runs([good, other])) == []
-        (said,) = collapse_warnings(group_runs([make_run("ifca", 1, rounds=choosing([1, 1, 1, 1]), clients=people)]))
+        (said,) = collapse_warnings(
+            group_runs([make_run("ifca", 1, rounds=choosing([1, 1, 1, 1]), clients=people)])
+        )
         assert "another seed" in said
         assert "router.lr" not in said
 
@@ -106,9 +118,14 @@ class TestCollapse:
         same, unknown = in_clusters([0, 0, 0]), in_clusters([None, None, None])
         assert collapse_warnings(group_runs([make_run("a", rounds=rows, clients=same)])) == []
         assert len(collapse_warnings(group_runs([make_run("a", rounds=rows, clients=unknown)]))) == 1
-        assert len(collapse_warnings(group_runs([make_run("a", rounds=rows)]))) == 1  # an old folder knows no clusters
+        assert (
+            len(collapse_warnings(group_runs([make_run("a", rounds=rows)]))) == 1
+        )  # an old folder knows no clusters
         given_routes = {"router": {"routing": "optimal"}}
-        assert collapse_warnings(group_runs([make_run("a", rounds=rows, clients=unknown, fields=given_routes)])) == []
+        assert (
+            collapse_warnings(group_runs([make_run("a", rounds=rows, clients=unknown, fields=given_routes)]))
+            == []
+        )
 
 
 class TestOverRounds:
@@ -124,7 +141,10 @@ class TestOverRounds:
         assert got["mean"].tolist() == pytest.approx([0, 0.25])  # of 1 and -0.5
         half = stats.t.ppf(0.975, 1) * np.std([1, -0.5], ddof=1) / math.sqrt(2)
         assert got["ci"].tolist() == pytest.approx([0, half])
-        assert (final_recovery(group).mean, final_recovery(group).ci) == (pytest.approx(0.25), pytest.approx(half))
+        assert (final_recovery(group).mean, final_recovery(group).ci) == (
+            pytest.approx(0.25),
+            pytest.approx(half),
+        )
         picture = cluster_figures.plot_recovery(*both([*runs, make_run("old")]))
         (axes,) = picture.figure.axes
         assert [line.get_ydata().tolist() for line in axes.lines] == [pytest.approx([0, 0.25])]
@@ -149,7 +169,9 @@ class TestOverRounds:
 
     def test_column(self, make_run):
         people = in_clusters(TRUTH)
-        table = comparison([make_run("a", rounds=choosing(TRUTH), clients=people), make_run("b", clients=people)])
+        table = comparison(
+            [make_run("a", rounds=choosing(TRUTH), clients=people), make_run("b", clients=people)]
+        )
         assert cells(table, "accuracy", "cluster recovery (ARI)") == ["1.00", "–"]
         assert "cluster recovery (ARI)" in to_markdown(table)
         assert "cluster recovery (ARI)" not in to_markdown(comparison([make_run("b")]))
@@ -174,10 +196,15 @@ class TestHeatMap:
         truth = [1, 0, None, 1, 0]
         shares = [[0.25, 0.75], [1.0, 0.0], [0.5, 0.5], [0.0, 1.0], [0.875, 0.125]]
         rows = with_routes(rounds_of([[0.5] * 5]), [shares])
-        (picture,) = cluster_figures.plot_routes(group_runs([make_run("a", rounds=rows, clients=in_clusters(truth))]))
+        (picture,) = cluster_figures.plot_routes(
+            group_runs([make_run("a", rounds=rows, clients=in_clusters(truth))])
+        )
         order = [1, 4, 0, 3, 2]
         expected = {
-            (y, x): round(16 * shares[client][x]) for y, client in enumerate(order) for x in (0, 1) if shares[client][x]
+            (y, x): round(16 * shares[client][x])
+            for y, client in enumerate(order)
+            for x in (0, 1)
+            if shares[client][x]
         }
         panel, key = picture.figure.axes
         assert shades(panel) == expected
@@ -210,7 +237,9 @@ class TestHeatMap:
 
     def test_clients_that_never_trained_are_marked(self, make_run):
         people = in_clusters([0, 1, 0, 1], unseen=[2])
-        (picture,) = cluster_figures.plot_routes(group_runs([make_run("a", rounds=choosing(TRUTH), clients=people)]))
+        (picture,) = cluster_figures.plot_routes(
+            group_runs([make_run("a", rounds=choosing(TRUTH), clients=people)])
+        )
         (marks,) = picture.figure.axes[0].lines
         assert marks.get_ydata() == [1]  # the second of cluster 0
         assert "never trained" in picture.caption
@@ -224,7 +253,9 @@ class TestHeatMap:
         assert "300 of 700 clients are drawn" in picture.caption
         assert len(to_svg(picture.figure, "x")) < 20_000
         wide = make_run(
-            "b", rounds=choosing(*[[k % 10 for k in range(300)]] * 5, clusters=10), clients=in_clusters([0] * 300)
+            "b",
+            rounds=choosing(*[[k % 10 for k in range(300)]] * 5, clusters=10),
+            clients=in_clusters([0] * 300),
         )
         (picture,) = cluster_figures.plot_routes(group_runs([wide]))
         assert len({row for row, _ in shades(picture.figure.axes[0])}) == 6000 // 50

@@ -31,7 +31,8 @@ def sized(sizes, ranks=(), accuracy=0.5, clients=2, further=()):
         splits = row["accuracy"]["personal"]
         row["accuracy"] = dict.fromkeys([*sizes, *further], splits)
         row["parameters"] = {
-            name: list(one[i]) if isinstance(one[i], list) else [one[i]] * clients for name, one in sizes.items()
+            name: list(one[i]) if isinstance(one[i], list) else [one[i]] * clients
+            for name, one in sizes.items()
         }
         row["ranks"] = dict(ranks[i]) if i < len(ranks) else {}
     return rows
@@ -67,7 +68,9 @@ def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):
         return sizes_differ(group_runs(list(runs)))
 
     dense = make_run("a", rounds=sized({"personal": [[7, 9], [7, 9]]}))
-    assert not differ(dense, make_run("b", rounds=sized({"personal": [[7, 9], [7, 9]], "global": [[7, 9], [7, 9]]})))
+    assert not differ(
+        dense, make_run("b", rounds=sized({"personal": [[7, 9], [7, 9]], "global": [[7, 9], [7, 9]]}))
+    )
     assert not differ(make_run("old"))
     assert not differ(make_run("a", rounds=sized({"personal": [[7, 9]]})), make_run("old"))
     assert differ(dense, make_run("b", rounds=sized({"personal": [[7, 8], [7, 8]]})))
@@ -78,9 +81,17 @@ def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):
 
 
 def test_ranks_by_hand(make_run):
-    first = slr(ranks=[{"a.weight": 10, "b.weight": 4}, {"a.weight": 8, "b.weight": 4}, {"a.weight": 5, "b.weight": 2}])
+    first = slr(
+        ranks=[
+            {"a.weight": 10, "b.weight": 4},
+            {"a.weight": 8, "b.weight": 4},
+            {"a.weight": 5, "b.weight": 2},
+        ]
+    )
     other = slr(ranks=[{"a.weight": 10, "b.weight": 4}, {"a.weight": 6, "b.weight": 4}])
-    (group,) = group_runs([make_run("a", s, rounds=rows, run=SAME) for s, rows in enumerate((first, other[:2]))])
+    (group,) = group_runs(
+        [make_run("a", s, rounds=rows, run=SAME) for s, rows in enumerate((first, other[:2]))]
+    )
     got = rank_curves(group)
     assert list(got) == ["a.weight", "b.weight"]
     a = got["a.weight"]
@@ -125,14 +136,18 @@ def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_
     for row in rows:
         row["accuracy"] = {"mixed": {"test": [None]}, "gkr": {"test": [0.5]}}
     # a further series does not pass for the headline that has no number
-    assert [(one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]))] == [("a: gkr", 1)]
+    assert [(one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]))] == [
+        ("a: gkr", 1)
+    ]
 
 
 def test_float32_counts_as_the_paper_does(make_run):
     rows = rounds_of([[0.1], [0.5]])
     rows[1]["parameters_down"] = rows[1]["parameters_up"] = FULL * 10 * 1000
     reference = {"label": "Table 2", "accuracy": {}, "communication": {"fedavg": 893.92}}
-    table = comparison([make_run("fedavg", rounds=rows, reference=reference), make_run("other", reference=reference)])
+    table = comparison(
+        [make_run("fedavg", rounds=rows, reference=reference), make_run("other", reference=reference)]
+    )
     assert rows_of(table)[0]["communication_float32"] == 4 * 2 * FULL * 10_000 == 893_916_160_000
     assert rows_of(table)[0]["reference_communication_gb"] == 893.92
     assert rows_of(table)[1]["reference_communication_gb"] is None
@@ -186,7 +201,12 @@ def test_a_paper_may_name_the_headline_too(make_run):
 
 @pytest.mark.parametrize("value", [None, "n/a", True, math.nan, [1.0]])
 def test_what_is_no_number_is_no_reference(make_run, value):
-    reference = {"label": "T", "accuracy": {"a": 1.0}, "communication": {"a": value}, "parameters": {"a": value}}
+    reference = {
+        "label": "T",
+        "accuracy": {"a": 1.0},
+        "communication": {"a": value},
+        "parameters": {"a": value},
+    }
     table = comparison([make_run("a", rounds=slr(), reference=reference)])
     assert rows_of(table)[0]["reference_communication_gb"] is None
     assert rows_of(table)[0]["reference_parameters_m"] is None
@@ -222,7 +242,8 @@ def test_each_value_of_a_sweep_has_its_own_reference(make_run):
 
 def test_ranks_at_the_end_are_json_in_the_csv(make_run):
     runs = [
-        make_run("a", s, rounds=slr(ranks=[{"w": 9, "v": 3}, {"w": 9, "v": 3}, {"w": 4 + s, "v": 3}])) for s in (0, 1)
+        make_run("a", s, rounds=slr(ranks=[{"w": 9, "v": 3}, {"w": 9, "v": 3}, {"w": 4 + s, "v": 3}]))
+        for s in (0, 1)
     ]
     row = next(csv.DictReader(io.StringIO(to_csv(comparison(runs)))))
     assert json.loads(row["ranks_last"]) == {"w": 4.5, "v": 3.0}

@@ -88,7 +88,9 @@ def test_choices_of_round(make_run):
     got = main(make_run(rounds=simple(test, val)))
     assert got["last"] == 0.7
     assert (got["best_round"], got["best_by_validation"]) == (1, 0.5)  # the earlier of the two with 0.8
-    assert got["last_ten"] == pytest.approx(np.mean([0.5, 0.9, 0.6, 0.7]))  # without the round before training
+    assert got["last_ten"] == pytest.approx(
+        np.mean([0.5, 0.9, 0.6, 0.7])
+    )  # without the round before training
     assert got["best_test"] == 0.9
 
 
@@ -144,7 +146,9 @@ def test_common_target_is_not_lost_to_rounding(make_run):
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=12))
 def test_interval_is_student_t(values):
     got = estimate(values)
-    low, high = stats.t.interval(0.95, len(values) - 1, loc=np.mean(values), scale=stats.sem(values) or 1e-300)
+    low, high = stats.t.interval(
+        0.95, len(values) - 1, loc=np.mean(values), scale=stats.sem(values) or 1e-300
+    )
     assert got.n == len(values)
     assert got.std == pytest.approx(np.std(values, ddof=1))
     assert got.ci == pytest.approx((high - low) / 2, abs=1e-12)
@@ -165,7 +169,9 @@ def test_groups_are_seeds_of_one_setting(make_run):
 
 
 def test_seed_given_twice_counts_once(make_run):
-    (group,) = group_runs([make_run("a", 3, rounds=simple([[0.5]])), make_run("a", 3, rounds=simple([[0.7]]))])
+    (group,) = group_runs(
+        [make_run("a", 3, rounds=simple([[0.5]])), make_run("a", 3, rounds=simple([[0.7]]))]
+    )
     assert len(group.runs) == 1
     assert group.repeated == ("3",)
     assert group.final().mean == 0.5

@@ -65,7 +65,9 @@ class Budget:
             s = row.spot
             numbers = (str(s.rank) if s.rank else "", f"{s.numbers:,}", f"{row.added:,}", f"{row.share:.1%}")
             lines.append((row.name, s.kind, _sizes(s.shape), *numbers, s.note))
-        lines.append(("total", "", "", "", f"{self.each:,}", f"{self.added:,}", f"{self.each / self.base:.1%}", ""))
+        lines.append(
+            ("total", "", "", "", f"{self.each:,}", f"{self.added:,}", f"{self.each / self.base:.1%}", "")
+        )
         width = [max(map(len, column)) for column in zip(*lines, strict=True)]
 
         def cell(text: str, i: int) -> str:
@@ -78,7 +80,10 @@ class Budget:
 
 def budget(module: nn.Module, where: Mapping[str, Spot], count: int) -> Budget:
     """What C adaptors of the spots add to the module."""
-    rows = [BudgetRow(name, s, count * s.numbers, s.numbers / torch.Size(s.shape).numel()) for name, s in where.items()]
+    rows = [
+        BudgetRow(name, s, count * s.numbers, s.numbers / torch.Size(s.shape).numel())
+        for name, s in where.items()
+    ]
     rest = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in where}
     return Budget(tuple(rows), rest, count)
 
@@ -86,13 +91,17 @@ def budget(module: nn.Module, where: Mapping[str, Spot], count: int) -> Budget:
 def adaptor_remarks(module: nn.Module, where: Mapping[str, Spot]) -> list[str]:
     """The notes of the spots, each with the names of its parameters, and what :func:`unadapted_remark` says."""
     said = {
-        note: [n for n, spot in where.items() if spot.note == note] for note in (s.note for s in where.values()) if note
+        note: [n for n, spot in where.items() if spot.note == note]
+        for note in (s.note for s in where.values())
+        if note
     }
     rest = unadapted_remark(module, where)
     return [*(f"{', '.join(names)}: {note}" for note, names in said.items()), *([rest] if rest else [])]
 
 
-def unadapted_remark(module: nn.Module, where: Mapping[str, Spot], include: Include | None = None) -> str | None:
+def unadapted_remark(
+    module: nn.Module, where: Mapping[str, Spot], include: Include | None = None
+) -> str | None:
     """Names the weight matrices that get no adaptors though no setting leaves them out, with their share; None without any.
 
     Args:

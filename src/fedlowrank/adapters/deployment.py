@@ -45,12 +45,16 @@ def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
     """Bytes, or work, of factors of that rank and a sparse tensor."""
     count = int(rest.count_nonzero())
     if layout == "fast":
-        return work(layer, rank) + (SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0))
+        return work(layer, rank) + (
+            SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0)
+        )
     places = min(bytes_of_places(count, rest.shape))
     return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + places
 
 
-def _choose(layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Tensor, layout: Layout) -> Params | None:
+def _choose(
+    layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Tensor, layout: Layout
+) -> Params | None:
     """The parts of the cheapest form, or None if that is the dense one."""
     rows, columns = matrix_shape(merged.shape)
     forms = [(LowRank(merged.new_empty(rows, 0), merged.new_empty(0, columns)), merged)]
@@ -61,7 +65,9 @@ def _choose(layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Ten
     return parts_of(*forms[costs.index(min(costs))]) if min(costs) < dense else None
 
 
-def deploy(module: nn.Module, weights: Weights, sparse: Params | None = None, layout: Layout = "small") -> nn.Module:
+def deploy(
+    module: nn.Module, weights: Weights, sparse: Params | None = None, layout: Layout = "small"
+) -> nn.Module:
     """A copy of a module for inference, with other parameters, each in its cheapest form.
 
     ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`Compressed`. All else is dense: vectors, embeddings,
@@ -106,19 +112,28 @@ def _layers(module: nn.Module) -> dict[int, nn.Module]:
             owners.setdefault(id(p), []).append((name, m))
     single = {i: found[0] for i, found in owners.items() if len(found) == 1}
     return {
-        i: m for i, (name, m) in single.items() if name == "weight" and type(m) in KINDS and "forward" not in vars(m)
+        i: m
+        for i, (name, m) in single.items()
+        if name == "weight" and type(m) in KINDS and "forward" not in vars(m)
     }
 
 
 def _check(params: Mapping[str, Tensor], weights: Mapping[str, Tensor | LowRank], sparse: Params) -> None:
     for what, names in (("weights", [*weights]), ("sparse", [*sparse])):
         if unknown := [n for n in names if n not in params]:
-            raise TaskError(f"{what}: the model has no parameter {unknown[0]!r}. {did_you_mean(unknown[0], params)}")
+            raise TaskError(
+                f"{what}: the model has no parameter {unknown[0]!r}. {did_you_mean(unknown[0], params)}"
+            )
     if missing := [n for n in params if n not in weights]:
-        raise TaskError(f"weights: {len(missing)} of {len(params)} parameters are missing, such as {missing[0]!r}")
+        raise TaskError(
+            f"weights: {len(missing)} of {len(params)} parameters are missing, such as {missing[0]!r}"
+        )
     for n, param in params.items():
         w, shape = weights[n], param.shape
-        tensors = [*([w.left, w.right] if isinstance(w, LowRank) else [w]), *([sparse[n]] if n in sparse else [])]
+        tensors = [
+            *([w.left, w.right] if isinstance(w, LowRank) else [w]),
+            *([sparse[n]] if n in sparse else []),
+        ]
         wanted = [shape] * len(tensors)
         if isinstance(w, LowRank):
             # of a vector there is no matrix, so nothing fits
@@ -166,13 +181,17 @@ def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Mo
         raise CheckpointError(f"{path} is damaged, or is no deployed model: {error!r}") from error
     if not sound or found["format"] not in FORMATS:
         raise CheckpointError(f"{path} is damaged, or not of the format {' or '.join(FORMATS)}")
-    with torch.random.fork_rng(devices=[]):  # initial values are thrown away; nobody else's draws may move for them
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # initial values are thrown away; nobody else's draws may move for them
         made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
     made, modules = made.eval().requires_grad_(False), dict(made.named_modules())
     for name, shape in layers.items():
         layer: Any = modules.get(name)
         if type(layer) not in KINDS or [*layer.weight.shape] != shape:
-            raise TaskError(f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}")
+            raise TaskError(
+                f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}"
+            )
         try:
             compress(layer, _parts_in(state, name, layer.weight.shape))
         except LookupError as error:
@@ -181,7 +200,9 @@ def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Mo
     for name in sorted(wanted.keys() | state.keys()):
         there, here = ([*d[name].shape] if name in d else "missing" for d in (state, wanted))
         if there != here:
-            raise TaskError(f"{path} does not fit the model: {name} is {there} in the file and {here} in the model")
+            raise TaskError(
+                f"{path} does not fit the model: {name} is {there} in the file and {here} in the model"
+            )
         wanted[name].data = state[name].to(wanted[name].device)
     return made
 
@@ -215,7 +236,9 @@ def _state(module: nn.Module, compressed: bool = True) -> Params:
     state: dict[int, tuple[str, Tensor]] = {}
     for name, t in module.state_dict(keep_vars=True).items():
         if not isinstance(t, Tensor):
-            raise TaskError(f"{name!r} in the state of the model is a {type(t).__name__}; only tensors can be kept")
+            raise TaskError(
+                f"{name!r} in the state of the model is a {type(t).__name__}; only tensors can be kept"
+            )
         state.setdefault(id(t), (name, t))
     found = dict(state.values())
     for name, layer in module.named_modules():
@@ -249,7 +272,9 @@ class Size:
 def size_of(module: nn.Module) -> Size:
     """Numbers and bytes of any module."""
     held = [*module.parameters()]
-    return Size(sum(p.numel() for p in held), sum(int(p.count_nonzero()) for p in held), nbytes(_state(module)))
+    return Size(
+        sum(p.numel() for p in held), sum(int(p.count_nonzero()) for p in held), nbytes(_state(module))
+    )
 
 
 @dataclass(frozen=True)

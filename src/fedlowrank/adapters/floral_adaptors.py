@@ -114,7 +114,9 @@ def spots(
     for name, layer in module.named_modules():
         for local, parameter in layer.named_parameters(recurse=False):
             if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise TaskError(f"{_where(name, layer)} is lazy and has no shape yet; run one forward pass first")
+                raise TaskError(
+                    f"{_where(name, layer)} is lazy and has no shape yet; run one forward pass first"
+                )
             kind = kind_of(layer, local, parameter)
             if kind is None or kind not in kinds or (include is not None and not include(name, layer)):
                 continue
@@ -126,7 +128,9 @@ def spots(
                 made = _spot(name, kind, tuple(parameter.shape), rank, construction)
                 found[own] = replace(made, transposed=kind == "linear" and _is_transposed(layer))
     if not found:
-        there = sorted({type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))})
+        there = sorted(
+            {type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))}
+        )
         raise TaskError(
             f"there is no layer to adapt: the module has parameters in {there or 'no layer'}, and linear layers, attention, "
             f"convolutions, embeddings and normalizations can be adapted (asked for: {', '.join(kinds) or 'nothing'}"
@@ -135,7 +139,9 @@ def spots(
     return found
 
 
-def trained_spots(model: Model, rank: float, construction: Construction, kinds: tuple[Kind, ...]) -> dict[str, Spot]:
+def trained_spots(
+    model: Model, rank: float, construction: Construction, kinds: tuple[Kind, ...]
+) -> dict[str, Spot]:
     """The :func:`spots` of an architecture whose parameter is trained; a frozen one belongs to its code.
 
     Raises:
@@ -205,7 +211,9 @@ def _check(name: str, layer: nn.Module, parameter: nn.Parameter) -> None:
             f"{where} renormalizes its rows in place (max_norm), which an adaptor cannot follow; exclude it"
         )
     if getattr(layer, "sparse", False):
-        raise TaskError(f"{where} has sparse gradients, which do not reach its adaptor; set sparse=False or exclude it")
+        raise TaskError(
+            f"{where} has sparse gradients, which do not reach its adaptor; set sparse=False or exclude it"
+        )
 
 
 def _spot(layer: str, kind: Kind, shape: tuple[int, ...], rank: float, construction: Construction) -> Spot:
@@ -252,7 +260,10 @@ def adaptors(
             found[name] = t.new_zeros((count, *spot.shape))
             continue
         # the rank of a spot is the final one, which filter-wise construction has multiplied already
-        shape, drawn = spot.shape[::-1] if spot.transposed else spot.shape, "v" if spot.kind == "embedding" else random
+        shape, drawn = (
+            spot.shape[::-1] if spot.transposed else spot.shape,
+            "v" if spot.kind == "embedding" else random,
+        )
         fold = replace(fold_of(shape, construction), times=1)
         pairs = begin(fold, spot.rank, count, key / name, t.dtype, drawn)
         u, v = pairs.u.to(t.device), pairs.v.to(t.device)
@@ -261,7 +272,11 @@ def adaptors(
 
 
 def mix(
-    weights: Params, adapted: Adaptors, pi: Tensor, alpha: float = 1.0, construction: Construction = "balanced"
+    weights: Params,
+    adapted: Adaptors,
+    pi: Tensor,
+    alpha: float = 1.0,
+    construction: Construction = "balanced",
 ) -> Params:
     """The weights with w + α Σ_c π_c a_c in place of each adapted w.
 
@@ -307,7 +322,11 @@ def preconditioned(weights: Params, gradient: Adaptors, at: Adaptors, eps: float
 
 
 def centered(
-    weights: Params, adapted: Adaptors, shares: Tensor, alpha: float = 1.0, construction: Construction = "balanced"
+    weights: Params,
+    adapted: Adaptors,
+    shares: Tensor,
+    alpha: float = 1.0,
+    construction: Construction = "balanced",
 ) -> tuple[Params, Adaptors]:
     """Move the mean adaptor into the weights (appendix E).
 
@@ -358,7 +377,11 @@ def norms_with_statistics(module: nn.Module, where: Mapping[str, Spot]) -> dict[
         ):
             continue
         gamma, beta = (f"{name}.{local}".lstrip(".") for local in ("weight", "bias"))
-        if holders[id(layer.weight)] > 1 or holders[id(layer.bias)] > 1 or isinstance(layer, nn.SyncBatchNorm):
+        if (
+            holders[id(layer.weight)] > 1
+            or holders[id(layer.bias)] > 1
+            or isinstance(layer, nn.SyncBatchNorm)
+        ):
             raise TaskError(
                 f"{_where(name, layer)}: adaptors with statistics of their own "
                 "(reparameterize=False) need a BatchNorm of one process that shares no parameter with another layer; "

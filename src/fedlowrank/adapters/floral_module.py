@@ -142,11 +142,17 @@ class Floral(nn.Module):
         like = weights[next(iter(self._spots))]
         if remark := unadapted_remark(model, self._spots, chosen):
             hint = "Linear layers, attention, convolutions, embeddings and normalizations can have them"
-            warnings.warn(f"{remark}. {hint}; to silence this, exclude=... the others.", UserWarning, stacklevel=2)
-        self.theta = nn.Parameter(like.new_zeros(num_clusters, dtype=torch.promote_types(like.dtype, torch.float32)))
+            warnings.warn(
+                f"{remark}. {hint}; to silence this, exclude=... the others.", UserWarning, stacklevel=2
+            )
+        self.theta = nn.Parameter(
+            like.new_zeros(num_clusters, dtype=torch.promote_types(like.dtype, torch.float32))
+        )
         self.adaptors = nn.Module()
         layers = {gamma: layer for layer, (gamma, _) in self._own.items()}
-        for name, a in adaptors(self._spots, num_clusters, Key((seed,)) / "adaptors", construction, weights).items():
+        for name, a in adaptors(
+            self._spots, num_clusters, Key((seed,)) / "adaptors", construction, weights
+        ).items():
             if isinstance(a, Pairs):
                 leaf: nn.Module = Factors(a)
             else:
@@ -165,7 +171,10 @@ class Floral(nn.Module):
         pi = self._shares(noisy=self.training)
         own = {name for names in self._own.values() for name in names}
         adapted = {name: a for name, a in self.adapted().items() if name not in own}
-        hooks = [(self._layer(layer), partial(self._add_term, node, beta, pi)) for layer, node, beta in self._norms()]
+        hooks = [
+            (self._layer(layer), partial(self._add_term, node, beta, pi))
+            for layer, node, beta in self._norms()
+        ]
         with exclusive(self.base):
             mixed = mix(self._weights(), adapted, pi, self.alpha, self.construction)
             # both last for this pass alone, so that the base stays the module it was
@@ -237,7 +246,11 @@ class Floral(nn.Module):
         Args:
             eps: ε.
         """
-        at = {n: a for n, a in self.adapted().items() if isinstance(a, Pairs) and not (a.u.grad is a.v.grad is None)}
+        at = {
+            n: a
+            for n, a in self.adapted().items()
+            if isinstance(a, Pairs) and not (a.u.grad is a.v.grad is None)
+        }
         gradients: Adaptors = {n: Pairs(_gradient(a.u), _gradient(a.v)) for n, a in at.items()}
         for name, made in preconditioned(self._weights(), gradients, dict(at), eps).items():
             for p, g in ((at[name].u, cast(Pairs, made).u), (at[name].v, cast(Pairs, made).v)):
@@ -280,7 +293,9 @@ class Floral(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """The fixed route ``[C]``, NaN without one: one tensor, as all the rest."""
-        return torch.tensor([math.nan] * self.clusters if self._route is None else self._route, dtype=torch.float64)
+        return torch.tensor(
+            [math.nan] * self.clusters if self._route is None else self._route, dtype=torch.float64
+        )
 
     def set_extra_state(self, state: Tensor) -> None:
         """Inverse of :meth:`get_extra_state`.
@@ -290,7 +305,9 @@ class Floral(nn.Module):
         """
         route = state.tolist()
         if len(route) != self.clusters:
-            raise ConfigError(f"the state is of {len(route)} clusters, this model has num_clusters={self.clusters}")
+            raise ConfigError(
+                f"the state is of {len(route)} clusters, this model has num_clusters={self.clusters}"
+            )
         self._route = None if math.isnan(route[0]) else route
 
     def extra_repr(self) -> str:
@@ -305,7 +322,9 @@ class Floral(nn.Module):
                 return torch.where(torch.ones_like(fixed, dtype=torch.bool), fixed, self.theta)
             return fixed
         if self.router.routing == "optimal":
-            raise TaskError("the router's routing is 'optimal', but no route is set; call route(cluster) first")
+            raise TaskError(
+                "the router's routing is 'optimal', but no route is set; call route(cluster) first"
+            )
         if not noisy or self.router.noise == 0:
             return self.router.shares(self.theta)
         # from torch's generator of the CPU, whose state activation checkpointing restores before it recomputes
@@ -315,11 +334,17 @@ class Floral(nn.Module):
     def _mixture(self, to: Route) -> list[float]:
         if isinstance(to, int):
             if isinstance(to, bool) or not 0 <= to < self.clusters:
-                raise ConfigError(f"there is no cluster {to!r}; num_clusters is {self.clusters}, counted from 0")
+                raise ConfigError(
+                    f"there is no cluster {to!r}; num_clusters is {self.clusters}, counted from 0"
+                )
             return [float(c == to) for c in range(self.clusters)]
         given = torch.as_tensor(to, dtype=torch.float64).detach()
         # softmax in half precision adds up to 1 within a thousandth
-        if given.shape != (self.clusters,) or not bool((given >= 0).all()) or abs(float(given.sum()) - 1) > 1e-3:
+        if (
+            given.shape != (self.clusters,)
+            or not bool((given >= 0).all())
+            or abs(float(given.sum()) - 1) > 1e-3
+        ):
             raise ConfigError(f"a mixture must be {self.clusters} numbers >= 0 that add up to 1; it is {to}")
         return cast(list[float], (given / given.sum()).tolist())
 
@@ -356,7 +381,9 @@ class Floral(nn.Module):
         output: Tensor,
     ) -> Tensor:
         x = args[0] if args else kwargs["input"]
-        return torch.add(output, node.term(x, beta, pi, layer, self.training).to(output.dtype), alpha=self.alpha)
+        return torch.add(
+            output, node.term(x, beta, pi, layer, self.training).to(output.dtype), alpha=self.alpha
+        )
 
 
 def _check_settings(model: nn.Module, rank: float, num_clusters: int, alpha: float, router: Router) -> None:

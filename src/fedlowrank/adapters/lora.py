@@ -120,7 +120,11 @@ class LoRA:
         return found
 
     def place(
-        self, factors: Factors, scale: float | Tensor, frozen: Factors | None = None, moved: Params | None = None
+        self,
+        factors: Factors,
+        scale: float | Tensor,
+        frozen: Factors | None = None,
+        moved: Params | None = None,
     ) -> Params:
         """The parameters under which the module computes W + s·B A (+ B' A' of a frozen second adapter).
 
@@ -182,7 +186,10 @@ class LoRA:
                 found[site.weight] = (weight + update.to(weight.device)).to(weight.dtype)
                 pair = first(pair, 0)
             pair = padded(pair, rank)
-            found[site.a], found[site.b] = pair.a.reshape(rank, *a.shape[1:]), pair.b.reshape(-1, rank, *b.shape[2:])
+            found[site.a], found[site.b] = (
+                pair.a.reshape(rank, *a.shape[1:]),
+                pair.b.reshape(-1, rank, *b.shape[2:]),
+            )
         return found
 
     def updates(self, factors: Factors, scale: float) -> dict[str, Tensor]:
@@ -237,7 +244,9 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
     if found:
         if len(scales) > 1:
             told = ", ".join(f"{s:g} at {n}" for s, n in scales.items())
-            raise TaskError(f"the LoRA layers of this model have different scales α/r ({told}); give all the same")
+            raise TaskError(
+                f"the LoRA layers of this model have different scales α/r ({told}); give all the same"
+            )
         sites = found
         return LoRA(
             sites,
@@ -325,7 +334,9 @@ def _site(name: str, layer: nn.Module, a: str, b: str, *_: Any) -> Site:
         isinstance(base, nn.Embedding) or bool(getattr(layer, "fan_in_fan_out", 0))
     )
     if b_shape[1] != a_shape[0]:
-        raise TaskError(f"layer {name} is a convolution with groups, whose LoRA is not one product B A; leave it out")
+        raise TaskError(
+            f"layer {name} is a convolution with groups, whose LoRA is not one product B A; leave it out"
+        )
     where = name + "." if name else ""
     return Site(
         f"{where}base_layer.weight",

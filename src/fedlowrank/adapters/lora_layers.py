@@ -105,13 +105,17 @@ def lora(
     layers = {
         n: m
         for n, m in made.named_modules()
-        if isinstance(m, ADAPTABLE) and not any(n.startswith(f"{a}.") for a in inside) and not _within(n, trainable)
+        if isinstance(m, ADAPTABLE)
+        and not any(n.startswith(f"{a}.") for a in inside)
+        and not _within(n, trainable)
     }
     chosen = [n for n in layers if _matches(n, target_modules)]
     if not chosen:
         there = Counter(n.rsplit(".", 1)[-1] for n in layers)
         told = ", ".join(f"{n} × {c}" for n, c in there.items()) or "none"
-        raise TaskError(f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: {told}")
+        raise TaskError(
+            f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: {told}"
+        )
     for parameter in made.parameters():
         parameter.requires_grad_(False)
     wrapped: dict[int, LoRALayer] = {}
@@ -124,7 +128,9 @@ def lora(
         shape = layer.weight.shape
         most = min(shape[0], math.prod(shape[1:]))
         if rank > most:
-            raise TaskError(f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {most}")
+            raise TaskError(
+                f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {most}"
+            )
         wrapped[id(layer)] = LoRALayer(layer, rank, scaling, rslora, key / name)
     names = [n for n, m in made.named_modules(remove_duplicate=False) if id(m) in wrapped]
     held = {n: made.get_submodule(n) for n in names}

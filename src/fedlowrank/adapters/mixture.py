@@ -110,7 +110,10 @@ class Fold:
                 f"rank must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; not {asked}"
             )
         # exact fractions would say no more: ρ itself is a rounded number, so a hair above counts as at the bound
-        return max(1, math.floor(asked * math.prod(self.shape) / (sum(self.size) * self.times) + 1e-9)) * self.times
+        return (
+            max(1, math.floor(asked * math.prod(self.shape) / (sum(self.size) * self.times) + 1e-9))
+            * self.times
+        )
 
 
 def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
@@ -156,7 +159,10 @@ def begin(
     (rows, columns), r = fold.size, fold.rank(rank)
     drawn, zero = (columns, rows) if random == "v" else (rows, columns)
     draws = [torch.rand(drawn, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
-    one, other = (2 * torch.stack(draws) - 1) * math.sqrt(6 / columns), torch.zeros(count, zero, r, dtype=dtype)
+    one, other = (
+        (2 * torch.stack(draws) - 1) * math.sqrt(6 / columns),
+        torch.zeros(count, zero, r, dtype=dtype),
+    )
     return Pairs(other, one) if random == "v" else Pairs(one, other)
 
 
@@ -293,7 +299,9 @@ class OwnStatistics(Offsets):
         mean, var = main_statistics(layer)
         self.register_buffer("running_mean", mean.repeat(len(offset), 1))
         self.register_buffer("running_var", var.repeat(len(offset), 1))
-        self.register_buffer("num_batches_tracked", torch.zeros(len(offset), dtype=torch.long, device=mean.device))
+        self.register_buffer(
+            "num_batches_tracked", torch.zeros(len(offset), dtype=torch.long, device=mean.device)
+        )
 
     @property
     def statistics(self) -> Statistics:

@@ -42,7 +42,9 @@ def random_adapter(inputs: int, width: int, classes: int, key: Key) -> Adapter:
     def draw(fan_in: int, *shape: int) -> Tensor:
         return torch.empty(*shape).uniform_(-1, 1, generator=generator).div_(fan_in**0.5)
 
-    return Adapter(draw(inputs, width, inputs), draw(inputs, width), draw(width, classes, width), draw(width, classes))
+    return Adapter(
+        draw(inputs, width, inputs), draw(inputs, width), draw(width, classes, width), draw(width, classes)
+    )
 
 
 def svd_adapter(model: Model, width: int, filler: Adapter) -> Adapter:

@@ -49,7 +49,9 @@ class Router:
                 f"router: lr and noise must be >= 0 and temperature > 0; they are {self.lr}, {self.noise}, {self.temperature}"
             )
         if self.adapt < 0 or (self.top is not None and self.top < 1):
-            raise ConfigError(f"router: adapt must be >= 0 and top >= 1; they are {self.adapt} and {self.top}")
+            raise ConfigError(
+                f"router: adapt must be >= 0 and top >= 1; they are {self.adapt} and {self.top}"
+            )
 
         if self.top == 1 and self.descends:
             raise ConfigError(

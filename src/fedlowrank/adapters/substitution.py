@@ -126,7 +126,9 @@ class _Substitutes(dict[str, Tensor | None]):
         outside: a frame of the stack; activation checkpointing that began above it is none of ours. None checks nothing.
     """
 
-    def __init__(self, values: Mapping[str, Tensor | None], names: set[str], outside: FrameType | None) -> None:
+    def __init__(
+        self, values: Mapping[str, Tensor | None], names: set[str], outside: FrameType | None
+    ) -> None:
         super().__init__(values)
         self.names, self.outside = names, outside
 

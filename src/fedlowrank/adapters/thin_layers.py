@@ -83,7 +83,12 @@ class CompressedLinear(Compressed, nn.Linear):  # type: ignore[override]
             return y
         table = x.reshape(-1, self.in_features).mT.contiguous()
         sums = functional.embedding_bag(
-            self.indices, table, self.starts, mode="sum", per_sample_weights=self.values, include_last_offset=True
+            self.indices,
+            table,
+            self.starts,
+            mode="sum",
+            per_sample_weights=self.values,
+            include_last_offset=True,
         )
         return y + sums.mT.reshape(y.shape)
 
@@ -118,7 +123,11 @@ class CompressedConv2d(CompressedConv, nn.Conv2d):  # type: ignore[override]
     """See :class:`Compressed`; kernels 1×K2 and K1×1."""
 
 
-KINDS: dict[type, type] = {nn.Linear: CompressedLinear, nn.Conv1d: CompressedConv1d, nn.Conv2d: CompressedConv2d}
+KINDS: dict[type, type] = {
+    nn.Linear: CompressedLinear,
+    nn.Conv1d: CompressedConv1d,
+    nn.Conv2d: CompressedConv2d,
+}
 
 
 def work(layer: Any, rank: int) -> int:

@@ -18,7 +18,12 @@ from ..linalg.pair import Factors, Pair
 Wire = Literal["float32", "bfloat16", "int8"]
 """float32: as they are, in their own type; bfloat16: rounded to nearest; int8: :class:`Quantized`."""
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 """Types that factors can have, by the names that they have on the wire."""
 
 LEVELS = 127
@@ -105,15 +110,21 @@ def unpack(packed: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
 
 def _restored(name: str, p: Rounded | Quantized) -> Pair:
     if p.dtype not in DTYPES:
-        raise TaskError(f"the factors of the layer {name!r} are of type {p.dtype!r}; known are {', '.join(DTYPES)}")
-    b, a = (p.b, p.a) if isinstance(p, Rounded) else (p.b.float() * p.b_scale, p.a.float() * p.a_scale[:, None])
+        raise TaskError(
+            f"the factors of the layer {name!r} are of type {p.dtype!r}; known are {', '.join(DTYPES)}"
+        )
+    b, a = (
+        (p.b, p.a) if isinstance(p, Rounded) else (p.b.float() * p.b_scale, p.a.float() * p.a_scale[:, None])
+    )
     return Pair(b.to(DTYPES[p.dtype]), a.to(DTYPES[p.dtype]))
 
 
 def _dtype(name: str, pair: Pair) -> str:
     found = str(torch.promote_types(pair.b.dtype, pair.a.dtype)).removeprefix("torch.")
     if found not in DTYPES:
-        raise TaskError(f"the factors of the layer {name!r} are of type {found}; known are {', '.join(DTYPES)}")
+        raise TaskError(
+            f"the factors of the layer {name!r} are of type {found}; known are {', '.join(DTYPES)}"
+        )
     return found
 
 

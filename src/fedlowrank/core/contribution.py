@@ -95,7 +95,9 @@ class RunningMean(Generic[T]):
     def value(self) -> T:
         """The mean; raises TreeError if all weights are 0."""
         if self.total <= 0:
-            raise tree.TreeError(f"a mean needs at least one tree with a weight above 0; there were {self.count} trees")
+            raise tree.TreeError(
+                f"a mean needs at least one tree with a weight above 0; there were {self.count} trees"
+            )
         found: T = self._mean
         return found
 
@@ -173,7 +175,9 @@ class Aggregator:
             if self._structure is None:
                 self._structure = kinds
             elif self._structure != kinds:
-                raise tree.TreeError(f"the contribution of client {client} has the form {kinds}, not {self._structure}")
+                raise tree.TreeError(
+                    f"the contribution of client {client} has the form {kinds}, not {self._structure}"
+                )
             for path, leaf in leaves(contribution):
                 self._add(path, leaf, client)
             self.contributed.append(client)

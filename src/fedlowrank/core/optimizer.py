@@ -115,7 +115,9 @@ class _Optimizer(ABC):
         unused = set(self.groups) - {name for name, _ in chosen}
         if unused:
             tops = sorted({p.split("/")[1] for p in paths if "/" in p})
-            raise ConfigError(f"optimizer.groups: {sorted(unused)} match no parameter; the tree begins with {tops}")
+            raise ConfigError(
+                f"optimizer.groups: {sorted(unused)} match no parameter; the tree begins with {tops}"
+            )
         return Rates(
             [scale * (self.lr if g.lr is None else g.lr) for _, g in chosen],
             [self.weight_decay if g.weight_decay is None else g.weight_decay for _, g in chosen],
@@ -139,7 +141,10 @@ class _Optimizer(ABC):
     def _check(self) -> None:
         rates = {"lr": self.lr, "weight_decay": self.weight_decay}
         for name, group in self.groups.items():
-            rates |= {f"groups.{name}.lr": group.lr or 0.0, f"groups.{name}.weight_decay": group.weight_decay or 0.0}
+            rates |= {
+                f"groups.{name}.lr": group.lr or 0.0,
+                f"groups.{name}.weight_decay": group.weight_decay or 0.0,
+            }
         bad = [n for n, v in rates.items() if not 0 <= v < math.inf]
         if self.clip is not None and not self.clip > 0:
             bad.append("clip")
@@ -249,7 +254,9 @@ class AdamW(_Optimizer):
         if count == 0:
             memory.extend([[torch.zeros_like(p) for p in params] for _ in range(2)])
         first, second = memory
-        torch._foreach_mul_(params, [1 - lr * wd for lr, wd in zip(rates.lr, rates.weight_decay, strict=True)])
+        torch._foreach_mul_(
+            params, [1 - lr * wd for lr, wd in zip(rates.lr, rates.weight_decay, strict=True)]
+        )
         torch._foreach_lerp_(first, grads, 1 - self.beta1)
         torch._foreach_mul_(second, self.beta2)
         torch._foreach_addcmul_(second, grads, grads, 1 - self.beta2)

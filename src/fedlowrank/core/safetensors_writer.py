@@ -38,7 +38,11 @@ def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     for name in order:
         t = tensors[name]
         size = t.numel() * t.element_size()
-        header[name] = {"dtype": TYPES[t.dtype], "shape": list(t.shape), "data_offsets": [place, place + size]}
+        header[name] = {
+            "dtype": TYPES[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [place, place + size],
+        }
         place += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)

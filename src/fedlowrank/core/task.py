@@ -128,7 +128,9 @@ class Task:
         """
         if len(self.architectures) > 1:
             owners = {c.architecture: c.id for c in reversed(self.clients)}
-            held = ", ".join(f"client {i} holds {a}" for a, i in sorted(owners.items(), key=lambda item: item[1]))
+            held = ", ".join(
+                f"client {i} holds {a}" for a, i in sorted(owners.items(), key=lambda item: item[1])
+            )
             raise TaskError(
                 f"{method} averages whole models, so all clients must hold the same architecture, but {held}. "
                 "Give model.names one name, or choose a method for heterogeneous models "
@@ -157,5 +159,7 @@ class Task:
         if name is None:
             return min(self.architectures.values(), key=lambda a: a.parameters)
         if name not in self.architectures:
-            raise TaskError(f"there is no model {name!r} in this federation; it holds {sorted(self.architectures)}")
+            raise TaskError(
+                f"there is no model {name!r} in this federation; it holds {sorted(self.architectures)}"
+            )
         return self.architectures[name]

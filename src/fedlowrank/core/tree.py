@@ -254,7 +254,9 @@ def decode(data: bytes, bools: int | None = None) -> Any:
     try:
         size = int.from_bytes(data[:8], "little")
         if size > len(data):
-            raise TreeError(f"these {len(data)} bytes are no encoded tree, for their header alone would take {size}")
+            raise TreeError(
+                f"these {len(data)} bytes are no encoded tree, for their header alone would take {size}"
+            )
         shape = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["tree"])
         return _decode(shape, safetensors.torch.load(data), "", [math.inf if bools is None else bools])
     except TreeError:
@@ -279,7 +281,9 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]
             raise TreeError(f"the message holds {len(packed)} bytes for {count} bits at {path}")
         left[0] -= count
         if left[0] < 0:
-            raise TreeError(f"the message holds more booleans than it may; the last are the {count} at {path}")
+            raise TreeError(
+                f"the message holds more booleans than it may; the last are the {count} at {path}"
+            )
         bits = np.unpackbits(packed.numpy(), count=count)
         # seen as booleans, for a copy would take as much once more
         return torch.from_numpy(bits.view(np.bool_)).reshape(shape["b"])
@@ -290,7 +294,9 @@ def _decode(shape: Any, tensors: dict[str, Tensor], path: str, left: list[float]
     if "c" not in shape:
         return children
     if shape["c"] not in _CLASSES:
-        raise TreeError(f"the message holds a {shape['c']}, which is no registered tree here; import its module first")
+        raise TreeError(
+            f"the message holds a {shape['c']}, which is no registered tree here; import its module first"
+        )
     return _CLASSES[shape["c"]](**children)
 
 

@@ -41,7 +41,9 @@ def split_sizes(clients: Sequence[ClientData]) -> IntArray:
     return np.array(rows, dtype=np.int64).reshape(len(rows), 3)
 
 
-def class_count_table(clients: Sequence[ClientData], names: Sequence[str], width: int = 100, top: int = 5) -> str:
+def class_count_table(
+    clients: Sequence[ClientData], names: Sequence[str], width: int = 100, top: int = 5
+) -> str:
     """Sizes of the parts and training examples per class as aligned text, one line per client.
 
     With many classes a line shows the number of classes and the largest of them. Below the table are the

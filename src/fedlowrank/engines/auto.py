@@ -42,7 +42,10 @@ def choose(
     # clients are batched by architecture: with many architectures there are few clients in a batch
     many = clients >= 4 * len(models)
     if ours and many and micro_batch is None and (device != "cpu" or (dense and small)):
-        return Vectorized, "small dense models, many clients" if device == "cpu" else f"one {device} for all clients"
+        return (
+            Vectorized,
+            "small dense models, many clients" if device == "cpu" else f"one {device} for all clients",
+        )
     if device == "cpu" and cores() > 1 and clients > 1 and can_fork():
         return Processes, f"{cores()} cores"
     return Sequential, "one core" if device == "cpu" else f"one {device}"

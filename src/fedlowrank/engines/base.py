@@ -79,7 +79,13 @@ class Engine(ABC):
         return tree.canonical(value)
 
     def local_update(
-        self, method: AnyMethod, federation: Federation, task: Task, round: int, job: ClientJob, trainer: Trainer
+        self,
+        method: AnyMethod,
+        federation: Federation,
+        task: Task,
+        round: int,
+        job: ClientJob,
+        trainer: Trainer,
     ) -> tuple[Any, Any]:
         """The client's box of a method with the client's own buffers: its next state, and its upload."""
         state, task = install_buffers(task, self.boundary(job.state))
@@ -87,7 +93,9 @@ class Engine(ABC):
         state, upload = method.local_update(state, self.boundary(job.down), view)
         return self.boundary(collect_buffers(task, state)), self.boundary(upload)
 
-    def trainer(self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo) -> LocalTrainer:
+    def trainer(
+        self, method: AnyMethod, federation: Federation, round: int, client: ClientInfo
+    ) -> LocalTrainer:
         """Execution of training for one client alone."""
         key = client_key(federation, client.id, round)
         held = federation.clients[client.id]
@@ -103,7 +111,9 @@ def client_key(federation: Federation, client: int, round: int) -> Any:
     return federation.key / "client" / client / round
 
 
-def client_view(federation: Federation, task: Task, round: int, client: ClientInfo, trainer: Trainer) -> ClientView:
+def client_view(
+    federation: Federation, task: Task, round: int, client: ClientInfo, trainer: Trainer
+) -> ClientView:
     """What a method may use at a client."""
     key = client_key(federation, client.id, round)
     return ClientView(client, task, task.model(client), round, key, trainer)

@@ -122,8 +122,14 @@ class Worker:
     def _died(self) -> WorkerError:
         self.process.join(1)
         code = self.process.exitcode
-        why = "was killed, perhaps for lack of memory" if code is not None and code < 0 else f"ended with code {code}"
-        return WorkerError(f"a worker process {why}. Set run.engine to 'sequential', which takes one client at a time.")
+        why = (
+            "was killed, perhaps for lack of memory"
+            if code is not None and code < 0
+            else f"ended with code {code}"
+        )
+        return WorkerError(
+            f"a worker process {why}. Set run.engine to 'sequential', which takes one client at a time."
+        )
 
     def close(self) -> None:
         """End the process."""
@@ -208,7 +214,8 @@ class Processes(Engine):
         if count < 2 or not can_fork():
             return super().each(work, items)
         pool = [
-            Worker(lambda words, _: ({"found": [work(items[i]) for i in words["items"]]}, [])) for _ in range(count)
+            Worker(lambda words, _: ({"found": [work(items[i]) for i in words["items"]]}, []))
+            for _ in range(count)
         ]
         found: dict[int, Words] = {}
         try:
@@ -245,7 +252,9 @@ class Processes(Engine):
         self._known = known
         inner = Sequential(self.ledger, self.micro_batch)
         for _ in range(min(self.workers or cores(), cores())):
-            self._pool.append(Worker(lambda words, bodies: _trained(inner, method, federation, task, words, bodies)))
+            self._pool.append(
+                Worker(lambda words, bodies: _trained(inner, method, federation, task, words, bodies))
+            )
 
     def _outcome(self, words: Words, bodies: list[bytes]) -> ClientResult:
         self.costs[words["client"]] = words["seconds"]
@@ -256,7 +265,12 @@ class Processes(Engine):
 
 
 def _trained(
-    engine: Sequential, method: AnyMethod, federation: Federation, task: Task, words: Words, bodies: list[bytes]
+    engine: Sequential,
+    method: AnyMethod,
+    federation: Federation,
+    task: Task,
+    words: Words,
+    bodies: list[bytes],
 ) -> tuple[Words, list[bytes]]:
     """One client's work, in a worker."""
     start = time.process_time()

@@ -136,7 +136,9 @@ class Vectorized(Engine):
         state, upload = client.result
         return ClientResult(state, upload, client.local.meter)
 
-    def _client(self, method: AnyMethod, federation: Federation, task: Task, round: int, job: ClientJob) -> _Client:
+    def _client(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, job: ClientJob
+    ) -> _Client:
         def work(client: _Client) -> tuple[Any, Any]:
             return self.local_update(method, federation, task, round, job, client)
 
@@ -158,7 +160,9 @@ class Vectorized(Engine):
             else:
                 found = []
                 for chunk in _chunks(group):
-                    found += [_alone(chunk[0])] if len(chunk) == 1 else self._together(method.title, chunk, round)
+                    found += (
+                        [_alone(chunk[0])] if len(chunk) == 1 else self._together(method.title, chunk, round)
+                    )
             for i, answer in zip(members, found, strict=True):
                 answers[i] = answer
         return answers
@@ -187,7 +191,9 @@ class Vectorized(Engine):
             client.local.account(request, kind, means[place])
             try:
                 if not sound:
-                    check_finite(client.local.data.info, round, request.name, losses[place, : steps[place]], end)
+                    check_finite(
+                        client.local.data.info, round, request.name, losses[place, : steps[place]], end
+                    )
                 answers[i] = tree.canonical(end)
             except NonFiniteError as error:
                 answers[i] = error

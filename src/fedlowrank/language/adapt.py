@@ -140,7 +140,9 @@ class Layer:
         return Pair(params[self.b].flatten(1), params[self.a].flatten(1))
 
 
-def attach(model: Any, config: Any, key: Key, head: Head = "shared", modules: tuple[str, ...] | None = None) -> Any:
+def attach(
+    model: Any, config: Any, key: Key, head: Head = "shared", modules: tuple[str, ...] | None = None
+) -> Any:
     """Put a LoRA slot on every target layer of a base, in place. One factor is zero, so the model computes what the base does.
 
     Args:
@@ -159,13 +161,19 @@ def attach(model: Any, config: Any, key: Key, head: Head = "shared", modules: tu
             is not supported.
     """
     if head not in ("shared", "personal", "frozen"):
-        raise ConfigError(f"head = {head!r} is no choice. {did_you_mean(str(head), ('shared', 'personal', 'frozen'))}")
+        raise ConfigError(
+            f"head = {head!r} is no choice. {did_you_mean(str(head), ('shared', 'personal', 'frozen'))}"
+        )
     library = peft()
     before = [n for n, m in model.named_modules() if hasattr(m, "lora_A")]
     if before:
-        raise TaskError(f"the model has a LoRA adapter already, at {before[0]} and {len(before) - 1} other layers")
+        raise TaskError(
+            f"the model has a LoRA adapter already, at {before[0]} and {len(before) - 1} other layers"
+        )
     if any(ADAPTER in name.split(".") for name, _ in model.named_modules()):
-        raise TaskError(f"a module of the model is called {ADAPTER!r}, the name of the adapter; PEFT would lose layers")
+        raise TaskError(
+            f"a module of the model is called {ADAPTER!r}, the name of the adapter; PEFT would lose layers"
+        )
     made = lora_config(config)
     given, made.inference_mode = made.exclude_modules, False
     whole = head_modules(model) if modules is None else modules
@@ -226,7 +234,11 @@ def layers(model: Any) -> dict[str, Layer]:
 
 
 def initial(
-    where: Mapping[str, Layer], rank: int, key: Key, init: bool | str = True, dtype: torch.dtype = torch.float32
+    where: Mapping[str, Layer],
+    rank: int,
+    key: Key,
+    init: bool | str = True,
+    dtype: torch.dtype = torch.float32,
 ) -> Factors:
     """Factors to begin with, as PEFT draws them: A random and B zero, of an embedding A zero and B random.
 
@@ -327,7 +339,9 @@ def _chosen(model: Any, config: Any, names: Mapping[str, nn.Module]) -> list[str
         config.target_modules = set(USUAL[kind])
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         output = getattr(model, "get_output_embeddings", lambda: None)()
-        config.target_modules = {n for n, m in names.items() if kind_of(m) in ("linear", "conv1d") and m is not output}
+        config.target_modules = {
+            n for n, m in names.items() if kind_of(m) in ("linear", "conv1d") and m is not output
+        }
         config.target_modules = {n for n in config.target_modules if check_target_module_exists(config, n)}
     targets = config.target_modules
     found = [name for name in names if check_target_module_exists(config, name)]
@@ -378,7 +392,11 @@ def _shape(module: Any) -> tuple[int, int, tuple[int, ...]]:
 
 def _check(name: str, module: Any, rank: int) -> None:
     if kind_of(module) == "convolution" and (module.groups > 1 or any(s != 1 for s in module.dilation)):
-        raise TaskError(f"the layer {name} is a convolution with groups or dilation, which PEFT cannot adapt exactly")
+        raise TaskError(
+            f"the layer {name} is a convolution with groups or dilation, which PEFT cannot adapt exactly"
+        )
     d, k, _ = _shape(module)
     if rank > min(d, k):
-        raise TaskError(f"rank {rank} is above what the layer {name}, [{d}, {k}], can have: at most {min(d, k)}")
+        raise TaskError(
+            f"rank {rank} is above what the layer {name}, [{d}, {k}], can have: at most {min(d, k)}"
+        )

@@ -102,7 +102,9 @@ def write_adapter(
     tensors: Params = {}
     for name, pair in pairs.items():
         if pair.a.ndim != 2 or pair.b.ndim != 2 or pair.a.shape[0] != pair.rank:
-            raise TaskError(f"{name}: B {list(pair.b.shape)} and A {list(pair.a.shape)} are no factors of one matrix")
+            raise TaskError(
+                f"{name}: B {list(pair.b.shape)} and A {list(pair.a.shape)} are no factors of one matrix"
+            )
         if layers is not None and name not in layers:
             raise TaskError(f"no layer {name!r} is adapted. {did_you_mean(name, layers)}")
         tensors |= _stored(name, _widen(pair, rank, scale), None if layers is None else layers[name])
@@ -129,12 +131,16 @@ def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
             factors nor a head, it uses a feature of PEFT that is refused here, or it is for another base.
     """
     if not (folder / WEIGHTS).is_file() and (folder / "adapter_model.bin").is_file():
-        raise DataError(f"{folder} holds a pickled adapter_model.bin, which is not opened; save it as safetensors")
+        raise DataError(
+            f"{folder} holds a pickled adapter_model.bin, which is not opened; save it as safetensors"
+        )
     settings = _json(folder / CONFIG)
     beside = _json(folder / BESIDE) if (folder / BESIDE).is_file() else {}
     own, notes = beside.get("digest"), []
     if digest is not None and own is None:
-        notes.append(f"{folder} does not say which weights its adapter is for; its base could not be compared.")
+        notes.append(
+            f"{folder} does not say which weights its adapter is for; its base could not be compared."
+        )
     if None not in (digest, own) and digest != own:
         raise DataError(
             f"{folder} holds adapters for another base: {settings.get('base_model_name_or_path')!r} with digest {own}, "
@@ -144,7 +150,9 @@ def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
     known = peft().LoraConfig.__dataclass_fields__
     unknown = [n for n, v in settings.items() if v and n not in known]
     if unknown:
-        notes.append(f"{folder / CONFIG} has settings that this version of PEFT does not know: {', '.join(unknown)}.")
+        notes.append(
+            f"{folder / CONFIG} has settings that this version of PEFT does not know: {', '.join(unknown)}."
+        )
     try:
         config = lora_config({n: v for n, v in settings.items() if n in known})
     except ConfigError as error:
@@ -168,7 +176,10 @@ def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
 
 
 def merged(
-    model: Any, update: Mapping[str, Pair | Tensor], scale: float = 1.0, head: Mapping[str, Tensor] | None = None
+    model: Any,
+    update: Mapping[str, Pair | Tensor],
+    scale: float = 1.0,
+    head: Mapping[str, Tensor] | None = None,
 ) -> Any:
     """A copy of a base with W + s·B A for the weights W of adapted layers, added in float32 and then cast.
 
@@ -204,7 +215,9 @@ def merged(
                 delta = delta.mT
             rows, columns = weight.shape[0], weight[:1].numel()
             if delta.shape != (rows, columns):
-                raise TaskError(f"an update of shape {list(delta.shape)} does not fit {name}, {list(weight.shape)}")
+                raise TaskError(
+                    f"an update of shape {list(delta.shape)} does not fit {name}, {list(weight.shape)}"
+                )
             total = weight.float() + scale * delta.reshape(weight.shape).to(weight.device)
             weight.copy_(total.to(weight.dtype))
     own = made.state_dict()
@@ -290,7 +303,9 @@ def _exported(
         made.target_modules = set(names)
     lost = [name for name in names if not check_target_module_exists(made, name)]
     if lost:
-        raise TaskError(f"target_modules {made.target_modules!r} of the settings do not match the layer {lost[0]}")
+        raise TaskError(
+            f"target_modules {made.target_modules!r} of the settings do not match the layer {lost[0]}"
+        )
     if head:
         made.task_type, made.modules_to_save = "SEQ_CLS", _modules_to_save(head)
     elif made.task_type == "SEQ_CLS":
@@ -317,9 +332,16 @@ def _sorted_out(folder: Path, tensors: Params) -> tuple[Factors, Params]:
     head: Params = {}
     for path, value in tensors.items():
         if not path.startswith(PREFIX):
-            raise DataError(f"{folder / WEIGHTS}: {path!r} does not begin with {PREFIX!r}, as PEFT's names do")
+            raise DataError(
+                f"{folder / WEIGHTS}: {path!r} does not begin with {PREFIX!r}, as PEFT's names do"
+            )
         name = path.removeprefix(PREFIX)
-        for mark, side in ((".lora_A", a), (".lora_B", b), (".lora_embedding_A", a), (".lora_embedding_B", b)):
+        for mark, side in (
+            (".lora_A", a),
+            (".lora_B", b),
+            (".lora_embedding_A", a),
+            (".lora_embedding_B", b),
+        ):
             if name.endswith((mark, f"{mark}.weight")):
                 side[name[: name.rindex(mark)]] = value.flatten(1)
                 break
@@ -328,7 +350,9 @@ def _sorted_out(folder: Path, tensors: Params) -> tuple[Factors, Params]:
                 raise DataError(f"{folder / WEIGHTS}: {path!r} is no factor of a plain LoRA")
             head[name] = value
     if not a or a.keys() != b.keys():
-        raise DataError(f"{folder / WEIGHTS}: not every layer has both factors: {sorted(a.keys() ^ b.keys())[:3]}")
+        raise DataError(
+            f"{folder / WEIGHTS}: not every layer has both factors: {sorted(a.keys() ^ b.keys())[:3]}"
+        )
     return {name: Pair(b[name], a[name]) for name in a}, head
 
 

@@ -121,7 +121,9 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
     found: dict[str, Any] = {}
 
     def make() -> nn.Module:
-        model, info = auto.from_pretrained(where, dtype=base.dtype, output_loading_info=True, **more, **settings)
+        model, info = auto.from_pretrained(
+            where, dtype=base.dtype, output_loading_info=True, **more, **settings
+        )
         found.update(info)
         made: nn.Module = model
         return made
@@ -146,7 +148,9 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
                 f"{type(model).__name__} has no gradient checkpointing; set gradient_checkpointing = false"
             )
         # its newer name, and the one before
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False, "context_fn": same_parameters(model)})
         model.config.use_cache = False
     fresh = [n for n in new if any(n.startswith(f"{module}.") for module in head)]
@@ -185,7 +189,9 @@ def head_modules(model: Any) -> tuple[str, ...]:
     if not type(model).__name__.endswith("ForSequenceClassification"):
         return ()
     body = model.base_model_prefix
-    children = {name: child for name, child in model.named_children() if any(True for _ in child.parameters())}
+    children = {
+        name: child for name, child in model.named_children() if any(True for _ in child.parameters())
+    }
     if body not in children:
         raise TaskError(
             f"{type(model).__name__} has no submodule {body!r}, so its head cannot be told from its body; it has "
@@ -237,7 +243,9 @@ def _where(base: Base) -> tuple[str, bool]:
 
 def _quantization(library: Any, base: Base) -> Any:
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(f"quantize = {base.quantize!r} needs bitsandbytes: pip install 'fedlowrank[quantize]'")
+        raise ConfigError(
+            f"quantize = {base.quantize!r} needs bitsandbytes: pip install 'fedlowrank[quantize]'"
+        )
     if base.quantize == "8bit":
         return library.BitsAndBytesConfig(load_in_8bit=True)
     compute = torch.bfloat16 if base.dtype == "auto" else getattr(torch, base.dtype)
@@ -284,7 +292,9 @@ def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...],
     if in_head:
         notes.append(f"The head ({', '.join(head)}) is new: {', '.join(in_head)} drawn from the run's key.")
     elif head:
-        notes.append(f"The head ({', '.join(head)}) is the one of the files; check that its classes are in your order.")
+        notes.append(
+            f"The head ({', '.join(head)}) is the one of the files; check that its classes are in your order."
+        )
     if in_body:
         notes.append(
             f"The files lack {', '.join(in_body)}: drawn from the run's key, and trained and kept with the head."

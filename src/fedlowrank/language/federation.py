@@ -82,7 +82,9 @@ class Language:
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
         """The code, with the base frozen inside."""
         head = self.loaded.head[0] if len(self.loaded.head) == 1 else None
-        made = Architecture(NAME, self.model, dict(example), None if head is None else _found(self.model, head))
+        made = Architecture(
+            NAME, self.model, dict(example), None if head is None else _found(self.model, head)
+        )
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
         return made
@@ -140,7 +142,9 @@ class Language:
         places: list[Place] = []
         for name, value in params.items():
             path, _, own = name.rpartition(".")
-            places.append((self.model.get_submodule(path), own, nn.Parameter(value.detach(), requires_grad=False)))
+            places.append(
+                (self.model.get_submodule(path), own, nn.Parameter(value.detach(), requires_grad=False))
+            )
         with held(places):
             yield self.model
 
@@ -163,7 +167,9 @@ class Language:
         for module in self.loaded.head:
             path = _found(self.model, module)
             own = {n: p for n, p in self.model.named_parameters() if n.startswith(f"{path}.")}
-            found |= {f"{module}.{n.removeprefix(f'{path}.')}": params.get(n, p).detach() for n, p in own.items()}
+            found |= {
+                f"{module}.{n.removeprefix(f'{path}.')}": params.get(n, p).detach() for n, p in own.items()
+            }
         return found
 
 
@@ -194,11 +200,15 @@ def prepare(
     made = language(settings, lora, key, names)
     dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
     if dataset.classes != names:
-        raise AssertionError(f"classes are numbered as {dataset.classes[:3]} by the labels and {names[:3]} by the head")
+        raise AssertionError(
+            f"classes are numbered as {dataset.classes[:3]} by the labels and {names[:3]} by the head"
+        )
     return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
 
 
-def language(settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: tuple[str, ...]) -> Language:
+def language(
+    settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: tuple[str, ...]
+) -> Language:
     """The model without texts.
 
     Args:

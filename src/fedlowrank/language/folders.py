@@ -94,7 +94,11 @@ class Folders:
         """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` in the folder tell its errors."""
         parts = {n: truncate_update(model.update(n, self._lora.scale), rank) for n in model.factors}
         self._adapter(folder, {n: t.pair for n, t in parts.items()}, 1.0, model)
-        told = {"rank": rank, "error": relative_error(parts.values()), "layers": {n: t.error for n, t in parts.items()}}
+        told = {
+            "rank": rank,
+            "error": relative_error(parts.values()),
+            "layers": {n: t.error for n, t in parts.items()},
+        }
         beside = json.loads((folder / BESIDE).read_text())
         (folder / BESIDE).write_text(json.dumps({**beside, "truncation": told}, indent=2, sort_keys=True))
         (folder / "README.md").write_text(_readme(self._language.loaded.name, told))
@@ -125,7 +129,9 @@ class Folders:
         elif any(not torch.equal(w, self._common[n]) for n, w in model.moved.items()):
             return [self.write_whole(folder / name, model)]
         base = str((folder / COMMON).resolve())
-        where = self._adapter(folder / name, model.factors, self._lora.scale, model, base=(base, self._common_digest))
+        where = self._adapter(
+            folder / name, model.factors, self._lora.scale, model, base=(base, self._common_digest)
+        )
         return [*written, where]
 
     def _adapter(

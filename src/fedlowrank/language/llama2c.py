@@ -119,7 +119,9 @@ def convert(model: Path, tokenizer: Path, folder: Path) -> Path:
     missing, unexpected = llama.load_state_dict(_state(shape, arrays), strict=False)
     lacking = set(missing) - ({"lm_head.weight"} if shape.tied else set())
     if lacking or unexpected:
-        raise DataError(f"this version of transformers names a Llama's weights otherwise: {sorted(lacking)[:3]}")
+        raise DataError(
+            f"this version of transformers names a Llama's weights otherwise: {sorted(lacking)[:3]}"
+        )
     llama.tie_weights()
     folder.mkdir(parents=True, exist_ok=True)
     llama.save_pretrained(folder)
@@ -149,7 +151,9 @@ def read_model(path: Path) -> tuple[Shape, dict[str, np.ndarray]]:
     counts = [int(np.prod(s, dtype=np.int64)) for _, s in shape.blocks]
     expected = 28 + 4 * sum(counts)
     if len(data) != expected:
-        raise DataError(f"{path} has {len(data)} bytes; by its header {sizes} a llama2.c model has {expected}")
+        raise DataError(
+            f"{path} has {len(data)} bytes; by its header {sizes} a llama2.c model has {expected}"
+        )
     values, at = np.frombuffer(data, "<f4", offset=28), 0
     out: dict[str, np.ndarray] = {}
     for (name, block), count in zip(shape.blocks, counts, strict=True):
@@ -172,7 +176,9 @@ def read_tokenizer(path: Path, size: int) -> list[tuple[str, float]]:
             score, length = struct.unpack_from("<fi", data, at)
             piece = data[at + 8 : at + 8 + length]
             if length < 0 or len(piece) != length:
-                raise DataError(f"{path} ends within token {len(out)}; it is no llama2.c tokenizer, or cut short")
+                raise DataError(
+                    f"{path} ends within token {len(out)}; it is no llama2.c tokenizer, or cut short"
+                )
             out.append((piece.decode(), float(score)))
             at += 8 + length
     except (struct.error, UnicodeDecodeError) as error:
@@ -231,7 +237,9 @@ def _fast_tokenizer(library: Any, pieces: list[tuple[str, float]], length: int) 
     mergeable = {p for p, i in vocabulary.items() if i >= _FIRST_BYTE + 256}
     ranked = sorted(mergeable, key=lambda p: (-pieces[vocabulary[p]][1], vocabulary[p]))
     merges = [(p[:i], p[i:]) for p in ranked for i in range(1, len(p)) if {p[:i], p[i:]} <= mergeable]
-    made = Tokenizer(models.BPE(vocabulary, merges, unk_token=_SPECIAL[0], byte_fallback=True, fuse_unk=False))
+    made = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token=_SPECIAL[0], byte_fallback=True, fuse_unk=False)
+    )
     made.normalizer = normalizers.Prepend(" ")
     made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

@@ -150,11 +150,15 @@ def start(
         TaskError: if a weight has no entries.
     """
     if type(r_max) is not int or r_max < 1:
-        raise ConfigError(f"r_max, the largest rank of a client, must be a whole number of at least 1; it is {r_max!r}")
+        raise ConfigError(
+            f"r_max, the largest rank of a client, must be a whole number of at least 1; it is {r_max!r}"
+        )
     out = {}
     for name, (d, k) in shapes.items():
         if min(d, k) < 1:
-            raise TaskError(f"the layer {name!r} has a weight of shape ({d}, {k}), to which nothing can be added")
+            raise TaskError(
+                f"the layer {name!r} has a weight of shape ({d}, {k}), to which nothing can be added"
+            )
         empty = torch.empty(0, dtype=form.torch_dtype, device=device)
         whole = empty.new_zeros(d, k) if form.kind == "dense" else None
         s = empty.new_zeros(0, dtype=REAL)

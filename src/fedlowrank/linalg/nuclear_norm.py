@@ -101,7 +101,9 @@ def warn_if_dead(title: str, before: Shrunk, after: Shrunk, round: int) -> None:
     """Say once, in the round in which it happens, that every penalized weight has become zero."""
     if _dead(after) and not _dead(before):
         logging.getLogger("fedlowrank").warning(
-            "%s: after round %d every penalized weight is zero; choose a smaller lam or eta_g", title, round + 1
+            "%s: after round %d every penalized weight is zero; choose a smaller lam or eta_g",
+            title,
+            round + 1,
         )
 
 

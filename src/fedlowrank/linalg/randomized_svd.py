@@ -128,7 +128,10 @@ def _residual(w: Tensor, u: Tensor, s: Tensor, v: Tensor) -> float:
     """The largest ‖W v - σ u‖ or ‖Wᵀu - σ v‖."""
     size = s.to(w.dtype)
     both = torch.stack(
-        [torch.linalg.vector_norm(w @ v - u * size, dim=0), torch.linalg.vector_norm(w.mT @ u - v * size, dim=0)]
+        [
+            torch.linalg.vector_norm(w @ v - u * size, dim=0),
+            torch.linalg.vector_norm(w.mT @ u - v * size, dim=0),
+        ]
     )
     return float(both.amax())
 

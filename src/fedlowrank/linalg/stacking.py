@@ -238,7 +238,9 @@ def add_stack(
         core = bases[0].coordinates @ bases[1].coordinates.mT
         core.diagonal(dim1=-2, dim2=-1)[:, :r] += s
     # A difference of large addends is no more accurate than they are, so they set the scale and not the result.
-    columns = torch.linalg.vector_norm(left, dim=1, dtype=REAL) * torch.linalg.vector_norm(right, dim=1, dtype=REAL)
+    columns = torch.linalg.vector_norm(left, dim=1, dtype=REAL) * torch.linalg.vector_norm(
+        right, dim=1, dtype=REAL
+    )
     scale = torch.cat([s.abs(), columns, s.new_zeros(len(s), 1)], -1).amax(-1)
     x, values, yt = torch.linalg.svd(core, full_matrices=False)
     least = torch.maximum(scale, values[:, 0] if values.shape[1] else scale) * floor_of((d, k), u.dtype)
@@ -248,7 +250,11 @@ def add_stack(
         kept = rank if cap is None else min(rank, cap)
         xi, yi = x[i, :, :kept], yt[i, :kept].mT
         # a clone, as it would else keep the columns that are dropped alive
-        u1 = bases[0].times(i, xi) if bases else xi.to(u.dtype, memory_format=torch.contiguous_format, copy=True)
+        u1 = (
+            bases[0].times(i, xi)
+            if bases
+            else xi.to(u.dtype, memory_format=torch.contiguous_format, copy=True)
+        )
         sign = _signs(u1)
         u1.mul_(sign)
         yi = yi * sign

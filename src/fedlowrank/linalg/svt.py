@@ -185,7 +185,9 @@ def _above(h: Tensor, x: float) -> Pair:
     if len(h) >= PARTIAL and h.device.type == "cpu" and count_above(h[:half, :half], x) <= FEW * len(h):
         count = count_above(h, x)
         if count <= FEW * len(h):
-            values, vectors = eigh(h.numpy(), subset_by_value=(x, float("inf")), driver="evr", check_finite=False)
+            values, vectors = eigh(
+                h.numpy(), subset_by_value=(x, float("inf")), driver="evr", check_finite=False
+            )
             # an eigenvalue within rounding of x may be counted by one and not by the other: then compute them all
             if len(values) == count:
                 return torch.from_numpy(values), torch.from_numpy(vectors)

@@ -64,7 +64,9 @@ class Ditto(Method[Params, Params, Params, Params]):
         """FedAvg's box, then SGD on F_k(v) + λ/2 ‖v - w^t‖²."""
         loss = supervised_loss(view.model)
         w = view.train(loss, down, "global", self.optimizer)
-        v = view.train(loss, state, "personal", self.optimizer, proximal_term=ProximalTerm(self.lam, center=down))
+        v = view.train(
+            loss, state, "personal", self.optimizer, proximal_term=ProximalTerm(self.lam, center=down)
+        )
         return v, w
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

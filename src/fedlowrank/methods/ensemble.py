@@ -83,7 +83,9 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         optimal = self.router.routing == "optimal"
         return select(server, known_cluster(self.title, client, self.clusters)) if optimal else server
 
-    def local_update(self, state: Tensor | None, down: Params, view: ClientView) -> tuple[Tensor | None, Upload]:
+    def local_update(
+        self, state: Tensor | None, down: Params, view: ClientView
+    ) -> tuple[Tensor | None, Upload]:
         """Line 2."""
         theta = even(down) if state is None else state
         apply = self._apply(view.model)

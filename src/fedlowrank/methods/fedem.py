@@ -60,7 +60,9 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
     title = "FedEM"
     citation = "Marfoq et al., NeurIPS 2021, arXiv:2108.10252"
-    at_rest: ClassVar[dict[str, int]] = {"adapt": 1}  # the one EM step of a round moves the shares, whoever learns
+    at_rest: ClassVar[dict[str, int]] = {
+        "adapt": 1
+    }  # the one EM step of a round moves the shares, whoever learns
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +73,9 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
         """C draws of the initial weights ``[C, ...]``."""
         return initial_models(self.title, task, self.clusters)
 
-    def local_update(self, state: Tensor | None, down: Params, view: ClientView) -> tuple[Tensor | None, Params]:
+    def local_update(
+        self, state: Tensor | None, down: Params, view: ClientView
+    ) -> tuple[Tensor | None, Params]:
         """The E-step, then the M-step of π and of the components."""
         pi, model = even(down).softmax(0) if state is None else state, view.model
 

@@ -110,18 +110,25 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Means, and what they miss: Σ_i p_i B_i A_i - B̄ Ā = Σ_i p_i B_i (A_i - Ā)."""
         means, weights = total["mean"], [float(c.examples) for c in view.replied]
-        gaps = [{n: Pair(p.b, p.a - means[n].a) for n, p in factors.items()} for factors in total["each"].values()]
+        gaps = [
+            {n: Pair(p.b, p.a - means[n].a) for n, p in factors.items()} for factors in total["each"].values()
+        ]
         scale = server.scaling.at(next(iter(means.values())).rank)
         residual = weighted(gaps, [scale * w / sum(weights) for w in weights])
         return Server(
-            means, server.ledger.grown(residual, view.replied, self.tuning.wire), total["rest"], server.scaling
+            means,
+            server.ledger.grown(residual, view.replied, self.tuning.wire),
+            total["rest"],
+            server.scaling,
         )
 
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all residuals, and the mean factors."""
         base, leaves = self._now(state, down, lora_of(view.model))
         frozen, moved = base.beside(self.keep, lora_of(view.model))
-        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), frozen, moved))
+        return ClientModel(
+            view.model.initial | placed(view.model, leaves, self.tuning.scale(view), frozen, moved)
+        )
 
     def server_model(self, server: Server, state: Own, view: ClientView) -> Params:
         """The same as at every client that has all residuals."""

@@ -43,7 +43,17 @@ from .families.effective_delta import (
     weighted_sum,
     whole,
 )
-from .families.lora import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
+from .families.lora import (
+    Message,
+    Scaling,
+    Tuning,
+    factors_of,
+    initial_factors,
+    leaves_of,
+    placed,
+    received,
+    tune,
+)
 
 
 @tree
@@ -128,24 +138,36 @@ class FedHL(Method[Server, Params, Download, Message]):
         """Line 17."""
         ranks = [self.tuning.rank_of(c) for c in view.replied]
         p = self.weighing.weigh(server.delta, ranks, [float(c.examples) for c in view.replied])
-        updates = [(server.scaling.at(r), factors) for r, factors in zip(ranks, total["factors"].values(), strict=True)]
+        updates = [
+            (server.scaling.at(r), factors)
+            for r, factors in zip(ranks, total["factors"].values(), strict=True)
+        ]
         truncated: Sequence[Truncated] = ranks
         if self.tuning.wire != "float32" or is_half(server.drawn):
             # rounded on its way: subtract W_t^{r_i} as it was sent
             truncated = [received(self.download(server, client).message) for client in view.replied]
         # line 17: W ← Σ_i p_i [W + (s_i B_i A_i - truncate(W, r_i))]
         delta = weighted_sum(server.delta, p.weights, updates, truncated)
-        return Server(delta, server.drawn, total["rest"], server.scaling, p.told([c.id for c in view.replied]))
+        return Server(
+            delta, server.drawn, total["rest"], server.scaling, p.told([c.id for c in view.replied])
+        )
 
     def client_model(self, state: Params, down: Download, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down.message), state | down.message.rest)
-        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view), down.residual, {}))
+        return ClientModel(
+            view.model.initial | placed(view.model, leaves, self.tuning.scale(view), down.residual, {})
+        )
 
     def metrics(self, server: Server) -> dict[str, dict[str, float]]:
         """Rank of W; p_i and relative truncation errors of the last round; energy of W and what a cap cut off."""
         delta = server.delta
-        return {**server.last, "ranks": dict(ranks_of(delta)), "energy": energies(delta), "discarded": discarded(delta)}
+        return {
+            **server.last,
+            "ranks": dict(ranks_of(delta)),
+            "energy": energies(delta),
+            "discarded": discarded(delta),
+        }
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all of W."""

@@ -20,7 +20,17 @@ from ..core.contribution import Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.pair import Factors
-from .families.lora import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
+from .families.lora import (
+    Message,
+    Scaling,
+    Tuning,
+    factors_of,
+    initial_factors,
+    leaves_of,
+    placed,
+    received,
+    tune,
+)
 
 
 @tree
@@ -49,7 +59,9 @@ class FedIT(Method[Server, Params, Message, Message]):
         """A random A, and B = 0."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
         return Server(
-            initial_factors(task, rank), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
+            initial_factors(task, rank),
+            self.tuning.shared_rest(model),
+            self.tuning.scaling_of(lora_of(model)),
         )
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:

@@ -96,7 +96,9 @@ class FedKD(Method[Server, Models, Download, Compressed]):
             )
 
     def _energy(self, view: ServerView | ClientView) -> float:
-        return self.energy_start + (self.energy_end - self.energy_start) * view.round / max(view.task.rounds - 1, 1)
+        return self.energy_start + (self.energy_end - self.energy_start) * view.round / max(
+            view.task.rounds - 1, 1
+        )
 
     def server_init(self, task: Task) -> Server:
         """s^0, known to all."""
@@ -105,7 +107,9 @@ class FedKD(Method[Server, Models, Download, Compressed]):
     def client_init(self, task: Task, client: ClientInfo) -> Models:
         """T_k and s^0 at their initial weights, W as a linear layer's."""
         mentor, mentee = task.model(client), task.smallest_model(self.mentee)
-        draw = torch.rand(mentor.width, mentee.width, generator=(task.key / "fedkd" / mentor.name).generator())
+        draw = torch.rand(
+            mentor.width, mentee.width, generator=(task.key / "fedkd" / mentor.name).generator()
+        )
         like = next(iter(mentor.initial.values()))
         return Models(mentor.initial, mentee.initial, ((2 * draw - 1) / mentee.width**0.5).to(like))
 

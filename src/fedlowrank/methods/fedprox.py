@@ -48,7 +48,11 @@ class FedProx(Method[Params, None, Params, Params]):
         """SGD on F_k(θ) + μ/2 ‖θ - θ^t‖²."""
         del state
         return None, view.train(
-            supervised_loss(view.model), down, "local", self.optimizer, proximal_term=ProximalTerm(self.mu, center=down)
+            supervised_loss(view.model),
+            down,
+            "local",
+            self.optimizer,
+            proximal_term=ProximalTerm(self.mu, center=down),
         )
 
     def server_update(self, server: Params, total: Params, view: ServerView) -> Params:

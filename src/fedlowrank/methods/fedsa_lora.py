@@ -54,7 +54,8 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         """A random A."""
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
         return Server(
-            _without_b({n: p.a for n, p in initial_factors(task, rank).items()}), self.tuning.shared_rest(model)
+            _without_b({n: p.a for n, p in initial_factors(task, rank).items()}),
+            self.tuning.shared_rest(model),
         )
 
     def client_init(self, task: Task, client: ClientInfo) -> Own:

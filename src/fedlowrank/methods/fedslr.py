@@ -95,13 +95,18 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (0 <= self.lam < math.inf and 0 <= self.mu < math.inf and 0 < self.eta_g < math.inf):
-            raise ConfigError(f"FedSLR: need lam, mu >= 0 and eta_g > 0; got {self.lam}, {self.mu}, {self.eta_g}")
+            raise ConfigError(
+                f"FedSLR: need lam, mu >= 0 and eta_g > 0; got {self.lam}, {self.mu}, {self.eta_g}"
+            )
         if self.fusion_epochs < 1:
             raise ConfigError(f"FedSLR: fusion_epochs must be >= 1; it is {self.fusion_epochs}")
 
     def passes(self) -> dict[str, Pass]:
         """Phases I and II."""
-        return {"phase1": Pass(self.epochs, self.batch_size), "phase2": Pass(self.fusion_epochs, self.batch_size)}
+        return {
+            "phase1": Pass(self.epochs, self.batch_size),
+            "phase2": Pass(self.fusion_epochs, self.batch_size),
+        }
 
     def server_init(self, task: Task) -> Server:
         """w^0, the common initial weights, and γ̄ = 0."""
@@ -112,7 +117,9 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         """γ_i = 0, and p_i = 0 or w^0."""
         model, zero = task.model(client), zeros_like(task.model(client).initial)
         # of normalizations w + p would have twice the scale that they begin with
-        return Client(zero, zero if self.personal_start == "zero" else zero_normalizations(model.initial, model.module))
+        return Client(
+            zero, zero if self.personal_start == "zero" else zero_normalizations(model.initial, model.module)
+        )
 
     def download(self, server: Server, client: ClientInfo) -> Weights:
         """w^t."""
@@ -121,7 +128,13 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def local_update(self, state: Client, down: Weights, view: ClientView) -> tuple[Client, Params]:
         """Both phases, from the same w^t."""
-        model, eta_g, mu, norm, w = view.model, self.eta_g, self.mu, self.private, unpack(down, view.model.initial)
+        model, eta_g, mu, norm, w = (
+            view.model,
+            self.eta_g,
+            self.mu,
+            self.private,
+            unpack(down, view.model.initial),
+        )
 
         def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
@@ -130,10 +143,16 @@ class FedSLR(Method[Server, Client, Weights, Params]):
             return task_loss(model.apply(add(fixed, p), batch.x), batch)
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
-            return map(lambda t: soft(t, lr * mu), p) if norm == "sparse" else prox_in_step(p, lr * mu, norm, ())
+            return (
+                map(lambda t: soft(t, lr * mu), p) if norm == "sparse" else prox_in_step(p, lr * mu, norm, ())
+            )
 
         end = view.train(
-            loss, w, "phase1", self.optimizer, proximal_term=ProximalTerm(1 / eta_g, center=w, linear=state.gamma)
+            loss,
+            w,
+            "phase1",
+            self.optimizer,
+            proximal_term=ProximalTerm(1 / eta_g, center=w, linear=state.gamma),
         )
         p = view.train(fused, state.p, "phase2", self.optimizer, constants=(w,), prox=threshold)
         return Client(add(state.gamma, sub(w, end), 1 / eta_g), p), end
@@ -151,7 +170,9 @@ class FedSLR(Method[Server, Client, Weights, Params]):
             gamma = add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
         else:
             each = {str(c.id): server.each.get(str(c.id), zeros_like(w)) for c in view.task.clients}
-            each |= {str(i): add(each[str(i)], sub(w, w_i), 1 / self.eta_g) for i, w_i in total["each"].items()}
+            each |= {
+                str(i): add(each[str(i)], sub(w, w_i), 1 / self.eta_g) for i, w_i in total["each"].items()
+            }
             gamma = mean(each.values(), [1.0] * len(each))
         new = prox(add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
         warn_if_dead(self.title, server.w, new, view.round)

@@ -64,9 +64,13 @@ class Upload:
 def layer_counts(params: Params, density: float) -> dict[str, int]:
     """Active entries of every weight of two or more dimensions, by Erdős-Rényi-kernel densities."""
     weights, counts = {n: p for n, p in params.items() if p.ndim >= 2}, {}
-    budget = density * sum(p.numel() for p in params.values()) - sum(p.numel() for p in params.values() if p.ndim < 2)
+    budget = density * sum(p.numel() for p in params.values()) - sum(
+        p.numel() for p in params.values() if p.ndim < 2
+    )
     if budget < len(weights):
-        raise TaskError(f"FedSpa: at density {density} the vectors, which are dense, leave nothing for the weights")
+        raise TaskError(
+            f"FedSpa: at density {density} the vectors, which are dense, leave nothing for the weights"
+        )
     # those that are full at the smallest ε first; what they cannot take is shared by the others
     for name in sorted(weights, key=lambda n: weights[n].numel() / sum(weights[n].shape)):
         share = sum(weights[name].shape) / sum(sum(p.shape) for n, p in weights.items() if n not in counts)
@@ -116,7 +120,9 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (0 < self.density <= 1 and 0 <= self.prune <= 1):
-            raise ConfigError(f"FedSpa: need 0 < density <= 1 and 0 <= prune <= 1; got {self.density}, {self.prune}")
+            raise ConfigError(
+                f"FedSpa: need 0 < density <= 1 and 0 <= prune <= 1; got {self.density}, {self.prune}"
+            )
 
     def passes(self) -> dict[str, Pass]:
         """Masked training, and the batch whose gradient says what grows."""

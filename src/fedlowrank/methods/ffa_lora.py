@@ -90,7 +90,9 @@ class FFALoRA(Method[Server, Params, Message, Message]):
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean B."""
         fixed, start = self._leaves(state, down, view)
-        return ClientModel(view.model.initial | placed(view.model, fixed | start, self.tuning.scale(view), {}, {}))
+        return ClientModel(
+            view.model.initial | placed(view.model, fixed | start, self.tuning.scale(view), {}, {})
+        )
 
     def _leaves(self, state: Params, down: Message, view: ClientView) -> tuple[Leaves, Leaves]:
         """A, which is not trained, and the rest, which is."""

@@ -23,7 +23,17 @@ from ..core.tree import Params, tree
 from ..linalg.delta import Delta, Form, Split, advance, start
 from ..linalg.pair import Factors
 from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
-from .families.lora import Message, Scaling, Tuning, factors_of, initial_factors, leaves_of, placed, received, tune
+from .families.lora import (
+    Message,
+    Scaling,
+    Tuning,
+    factors_of,
+    initial_factors,
+    leaves_of,
+    placed,
+    received,
+    tune,
+)
 
 
 @tree
@@ -72,7 +82,9 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train both factors."""
-        end = tune(view, leaves_of(received(down), state | down.rest), self.tuning.scale(view), self.optimizer)
+        end = tune(
+            view, leaves_of(received(down), state | down.rest), self.tuning.scale(view), self.optimizer
+        )
         kept = self.tuning.kept(end)
         return kept, self.tuning.message(factors_of(end), end["rest"])
 
@@ -87,7 +99,9 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         scales = [server.scaling.at(next(iter(f.values())).rank) for f in factors]
         shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
         blocks = weighted_blocks(shares, scales, factors)
-        return Server(advance(server.delta, blocks, previous=0.0), server.drawn, total["rest"], server.scaling)
+        return Server(
+            advance(server.delta, blocks, previous=0.0), server.drawn, total["rest"], server.scaling
+        )
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""

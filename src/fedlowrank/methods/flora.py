@@ -104,7 +104,9 @@ class FLoRA(Method[Server, Own, Download, Message]):
         factors, weights = list(total["factors"].values()), [float(c.examples) for c in view.replied]
         scales = [server.scaling.at(next(iter(f.values())).rank) for f in factors]
         stack = weighted(factors, [w * s / sum(weights) for w, s in zip(weights, scales, strict=True)])
-        return Server(server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling)
+        return Server(
+            server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
+        )
 
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all stacks; the fresh adapter changes nothing."""

@@ -25,7 +25,16 @@ from typing import Any
 from torch import Tensor
 
 from ..adapters.budget import adaptor_remarks
-from ..adapters.floral_adaptors import KINDS, Kind, Spot, adaptors, centered, mix, preconditioned, trained_spots
+from ..adapters.floral_adaptors import (
+    KINDS,
+    Kind,
+    Spot,
+    adaptors,
+    centered,
+    mix,
+    preconditioned,
+    trained_spots,
+)
 from ..adapters.mixture import Construction, Factor
 from ..adapters.router import Router
 from ..core.client_model import ClientModel
@@ -134,10 +143,14 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
 
         theta = even(down["adaptors"]) if state is None else state
         how = scaled if self.precondition else None
-        model, theta = train_mixture(self.router, down, theta, self._apply(view.model), self.optimizer, view, how)
+        model, theta = train_mixture(
+            self.router, down, theta, self._apply(view.model), self.optimizer, view, how
+        )
         if self.router.routing == "optimal":
             return None, Upload(model, None)
-        return theta if self.router.keep and self.router.descends else None, Upload(model, self.router.shares(theta))
+        return theta if self.router.keep and self.router.descends else None, Upload(
+            model, self.router.shares(theta)
+        )
 
     def contribution(self, upload: Upload, client: ClientInfo, server: Server) -> dict[str, Any]:
         """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""

@@ -60,7 +60,9 @@ class FML(Method[Params, Params, Params, Params]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (0 <= self.alpha <= 1 and 0 <= self.beta <= 1):
-            raise ConfigError(f"FML: alpha and beta must lie in [0, 1]; they are {self.alpha} and {self.beta}")
+            raise ConfigError(
+                f"FML: alpha and beta must lie in [0, 1]; they are {self.alpha} and {self.beta}"
+            )
 
     def server_init(self, task: Task) -> Params:
         """m^0."""

@@ -91,7 +91,10 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         """A random A of the largest rank, and B = 0."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
         return Server(
-            initial_factors(task, rank), self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model)), {}
+            initial_factors(task, rank),
+            self.tuning.shared_rest(model),
+            self.tuning.scaling_of(lora_of(model)),
+            {},
         )
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
@@ -101,7 +104,9 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
         rank = server.ranks.get(str(client.id), self.tuning.rank_of(client))
-        return self.tuning.message(scaled(cut(server.factors, rank), 1 / server.scaling.at(rank)), server.rest)
+        return self.tuning.message(
+            scaled(cut(server.factors, rank), 1 / server.scaling.at(rank)), server.rest
+        )
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train, and prune where the tail has shrunk."""
@@ -113,7 +118,9 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         factors = factors_of(end)
         if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
             # the scale of a smaller rank may differ, the update must not
-            factors = scaled(cut(factors, kept), self.tuning.scale(view, rank) / self.tuning.scale(view, kept))
+            factors = scaled(
+                cut(factors, kept), self.tuning.scale(view, rank) / self.tuning.scale(view, kept)
+            )
         return self.tuning.kept(end), self.tuning.message(factors, end["rest"])
 
     def upload_form(self, expected: Message, task: Task) -> OneOf:
@@ -143,14 +150,18 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         if self.per_index and total["factors"] is not None:
             factors = undiluted(factors, server.factors, total["reached"])
         ranks = total.get("ranks", {})
-        pruned = {str(c.id): ranks[c.id] for c in view.replied if ranks and ranks[c.id] != self.tuning.rank_of(c)}
+        pruned = {
+            str(c.id): ranks[c.id] for c in view.replied if ranks and ranks[c.id] != self.tuning.rank_of(c)
+        }
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down), state | down.rest)
         rank = next(iter(leaves["a"].values())).shape[0]
-        return ClientModel(view.model.initial | placed(view.model, leaves, self.tuning.scale(view, rank), {}, {}))
+        return ClientModel(
+            view.model.initial | placed(view.model, leaves, self.tuning.scale(view, rank), {}, {})
+        )
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all r_max components."""

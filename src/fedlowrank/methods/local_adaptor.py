@@ -58,14 +58,18 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
         """An adaptor that is zero; its random factors are the same at all clients, as those of FLoRAL's first cluster."""
         model = task.model(client)
         where = trained_spots(model, self.rank, self.construction, self.kinds)
-        return adaptors(where, 1, task.key / "adaptors", self.construction, next(iter(model.initial.values())))
+        return adaptors(
+            where, 1, task.key / "adaptors", self.construction, next(iter(model.initial.values()))
+        )
 
     def local_update(self, state: Adaptors, down: Params, view: ClientView) -> tuple[Adaptors, Params]:
         """Line 2: one SGD on both."""
         model, alpha, construction = view.model, self.alpha, self.construction
 
         def loss(p: dict[str, Any], batch: Batch, one: Tensor) -> Tensor:
-            return task_loss(model.apply(mix(p["base"], p["adaptors"], one, alpha, construction), batch.x), batch)
+            return task_loss(
+                model.apply(mix(p["base"], p["adaptors"], one, alpha, construction), batch.x), batch
+            )
 
         def scaled(grads: dict[str, Any], p: dict[str, Any], _: Tensor) -> dict[str, Any]:
             return {**grads, "adaptors": preconditioned(p["base"], grads["adaptors"], p["adaptors"])}

@@ -73,7 +73,9 @@ class PerFedAvg(Method[Params, None, Params, Params]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (0 <= self.alpha < math.inf and 0 < self.delta < math.inf):
-            raise ConfigError(f"Per-FedAvg: alpha must be >= 0 and delta > 0; they are {self.alpha} and {self.delta}")
+            raise ConfigError(
+                f"Per-FedAvg: alpha must be >= 0 and delta > 0; they are {self.alpha} and {self.delta}"
+            )
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the step before inference."""

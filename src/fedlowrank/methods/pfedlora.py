@@ -64,7 +64,9 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.5 <= self.mu <= 1:
-            raise ConfigError(f"pFedLoRA: mu must lie in [0.5, 1) (1 is the limit of local training); it is {self.mu}")
+            raise ConfigError(
+                f"pFedLoRA: mu must lie in [0.5, 1) (1 is the limit of local training); it is {self.mu}"
+            )
         if self.width < 1:
             raise ConfigError(f"pFedLoRA: width must be >= 1; it is {self.width}")
 

@@ -77,7 +77,9 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
     def local_update(self, state: Params, down: Controlled, view: ClientView) -> tuple[Params, Controlled]:
         """Corrected SGD, then option II."""
         correction = ProximalTerm(linear=sub(state, down.control))
-        y = view.train(supervised_loss(view.model), down.model, "local", self.optimizer, proximal_term=correction)
+        y = view.train(
+            supervised_loss(view.model), down.model, "local", self.optimizer, proximal_term=correction
+        )
         way = view.steps("local") * self.optimizer.learning_rate(view.round)
         if way == 0:
             return state, Controlled(sub(y, down.model), zeros_like(state))
@@ -92,7 +94,9 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
 
     def server_update(self, server: Controlled, total: Controlled, view: ServerView) -> Controlled:
         """A step along the mean; c moves by the share of the clients that replied."""
-        return Controlled(add(server.model, total.model, self.eta_g), add(server.control, total.control, view.share))
+        return Controlled(
+            add(server.model, total.model, self.eta_g), add(server.control, total.control, view.share)
+        )
 
     def client_model(self, state: Params, down: Controlled, view: ClientView) -> ClientModel:
         """The global model x."""

@@ -176,7 +176,9 @@ class Architecture:
                     reset()
             return module
 
-        return {n: p.detach().contiguous() for n, p in build(again, key).named_parameters() if n in self.initial}
+        return {
+            n: p.detach().contiguous() for n, p in build(again, key).named_parameters() if n in self.initial
+        }
 
     @property
     def width(self) -> int:
@@ -200,7 +202,9 @@ class Architecture:
 
     def _run(self, code: Code, params: Params, x: Any, prefix: str = "") -> Tensor:
         buffers = (
-            None if self._now is None else {n[len(prefix) :]: b for n, b in self._now.items() if n.startswith(prefix)}
+            None
+            if self._now is None
+            else {n[len(prefix) :]: b for n, b in self._now.items() if n.startswith(prefix)}
         )
         if self.autocast is None:
             scores = code(params, x, buffers)
@@ -264,7 +268,9 @@ class Architecture:
     def to(self, device: str) -> Architecture:
         """A copy of the architecture on a device."""
         example = self.example
-        moved = {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
+        moved = (
+            {n: t.to(device) for n, t in example.items()} if isinstance(example, dict) else example.to(device)
+        )
         made = copy.copy(self)
         made.module, made.cache = copy.deepcopy(self.module).to(device), {}
         made._left, made._frozen = [], frozen_normalizations(made.module)
@@ -319,11 +325,15 @@ def architecture_of(
         with torch.inference_mode():
             made.probe(example)
         if wrong := [n for n, p in made.initial.items() if not bool(torch.isfinite(p).all())]:
-            raise TaskError(f"model {name}: there is a NaN or an infinity among its initial parameters, in {wrong[0]}")
+            raise TaskError(
+                f"model {name}: there is a NaN or an infinity among its initial parameters, in {wrong[0]}"
+            )
     except FedlowrankError:
         raise
     except Exception as error:
-        raise TaskError(f"model {name} cannot be used with this data: {type(error).__name__}: {error}") from error
+        raise TaskError(
+            f"model {name} cannot be used with this data: {type(error).__name__}: {error}"
+        ) from error
     return made
 
 

@@ -67,11 +67,15 @@ class CNN(nn.Module):
             flat = self.features(torch.zeros(1, *shape)).shape[1]
         layers = [f"fc{i + 1}" for i in range(len(hidden))]
         if not hidden or (split is not None and split not in layers):
-            raise ConfigError(f"model.split: the representation can end at {', '.join(layers)}, not at {split!r}")
+            raise ConfigError(
+                f"model.split: the representation can end at {', '.join(layers)}, not at {split!r}"
+            )
         below = len(hidden) if split is None else layers.index(split) + 1
         blocks = [[nn.Linear(i, o), nn.ReLU()] for i, o in zip((flat, *hidden), hidden, strict=False)]
         self.hidden = nn.Sequential(*(m for block in blocks[:below] for m in block))
-        self.head = nn.Sequential(*(m for block in blocks[below:] for m in block), nn.Linear(hidden[-1], classes))
+        self.head = nn.Sequential(
+            *(m for block in blocks[below:] for m in block), nn.Linear(hidden[-1], classes)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Scores ``[b, classes]`` of images ``[b, channels, height, width]``."""

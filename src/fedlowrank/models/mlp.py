@@ -22,7 +22,9 @@ class MLP(nn.Module):
     def __init__(self, inputs: int, hidden: tuple[int, ...], classes: int, bias: bool = True) -> None:
         super().__init__()
         if not hidden or min(hidden) < 1:
-            raise ConfigError(f"an MLP needs at least one hidden layer of width >= 1; its widths are {list(hidden)}")
+            raise ConfigError(
+                f"an MLP needs at least one hidden layer of width >= 1; its widths are {list(hidden)}"
+            )
         layers: list[nn.Module] = [nn.Flatten()]
         for a, b in zip((inputs, *hidden), hidden, strict=False):
             layers += [nn.Linear(a, b, bias=bias), nn.ReLU()]

@@ -50,7 +50,11 @@ class Code:
     ) -> None:
         self._module = module
         self._stateless = Stateless(module)
-        layers = {n: m for n, m in module.named_modules() if _keeps(m) and m not in frozen and not _within(n, without)}
+        layers = {
+            n: m
+            for n, m in module.named_modules()
+            if _keeps(m) and m not in frozen and not _within(n, without)
+        }
         self._layers = list(layers.values())
         self.names = tuple(f"{n}.{s}".lstrip(".") for n in layers for s in ("running_mean", "running_var"))
         self._aliases = _aliases(module)
@@ -133,7 +137,10 @@ class Code:
 
     def neutral(self) -> Params:
         """Statistics that change nothing: mean 0 and variance 1, for inputs that are no batch."""
-        return {n: torch.full_like(self._stateless.current(n), float(n.endswith("running_var"))) for n in self.names}
+        return {
+            n: torch.full_like(self._stateless.current(n), float(n.endswith("running_var")))
+            for n in self.names
+        }
 
     def statistics(self, params: Params, chunks: Chunks) -> Params:
         """Running statistics that data have under these parameters: means over chunks of mean and unbiased variance.

@@ -71,7 +71,9 @@ class ResNet18(nn.Module):
 
     head_name = "head"
 
-    def __init__(self, shape: tuple[int, int, int], classes: int, width: int = 64, large: bool = False) -> None:
+    def __init__(
+        self, shape: tuple[int, int, int], classes: int, width: int = 64, large: bool = False
+    ) -> None:
         super().__init__()
         if width < GROUPS or width % GROUPS:
             raise ConfigError(f"the width of a ResNet must be a positive multiple of {GROUPS}; it is {width}")
@@ -85,7 +87,10 @@ class ResNet18(nn.Module):
         if large:
             stem.append(nn.MaxPool2d(3, 2, 1))
         widths = [width, width, 2 * width, 4 * width, 8 * width]
-        stages = [nn.Sequential(Block(a, b, 1 if a == b else 2), Block(b, b, 1)) for a, b in itertools.pairwise(widths)]
+        stages = [
+            nn.Sequential(Block(a, b, 1 if a == b else 2), Block(b, b, 1))
+            for a, b in itertools.pairwise(widths)
+        ]
         self.stem = nn.Sequential(*stem)
         self.stages = nn.Sequential(*stages)
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())

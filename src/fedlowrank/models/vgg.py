@@ -31,7 +31,9 @@ class VGG8(nn.Module):
         inputs, height, width = shape
         cells = (height // 2 ** len(CHANNELS)) * (width // 2 ** len(CHANNELS))
         if cells == 0:
-            raise ConfigError(f"VGG-8 halves images five times, so they need 32×32 pixels; these are {height}×{width}")
+            raise ConfigError(
+                f"VGG-8 halves images five times, so they need 32×32 pixels; these are {height}×{width}"
+            )
         layers: list[nn.Module] = []
         for outputs in CHANNELS:
             layers.append(nn.Conv2d(inputs, outputs, 3, padding=1))

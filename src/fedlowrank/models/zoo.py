@@ -93,7 +93,9 @@ class ModelSettings:
         if name not in MODELS:
             raise ConfigError(f"model.names: there is no model {name!r}. {did_you_mean(name, MODELS)}")
         if len(shape) != 3:
-            raise ConfigError(f"model {name} takes images, channels × height × width, but an example has shape {shape}")
+            raise ConfigError(
+                f"model {name} takes images, channels × height × width, but an example has shape {shape}"
+            )
         channels, height, width = shape
         if name in RESNETS:
             form = RESNETS[name]

@@ -39,7 +39,10 @@ def read_answer(text: str, client: ClientInfo, run: str, round: int) -> Answer:
 def steps_of(passes: Mapping[str, Pass], examples: int) -> dict[str, int]:
     """The optimizer steps of each pass over so many examples."""
     whole = {name: p.epochs * -(-examples // p.batch_size) for name, p in passes.items()}
-    return {name: n if passes[name].steps is None else min(n, passes[name].steps or 0) for name, n in whole.items()}
+    return {
+        name: n if passes[name].steps is None else min(n, passes[name].steps or 0)
+        for name, n in whole.items()
+    }
 
 
 def check_counts(
@@ -65,10 +68,14 @@ def check_counts(
             "",
             f"it counts {_short(answer.steps)} optimizer steps; {examples} examples make {most} at most",
         )
-    rows = examples + sum(steps[name] * max(1, trained.count(name)) * p.batch_size for name, p in passes.items())
+    rows = examples + sum(
+        steps[name] * max(1, trained.count(name)) * p.batch_size for name, p in passes.items()
+    )
     flops = SLACK * rows * 6 * weights_of(model) * inputs_of(model) if passes else 0
     if not 0 <= answer.flops <= flops:
-        counted = f"it counts {_short(answer.flops)} floating-point operations; {_short(flops)} are taken at most"
+        counted = (
+            f"it counts {_short(answer.flops)} floating-point operations; {_short(flops)} are taken at most"
+        )
         raise Refused(answer.client, "", counted)
     if not answer.losses.keys() <= passes.keys() or not all(map(math.isfinite, answer.losses.values())):
         raise Refused(answer.client, "", "it reports losses that cannot be")

@@ -74,7 +74,9 @@ def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Sha
     write_json(path, sealed(made))
 
 
-def own_share(experiment: ExperimentConfig, client: int, clients: int, data: Path, test: Path | None = None) -> Shares:
+def own_share(
+    experiment: ExperimentConfig, client: int, clients: int, data: Path, test: Path | None = None
+) -> Shares:
     """The shares of an experiment in which one client brings all examples of a file or folder of its own.
 
     The examples are divided into training, validation and test by the experiment's section ``split``.
@@ -148,7 +150,11 @@ class Party:
             "" if self.language is None else self.language.loaded.digest,
             versions(),
         )
-        form = {"x": _none(self.data.train).inputs, "y": _none(self.data.train).y, "classes": list(self.classes)}
+        form = {
+            "x": _none(self.data.train).inputs,
+            "y": _none(self.data.train).y,
+            "classes": list(self.classes),
+        }
         return words, tree.encode(form)
 
     def answer(self, order: Order, body: bytes) -> tuple[Answer, bytes]:
@@ -197,14 +203,20 @@ class Party:
                 self._write_model(memory.folder / "model", here, order.round)
         if not order.train:
             return reply, b""
-        outcome = next(iter(self.engine.run(method, federation, task, order.round, [ClientJob(state, down, info)])))
+        outcome = next(
+            iter(self.engine.run(method, federation, task, order.round, [ClientJob(state, down, info)]))
+        )
         if outcome.error is not None:
             return dataclasses.replace(reply, problem=str(outcome.error), kind="training"), b""
         meter = outcome.meter
-        reply = dataclasses.replace(reply, steps=meter.steps, flops=int(meter.flops), losses=dict(meter.losses))
+        reply = dataclasses.replace(
+            reply, steps=meter.steps, flops=int(meter.flops), losses=dict(meter.losses)
+        )
         # a method whose clients send nothing replies all the same
         upload = tree.encode(outcome.upload)
-        memory.propose(order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json(), order.branch)
+        memory.propose(
+            order.stamp, order.round + 1, outcome.state, upload, digest, reply.to_json(), order.branch
+        )
         return reply, upload
 
     @cached_property
@@ -266,7 +278,10 @@ def _party(path: Path) -> dict[str, Any]:
 
 
 def _packed(data: ClientData) -> dict[str, Any]:
-    parts = {s: {"x": e.inputs, "y": e.y} for s, e in (("train", data.train), ("val", data.val), ("test", data.test))}
+    parts = {
+        s: {"x": e.inputs, "y": e.y}
+        for s, e in (("train", data.train), ("val", data.val), ("test", data.test))
+    }
     return {**parts, "notes": list(data.notes), "quarter_turns": data.quarter_turns}
 
 

@@ -88,7 +88,9 @@ class Memory:
             file.seek(head.state, os.SEEK_CUR)
             upload = file.read()
         if len(upload) != head.upload:
-            raise CheckpointError(f"{path} is damaged: it holds {len(upload)} bytes of an upload of {head.upload}")
+            raise CheckpointError(
+                f"{path} is damaged: it holds {len(upload)} bytes of an upload of {head.upload}"
+            )
         _check(upload, head.digests[1], path)
         return head.answer, upload
 

@@ -72,10 +72,14 @@ def drive(
     """
     name, settings = made.default_method, made.network
     method, count = made.build_method(name), clients_of(made)
-    protocol = dataclasses.replace(made.run, checkpoint_every=1, representations=0, adapters=(), engine="flower")
+    protocol = dataclasses.replace(
+        made.run, checkpoint_every=1, representations=0, adapters=(), engine="flower"
+    )
     promised = promised or settings.examples
     if promised and len(promised) != count:
-        raise ConfigError(f"network.examples promises the examples of {len(promised)} clients, but there are {count}")
+        raise ConfigError(
+            f"network.examples promises the examples of {len(promised)} clients, but there are {count}"
+        )
     account = Account.read(out) if resume else Account(new_run_id())
     limits = settings.limits
     roster = Roster(made, count, limits.max_examples, keys, limits.examples_ratio, promised)
@@ -113,7 +117,9 @@ def drive(
                 say(f"round {record.round}: client {client} was left out: {why}")
             if not progress and record.round:
                 replies = len(record.participants) - len(record.lost)
-                say(f"round {record.round} of {protocol.rounds}: {replies} replies, {record.seconds['train']:.1f} s")
+                say(
+                    f"round {record.round} of {protocol.rounds}: {replies} replies, {record.seconds['train']:.1f} s"
+                )
 
         write_account()
         result = rounds(run, folder, records, progress, keep)
@@ -147,7 +153,9 @@ def _write_model(run: NetworkRun, out: Path) -> None:
         return
     info = run.federation.infos[0]
     task, t = run.task, max(run.round - 1, 0)
-    view = client_view(run.federation, task, t, info, Sequential().trainer(run.method, run.federation, t, info))
+    view = client_view(
+        run.federation, task, t, info, Sequential().trainer(run.method, run.federation, t, info)
+    )
     state = run.method.client_init(task, info)
     params = run.method.server_model(run.state.server, state, view)
     if params is None:

@@ -106,7 +106,8 @@ class GridTransport:
     def send(self, parcels: Sequence[Parcel], group: str, seconds: float) -> None:
         """Send messages, of which none is worth anything after so many seconds."""
         made = [
-            Message(to_records(p.words, p.body), p.node, _TYPES[p.kind], ttl=seconds, group_id=group) for p in parcels
+            Message(to_records(p.words, p.body), p.node, _TYPES[p.kind], ttl=seconds, group_id=group)
+            for p in parcels
         ]
         ids = list(self._grid.push_messages(made)) if made else []
         # a node that went away in between gets no message, and its place holds no identifier
@@ -297,7 +298,16 @@ def simulation(
         try:
             # here nobody can promise more than there is
             own = [len(data.train) for data in shares.data]
-            drive(GridTransport(grid), made, out, say=say, resume=resume, progress=True, config=config, promised=own)
+            drive(
+                GridTransport(grid),
+                made,
+                out,
+                say=say,
+                resume=resume,
+                progress=True,
+                config=config,
+                promised=own,
+            )
         except FedlowrankError as error:
             # Flower would wrap it in one of its own
             failed.append(error)

@@ -48,7 +48,9 @@ class Words:
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the whole"
-            raise MessageError(plain(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")) from error
+            raise MessageError(
+                plain(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")
+            ) from error
         return found
 
 
@@ -132,7 +134,9 @@ class Answer(Words):
 
 
 # once, for to make one takes longer than to read a message
-_ADAPTERS: dict[type[Words], pydantic.TypeAdapter[Any]] = {c: pydantic.TypeAdapter(c) for c in (Hello, Order, Answer)}
+_ADAPTERS: dict[type[Words], pydantic.TypeAdapter[Any]] = {
+    c: pydantic.TypeAdapter(c) for c in (Hello, Order, Answer)
+}
 
 LOCAL = frozenset({
     "data.path", "data.test", "language.path", "language.offline", "run.device", "run.threads", "run.engine",

@@ -30,7 +30,9 @@ class NetworkRun(Run):
 
     engine: Remote
 
-    def __init__(self, method: AnyMethod, federation: Federation, settings: RunSettings, engine: Remote) -> None:
+    def __init__(
+        self, method: AnyMethod, federation: Federation, settings: RunSettings, engine: Remote
+    ) -> None:
         if settings.keep_best:
             raise ConfigError(
                 "run.keep_best: over a network a round's evaluation is known when the next round is over, and the state of "
@@ -93,7 +95,9 @@ class NetworkRun(Run):
         usual = Counter(_form(found[client]) for client in sorted(found)).most_common(1)[0][0]
         for client in sorted(found):
             if _form(found[client]) != usual:
-                self.engine.say(f"client {client} measures other things than most clients; what it found is left out")
+                self.engine.say(
+                    f"client {client} measures other things than most clients; what it found is left out"
+                )
                 del found[client]
         return gather_evaluations([found.get(info.id) for info in self.federation.infos])
 
@@ -109,7 +113,9 @@ class NetworkRun(Run):
         self.engine.sizes = tuple(i.examples for i in federation.infos)
         self.engine.begin(self.method, self.task)
         self.engine.evaluate = self.is_due()
-        training = {i.id for i in self.participants(self.round)} if self.round < self.settings.rounds else set()
+        training = (
+            {i.id for i in self.participants(self.round)} if self.round < self.settings.rounds else set()
+        )
         due = self.engine.evaluate
         self.engine.others = [self._job(i) for i in federation.infos if due and i.id not in training]
 

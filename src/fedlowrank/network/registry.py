@@ -133,7 +133,9 @@ class Roster:
     def sizes(self) -> tuple[int, ...]:
         """By how many examples each client is weighted: those it registered up to :attr:`cap`, 0 if it did not register."""
         cap = self.cap
-        return tuple(min(self.members[i].examples, cap) if i in self.members else 0 for i in range(self.clients))
+        return tuple(
+            min(self.members[i].examples, cap) if i in self.members else 0 for i in range(self.clients)
+        )
 
     @property
     def cap(self) -> int:
@@ -264,7 +266,9 @@ class Roster:
                 "the same version of fedlowrank on both"
             )
         if not 0 <= hello.client < self.clients:
-            raise StrangerError(f"it says it is client {hello.client}, but clients go from 0 to {self.clients - 1}")
+            raise StrangerError(
+                f"it says it is client {hello.client}, but clients go from 0 to {self.clients - 1}"
+            )
         if self.keys is not None and self.keys.get(node) != hello.client:
             owner = self.keys.get(node)
             whose = "nobody's" if owner is None else f"that of client {owner}"
@@ -283,9 +287,13 @@ class Roster:
                 f"client {hello.client} says it has {hello.examples} examples, but it promised "
                 f"{self.promised[hello.client]} (network.examples)"
             )
-        wrong = sorted(s for s in {*self._sections, *hello.sections} if self._sections.get(s) != hello.sections.get(s))
+        wrong = sorted(
+            s for s in {*self._sections, *hello.sections} if self._sections.get(s) != hello.sections.get(s)
+        )
         if wrong:
-            named = ", ".join(s if len(s) < 40 and s.isprintable() else "one without a decent name" for s in wrong[:10])
+            named = ", ".join(
+                s if len(s) < 40 and s.isprintable() else "one without a decent name" for s in wrong[:10]
+            )
             raise StrangerError(
                 f"client {hello.client} has another experiment: section(s) {named} differ from the server's. Give both the "
                 "same file and the same overrides."
@@ -298,7 +306,9 @@ class Roster:
             FedlowrankError: if nobody is there, or the models do not fit the examples.
         """
         if self.form is None:
-            raise StrangerError("no client has introduced itself, so nobody knows what the examples look like")
+            raise StrangerError(
+                "no client has introduced itself, so nobody knows what the examples look like"
+            )
         none = ClientData(self.form.none, self.form.none, self.form.none)
         language = self.made.load_language(self.form.classes)
         if language is not None and language.loaded.digest != self._base:
@@ -313,9 +323,13 @@ class Roster:
         """The federation with what has been learnt of the clients' sizes since."""
         if tuple(i.examples for i in federation.infos) == self.sizes:
             return federation
-        infos = [dataclasses.replace(i, examples=n) for i, n in zip(federation.infos, self.sizes, strict=True)]
+        infos = [
+            dataclasses.replace(i, examples=n) for i, n in zip(federation.infos, self.sizes, strict=True)
+        ]
         return dataclasses.replace(federation, infos=infos)
 
     def rows(self) -> dict[int, dict[str, Any]]:
         """Sizes of the parts of each client that is here."""
-        return {i: {"train": m.examples, "val": m.sizes[0], "test": m.sizes[1]} for i, m in self.members.items()}
+        return {
+            i: {"train": m.examples, "val": m.sizes[0], "test": m.sizes[1]} for i, m in self.members.items()
+        }

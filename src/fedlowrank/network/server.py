@@ -103,7 +103,10 @@ class Remote(Engine):
             if attempt:
                 known = {j.client.id for j in left if self.sizes[j.client.id]}
                 self._await({i for i in known if not self.bans.banned(i) and i not in self.excluded})
-                left = [dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.fresh else j for j in left]
+                left = [
+                    dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.fresh else j
+                    for j in left
+                ]
             outcomes |= dict(self._wave(left, [] if attempt else self.others, round, last=False))
             self._compare(outcomes, round)
             left = [j for j in jobs if outcomes[j.client.id].lost is not None]
@@ -272,7 +275,9 @@ class Remote(Engine):
 
     def _order(self, job: ClientJob, round: int, trains: bool, last: bool) -> str:
         evaluate = self.evaluate or last
-        return Order(self.run_id, round, int(job.state["stamp"]), trains, evaluate, last, self.branch).to_json()
+        return Order(
+            self.run_id, round, int(job.state["stamp"]), trains, evaluate, last, self.branch
+        ).to_json()
 
     def _outcome(self, delivery: Delivery, job: ClientJob, round: int, trains: bool) -> ClientResult:
         """What a delivery is worth: nothing of it is believed before it has been looked at."""
@@ -283,10 +288,14 @@ class Remote(Engine):
         if delivery.problem:
             if delivery.gone:
                 self.roster.leave(client.id)
-            return dataclasses.replace(lost, lost=f"no reply of client {client.id}: {plain(delivery.problem)}")
+            return dataclasses.replace(
+                lost, lost=f"no reply of client {client.id}: {plain(delivery.problem)}"
+            )
         self.silence.heard(client.id)
         if delivery.too_large:
-            return dataclasses.replace(lost, lost=self.refuse(Refused(client.id, "", delivery.too_large), round))
+            return dataclasses.replace(
+                lost, lost=self.refuse(Refused(client.id, "", delivery.too_large), round)
+            )
         if self._templates is None:
             raise AssertionError("a round without templates")
         try:
@@ -298,7 +307,9 @@ class Remote(Engine):
             if trains:
                 template = self._templates.of(client, job.down)
                 upload = inspect(delivery.body, template, client, self.settings.limits)
-            passes, trained = ({}, ()) if template is None else (self._templates.method.passes(), template.trained)
+            passes, trained = (
+                ({}, ()) if template is None else (self._templates.method.passes(), template.trained)
+            )
             check_counts(answer, passes, trained, model, self.roster.members[client.id].examples)
             if answer.evaluation is not None:
                 check_evaluation(answer.evaluation, client, model)

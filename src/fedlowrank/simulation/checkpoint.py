@@ -54,11 +54,15 @@ def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep
         return name
 
     server_file = write(f"server-{round:06d}.tree", server)
-    new = {str(client): write(f"client-{client}-{round:06d}.tree", state) for client, state in changed.items()}
+    new = {
+        str(client): write(f"client-{client}-{round:06d}.tree", state) for client, state in changed.items()
+    }
     earlier = [] if before is None else _earlier(before, new, round)[: max(0, keep - 1)]
     manifest = {"round": round, "server": server_file, "clients": clients | new, "earlier": earlier}
     # files that a version without digests wrote get theirs now
-    kept = {n: digests[n] if n in digests else digest_of(_bytes(folder / n)) for n in sorted(_files(manifest))}
+    kept = {
+        n: digests[n] if n in digests else digest_of(_bytes(folder / n)) for n in sorted(_files(manifest))
+    }
     write_json(folder / "manifest.json", sealed({**manifest, "digests": kept}))
     tidy(folder)
 
@@ -66,7 +70,10 @@ def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep
 def _earlier(before: Mapping[str, Any], changed: Mapping[str, str], round: int) -> list[dict[str, Any]]:
     """The checkpoints before a new one, newest first, where those clients' files are new."""
     found = []
-    for entry in ({"round": before["round"], "server": before["server"], "clients": {}}, *before.get("earlier", ())):
+    for entry in (
+        {"round": before["round"], "server": before["server"], "clients": {}},
+        *before.get("earlier", ()),
+    ):
         if entry["round"] < round:
             old = {client: before["clients"].get(client) for client in changed}
             found.append({**entry, "clients": old | entry["clients"]})
@@ -153,7 +160,12 @@ def go_back(folder: Path, round: int) -> None:
 def _files(manifest: Mapping[str, Any]) -> set[str]:
     """All files that a manifest names."""
     entries = [manifest, *manifest.get("earlier", ())]
-    return {name for entry in entries for name in (entry["server"], *entry["clients"].values()) if name is not None}
+    return {
+        name
+        for entry in entries
+        for name in (entry["server"], *entry["clients"].values())
+        if name is not None
+    }
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -168,11 +180,15 @@ def _manifest(folder: Path) -> dict[str, Any]:
         sound = sound and isinstance(found["server"], str) and all(found["clients"].values())
         sound = sound and all(c.isdigit() for c in found["clients"])
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} holds no checkpoint: the run was stopped before its first one") from error
+        raise CheckpointError(
+            f"{folder} holds no checkpoint: the run was stopped before its first one"
+        ) from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if not sound:
-        raise CheckpointError(f"{path} is damaged: it does not name a round and the files of server and clients")
+        raise CheckpointError(
+            f"{path} is damaged: it does not name a round and the files of server and clients"
+        )
     manifest: dict[str, Any] = found
     return manifest
 

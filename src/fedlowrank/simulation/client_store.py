@@ -102,7 +102,9 @@ class ClientStore(Mapping[int, Any]):
             with as_checkpoint_error(f"cannot read the state of client {client} at {place.path}"):
                 found = tree.decode(place.path.read_bytes())
         except tree.TreeError as error:
-            raise CheckpointError(f"the state of client {client} at {place.path} is damaged: {error}") from error
+            raise CheckpointError(
+                f"the state of client {client} at {place.path} is damaged: {error}"
+            ) from error
         return tree.map(lambda t: t.to(self._device), found)
 
     def __iter__(self) -> Iterator[int]:
@@ -163,7 +165,9 @@ class ClientStore(Mapping[int, Any]):
                 above -= place.bytes
 
     def _stored(self, client: int, value: Any) -> _Slip:
-        with as_checkpoint_error(f"cannot bring the state of client {client} to the disk (run.client_memory)"):
+        with as_checkpoint_error(
+            f"cannot bring the state of client {client} to the disk (run.client_memory)"
+        ):
             if self._store is None:
                 self._store = _Folder()
             path = self._store.path / f"{next(self._names)}.tree"

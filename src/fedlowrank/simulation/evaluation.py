@@ -159,7 +159,10 @@ class LocalModel:
             series["personal"] = self.client_model.whole()
         if self.server is not None:
             series["server"] = self.server
-        return {name: value if callable(value) else partial(self.model.apply, value) for name, value in series.items()}
+        return {
+            name: value if callable(value) else partial(self.model.apply, value)
+            for name, value in series.items()
+        }
 
     @property
     def parts(self) -> Mapping[str, Parts]:
@@ -172,7 +175,9 @@ class LocalModel:
 
     def numbers(self, series: str) -> int:
         """Parameter count of the model of a series."""
-        return numbers(self.parts[series], self.model.initial) if series in self.parts else self.model.parameters
+        return (
+            numbers(self.parts[series], self.model.initial) if series in self.parts else self.model.parameters
+        )
 
 
 def local_model(

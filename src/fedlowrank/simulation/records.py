@@ -125,7 +125,9 @@ class RunRecord:
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"the run folder {folder} cannot be read: {error}") from error
         if config.get("format") != FORMAT:
-            raise CheckpointError(f"{folder} has format {config.get('format')}; this version reads format {FORMAT}")
+            raise CheckpointError(
+                f"{folder} has format {config.get('format')}; this version reads format {FORMAT}"
+            )
         return cls(folder, config, clients, rounds, status)
 
     def representations(self) -> dict[str, Tensor] | None:

@@ -96,7 +96,9 @@ class RoundResults:
         self.meters: list[Meter] = []
         self.arrived: set[int] = set()
 
-    def add(self, info: ClientInfo, result: ClientResult, contribute: Callable[[ClientInfo, Any], Any]) -> None:
+    def add(
+        self, info: ClientInfo, result: ClientResult, contribute: Callable[[ClientInfo, Any], Any]
+    ) -> None:
         """Add the result of the next client.
 
         Args:

@@ -96,7 +96,9 @@ class RunSettings:
                 f"run.participation is the share of clients in a round, in (0, 1]; it is {self.participation}"
             )
         if not 0 <= self.unseen < 1:
-            raise ConfigError(f"run.unseen is the share of clients that never train, in [0, 1); it is {self.unseen}")
+            raise ConfigError(
+                f"run.unseen is the share of clients that never train, in [0, 1); it is {self.unseen}"
+            )
         if self.representations < 0:
             raise ConfigError(f"run.representations must be >= 0; it is {self.representations}")
         if not 0 <= self.lost_replies < 1:
@@ -123,7 +125,9 @@ def _check_device(device: str) -> None:
             f"run.device is {device!r}, but torch {torch.__version__} finds no GPU here ({why}). Set run.device=cpu."
         )
     if int(device.partition(":")[2] or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(f"run.device is {device!r}, but torch finds {count} GPU here, cuda:0 to cuda:{count - 1}")
+        raise ConfigError(
+            f"run.device is {device!r}, but torch finds {count} GPU here, cuda:0 to cuda:{count - 1}"
+        )
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,11 @@ class Run:
     """
 
     def __init__(
-        self, method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings, engine: Engine
+        self,
+        method: Method[Any, Any, Any, Any],
+        federation: Federation,
+        settings: RunSettings,
+        engine: Engine,
     ) -> None:
         self.method = method
         self.federation = placed(federation, settings)
@@ -217,7 +225,9 @@ class Run:
         """How a client would infer now, and what its models are made of."""
         t = max(self.round - 1, 0)
         server, state = self.state.server, self.state_of(info)
-        return local_model(self.method, self.federation, self.task, self.engine, state, info, t, server=server)
+        return local_model(
+            self.method, self.federation, self.task, self.engine, state, info, t, server=server
+        )
 
     def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""
@@ -250,7 +260,9 @@ class Run:
                 sent.add(info.id, down)
                 return ClientJob(self.state_of(info), down, info)
 
-            unlucky = lost_replies([i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t)
+            unlucky = lost_replies(
+                [i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t
+            )
             found = RoundResults(
                 infos, losses or {}, unlucky, self.settings.on_nan == "drop", self.state.clients.empty()
             )
@@ -296,7 +308,9 @@ class Run:
         if total is None:
             return self.state.server
         replied = [self.federation.infos[i] for i in found.aggregator.contributed]
-        return self.server_update(total, ServerView(self.task, t, self.federation.key / "server" / t, replied), found)
+        return self.server_update(
+            total, ServerView(self.task, t, self.federation.key / "server" / t, replied), found
+        )
 
     def server_update(self, total: Any, view: ServerView, found: RoundResults) -> Any:
         """The server's next state, given the total of the contributions."""

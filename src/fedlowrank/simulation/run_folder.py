@@ -89,7 +89,9 @@ class RunFolder:
             if RunFolder.has_begun(path)
             else " It holds no run to go on with:"
         )
-        return f"{path} exists already.{go_on} choose another folder with -o, or pass --force to move it aside."
+        return (
+            f"{path} exists already.{go_on} choose another folder with -o, or pass --force to move it aside."
+        )
 
     @staticmethod
     def move_aside(path: Path) -> None:
@@ -281,7 +283,9 @@ def differences(stored: Any, now: Any, path: str = "") -> list[str]:
         return []
     if path == "fingerprint" and isinstance(stored, list) and isinstance(now, list):
         changed = [i for i, (a, b) in enumerate(zip(stored, now, strict=False)) if a != b]
-        return [f"data: the examples of client {changed[0] if changed else min(len(stored), len(now))} are others"]
+        return [
+            f"data: the examples of client {changed[0] if changed else min(len(stored), len(now))} are others"
+        ]
     return [f"{path} was {stored!r} and is {now!r}"]
 
 
@@ -314,7 +318,9 @@ def representations(run: Run, limit: int) -> dict[str, Tensor]:
         params = run.personal(info)
         some = data.test.take(torch.arange(min(share, len(data.test))))
         with torch.inference_mode():
-            x.append(federation.architectures[info.architecture].represent(params, some.x).cpu().flatten(1).clone())
+            x.append(
+                federation.architectures[info.architecture].represent(params, some.x).cpu().flatten(1).clone()
+            )
         label.append(some.y.cpu())
         client.append(torch.full_like(label[-1], info.id))
     if len({t.shape[1] for t in x}) != 1:

@@ -182,7 +182,9 @@ def described(run: Run, config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def describe(method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings) -> dict[str, Any]:
+def describe(
+    method: Method[Any, Any, Any, Any], federation: Federation, settings: RunSettings
+) -> dict[str, Any]:
     """Everything that a run's result depends on, as JSON for ``run.json``."""
     names = {type_: name for name, type_ in METHODS.items()}
     cls = type(method)
@@ -195,7 +197,9 @@ def describe(method: Method[Any, Any, Any, Any], federation: Federation, setting
             "fields": dataclasses.asdict(method),
         },
         "run": dataclasses.asdict(settings),
-        "models": {n: {"parameters": a.parameters, "head": a.head_name} for n, a in federation.architectures.items()},
+        "models": {
+            n: {"parameters": a.parameters, "head": a.head_name} for n, a in federation.architectures.items()
+        },
         "classes": list(federation.classes),
         "notes": list(federation.notes),
         "fingerprint": federation.fingerprint(),
@@ -215,7 +219,9 @@ def _settings(given: dict[str, Any], federation: Federation) -> RunSettings:
             raise ConfigError(f"there is no run setting {name!r}. {did_you_mean(name, known)}")
     chosen = RunSettings(**{"seed": federation.seed, **given})
     if chosen.seed != federation.seed:
-        raise ConfigError(f"the federation has seed {federation.seed}, so the run cannot have seed {chosen.seed}")
+        raise ConfigError(
+            f"the federation has seed {federation.seed}, so the run cannot have seed {chosen.seed}"
+        )
     return chosen
 
 

@@ -69,7 +69,9 @@ SUBJECTS: dict[str, Subject] = {
     "mlp25k": _mlp("MLP 784-32-10", 784, 32),
     "mlp99k": _mlp("MLP 3072-32-10", 3072, 32),
     "mlp200k": _mlp("MLP 784-200-200-10", 784, 200, 200),
-    "cnn": Subject("CNN conv16-conv32-FC500", (3, 32, 32), lambda: CNN((3, 32, 32), 10, *FAMILY["cnn"]), plain_cnn),
+    "cnn": Subject(
+        "CNN conv16-conv32-FC500", (3, 32, 32), lambda: CNN((3, 32, 32), 10, *FAMILY["cnn"]), plain_cnn
+    ),
 }
 """By name."""
 
@@ -207,14 +209,23 @@ def machine() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+            line.split(":", 1)[1].strip()
+            for line in info.read_text().splitlines()
+            if line.startswith("model name")
         ]
         model = names[0] if names else model
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"{model}, {cores()} cores{load}; torch {torch.__version__}; one thread makes {gemm_peak():.0f} GFLOP/s in a product"
 
 
-HEAD = ("model", "parameters", "bare loop, ms a step", "engine", "CPU time / bare loop", "wall time / bare loop")
+HEAD = (
+    "model",
+    "parameters",
+    "bare loop, ms a step",
+    "engine",
+    "CPU time / bare loop",
+    "wall time / bare loop",
+)
 
 
 def rows(timings: Sequence[Timing]) -> list[tuple[str, ...]]:

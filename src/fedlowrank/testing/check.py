@@ -115,7 +115,9 @@ def _first_difference(a: Any, b: Any, rtol: float, atol: float) -> str | None:
         return f"the states differ in structure at {sorted(mine.keys() ^ theirs.keys())[0]}"
     for path, x in mine.items():
         y = theirs[path]
-        if x.shape != y.shape or not torch.allclose(x.double(), y.double(), rtol=rtol, atol=atol, equal_nan=True):
+        if x.shape != y.shape or not torch.allclose(
+            x.double(), y.double(), rtol=rtol, atol=atol, equal_nan=True
+        ):
             gap = (x.double() - y.double()).abs().max() if x.shape == y.shape else math.nan
             return f"{path} differs by {float(gap):.2g}"
     return None
@@ -152,7 +154,9 @@ def _extended(method: AnyMethod) -> str | None:
     few, many = (_states(go(method, Sequential(), 2, total)) for total in (2, 40))
     differs = _same(few, many)
     return (
-        None if differs is None else f"a round depends on the number of all rounds; set uses_rounds = True: {differs}"
+        None
+        if differs is None
+        else f"a round depends on the number of all rounds; set uses_rounds = True: {differs}"
     )
 
 
@@ -170,7 +174,9 @@ def _pure(method: AnyMethod) -> str | None:
     uploads = _uploads(run)
     _updated(run, uploads, list(uploads))
     run.start()
-    return None if held == tree.encode(_states(run)) else "a function of the method changes its input in place"
+    return (
+        None if held == tree.encode(_states(run)) else "a function of the method changes its input in place"
+    )
 
 
 def _uploads(run: Run) -> dict[int, Any]:
@@ -212,7 +218,9 @@ def _still(method: AnyMethod) -> str | None:
 def _learns(method: AnyMethod) -> str | None:
     faster = method
     if isinstance(method.optimizer, SGD):
-        faster = dataclasses.replace(method, optimizer=dataclasses.replace(method.optimizer, lr=0.1), batch_size=8)
+        faster = dataclasses.replace(
+            method, optimizer=dataclasses.replace(method.optimizer, lr=0.1), batch_size=8
+        )
     on = federation(method.heterogeneous, scale=8, shift=0)
     run = Run(faster, on, RunSettings(rounds=30, evaluate_every=100), Sequential())
     before = after = _mean_accuracy(run)
@@ -220,7 +228,11 @@ def _learns(method: AnyMethod) -> str | None:
         for _ in range(10):
             run.step()
         after = _mean_accuracy(run)
-    return None if after > before + 0.1 else f"accuracy goes from {before:.2f} to {after:.2f} in {run.round} rounds"
+    return (
+        None
+        if after > before + 0.1
+        else f"accuracy goes from {before:.2f} to {after:.2f} in {run.round} rounds"
+    )
 
 
 def _mean_accuracy(run: Run) -> float:
@@ -229,7 +241,11 @@ def _mean_accuracy(run: Run) -> float:
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         predict = next(iter(run.local_model(info).predictors.values()))
         with torch.inference_mode():
-            shares += [s for e in (data.train, data.val, data.test) if (s := measure(predict, e).accuracy) is not None]
+            shares += [
+                s
+                for e in (data.train, data.val, data.test)
+                if (s := measure(predict, e).accuracy) is not None
+            ]
     return sum(shares) / len(shares)
 
 
@@ -241,7 +257,11 @@ def _unseen(method: AnyMethod) -> str | None:
         return "every client took part; nothing was tested"
     accuracy = run.start().accuracy or {}
     values = [series["test"][i.id] for series in accuracy.values() for i in unseen]
-    return None if all(v is not None and 0 <= v <= 1 for v in values) else "a client that never took part cannot infer"
+    return (
+        None
+        if all(v is not None and 0 <= v <= 1 for v in values)
+        else "a client that never took part cannot infer"
+    )
 
 
 def _lost(method: AnyMethod) -> str | None:

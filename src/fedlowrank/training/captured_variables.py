@@ -69,7 +69,11 @@ def held(value: Any) -> list[Any] | None:
     if isinstance(value, Mapping):
         return [*value, *value.values()]
     settings: Any = value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type) and settings.__dataclass_params__.frozen:
+    if (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and settings.__dataclass_params__.frozen
+    ):
         return [getattr(value, f.name) for f in dataclasses.fields(value)]
     return None
 

@@ -42,7 +42,9 @@ class Stack(Work):
             term = ProximalTerm(first.proximal_term.strength, center, linear)
         start = stacked(zero_padded([r.start for r in requests], first.padded.start))
         constants = stacked(zero_padded([r.constants for r in requests], first.padded.constants))
-        whole = Request(first.loss, start, first.name, first.optimizer, constants, first.precondition, first.prox, term)
+        whole = Request(
+            first.loss, start, first.name, first.optimizer, constants, first.precondition, first.prox, term
+        )
         # a stack is a copy already
         super().__init__(whole, round, copy=False)
         self._all = self.params, self.constants, self.center, self.linear
@@ -58,15 +60,21 @@ class Stack(Work):
         self.params = [p[:clients].detach().requires_grad_() for p in params]
         self.now = refill(self.now, self.params)
         self.constants = tree.map(lambda t: t[:clients], constants)
-        self.center, self.linear = (None if ts is None else [t[:clients] for t in ts] for ts in (center, linear))
+        self.center, self.linear = (
+            None if ts is None else [t[:clients] for t in ts] for ts in (center, linear)
+        )
         self.memory = [[m[:clients] for m in ms] for ms in self.memory]
 
     def loss(self, batch: Batch) -> Tensor:
         """Of a batch of each client ``[clients]``."""
         like, step = (self.now, self.constants), batch.step
 
-        def one(params: list[Tensor], constants: list[Tensor], x: Any, y: Tensor, mask: Tensor | None) -> Tensor:
-            return self.request.loss(refill(like[0], params), Batch(x, y, mask, step), *refill(like[1], constants))
+        def one(
+            params: list[Tensor], constants: list[Tensor], x: Any, y: Tensor, mask: Tensor | None
+        ) -> Tensor:
+            return self.request.loss(
+                refill(like[0], params), Batch(x, y, mask, step), *refill(like[1], constants)
+            )
 
         constants = tree.tensors(self.constants)
         over = (0, 0, 0, 0, None if batch.mask is None else 0)
@@ -166,7 +174,8 @@ def padded_axes(value: Any, padded: Mapping[str, int]) -> list[int | None]:
 def _to_one_size(tensors: list[Tensor], axis: int) -> list[Tensor]:
     most = max(t.shape[axis] for t in tensors)
     return [
-        torch.cat([t, t.new_zeros(*t.shape[:axis], most - t.shape[axis], *t.shape[axis + 1 :])], axis) for t in tensors
+        torch.cat([t, t.new_zeros(*t.shape[:axis], most - t.shape[axis], *t.shape[axis + 1 :])], axis)
+        for t in tensors
     ]
 
 
@@ -201,9 +210,9 @@ class Feed:
         self._orders = [d.indices(name) for d in data]
         self._feeds = [d.batches(name) for d in data]
         # images take another layout on their way
-        self._picks = all(not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data) and not any(
-            d.augment.active for d in data
-        )
+        self._picks = all(
+            not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data
+        ) and not any(d.augment.active for d in data)
 
     def batch(self, step: int, active: int) -> Batch:
         """That of the first clients at a step; steps come one after another."""

@@ -16,7 +16,14 @@ from ..core.key import Key
 from ..core.method import Batch, ClientInfo, Pass
 from ..data.augment import NO_AUGMENT, Augment
 from ..data.dataset import Examples
-from ..data.text.batches import MULTIPLE, length_buckets, padded_width, sequence_lengths, trim, truncate_columns
+from ..data.text.batches import (
+    MULTIPLE,
+    length_buckets,
+    padded_width,
+    sequence_lengths,
+    trim,
+    truncate_columns,
+)
 
 CHUNK = 256
 """Examples at once where no gradient is taken: large enough to keep a core busy, small enough for its cache."""
@@ -75,7 +82,11 @@ class LocalData:
             generator = self._generator("order", name)
             n = len(self.examples)
             if self.by_length and (lengths := self.lengths) is not None:
-                steps = [i for _ in range(sweep.epochs) for i in length_buckets(lengths, sweep.batch_size, generator)]
+                steps = [
+                    i
+                    for _ in range(sweep.epochs)
+                    for i in length_buckets(lengths, sweep.batch_size, generator)
+                ]
             else:
                 epochs = (torch.randperm(n, generator=generator) for _ in range(sweep.epochs))
                 steps = [i for whole in epochs for i in torch.split(whole, sweep.batch_size)]
@@ -103,7 +114,9 @@ class LocalData:
         if not self.augment.active:
             texts = self._ends is not None
             for step, index in enumerate(indices):
-                yield gather(self.examples, index, step, self._columns(order[step].numpy()) if texts else None)
+                yield gather(
+                    self.examples, index, step, self._columns(order[step].numpy()) if texts else None
+                )
             return
         self.augment.check(self.examples.x)
         # of all steps at once: a copy to the device in a step would wait for all steps before
@@ -125,7 +138,9 @@ class LocalData:
     def form(self) -> Any:
         """Name, shape and type of each input of an example."""
         x = self.examples.x
-        return tuple([(n, t.shape[1:], t.dtype) for n, t in (x.items() if isinstance(x, dict) else [("", x)])])
+        return tuple(
+            [(n, t.shape[1:], t.dtype) for n, t in (x.items() if isinstance(x, dict) else [("", x)])]
+        )
 
     @cached_property
     def lengths(self) -> Tensor | None:

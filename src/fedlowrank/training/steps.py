@@ -66,7 +66,9 @@ class Work:
         if self.linear is not None:
             grads = list(torch._foreach_sub(grads, self.linear))
         if self.center is not None:
-            grads = list(torch._foreach_add(grads, torch._foreach_sub(self.params, self.center), alpha=self.strength))
+            grads = list(
+                torch._foreach_add(grads, torch._foreach_sub(self.params, self.center), alpha=self.strength)
+            )
         if request.optimizer.clip is not None:
             grads = self.clipped(grads, request.optimizer.clip)
         request.optimizer.step(self.params, grads, self.memory, self.rates, count)

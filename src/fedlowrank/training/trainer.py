@@ -99,7 +99,11 @@ class LocalTrainer:
         return self._is_standard(request.loss, request.precondition, request.prox)
 
     def _is_standard(self, *functions: Callable[..., Any] | None) -> bool:
-        own = all((getattr(f, "__module__", None) or "").startswith("fedlowrank.") for f in functions if f is not None)
+        own = all(
+            (getattr(f, "__module__", None) or "").startswith("fedlowrank.")
+            for f in functions
+            if f is not None
+        )
         return own and all(m.is_standard for m in self.models)
 
     def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:

@@ -22,4 +22,6 @@ def library(module: str, purpose: str, install: str = "'fedlowrank[language]'") 
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(f"{purpose} needs {module.partition('.')[0]}: pip install {install} ({error})") from error
+        raise DataError(
+            f"{purpose} needs {module.partition('.')[0]}: pip install {install} ({error})"
+        ) from error

@@ -47,7 +47,11 @@ class Decoding:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        counts = (self.max_new_tokens, self.batch_size, 1 if self.prompt_tokens is None else self.prompt_tokens)
+        counts = (
+            self.max_new_tokens,
+            self.batch_size,
+            1 if self.prompt_tokens is None else self.prompt_tokens,
+        )
         if min(counts) < 1:
             raise ConfigError(
                 "decoding: max_new_tokens, batch_size and prompt_tokens must be >= 1; they are "
@@ -110,7 +114,9 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decod
     """
     transformers = library("transformers", "generating text")
     if getattr(model.config, "is_encoder_decoder", False):
-        raise TaskError(f"{type(model).__name__} is an encoder and decoder; texts are only completed by causal models.")
+        raise TaskError(
+            f"{type(model).__name__} is an encoder and decoder; texts are only completed by causal models."
+        )
     tokens = [_prompt_tokens(tokenizer, prompt, decoding) for prompt in prompts]
     _check_lengths(model, tokens, decoding)
     ends = _end_tokens(model, tokenizer, decoding)
@@ -118,10 +124,19 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decod
     if pad is None:
         # masked out, so any token will do
         pad = min(ends, default=0)
-    settings: dict[str, Any] = {"max_new_tokens": decoding.max_new_tokens, "pad_token_id": pad, "do_sample": False}
+    settings: dict[str, Any] = {
+        "max_new_tokens": decoding.max_new_tokens,
+        "pad_token_id": pad,
+        "do_sample": False,
+    }
     settings["eos_token_id"] = sorted(ends) or None
     if decoding.method == "sample":
-        settings |= {"do_sample": True, "temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
+        settings |= {
+            "do_sample": True,
+            "temperature": decoding.temperature,
+            "top_p": decoding.top_p,
+            "top_k": 0,
+        }
     device = next(model.parameters()).device
     texts = [""] * len(prompts)
     # prompts of like length together, the longest first: little padding, and a lack of memory shows at once
@@ -230,14 +245,18 @@ def _end_tokens(model: Any, tokenizer: Any, decoding: Decoding) -> set[int]:
 
 def _new_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
     def decode(tokens: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     before, whole = decode(prompt), decode([*prompt, *new])
     return whole[len(before) :] if whole.startswith(before) else decode(new)
 
 
-def _stops(tokenizer: Any, prompts: Sequence[Sequence[int]], width: int, stop: Sequence[str]) -> Callable[..., Tensor]:
+def _stops(
+    tokenizer: Any, prompts: Sequence[Sequence[int]], width: int, stop: Sequence[str]
+) -> Callable[..., Tensor]:
     # every token that is text holds a byte at least; the text of the last few alone may lack a space, hence some more
     reach = max((len(s.encode()) for s in stop), default=0) + 4
 

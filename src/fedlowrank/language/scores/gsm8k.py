@@ -91,7 +91,10 @@ def score(completions: Sequence[str], answers: Sequence[str]) -> Graded:
     return Graded(
         [last_number(text) == number for text, number in zip(completions, right, strict=True)],
         [same_text(strict_extract(text), answer) for text, answer in zip(completions, answers, strict=True)],
-        [same_text(flexible_extract(text), answer) for text, answer in zip(completions, answers, strict=True)],
+        [
+            same_text(flexible_extract(text), answer)
+            for text, answer in zip(completions, answers, strict=True)
+        ],
     )
 
 

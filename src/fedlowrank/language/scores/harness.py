@@ -73,7 +73,9 @@ def evaluate_with_lm_eval(
     with evaluating(model), _global_generators_kept():
         try:
             lm = lm_eval_model(model, tokenizer, batch_size)
-            manager = library("lm_eval.tasks", "this evaluation", _INSTALL).TaskManager(include_defaults=False)
+            manager = library("lm_eval.tasks", "this evaluation", _INSTALL).TaskManager(
+                include_defaults=False
+            )
             found = library("lm_eval", "this evaluation", _INSTALL).simple_evaluate(
                 model=lm,
                 tasks=paths,

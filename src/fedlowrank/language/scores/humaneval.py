@@ -34,9 +34,9 @@ class Graded:
 
     def pass_at(self, k: int) -> float:
         """Mean of :func:`pass_at_k` over the problems."""
-        return sum(pass_at_k(len(runs), c, k) for runs, c in zip(self.runs, self.correct(), strict=True)) / len(
-            self.runs
-        )
+        return sum(
+            pass_at_k(len(runs), c, k) for runs, c in zip(self.runs, self.correct(), strict=True)
+        ) / len(self.runs)
 
     def isolation(self) -> str:
         """What held the programs in; one line for each way in which it differed between them."""
@@ -100,7 +100,9 @@ def score(
         missing = [column for column in COLUMNS if not isinstance(problem.get(column), str)]
         if missing or not samples:
             name = problem.get("task_id", "a problem")
-            raise DataError(f"{name} has no text in {', '.join(missing)}." if missing else f"{name} has no completion.")
+            raise DataError(
+                f"{name} has no text in {', '.join(missing)}." if missing else f"{name} has no completion."
+            )
     return Graded(
         [
             [run_program(program_of(problem, cut(text, stop)), limits, execute=execute) for text in samples]

@@ -24,7 +24,11 @@ def unshare(libc: ctypes.CDLL) -> int:
     for flags in (NEWNET | NEWPID, NEWUSER | NEWNET | NEWPID, NEWUSER | NEWNET, NEWNET):
         if libc.unshare(flags) == 0:
             if flags & NEWUSER:
-                for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+                for name, text in (
+                    ("setgroups", "deny"),
+                    ("uid_map", f"{uid} {uid} 1"),
+                    ("gid_map", f"{gid} {gid} 1"),
+                ):
                     with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123
                         file.write(text)
             return flags
@@ -58,7 +62,10 @@ def become_nobody(libc: ctypes.CDLL, program: str) -> str:
     # effective, permitted and inheritable, in two words each; what is inherited must be raised once more to outlive exec
     only = 1 << READ_ANY
     _call(
-        libc, "capset", (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)(only, only, only, 0, 0, 0)
+        libc,
+        "capset",
+        (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0),
+        (ctypes.c_uint32 * 6)(only, only, only, 0, 0, 0),
     )
     _call(libc, "prctl", AMBIENT, RAISE_AMBIENT, READ_ANY, 0, 0)
     return "nobody, reading as root"

@@ -52,7 +52,11 @@ class Likelihood:
 
 
 def label(
-    tokenizer: Any, prompts: Sequence[str], texts: Sequence[str], context: int | None = None, end: bool = False
+    tokenizer: Any,
+    prompts: Sequence[str],
+    texts: Sequence[str],
+    context: int | None = None,
+    end: bool = False,
 ) -> Labeled:
     """Tokens of texts that follow prompts; the likelihood of the text alone counts.
 
@@ -96,7 +100,9 @@ def label(
         mask[i, : len(row)] = 1
         y[i, start : len(row)] = x[i, start : len(row)]
     if not (y[:, 1:] != IGNORED).any():
-        raise DataError("no token of any text counts: they are empty, or the context is filled by the prompts.")
+        raise DataError(
+            "no token of any text counts: they are empty, or the context is filled by the prompts."
+        )
     return Labeled(x, mask, y)
 
 
@@ -125,7 +131,11 @@ def likelihood(model: Any, data: Labeled, batch_size: int = 8) -> Likelihood:
         for rows in torch.split(torch.arange(len(data.x)), batch_size):
             mask, at = data.mask[rows].sort(dim=1, descending=True, stable=True)
             width = max(1, int(mask.sum(1).max()))
-            x, y, mask = data.x[rows].gather(1, at)[:, :width], data.y[rows].gather(1, at)[:, 1:width], mask[:, :width]
+            x, y, mask = (
+                data.x[rows].gather(1, at)[:, :width],
+                data.y[rows].gather(1, at)[:, 1:width],
+                mask[:, :width],
+            )
             counts = int((y != IGNORED).sum())
             if counts == 0:
                 continue

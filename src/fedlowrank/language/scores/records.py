@@ -29,7 +29,11 @@ def read_records(path: str, columns: Sequence[str] = ()) -> list[dict[str, Any]]
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise DataError(f"{path!r} cannot be read: {type(error).__name__}: {error}") from error
     # not splitlines(): a line of JSON may hold other line separators of Unicode as they are
-    records = [(number, _parse(path, number, line)) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    records = [
+        (number, _parse(path, number, line))
+        for number, line in enumerate(text.split("\n"), 1)
+        if line.strip()
+    ]
     if not records:
         raise DataError(f"{path!r} has no record.")
     for number, record in records:

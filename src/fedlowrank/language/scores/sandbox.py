@@ -74,10 +74,16 @@ class Isolation:
 
     def describe(self) -> str:
         """One line that names what was in force and what was not."""
-        names = {"network": "no network", "contained": "own process namespace", "single": "no further processes"}
+        names = {
+            "network": "no network",
+            "contained": "own process namespace",
+            "single": "no further processes",
+        }
         held = [words for name, words in names.items() if getattr(self, name)]
         missing = [words for name, words in names.items() if not getattr(self, name)]
-        text = f"in force: {', '.join(held) or 'none'}" + (f"; not in force: {', '.join(missing)}" if missing else "")
+        text = f"in force: {', '.join(held) or 'none'}" + (
+            f"; not in force: {', '.join(missing)}" if missing else ""
+        )
         return f"{text}; as user: {self.user}"
 
 
@@ -120,7 +126,9 @@ def run_program(program: str, limits: Limits | None = None, *, execute: bool = F
     if execute is not True:
         raise ConfigError(_RISK)
     if platform.system() != "Linux":
-        raise ConfigError(f"programs are only run on Linux, whose limits are used; this is {platform.system()}.")
+        raise ConfigError(
+            f"programs are only run on Linux, whose limits are used; this is {platform.system()}."
+        )
     limits = limits or Limits()
     # the program cannot hold its own digest, so it cannot print the mark by chance
     mark = hashlib.blake2b(program.encode("utf-8", "replace"), digest_size=16).hexdigest()
@@ -146,7 +154,9 @@ def run_program(program: str, limits: Limits | None = None, *, execute: bool = F
     return Run("failed", last[:500], isolation)
 
 
-def _run(program: Path, limits: Limits, out: IO[bytes], err: IO[bytes]) -> tuple[int | None, Isolation | None]:
+def _run(
+    program: Path, limits: Limits, out: IO[bytes], err: IO[bytes]
+) -> tuple[int | None, Isolation | None]:
     """The exit code, or None if time ran out; and what held the program in."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)

@@ -102,7 +102,9 @@ class Gsm8k:
         else:
             shots = read_records(self.train_path, columns)[: self.shots]
             if len(shots) < self.shots:
-                raise DataError(f"{self.train_path!r} has {len(shots)} records; {self.shots} shots are asked for.")
+                raise DataError(
+                    f"{self.train_path!r} has {len(shots)} records; {self.shots} shots are asked for."
+                )
             prompts = [gsm8k.few_shot(question, shots) for question in questions]
             decoding = replace(decoding, stop=(*decoding.stop, *gsm8k.STOP))
         rates = gsm8k.score(complete(model, tokenizer, prompts, decoding), answers).rates()
@@ -149,7 +151,10 @@ class Dolly:
                 )
             records = [r for r in records if r["category"] == self.category]
         records = records[: self.limit]
-        prompts = [format({"instruction": text_of(r, "instruction"), "input": text_of(r, "context")}) for r in records]
+        prompts = [
+            format({"instruction": text_of(r, "instruction"), "input": text_of(r, "context")})
+            for r in records
+        ]
         completions = [text.strip() for text in complete(model, tokenizer, prompts, self.decoding)]
         value = rouge.rouge_l(completions, [text_of(r, "response") for r in records], self.stemmer)
         details = {"metric": "Rouge-L F", "stemmer": self.stemmer, "category": self.category}
@@ -187,7 +192,9 @@ class HumanEval:
         check_choices(self)
         _check_limit(self.limit)
         if not self.k or not all(1 <= k <= self.samples for k in self.k):
-            raise ConfigError(f"humaneval: every k must be from 1 to samples; k is {self.k} and samples {self.samples}")
+            raise ConfigError(
+                f"humaneval: every k must be from 1 to samples; k is {self.k} and samples {self.samples}"
+            )
         if self.samples > 1 and self.decoding.method == "greedy":
             raise ConfigError(
                 "humaneval: greedy completions of a problem are all the same; sample, or set samples to 1"
@@ -204,7 +211,9 @@ class HumanEval:
         problems = read_records(self.path, humaneval.COLUMNS)[: self.limit]
         prompts = [text_of(problem, "prompt") for problem in problems]
         if self.prompting == "format":
-            prompts = [format({"instruction": self.instruction, "input": prompt}) + prompt for prompt in prompts]
+            prompts = [
+                format({"instruction": self.instruction, "input": prompt}) + prompt for prompt in prompts
+            ]
         repeated = [prompt for prompt in prompts for _ in range(self.samples)]
         texts = complete(model, tokenizer, repeated, self.decoding)
         samples = [texts[i : i + self.samples] for i in range(0, len(texts), self.samples)]
@@ -216,7 +225,9 @@ class HumanEval:
             "timed out": sum(run.outcome == "timed out" for runs in graded.runs for run in runs),
             "sandbox (not a security boundary)": graded.isolation(),
         }
-        return Score("humaneval", details[f"pass@{self.k[0]}"], len(problems), self.decoding.describe(), details)
+        return Score(
+            "humaneval", details[f"pass@{self.k[0]}"], len(problems), self.decoding.describe(), details
+        )
 
 
 @dataclass(frozen=True)
@@ -255,15 +266,25 @@ class Perplexity:
         if self.instruction is not None:
             prompts = [
                 format(
-                    {"instruction": text_of(r, self.instruction), "input": text_of(r, self.input) if self.input else ""}
+                    {
+                        "instruction": text_of(r, self.instruction),
+                        "input": text_of(r, self.input) if self.input else "",
+                    }
                 )
                 for r in records
             ]
-        data = perplexity.label(tokenizer, prompts, [text_of(r, self.text) for r in records], self.context, self.end)
+        data = perplexity.label(
+            tokenizer, prompts, [text_of(r, self.text) for r in records], self.context, self.end
+        )
         found = perplexity.likelihood(model, data, self.batch_size)
         how = "nothing generated: each token given all before it"
         how += "" if self.context is None else f", rows cut to {self.context} tokens"
-        details = {"nll": found.nll, "tokens": found.tokens, "records": len(records), "end token counts": self.end}
+        details = {
+            "nll": found.nll,
+            "tokens": found.tokens,
+            "records": len(records),
+            "end token counts": self.end,
+        }
         return Score("perplexity", found.perplexity, found.tokens, how, details)
 
 

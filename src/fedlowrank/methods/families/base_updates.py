@@ -137,9 +137,13 @@ def _memo(lora: LoRA) -> Memo:
 def stacked(factors: Sequence[Factors]) -> Factors:
     """Factors of the sum of products: the columns of all B, the rows of all A."""
     names = factors[0]
-    return {n: Pair(torch.cat([f[n].b for f in factors], 1), torch.cat([f[n].a for f in factors])) for n in names}
+    return {
+        n: Pair(torch.cat([f[n].b for f in factors], 1), torch.cat([f[n].a for f in factors])) for n in names
+    }
 
 
 def weighted(factors: Sequence[Factors], weights: Sequence[float]) -> Factors:
     """Factors of Σ w_i B_i A_i; the weights are on B alone, for on both factors they would count twice."""
-    return stacked([{n: Pair(w * p.b, p.a) for n, p in f.items()} for f, w in zip(factors, weights, strict=True)])
+    return stacked(
+        [{n: Pair(w * p.b, p.a) for n, p in f.items()} for f, w in zip(factors, weights, strict=True)]
+    )

@@ -74,7 +74,9 @@ def train_mixture(
     return trained, end["theta"] if router.descends else theta
 
 
-def weigh_clusters(router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView) -> Tensor:
+def weigh_clusters(
+    router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView
+) -> Tensor:
     """θ = -η f_k(w_c) of every cluster alone, so that π_c ∝ exp(-η f_k(w_c)) (eq. 5); ``theta`` gives the form."""
 
     def lost(parts: dict[str, Any], batch: Batch, pi: Tensor) -> Tensor:
@@ -84,7 +86,9 @@ def weigh_clusters(router: Router, parts: dict[str, Any], theta: Tensor, apply: 
     return -router.lr * router.temperature * torch.stack(losses) / view.info.examples
 
 
-def learn_router(router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView) -> Tensor:
+def learn_router(
+    router: Router, parts: dict[str, Any], theta: Tensor, apply: Apply, view: ClientView
+) -> Tensor:
     """θ of a client that holds none: by eq. 5, or the pass ``"router"`` over its training data, everything else frozen."""
     if router.weighs:
         return weigh_clusters(router, parts, theta, apply, view)
@@ -109,7 +113,9 @@ def known_cluster(title: str, client: ClientInfo, count: int) -> int:
             "Set [concept] in the experiment, cluster=... in Federation.from_arrays, or routing = 'learned'."
         )
     if client.cluster >= count:
-        raise TaskError(f"{title}: client {client.id} is of cluster {client.cluster}, but clusters is {count}")
+        raise TaskError(
+            f"{title}: client {client.id} is of cluster {client.cluster}, but clusters is {count}"
+        )
     return client.cluster
 
 

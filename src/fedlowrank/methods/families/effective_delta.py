@@ -19,7 +19,9 @@ from ...linalg.factored import Factored
 from ...linalg.pair import Factors, Pair
 
 
-def first_components(deltas: Mapping[str, Delta], drawn: Factors, rank: int, how: Split, scale: float) -> Factors:
+def first_components(
+    deltas: Mapping[str, Delta], drawn: Factors, rank: int, how: Split, scale: float
+) -> Factors:
     """Factors of the best approximation of a rank, for a client of scale s: s·B A = W^{r}.
 
     Where W has less rank, the components that nothing fills are those that were drawn, a random row of A and a column of B of
@@ -85,7 +87,9 @@ def weighted_blocks(
         scales: s_i of every reply.
         factors: of every reply.
     """
-    return {n: [(p * s, f[n]) for p, s, f in zip(ps, scales, factors, strict=True)] for n, ps in weights.items()}
+    return {
+        n: [(p * s, f[n]) for p, s, f in zip(ps, scales, factors, strict=True)] for n, ps in weights.items()
+    }
 
 
 Truncated = int | Factors
@@ -112,7 +116,9 @@ def weighted_sum(
     ranks = [t for t in truncated if isinstance(t, int)]
     if ranks:
         return advance(deltas, blocks, held={n: list(zip(p, ranks, strict=True)) for n, p in weights.items()})
-    minus = weighted_blocks(weights, [-s for s, _ in updates], [t for t in truncated if not isinstance(t, int)])
+    minus = weighted_blocks(
+        weights, [-s for s, _ in updates], [t for t in truncated if not isinstance(t, int)]
+    )
     return advance(deltas, {n: terms + minus[n] for n, terms in blocks.items()})
 
 

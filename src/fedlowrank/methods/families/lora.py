@@ -161,7 +161,11 @@ def cut(factors: Factors, rank: int) -> Factors:
 
 def leaves_of(factors: Factors, rest: Params) -> Leaves:
     """Factors and rest as they are trained."""
-    return {"a": {n: p.a for n, p in factors.items()}, "b": {n: p.b for n, p in factors.items()}, "rest": rest}
+    return {
+        "a": {n: p.a for n, p in factors.items()},
+        "b": {n: p.b for n, p in factors.items()},
+        "rest": rest,
+    }
 
 
 def factors_of(leaves: Leaves) -> Factors:
@@ -219,7 +223,9 @@ def tune(
         else next(iter(start["b"].values())).new_tensor(scale, dtype=torch.float64)
     )
 
-    def loss(leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params, own: Tensor | None) -> Tensor:
+    def loss(
+        leaves: Leaves, batch: Batch, fixed: Leaves, frozen: Factors, moved: Params, own: Tensor | None
+    ) -> Tensor:
         params = placed(model, fixed | leaves, lora_of(model).scale if own is None else own, frozen, moved)
         value = task_loss(model.apply(params, batch.x), batch)
         return value if penalty is None else value + penalty(leaves)

@@ -45,7 +45,9 @@ def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config:
         )
     for reference in (server_ref, client_ref):
         if not _REFERENCE.fullmatch(reference):
-            raise ConfigError(f"{reference!r} is no reference to an object; write it as in package.module:name")
+            raise ConfigError(
+                f"{reference!r} is no reference to an object; write it as in package.module:name"
+            )
     text = (
         f'[project]\nname = "{name}"\nversion = "1.0.0"\ndescription = "fedlowrank"\nlicense = "Apache-2.0"\n\n'
         f'[tool.flwr.app]\npublisher = "fedlowrank"\n\n'
@@ -110,4 +112,6 @@ def _value(key: str, value: Value) -> str:
     if isinstance(value, float):
         # numbers of numpy are floats, but do not print as such
         return repr(float(value))
-    raise ConfigError(f"setting {key!r} is of type {type(value).__name__}; it must be str, int, float or bool")
+    raise ConfigError(
+        f"setting {key!r} is of type {type(value).__name__}; it must be str, int, float or bool"
+    )

@@ -58,7 +58,10 @@ def guarded(app: App, token: str) -> App:
         elif str(scope["path"]).startswith(CLIENTS):
             await limited(app, scope, receive, send)
         elif not has_token(scope, token):
-            print(f"refused without the server's token: {scope['path']!r} from {scope.get('client')}", flush=True)
+            print(
+                f"refused without the server's token: {scope['path']!r} from {scope.get('client')}",
+                flush=True,
+            )
             await _answer(send, 403, b"This is answered to the server's own processes only.\n")
         elif scope["path"] == PROBE:
             await _answer(send, 204, b"")
@@ -70,7 +73,9 @@ def guarded(app: App, token: str) -> App:
 
 def has_token(scope: Message, token: str) -> bool:
     """Whether a call carries the token, compared in constant time."""
-    found = [bytes(value) for name, value in scope.get("headers", ()) if bytes(name).lower() == HEADER.encode()]
+    found = [
+        bytes(value) for name, value in scope.get("headers", ()) if bytes(name).lower() == HEADER.encode()
+    ]
     return any(hmac.compare_digest(value, token.encode()) for value in found)
 
 
@@ -83,7 +88,9 @@ async def limited(app: App, scope: Message, receive: Receive, send: Send) -> Non
         receive: gives the parts of its body.
         send: takes the answer.
     """
-    lengths = [int(v) for n, v in scope.get("headers", ()) if bytes(n).lower() == b"content-length" and v.isdigit()]
+    lengths = [
+        int(v) for n, v in scope.get("headers", ()) if bytes(n).lower() == b"content-length" and v.isdigit()
+    ]
     if max(lengths, default=0) > BODY:
         await _answer(send, 413, b"A call may have 16 MiB; larger things are sent in pieces.\n")
         return

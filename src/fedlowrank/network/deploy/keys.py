@@ -70,7 +70,9 @@ class ServerKeys:
         found = sorted((folder.absolute() / "clients").glob("*.pub"))
         strange = next((path for path in found if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None)
         if strange is not None:
-            raise ConfigError(f"{strange} is not named by the number of a client, as in 3.pub. Rename or remove it.")
+            raise ConfigError(
+                f"{strange} is not named by the number of a client, as in 3.pub. Rename or remove it."
+            )
         return cls(authority, certificate, key, {int(path.stem): path for path in sorted(found, key=_number)})
 
 
@@ -129,9 +131,9 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedlowrank authority")])
     builder = _certificate(subject, subject, key, key, AUTHORITY_DAYS)
-    authority = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True).add_extension(
-        _usage(signs_certificates=True), critical=True
-    )
+    authority = builder.add_extension(
+        x509.BasicConstraints(ca=True, path_length=0), critical=True
+    ).add_extension(_usage(signs_certificates=True), critical=True)
     _write_private(folder / "ca.key", _pem(key))
     signed = authority.sign(key, hashes.SHA384())
     _write(folder / "server" / "ca.crt", signed.public_bytes(Encoding.PEM))
@@ -228,7 +230,9 @@ def _names_of(path: Path) -> list[x509.GeneralName]:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
         return list(certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value)
     except (OSError, ValueError, x509.ExtensionNotFound) as error:
-        raise ConfigError(f"{path} does not say for which hosts it is ({error}); name them by --host") from error
+        raise ConfigError(
+            f"{path} does not say for which hosts it is ({error}); name them by --host"
+        ) from error
 
 
 def _certify(
@@ -273,7 +277,9 @@ def _certificate(
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+        )
     )
 
 

@@ -121,7 +121,9 @@ class Node:
         home: where the file :data:`.processes.WORKING` lies.
     """
 
-    def __init__(self, connection: Connection, app: ClientApp, pinned: PinnedApp, folder: Path, home: Path) -> None:
+    def __init__(
+        self, connection: Connection, app: ClientApp, pinned: PinnedApp, folder: Path, home: Path
+    ) -> None:
         self.connection, self.app, self.pinned, self.folder, self.home = connection, app, pinned, folder, home
         self._refusals: dict[int, str | None] = {}
 

@@ -41,7 +41,9 @@ def processes() -> dict[int, Process]:
         # any of them may end while it is looked at
         with contextlib.suppress(OSError):
             # the name, in parentheses, may hold anything; the state, the parent and the group follow the last of them
-            state, parent, group = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
+            state, parent, group = (
+                (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:3]
+            )
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             if state not in "ZX":
                 found[int(folder.name)] = Process(int(parent), int(group), command)
@@ -51,7 +53,9 @@ def processes() -> dict[int, Process]:
 def _listed() -> dict[int, Process]:
     """The same on systems without ``/proc``."""
     columns = "pid=,ppid=,pgid=,stat=,args="
-    lines = subprocess.run(["ps", "-A", "-ww", "-o", columns], capture_output=True, text=True, check=True).stdout
+    lines = subprocess.run(
+        ["ps", "-A", "-ww", "-o", columns], capture_output=True, text=True, check=True
+    ).stdout
     rows = (line.split(maxsplit=4) for line in lines.splitlines())
     return {int(row[0]): Process(int(row[1]), int(row[2]), row[-1]) for row in rows if row[3][0] not in "ZX"}
 
@@ -62,7 +66,9 @@ def descendants(root: int) -> dict[int, Process]:
     found: dict[int, Process] = {}
     generation = {root}
     while generation:
-        generation = {number for number, process in everyone.items() if process.parent in generation} - set(found)
+        generation = {number for number, process in everyone.items() if process.parent in generation} - set(
+            found
+        )
         found.update({number: everyone[number] for number in generation})
     return found
 

@@ -259,7 +259,9 @@ class SuperLink(Program):
             said = (done.stdout + done.stderr).strip()[-2000:]
             raise ProcessError(f"`flwr {arguments[0]}` gave no answer that can be read: {said}") from None
         if not answer.get("success"):
-            raise ProcessError(f"`flwr {arguments[0]}` failed: {str(answer.get('error-message', answer)).strip()}")
+            raise ProcessError(
+                f"`flwr {arguments[0]}` failed: {str(answer.get('error-message', answer)).strip()}"
+            )
         return answer
 
     def _call(self, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -53,7 +53,9 @@ def environment(home: Path) -> dict[str, str]:
     }
     # programs of one machine talk over loopback, which no proxy reaches; where both spellings are set, the first counts
     direct = own.get("no_proxy") or own.get("NO_PROXY")
-    forced["no_proxy"] = forced["NO_PROXY"] = ",".join(filter(None, [direct, "localhost", "127.0.0.1", "::1"]))
+    forced["no_proxy"] = forced["NO_PROXY"] = ",".join(
+        filter(None, [direct, "localhost", "127.0.0.1", "::1"])
+    )
     # the second is the pause in seconds between two looks for work, which every message waits for; it is 1 by default
     return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **own, **forced}
 
@@ -84,7 +86,9 @@ def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
     end = time.monotonic() + seconds
     while True:
         try:
-            return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            return socket.create_server(
+                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                 raise
@@ -237,9 +241,13 @@ class Program:
         try:
             while not is_ready():
                 if not self.alive():
-                    raise ProcessError(f"{self.name} ended with code {self.code} before {what}. {self._last_words()}")
+                    raise ProcessError(
+                        f"{self.name} ended with code {self.code} before {what}. {self._last_words()}"
+                    )
                 if time.monotonic() > deadline:
-                    raise ProcessError(f"{self.name} took more than {seconds:g} s until {what}. {self._last_words()}")
+                    raise ProcessError(
+                        f"{self.name} took more than {seconds:g} s until {what}. {self._last_words()}"
+                    )
                 time.sleep(0.05)
         except BaseException:
             self.kill()

@@ -58,7 +58,9 @@ def supervise(
                     f"server's address, the keys, and whether the server knows this client's. The end of {node.log}:\n{said}"
                 )
             pause = pauses[min(ended, len(pauses)) - 1]
-            node.say(f"{node.name} ended with code {node.code}; it is started again in {pause:g} s. See {node.log}.")
+            node.say(
+                f"{node.name} ended with code {node.code}; it is started again in {pause:g} s. See {node.log}."
+            )
             stop.wait(pause)
     finally:
         node.close()

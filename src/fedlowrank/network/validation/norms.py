@@ -88,7 +88,9 @@ def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _form(value: Any) -> list[tuple[str, torch.dtype | None, tuple[int, ...]]]:
-    return [(p, x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else (p, None, ()) for p, x in floats(value)]
+    return [
+        (p, x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else (p, None, ()) for p, x in floats(value)
+    ]
 
 
 def floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
@@ -177,7 +179,9 @@ class NormBound:
                     ))  # fmt: skip
         return found
 
-    def _judged(self, part: str, held: Mapping[int, Measured], round: int) -> dict[int, tuple[float, float, float]]:
+    def _judged(
+        self, part: str, held: Mapping[int, Measured], round: int
+    ) -> dict[int, tuple[float, float, float]]:
         """Of every client the size of its update, its bound before steps count, and what is usual."""
         changes, parts = medians(held.values())
         past = [self.past[t][part] for t in sorted(self.past) if t < round and part in self.past[t]]

@@ -161,7 +161,9 @@ def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo
     # a header of many small parts takes many times its size in memory once it is read
     header, most = int.from_bytes(data[:8], "little"), 2 * template.header + SLACK
     if header > most:
-        raise Refused(client.id, "", f"its header has {header} bytes, where about {template.header} are expected")
+        raise Refused(
+            client.id, "", f"its header has {header} bytes, where about {template.header} are expected"
+        )
 
 
 def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
