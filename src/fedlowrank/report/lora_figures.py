@@ -336,6 +336,7 @@ def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | Non
         f"Line chart of training loss against rounds for {methods}. At the end: {last}.",
         "Mean loss over the training steps of each round, of all participants"
         f"{chart.note_band(drawn, TRAINING.bounds)}{chart.note_cut(axes, ends)} It is taken while the "
-        "clients train, so it falls within a round as well as from round to round: where it falls and the test "
-        f"loss does not, the clients overfit or their updates do not add up at the server.{more}",
+        "clients train, so it falls within a round as well as from round to round: where it falls and the "
+        "test loss does not, the clients overfit or their updates do not add up at the server."
+        f"{more}",
     )

@@ -90,27 +90,25 @@ def score_clients(values: pd.DataFrame) -> pd.DataFrame:
         the worst ceil(10 %) of clients), ``without`` (clients without examples) and ``non_finite`` (clients
         left out because their value is NaN or infinite).
     """
-    values = values.assign(finite=np.isfinite(values["value"]))
-    counts = values.groupby(KEYS, sort=False).agg(
-        clients=("finite", "size"),
-        measured=("measured", "sum"),
-        finite=("finite", "sum"),
-        known=("examples", "count"),
-    )
+    # One number for each evaluation: grouping by five columns again and again would take most of the time.
+    key = values.groupby(KEYS, sort=False).ngroup()
+    values = values.assign(key=key, finite=np.isfinite(values["value"]))
+    evaluations = values.groupby("key")
+    counts = evaluations[["measured", "finite"]].sum()
     finite = values[values["finite"]]
-    finite = finite.assign(product=finite["value"] * finite["examples"])
-    clients = finite.groupby(KEYS, sort=False)
-    sums = clients[["product", "examples"]].sum()
-    scores = pd.DataFrame({"mean": clients["value"].mean(), "std": clients["value"].std(ddof=0)}).join(counts)
-    weighted = sums["product"] / sums["examples"]
-    scores["weighted"] = weighted.where(scores["known"] == scores["clients"])
+    clients = finite.groupby("key")["value"]
+    size = clients.transform("size")
+    scores = pd.DataFrame({"mean": clients.mean(), "std": clients.std(ddof=0)}, index=counts.index)
+    weights = finite["examples"]
+    weighted = (finite["value"] * weights).groupby(finite["key"]).sum() / weights.groupby(finite["key"]).sum()
+    scores["weighted"] = weighted.where(evaluations["examples"].count() == evaluations["value"].size())
     badness = finite["value"].where(finite["measure"] == LOSS.field, -finite["value"])
-    place = badness.groupby([finite[key] for key in KEYS]).rank(method="first", ascending=False)
-    is_worst = place <= np.ceil(clients["value"].transform("size") / 10)
-    scores["worst"] = finite[is_worst].groupby(KEYS, sort=False)["value"].mean()
-    scores["without"] = scores["clients"] - scores["measured"]
-    scores["non_finite"] = scores["measured"] - scores["finite"]
-    return scores.drop(columns=["clients", "measured", "finite", "known"]).reset_index()
+    place = badness.groupby(finite["key"]).rank(method="first", ascending=False)
+    scores["worst"] = finite[place <= np.ceil(size / 10)].groupby("key")["value"].mean()
+    scores["without"] = evaluations["value"].size() - counts["measured"]
+    scores["non_finite"] = counts["measured"] - counts["finite"]
+    names = values.drop_duplicates("key").set_index("key")[KEYS]
+    return names.join(scores)[counts["finite"] > 0].reset_index(drop=True)
 
 
 def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
