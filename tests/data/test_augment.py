@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from fedlowrank import Federation, simulate
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
+from fedlowrank.core.client_model import ClientModel
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.core.method import Batch, ClientInfo, ClientView, Pass
@@ -222,12 +222,12 @@ class Watched(FedAvg):
         view.total(statistic, down)
         return None, view.train(loss, down, "local", self.optimizer)
 
-    def predictor(self, state: None, down: Any, view: ClientView) -> Callable[[Any], Tensor]:
+    def client_model(self, state: None, down: Any, view: ClientView) -> ClientModel:
         def infer(x: Tensor) -> Tensor:
             self.seen["infer"].append(x.clone())
             return view.model.apply(down, x)
 
-        return infer
+        return ClientModel(down, {"personal": infer})
 
 
 def test_statistics_inference_and_the_count_of_operations_see_the_images_as_they_are() -> None:

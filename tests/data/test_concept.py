@@ -202,7 +202,7 @@ def test_a_federation_knows_its_clusters_and_holds_turned_digits(tmp_path) -> No
         assert b.quarter_turns == k % 4
         for old, new in zip(parts(a), parts(b), strict=True):
             assert np.array_equal(np.rot90(old.x.numpy(), k % 4, (2, 3)), new.x.numpy())
-    assert made.describe()["concept"] == {"kind": "rotation", "clusters": 4}
+    assert made.describe()["concept"] == {"kind": "rotation"}
 
 
 # What is refused

@@ -26,7 +26,7 @@ TABLES: dict[str, Any] = {
     "network": {"limits": {"max_norm": 1e30}},
     "defaults": {"optimizer": GROUPS},
     "methods": {
-        "half": {"method": "fedavg", "title": "Half", "weights": "uniform"},
+        "half": {"method": "fedavg", "title": "Half", "weighting": "uniform"},
         "a b": {"method": "fedprox"},
     },
     "reference": {"label": "x", "accuracy": {"fedavg": [1.0, "-"], "half.personal": 2.5}},

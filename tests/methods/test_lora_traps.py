@@ -289,8 +289,8 @@ def test_settings_out_of_range_are_refused() -> None:
         (lambda: Tuning(rank=0), "tuning.rank must be at least 1; it is 0"),
         (lambda: Tuning(head="kept"), "head"),  # type: ignore[arg-type]
         (lambda: FedHL(residual=True), "'exact' or 'capped', not 'auto'"),
-        (lambda: HetLoRA(prune=0.0), "0 < prune <= 1"),
-        (lambda: HetLoRA(penalty=-1.0), "penalty >= 0"),
+        (lambda: HetLoRA(prune=0.0), "prune must be > 0 and <= 1"),
+        (lambda: HetLoRA(penalty=-1.0), "penalty must be >= 0"),
         (lambda: FLoRA(keep="merge"), "Did you mean 'merged'"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match=match):

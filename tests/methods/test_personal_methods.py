@@ -297,8 +297,8 @@ def test_fedrep_freezes_what_it_does_not_train_in_each_phase(optimizer) -> None:
     (first, end_of_first), (second, end_of_second) = spy.seen
     assert (first.name, second.name) == ("head", "base")
     # phase one trains the old head on the body as received, phase two that body below the new head
-    assert tree.equal((first.start, first.given), (state, (down,)))
-    assert tree.equal((second.start, second.given), (down, (end_of_first,)))
+    assert tree.equal((first.start, first.constants), (state, (down,)))
+    assert tree.equal((second.start, second.constants), (down, (end_of_first,)))
     assert tree.equal((head, body), (end_of_first, end_of_second))
     assert head.keys() == model.head_of(model.initial).keys()
     assert body.keys() == model.body_of(model.initial).keys()

@@ -1,9 +1,12 @@
-"""Settings that take one of a few words."""
+"""Settings that take one of a few words, or numbers within bounds."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 import typing
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from .errors import ConfigError, did_you_mean
@@ -34,3 +37,25 @@ def _words(cls: type[Any]) -> dict[str, tuple[str, ...]]:
         fields = [f.name for f in dataclasses.fields(cls)]
         _KNOWN[cls] = {n: typing.get_args(hints[n]) for n in fields if typing.get_origin(hints[n]) is Literal}
     return _KNOWN[cls]
+
+
+_COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+
+
+def check_bounds(settings: Any, bounds: Mapping[str, str], title: str) -> None:
+    """Refuse a number out of its bounds, NaN and infinities included; None is accepted.
+
+    Args:
+        settings: a dataclass.
+        bounds: by name of a field, such as ``"> 0 and <= 1"``.
+        title: of the settings, for the message.
+
+    Raises:
+        ConfigError: naming the field, its bounds and its value.
+    """
+    for name, bound in bounds.items():
+        value = getattr(settings, name)
+        limits = [part.split() for part in bound.split(" and ")]
+        inside = value is None or all(_COMPARE[sign](value, float(limit)) for sign, limit in limits)
+        if not inside or (value is not None and not math.isfinite(value)):
+            raise ConfigError(f"{title}: {name} must be {bound}; it is {value}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -37,10 +38,10 @@ def task_loss(scores: Tensor, batch: Batch) -> Tensor:
     return batch.mean(pointwise_loss(scores, batch.y))
 
 
-def supervised_loss(model: Model) -> Callable[[Params, Batch], Tensor]:
-    """The loss of a model's parameters on a batch: :func:`task_loss` of its scores."""
+def supervised_loss(model: Model) -> Callable[..., Tensor]:
+    """The loss of a model's parameters on a batch: :func:`task_loss` of its scores. Constants are ignored."""
 
-    def loss(params: Params, batch: Batch) -> Tensor:
+    def loss(params: Params, batch: Batch, *_: Any) -> Tensor:
         return task_loss(model.apply(params, batch.x), batch)
 
     return loss

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from .choices import check_choices
+from .choices import check_bounds, check_choices
 from .client_model import ClientModel
 from .contribution import Mean
 from .errors import ConfigError
@@ -240,6 +240,8 @@ class Method(ABC, Generic[S, C, D, U]):
 
     title: ClassVar[str]
     citation: ClassVar[str]
+    bounds: ClassVar[Mapping[str, str]] = {}
+    """Of numeric fields, such as ``{"lam": ">= 0"}``; see :func:`fedlowrank.core.choices.check_bounds`."""
     heterogeneous: ClassVar[bool] = False
     needs_classes: ClassVar[bool] = False
     """Whether it works on class labels or scores, so that it cannot learn a regression."""
@@ -250,6 +252,7 @@ class Method(ABC, Generic[S, C, D, U]):
 
     def __post_init__(self) -> None:
         check_choices(self)
+        check_bounds(self, {"epochs": ">= 1", "batch_size": ">= 1", **self.bounds}, self.title)
         for f in fields(self):
             value, optional = getattr(self, f.name), "None" in str(f.type)
             if f.name.endswith("optimizer") and not is_optimizer(value) and not (optional and value is None):
@@ -258,10 +261,6 @@ class Method(ABC, Generic[S, C, D, U]):
                     f"{self.title}: {f.name} is {kind} {cls.__module__}.{cls.__qualname__}; it must be fedlowrank.SGD(lr=...) or "
                     "fedlowrank.AdamW(lr=...), which say how every client steps. An optimizer of torch belongs to one model."
                 )
-        if self.epochs < 1 or self.batch_size < 1:
-            raise ConfigError(
-                f"{self.title}: epochs and batch_size must be >= 1; they are {self.epochs} and {self.batch_size}"
-            )
 
     def remarks(self, task: Task) -> list[str]:
         """What a user should know of how the settings fit the task, such as a rank that is not the one asked for."""

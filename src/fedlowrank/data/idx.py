@@ -67,7 +67,9 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(4 + 4 * dims)
             if header[:4] != magic:
-                raise DataError(f"{where}: expected magic number {magic.hex()}, found {header[:4].hex()}.")
+                raise DataError(
+                    f"{where}: expected magic number {magic.hex()}, found {header[:4].hex() or '0 bytes'}."
+                )
             if len(header) < 4 + 4 * dims:
                 raise DataError(f"{where}: expected a header of {4 + 4 * dims} bytes, found {len(header)}.")
             shape = struct.unpack(f">{dims}I", header[4:])

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from ..core.client_model import ClientModel
-from ..core.errors import ConfigError
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import Group
@@ -69,11 +68,7 @@ class APFL(Method[Params, Own, Params, Params]):
 
     title = "APFL"
     citation = "Deng et al. 2020, arXiv:2003.13461"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.alpha <= 1:
-            raise ConfigError(f"APFL: alpha must lie in [0, 1]; it is {self.alpha}")
+    bounds = {"alpha": ">= 0 and <= 1"}
 
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""

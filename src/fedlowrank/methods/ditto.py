@@ -15,11 +15,9 @@ Departure: w is averaged with weights n_k, as FedAvg, where the paper leaves the
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ..core.client_model import ClientModel
-from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.tree import Params
@@ -39,13 +37,7 @@ class Ditto(Method[Params, Params, Params, Params]):
 
     title = "Ditto"
     citation = "Li et al., ICML 2021, arXiv:2012.04221"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.lam < math.inf:
-            raise ConfigError(f"Ditto: lam must be >= 0; it is {self.lam}")
-        if self.personal_epochs is not None and self.personal_epochs < 1:
-            raise ConfigError(f"Ditto: personal_epochs must be >= 1; it is {self.personal_epochs}")
+    bounds = {"lam": ">= 0", "personal_epochs": ">= 1"}
 
     def passes(self) -> dict[str, Pass]:
         """One for each model; the place of a pass decides on its order of examples."""

@@ -14,7 +14,6 @@ the mean is over each client's latest reply. Choice: clients of one architecture
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Each
-from ..core.errors import ConfigError
 from ..core.loss import cross_entropy, soft_cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
 from ..core.tree import Params, map, tree  # noqa: A004
@@ -65,13 +63,9 @@ class FD(Method[Server, Params, Targets, Outputs]):
 
     title = "FD"
     citation = "Jeong et al. 2018, arXiv:1811.11479"
+    bounds = {"gamma": ">= 0"}
     needs_classes = True
     heterogeneous = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.gamma < math.inf:
-            raise ConfigError(f"FD: gamma must be >= 0; it is {self.gamma}")
 
     def server_init(self, task: Task) -> Server:
         """No output is known."""

@@ -19,13 +19,11 @@ comparisons, where it is the inverse of the proximal step.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
-from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
 from ..core.method import ClientInfo, ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.tree import Params, add, sub, tree, zeros_like
@@ -62,11 +60,7 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
 
     title = "FedDyn"
     citation = "Acar et al., ICLR 2021, arXiv:2111.04263"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.alpha < math.inf:
-            raise ConfigError(f"FedDyn: alpha must be > 0, for the server divides by it; it is {self.alpha}")
+    bounds = {"alpha": "> 0"}
 
     def server_init(self, task: Task) -> Cloud:
         """θ^0, the common initial weights, and h = 0."""

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ..core.client_model import ClientModel
-from ..core.errors import ConfigError
 from ..core.method import Batch, ClientView, Method, ServerView, Task
 from ..core.model import Model
 from ..core.tree import Params
@@ -60,14 +59,10 @@ class FedEM(Method[Params, Tensor | None, Params, Params]):
 
     title = "FedEM"
     citation = "Marfoq et al., NeurIPS 2021, arXiv:2108.10252"
+    bounds = {"adapt": ">= 0"}
     at_rest: ClassVar[dict[str, int]] = {
         "adapt": 1
     }  # the one EM step of a round moves the shares, whoever learns
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.adapt < 0:
-            raise ConfigError(f"FedEM: adapt must be >= 0; it is {self.adapt}")
 
     def server_init(self, task: Task) -> Params:
         """C draws of the initial weights ``[C, ...]``."""

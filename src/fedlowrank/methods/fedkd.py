@@ -86,19 +86,19 @@ class FedKD(Method[Server, Models, Download, Compressed]):
 
     title = "FedKD"
     citation = "Wu et al., Nature Communications 2022, arXiv:2108.13323"
+    bounds = {"energy_start": "> 0 and <= 1", "energy_end": "> 0 and <= 1"}
     needs_classes = heterogeneous = uses_rounds = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.energy_start <= self.energy_end <= 1:
+        if self.energy_start > self.energy_end:
             raise ConfigError(
-                f"FedKD: need 0 < energy_start <= energy_end <= 1; got {self.energy_start}, {self.energy_end}"
+                f"FedKD: energy_start is {self.energy_start}, above energy_end = {self.energy_end}"
             )
 
     def _energy(self, view: ServerView | ClientView) -> float:
-        return self.energy_start + (self.energy_end - self.energy_start) * view.round / max(
-            view.task.rounds - 1, 1
-        )
+        rise = (self.energy_end - self.energy_start) * view.round / max(view.task.rounds - 1, 1)
+        return self.energy_start + rise
 
     def server_init(self, task: Task) -> Server:
         """s^0, known to all."""
@@ -107,18 +107,16 @@ class FedKD(Method[Server, Models, Download, Compressed]):
     def client_init(self, task: Task, client: ClientInfo) -> Models:
         """T_k and s^0 at their initial weights, W as a linear layer's."""
         mentor, mentee = task.model(client), task.smallest_model(self.mentee)
-        draw = torch.rand(
-            mentor.width, mentee.width, generator=(task.key / "fedkd" / mentor.name).generator()
-        )
+        generator = (task.key / "fedkd" / mentor.name).generator()
+        draw = torch.rand(mentor.width, mentee.width, generator=generator)
         like = next(iter(mentor.initial.values()))
         return Models(mentor.initial, mentee.initial, ((2 * draw - 1) / mentee.width**0.5).to(like))
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """The updates since the client's copy, or the mentee where that is smaller."""
         missing = server.updates[server.at.get(str(client.id), 0) :]
-        if nbytes(missing) > nbytes(server.mentee):
-            return Download([], server.mentee)
-        return Download(missing, None)
+        whole = nbytes(missing) > nbytes(server.mentee)
+        return Download([], server.mentee) if whole else Download(missing, None)
 
     def local_update(self, state: Models, down: Download, view: ClientView) -> tuple[Models, Compressed]:
         """Simultaneous SGD; each gradient comes from its own loss because teachers and denominators are detached."""
@@ -139,9 +137,7 @@ class FedKD(Method[Server, Models, Download, Compressed]):
         return kept, compress(sub(end.mentee, start), self._energy(view))
 
     def _mentee(self, state: Models, down: Download) -> Params:
-        if down.mentee is not None:
-            return down.mentee
-        mentee = state.mentee
+        mentee = state.mentee if down.mentee is None else down.mentee
         for update in down.updates:
             mentee = add(mentee, decompress(update, mentee))
         return mentee

@@ -19,7 +19,6 @@ n_{k,j} (``weighting = "uniform"`` gives each the same); clients of one architec
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +27,6 @@ from torch import Tensor
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Sum
-from ..core.errors import ConfigError
 from ..core.loss import cross_entropy
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, ServerView, Task
 from ..core.tree import Params, map, tree  # noqa: A004
@@ -75,13 +73,9 @@ class FedProto(Method[Prototypes, Client, Prototypes, Local]):
 
     title = "FedProto"
     citation = "Tan et al., AAAI 2022, arXiv:2105.00243"
+    bounds = {"lam": ">= 0"}
     needs_classes = True
     heterogeneous = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.lam < math.inf:
-            raise ConfigError(f"FedProto: lam must be >= 0; it is {self.lam}")
 
     def server_init(self, task: Task) -> Prototypes:
         """No prototype is known."""

@@ -13,10 +13,8 @@ with probability n_k/n and averages uniformly; here the sample is uniform and th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from ..core.errors import ConfigError
 from ..core.loss import supervised_loss
 from ..core.method import ClientView, Method, ProximalTerm, ServerView, Task
 from ..core.tree import Params
@@ -34,11 +32,7 @@ class FedProx(Method[Params, None, Params, Params]):
 
     title = "FedProx"
     citation = "Li et al., MLSys 2020, arXiv:1812.06127"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.mu < math.inf:
-            raise ConfigError(f"FedProx: mu must be >= 0; it is {self.mu}")
+    bounds = {"mu": ">= 0"}
 
     def server_init(self, task: Task) -> Params:
         """θ^0, the common initial weights."""

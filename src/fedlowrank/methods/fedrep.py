@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..core.client_model import ClientModel
-from ..core.errors import ConfigError
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.tree import Params
@@ -40,11 +39,7 @@ class FedRep(Method[Params, Params, Params, Params]):
 
     title = "FedRep"
     citation = "Collins et al., ICML 2021, arXiv:2102.07078"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.head_epochs < 1:
-            raise ConfigError(f"FedRep: head_epochs must be >= 1; it is {self.head_epochs}")
+    bounds = {"head_epochs": ">= 1"}
 
     def passes(self) -> dict[str, Pass]:
         """The two phases."""

@@ -22,7 +22,6 @@ they are); of a sparse w its entries travel, and a bit for each place. Those of 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -30,8 +29,7 @@ from torch import Tensor
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean, mean
-from ..core.errors import ConfigError
-from ..core.loss import task_loss
+from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
@@ -90,16 +88,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     title = "FedSLR"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
+    bounds = {"lam": ">= 0", "mu": ">= 0", "eta_g": "> 0", "fusion_epochs": ">= 1"}
     at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 <= self.lam < math.inf and 0 <= self.mu < math.inf and 0 < self.eta_g < math.inf):
-            raise ConfigError(
-                f"FedSLR: need lam, mu >= 0 and eta_g > 0; got {self.lam}, {self.mu}, {self.eta_g}"
-            )
-        if self.fusion_epochs < 1:
-            raise ConfigError(f"FedSLR: fusion_epochs must be >= 1; it is {self.fusion_epochs}")
 
     def passes(self) -> dict[str, Pass]:
         """Phases I and II."""
@@ -115,11 +105,12 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def client_init(self, task: Task, client: ClientInfo) -> Client:
         """γ_i = 0, and p_i = 0 or w^0."""
-        model, zero = task.model(client), zeros_like(task.model(client).initial)
-        # of normalizations w + p would have twice the scale that they begin with
-        return Client(
-            zero, zero if self.personal_start == "zero" else zero_normalizations(model.initial, model.module)
-        )
+        model = task.model(client)
+        p = zeros_like(model.initial)
+        if self.personal_start == "initial":
+            # with normalizations too, w + p would begin with twice their scale
+            p = zero_normalizations(model.initial, model.module)
+        return Client(zeros_like(model.initial), p)
 
     def download(self, server: Server, client: ClientInfo) -> Weights:
         """w^t."""
@@ -128,34 +119,20 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def local_update(self, state: Client, down: Weights, view: ClientView) -> tuple[Client, Params]:
         """Both phases, from the same w^t."""
-        model, eta_g, mu, norm, w = (
-            view.model,
-            self.eta_g,
-            self.mu,
-            self.private,
-            unpack(down, view.model.initial),
-        )
+        model, w = view.model, unpack(down, view.model.initial)
 
-        def loss(theta: Params, batch: Batch) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
-        def fused(p: Params, batch: Batch, fixed: Params) -> Tensor:
-            return task_loss(model.apply(add(fixed, p), batch.x), batch)
+        def fused(p: Params, batch: Batch, w: Params) -> Tensor:
+            return task_loss(model.apply(add(w, p), batch.x), batch)
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
-            return (
-                map(lambda t: soft(t, lr * mu), p) if norm == "sparse" else prox_in_step(p, lr * mu, norm, ())
-            )
+            if self.private == "sparse":
+                return map(lambda t: soft(t, lr * self.mu), p)
+            return prox_in_step(p, lr * self.mu, self.private, ())
 
-        end = view.train(
-            loss,
-            w,
-            "phase1",
-            self.optimizer,
-            proximal_term=ProximalTerm(1 / eta_g, center=w, linear=state.gamma),
-        )
+        term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
+        w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=term)
         p = view.train(fused, state.p, "phase2", self.optimizer, constants=(w,), prox=threshold)
-        return Client(add(state.gamma, sub(w, end), 1 / eta_g), p), end
+        return Client(add(state.gamma, sub(w, w_i), 1 / self.eta_g), p), w_i
 
     def contribution(self, upload: Params, client: ClientInfo, server: Server) -> dict[str, Any]:
         """w_i, all with the same weight; Algorithm 2 needs each of them for γ_i."""
@@ -165,14 +142,11 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """γ̄ moves by a share 1/M a reply; w leaves the mean of the replies by η_g γ̄ and loses rank."""
         w, mean_w = server.w.dense(view.task.common_model(self.title).initial), total["w"]
-        each = {}
-        if self.memory_efficient:
-            gamma = add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
-        else:
+        each, gamma = {}, add(server.gamma, sub(w, mean_w), view.share / self.eta_g)
+        if not self.memory_efficient:
             each = {str(c.id): server.each.get(str(c.id), zeros_like(w)) for c in view.task.clients}
-            each |= {
-                str(i): add(each[str(i)], sub(w, w_i), 1 / self.eta_g) for i, w_i in total["each"].items()
-            }
+            for i, w_i in total["each"].items():
+                each[str(i)] = add(each[str(i)], sub(w, w_i), 1 / self.eta_g)
             gamma = mean(each.values(), [1.0] * len(each))
         new = prox(add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
         warn_if_dead(self.title, server.w, new, view.round)

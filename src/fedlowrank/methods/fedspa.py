@@ -35,8 +35,8 @@ from torch import Tensor
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
-from ..core.errors import ConfigError, TaskError
-from ..core.loss import task_loss
+from ..core.errors import TaskError
+from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD
 from ..core.tree import Params, add, sub, tree, zeros_like
@@ -64,13 +64,10 @@ class Upload:
 def layer_counts(params: Params, density: float) -> dict[str, int]:
     """Active entries of every weight of two or more dimensions, by Erdős-Rényi-kernel densities."""
     weights, counts = {n: p for n, p in params.items() if p.ndim >= 2}, {}
-    budget = density * sum(p.numel() for p in params.values()) - sum(
-        p.numel() for p in params.values() if p.ndim < 2
-    )
+    vectors = sum(p.numel() for p in params.values() if p.ndim < 2)
+    budget = density * sum(p.numel() for p in params.values()) - vectors
     if budget < len(weights):
-        raise TaskError(
-            f"FedSpa: at density {density} the vectors, which are dense, leave nothing for the weights"
-        )
+        raise TaskError(f"FedSpa: at density {density} the dense vectors leave nothing for the weights")
     # those that are full at the smallest ε first; what they cannot take is shared by the others
     for name in sorted(weights, key=lambda n: weights[n].numel() / sum(weights[n].shape)):
         share = sum(weights[name].shape) / sum(sum(p.shape) for n, p in weights.items() if n not in counts)
@@ -115,14 +112,8 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     title = "FedSpa"
     citation = "Huang et al. 2022, arXiv:2201.11380"
+    bounds = {"density": "> 0 and <= 1", "prune": ">= 0 and <= 1"}
     uses_rounds = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 < self.density <= 1 and 0 <= self.prune <= 1):
-            raise ConfigError(
-                f"FedSpa: need 0 < density <= 1 and 0 <= prune <= 1; got {self.density}, {self.prune}"
-            )
 
     def passes(self) -> dict[str, Pass]:
         """Masked training, and the batch whose gradient says what grows."""
@@ -148,22 +139,19 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         """Masked SGD, then the exchange of small weights for entries with large gradients."""
         model, start = view.model, spread(down, state)
 
-        def loss(theta: Params, batch: Batch, _: Masks) -> Tensor:
-            return task_loss(model.apply(theta, batch.x), batch)
-
         def masked(grads: Params, _: Params, masks: Masks) -> Params:
             return {n: torch.where(masks[n], g, 0.0) if n in masks else g for n, g in grads.items()}
 
         def moved(change: Params, batch: Batch, theta: Params) -> Tensor:
             return task_loss(model.apply(add(theta, change), batch.x), batch)
 
+        loss = supervised_loss(model)
         end = view.train(loss, start, "local", self.optimizer, constants=(state,), precondition=masked)
         update = on_mask(sub(start, end), state)
         if self.prune == 0:
             return state, Upload(update, {})
-        slope = view.train(
-            moved, zeros_like(end), "grow", SGD(self.optimizer.learning_rate(view.round)), constants=(end,)
-        )
+        optimizer = SGD(self.optimizer.learning_rate(view.round))
+        slope = view.train(moved, zeros_like(end), "grow", optimizer, constants=(end,))
         rate = self.prune / 2 * (1 + math.cos(math.pi * view.round / view.task.rounds))
         grown = {n: next_mask(m, end[n], slope[n], rate) for n, m in state.items()}
         return grown, Upload(update, grown)

@@ -142,24 +142,19 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
             return {**grads, "adaptors": preconditioned(p["base"], grads["adaptors"], p["adaptors"])}
 
         theta = even(down["adaptors"]) if state is None else state
-        how = scaled if self.precondition else None
-        model, theta = train_mixture(
-            self.router, down, theta, self._apply(view.model), self.optimizer, view, how
-        )
+        apply, precondition = self._apply(view.model), scaled if self.precondition else None
+        model, theta = train_mixture(self.router, down, theta, apply, self.optimizer, view, precondition)
         if self.router.routing == "optimal":
             return None, Upload(model, None)
-        return theta if self.router.keep and self.router.descends else None, Upload(
-            model, self.router.shares(theta)
-        )
+        kept = theta if self.router.keep and self.router.descends else None
+        return kept, Upload(model, self.router.shares(theta))
 
     def contribution(self, upload: Upload, client: ClientInfo, server: Server) -> dict[str, Any]:
         """u^k weighted by N^k, and each a^k_c weighted by π^k_c N^k."""
         del server
         weights = cluster_weights(self.title, client, upload.pi, self.clusters)
-        return {
-            "base": Mean(upload.model["base"], client.examples),
-            "adaptors": by_cluster(upload.model["adaptors"], weights),
-        }
+        base = Mean(upload.model["base"], client.examples)
+        return {"base": base, "adaptors": by_cluster(upload.model["adaptors"], weights)}
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Lines 6 and 7, and a step of the server's optimizer towards what they give."""

@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..core.client_model import ClientModel
-from ..core.errors import ConfigError
 from ..core.loss import cross_entropy, kl_divergence
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
@@ -54,15 +53,9 @@ class FML(Method[Params, Params, Params, Params]):
 
     title = "FML"
     citation = "Shen et al. 2020, arXiv:2006.16765"
+    bounds = {"alpha": ">= 0 and <= 1", "beta": ">= 0 and <= 1"}
     needs_classes = True
     heterogeneous = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 <= self.alpha <= 1 and 0 <= self.beta <= 1):
-            raise ConfigError(
-                f"FML: alpha and beta must lie in [0, 1]; they are {self.alpha} and {self.beta}"
-            )
 
     def server_init(self, task: Task) -> Params:
         """m^0."""

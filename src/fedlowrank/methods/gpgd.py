@@ -13,7 +13,6 @@ threshold, λ η_g as in FedSLR, is our reading: the local steps have several si
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
-from ..core.errors import ConfigError
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
@@ -51,12 +49,8 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
 
     title = "GPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
+    bounds = {"lam": ">= 0", "eta_g": "> 0"}
     at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 <= self.lam < math.inf and 0 < self.eta_g < math.inf):
-            raise ConfigError(f"GPGD: need lam >= 0 and eta_g > 0; they are {self.lam} and {self.eta_g}")
 
     def server_init(self, task: Task) -> Shrunk:
         """w^0, the common initial weights."""

@@ -28,7 +28,6 @@ from torch import Tensor
 from ..adapters.lora import lora_of, padded, undiluted
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean, Sum
-from ..core.errors import ConfigError
 from ..core.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.delta import product_norms
@@ -79,23 +78,13 @@ class HetLoRA(Method[Server, Params, Message, Message]):
 
     title = "HetLoRA"
     citation = "Cho et al., EMNLP 2024, arXiv:2401.06432"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.prune <= 1 or self.penalty < 0:
-            raise ConfigError(
-                f"HetLoRA: need 0 < prune <= 1 and penalty >= 0; they are {self.prune} and {self.penalty}"
-            )
+    bounds = {"prune": "> 0 and <= 1", "penalty": ">= 0"}
 
     def server_init(self, task: Task) -> Server:
         """A random A of the largest rank, and B = 0."""
         rank, model = max(self.tuning.ranks(task, self.title)), task.common_model(self.title)
-        return Server(
-            initial_factors(task, rank),
-            self.tuning.shared_rest(model),
-            self.tuning.scaling_of(lora_of(model)),
-            {},
-        )
+        rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora_of(model))
+        return Server(initial_factors(task, rank), rest, scaling, {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """The head, where it is personal."""
@@ -104,9 +93,8 @@ class HetLoRA(Method[Server, Params, Message, Message]):
     def download(self, server: Server, client: ClientInfo) -> Message:
         """The first r_i components, in the client's scale."""
         rank = server.ranks.get(str(client.id), self.tuning.rank_of(client))
-        return self.tuning.message(
-            scaled(cut(server.factors, rank), 1 / server.scaling.at(rank)), server.rest
-        )
+        factors = scaled(cut(server.factors, rank), 1 / server.scaling.at(rank))
+        return self.tuning.message(factors, server.rest)
 
     def local_update(self, state: Params, down: Message, view: ClientView) -> tuple[Params, Message]:
         """Train, and prune where the tail has shrunk."""
@@ -118,9 +106,8 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         factors = factors_of(end)
         if kept < rank and float(_tail(end, kept)) < float(_tail(start, kept)):
             # the scale of a smaller rank may differ, the update must not
-            factors = scaled(
-                cut(factors, kept), self.tuning.scale(view, rank) / self.tuning.scale(view, kept)
-            )
+            ratio = self.tuning.scale(view, rank) / self.tuning.scale(view, kept)
+            factors = scaled(cut(factors, kept), ratio)
         return self.tuning.kept(end), self.tuning.message(factors, end["rest"])
 
     def upload_form(self, expected: Message, task: Task) -> OneOf:
@@ -141,27 +128,25 @@ class HetLoRA(Method[Server, Params, Message, Message]):
             "reached": Sum(reached),
             "rest": Mean(upload.rest, n),
         }
-        return {**found, "ranks": Each(rank)} if self.prune < 1 else found
+        pruned = Each(None if rank == self.tuning.rank_of(client) else rank)
+        return {**found, "pruned": pruned} if self.prune < 1 else found
 
     def server_update(self, server: Server, total: dict[str, Any], view: ServerView) -> Server:
         """Means of padded factors."""
+        del view
         # without weight, as where all products are zero, the factors stay
         factors: Factors = server.factors if total["factors"] is None else total["factors"]
         if self.per_index and total["factors"] is not None:
             factors = undiluted(factors, server.factors, total["reached"])
-        ranks = total.get("ranks", {})
-        pruned = {
-            str(c.id): ranks[c.id] for c in view.replied if ranks and ranks[c.id] != self.tuning.rank_of(c)
-        }
+        pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down), state | down.rest)
         rank = next(iter(leaves["a"].values())).shape[0]
-        return ClientModel(
-            view.model.initial | placed(view.model, leaves, self.tuning.scale(view, rank), {}, {})
-        )
+        scale = self.tuning.scale(view, rank)
+        return ClientModel(view.model.initial | placed(view.model, leaves, scale, {}, {}))
 
     def server_model(self, server: Server, state: Params, view: ClientView) -> Params:
         """The model with all r_max components."""

@@ -13,13 +13,11 @@ is sent whole, as FedSLR's is. Matrices and settings are FedSLR's; there is no p
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..core.contribution import Mean
-from ..core.errors import ConfigError
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
@@ -46,11 +44,7 @@ class LPGD(Method[Params, None, Params, Params]):
 
     title = "LPGD"
     citation = "Huang et al., TMLR 2023, arXiv:2302.11051"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.lam < math.inf:
-            raise ConfigError(f"LPGD: lam must be >= 0; it is {self.lam}")
+    bounds = {"lam": ">= 0"}
 
     def server_init(self, task: Task) -> Params:
         """w^0, the common initial weights."""

@@ -20,7 +20,6 @@ to the error of the finite difference. Replies weigh the same, as in the paper; 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
-from ..core.errors import ConfigError
 from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import SGD, Optimizer
@@ -69,13 +67,7 @@ class PerFedAvg(Method[Params, None, Params, Params]):
 
     title = "Per-FedAvg"
     citation = "Fallah et al., NeurIPS 2020, arXiv:2002.07948"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 <= self.alpha < math.inf and 0 < self.delta < math.inf):
-            raise ConfigError(
-                f"Per-FedAvg: alpha must be >= 0 and delta > 0; they are {self.alpha} and {self.delta}"
-            )
+    bounds = {"alpha": ">= 0", "delta": "> 0"}
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the step before inference."""

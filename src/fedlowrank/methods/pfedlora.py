@@ -31,7 +31,6 @@ from torch import Tensor
 
 from ..adapters.pfedlora_adapter import Adapter, random_adapter, svd_adapter
 from ..core.client_model import ClientModel
-from ..core.errors import ConfigError
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.optimizer import Optimizer
@@ -58,17 +57,9 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
 
     title = "pFedLoRA"
     citation = "Yi et al. 2023, arXiv:2310.13283"
+    bounds = {"mu": ">= 0.5 and <= 1", "width": ">= 1"}
     heterogeneous = True
     needs_classes = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0.5 <= self.mu <= 1:
-            raise ConfigError(
-                f"pFedLoRA: mu must lie in [0.5, 1) (1 is the limit of local training); it is {self.mu}"
-            )
-        if self.width < 1:
-            raise ConfigError(f"pFedLoRA: width must be >= 1; it is {self.width}")
 
     def passes(self) -> dict[str, Pass]:
         """Step 1 and step 2."""

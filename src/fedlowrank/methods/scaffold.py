@@ -19,7 +19,6 @@ gradients and leaves every c_k as it was.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from ..core.client_model import ClientModel
@@ -51,11 +50,10 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
 
     title = "SCAFFOLD"
     citation = "Karimireddy et al., ICML 2020, arXiv:1910.06378"
+    bounds = {"eta_g": "> 0"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.eta_g < math.inf:
-            raise ConfigError(f"SCAFFOLD: eta_g must be > 0; it is {self.eta_g}")
         bad = [n for n in ("momentum", "groups", "clip") if getattr(self.optimizer, n, None)]
         bad += ["kind = 'adamw'"] * isinstance(self.optimizer, AdamW)
         if bad:
