@@ -86,7 +86,12 @@ def test_those_that_were_longest_not_changed_go_first() -> None:
     shelf = ClientStore(3 * 20) | {c: state(c, 5) for c in range(3)}
     shelf = shelf | {0: state(7, 5)} | {3: state(3, 5)}
     assert list(shelf) == [1, 2, 0, 3]
-    assert [type(shelf._places[c]).__name__ for c in shelf] == ["_Slip", "_Held", "_Held", "_Held"]
+    assert [type(shelf._places[c]).__name__ for c in shelf] == [
+        "_OnDisk",
+        "_InMemory",
+        "_InMemory",
+        "_InMemory",
+    ]
 
 
 def test_a_file_that_is_gone_or_damaged_is_named() -> None:
@@ -100,7 +105,7 @@ def test_a_file_that_is_gone_or_damaged_is_named() -> None:
         shelf[1]
     shutil.rmtree(folder_of(shelf))
     with pytest.raises(
-        CheckpointError, match=r"cannot bring the state of client 2 to the disk \(run.client_memory\)"
+        CheckpointError, match=r"cannot write the state of client 2 to disk \(run.client_memory\)"
     ):
         shelf | {2: state(1, 5)}
 

@@ -31,7 +31,7 @@ from fedlowrank.models.architecture import Architecture
 from fedlowrank.models.cnn import CNN
 from fedlowrank.models.mlp import MLP
 from fedlowrank.testing.check import federation as check_federation
-from fedlowrank.training.cohort import Room, descend_together
+from fedlowrank.training.cohort import BufferPool, train_cohort
 from fedlowrank.training.local_data import LocalData, gather
 from fedlowrank.training.trainer import LocalTrainer, descend
 
@@ -250,7 +250,7 @@ def copies(engine: str, on: Federation, epochs: int, optimizer: Any, micro_batch
     asked = request(elsewhere, optimizer)
     with Ear() as ear:
         if engine == "vectorized":
-            _, together = descend_together("FedAvg", found, [asked] * len(found), 0, Room())
+            _, together = train_cohort("FedAvg", found, [asked] * len(found), 0, BufferPool())
             losses = [row[: t.steps("local")] for row, t in zip(together, found, strict=True)]
         else:
             losses = [descend(asked, t.data.batches("local"), 0, micro_batch)[1] for t in found]

@@ -1,4 +1,4 @@
-"""Tensors as the bytes of a safetensors file, written once: a message of hundreds of megabytes may not be held thrice.
+"""Tensors as the bytes of a safetensors file, written into one buffer: a large message is never in memory three times.
 
 ``safetensors.torch.save`` gives the same bytes, but copies every tensor before it copies all of them into its result. The format:
 https://github.com/huggingface/safetensors (length of the header, header as JSON, data).

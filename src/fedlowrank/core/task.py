@@ -87,7 +87,7 @@ class ClientInfo:
         examples: training examples, the usual weight of its reply.
         architecture: name of its model.
         rank: rank of its low-rank parts, or None where the method decides.
-        cluster: which of the ground-truth tasks its data come from, or None where nobody knows. Methods with optimal
+        cluster: which of the ground-truth tasks its data come from, or None if unknown. Methods with optimal
             routing use it, and reports compare learned routes with it.
     """
 

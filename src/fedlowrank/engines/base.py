@@ -31,7 +31,7 @@ class ClientJob:
 
 @dataclass(frozen=True)
 class ClientResult:
-    """What a job came to.
+    """What a client made of its job.
 
     Attributes:
         state: the client's next state, to be committed once the server acknowledges the reply.
@@ -68,11 +68,11 @@ class Engine(ABC):
         """Execute the jobs of one round."""
 
     def each(self, work: Callable[[T], dict[str, Any]], items: Sequence[T]) -> list[dict[str, Any]]:
-        """Look at many things; what is found of each is a value of JSON."""
+        """Map a function over items; results are JSON values."""
         return [work(item) for item in items]
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
-        """Give back what the engine holds beside memory; it can be used again."""
+        """Release processes and buffers; the engine can be used again."""
 
     def boundary(self, value: Any) -> Any:
         """A value that crosses between server and client, or is stored, as the other side sees it."""
@@ -98,9 +98,9 @@ class Engine(ABC):
     ) -> LocalTrainer:
         """Execution of training for one client alone."""
         key = client_key(federation, client.id, round)
-        held = federation.clients[client.id]
+        own = federation.clients[client.id]
         passes, by_length = method.passes(), federation.by_length
-        data = LocalData(client, held.train, passes, key, federation.augment, held.quarter_turns, by_length)
+        data = LocalData(client, own.train, passes, key, federation.augment, own.quarter_turns, by_length)
         models = federation.architectures
         mine, others = models[client.architecture], models.values()
         return LocalTrainer(mine, others, data, round, self.ledger, self.micro_batch)

@@ -1,9 +1,9 @@
-"""Several clients at a time, each in a process of its own with one thread: as many processes as cores.
+"""Clients in forked worker processes with one thread each, as many as cores.
 
-The processes are forked when the first round begins, so they have the method, its code and all data in memory that they share
-with their parent until somebody writes to it. A round sends each of them what its clients need and takes back what they made, as
-the bytes of trees, through memory that both map. Jobs go out longest first, by what the client cost the last time, each to the
-process that is free first; the result is the sequential engine's bit for bit, whoever did the work.
+Workers are forked when the first round begins, so they share the method, its code and all data with their parent. A round sends
+each worker what its clients need and receives what they made, as bytes of trees, through shared memory. Jobs are sent longest
+first, by what the client cost the last time, each to the worker that is free first; the result is the sequential engine's bit for
+bit, whichever worker trained a client.
 """
 
 from __future__ import annotations
@@ -41,44 +41,44 @@ PATIENCE = 2.0
 """Seconds after which a process looks whether its parent is still there."""
 
 T = TypeVar("T")
-Words = dict[str, Any]
-Serve = Callable[[Words, list[bytes]], tuple[Words, list[bytes]]]
+Header = dict[str, Any]
+Serve = Callable[[Header, list[bytes]], tuple[Header, list[bytes]]]
 
 
 class WorkerError(FedlowrankError):
     """A process that trains clients failed or died."""
 
 
-class Line:
-    """One end of a line between two processes: words through a pipe, bodies through shared memory.
+class DuplexPipe:
+    """One end of a duplex pipe between two processes: headers through a pipe, payloads through shared memory.
 
     Args:
-        pipe: for the words.
-        out: for the bodies that are sent.
+        pipe: for the header.
+        out: for the payloads that are sent.
         into: for those that come.
     """
 
     def __init__(self, pipe: Connection, out: mmap.mmap, into: mmap.mmap) -> None:
         self.pipe, self._out, self._into = pipe, out, into
 
-    def send(self, words: Words, bodies: Sequence[bytes]) -> None:
+    def send(self, header: Header, payloads: Sequence[bytes]) -> None:
         """Send; the other end reads before it sends anything."""
-        sizes = [len(b) for b in bodies]
+        sizes = [len(b) for b in payloads]
         shared = sum(sizes) <= len(self._out)
         self._out.seek(0)
-        for body in bodies if shared else ():
-            self._out.write(body)
-        self.pipe.send_bytes(json.dumps([words, sizes, shared]).encode())
-        for body in () if shared else bodies:
-            self.pipe.send_bytes(body)
+        for payload in payloads if shared else ():
+            self._out.write(payload)
+        self.pipe.send_bytes(json.dumps([header, sizes, shared]).encode())
+        for payload in () if shared else payloads:
+            self.pipe.send_bytes(payload)
 
-    def receive(self) -> tuple[Words, list[bytes]]:
+    def receive(self) -> tuple[Header, list[bytes]]:
         """Wait for a message."""
-        words, sizes, shared = json.loads(self.pipe.recv_bytes())
+        header, sizes, shared = json.loads(self.pipe.recv_bytes())
         if not shared:
-            return words, [self.pipe.recv_bytes() for _ in sizes]
+            return header, [self.pipe.recv_bytes() for _ in sizes]
         self._into.seek(0)
-        return words, [self._into.read(n) for n in sizes]
+        return header, [self._into.read(n) for n in sizes]
 
 
 class Worker:
@@ -92,32 +92,32 @@ class Worker:
         mine, theirs = multiprocessing.Pipe()
         there, back = mmap.mmap(-1, SHARED), mmap.mmap(-1, SHARED)
         parent = os.getpid()
-        self.line = Line(mine, there, back)
+        self.line = DuplexPipe(mine, there, back)
         with warnings.catch_warnings():
             # of threads in the parent: none of them holds a lock that the child takes, for it only computes
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process = multiprocessing.get_context("fork").Process(
-                target=_answer, args=(Line(theirs, back, there), serve, parent), daemon=True
+                target=_answer, args=(DuplexPipe(theirs, back, there), serve, parent), daemon=True
             )
             self.process.start()
         theirs.close()
 
-    def ask(self, words: Words, bodies: Sequence[bytes]) -> None:
+    def ask(self, header: Header, payloads: Sequence[bytes]) -> None:
         """Send a question."""
         try:
-            self.line.send(words, bodies)
+            self.line.send(header, payloads)
         except OSError as error:
             raise self._died() from error
 
-    def answer(self) -> tuple[Words, list[bytes]]:
+    def answer(self) -> tuple[Header, list[bytes]]:
         """Wait for the answer; raises WorkerError if there is none."""
         try:
-            words, bodies = self.line.receive()
+            header, payloads = self.line.receive()
         except (EOFError, OSError) as error:
             raise self._died() from error
-        if "failed" in words:
-            raise WorkerError(f"a worker process failed:\n{words['failed']}")
-        return words, bodies
+        if "failed" in header:
+            raise WorkerError(f"a worker process failed:\n{header['failed']}")
+        return header, payloads
 
     def _died(self) -> WorkerError:
         self.process.join(1)
@@ -138,8 +138,8 @@ class Worker:
         self.process.join()
 
 
-def _answer(line: Line, serve: Serve, parent: int) -> None:
-    """Answer questions until nobody asks any more."""
+def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
+    """Answer requests until the parent closes the pipe or dies."""
     # what was garbage in the parent is not for this process to clear away: a lock of a thread that was not forked may be in it
     gc.freeze()
     torch.set_num_threads(1)
@@ -149,11 +149,11 @@ def _answer(line: Line, serve: Serve, parent: int) -> None:
             if os.getppid() != parent:
                 return
         try:
-            words, bodies = line.receive()
+            header, payloads = line.receive()
         except EOFError:
             return
         try:
-            answer = serve(words, bodies)
+            answer = serve(header, payloads)
         except Exception:  # noqa: BLE001 - whatever a method raises is told to the parent, which raises it
             answer = {"failed": traceback.format_exc()}, []
         with contextlib.suppress(BrokenPipeError):
@@ -208,16 +208,16 @@ class Processes(Engine):
             self.close()
             raise
 
-    def each(self, work: Callable[[T], Words], items: Sequence[T]) -> list[Words]:
+    def each(self, work: Callable[[T], Header], items: Sequence[T]) -> list[Header]:
         """See the base class; by processes that are forked for it, and so have all that ``work`` needs."""
         count = min(self.workers or cores(), cores(), len(items))
         if count < 2 or not can_fork():
             return super().each(work, items)
         pool = [
-            Worker(lambda words, _: ({"found": [work(items[i]) for i in words["items"]]}, []))
+            Worker(lambda header, _: ({"found": [work(items[i]) for i in header["items"]]}, []))
             for _ in range(count)
         ]
-        found: dict[int, Words] = {}
+        found: dict[int, Header] = {}
         try:
             for k, worker in enumerate(pool):
                 worker.ask({"items": list(range(k, len(items), count))}, [])
@@ -235,13 +235,13 @@ class Processes(Engine):
         self._pool, self._known = [], ()
 
     def _expected(self, client: ClientInfo) -> float:
-        """What a client will cost, or if nobody knows, as if it were costly: it is begun early."""
+        """Expected CPU seconds of a client; infinite if unknown, so that it starts early."""
         return self.costs.get(client.id, math.inf)
 
     def _prepare(self, method: AnyMethod, federation: Federation, task: Task) -> None:
         if not can_fork():
             raise ConfigError("run.engine 'processes' is for CPUs; on a GPU choose 'vectorized'")
-        # held, so that no other object has the same identity
+        # referenced, so that no other object has the same identity
         known = (method, federation, task)
         same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
         # workers are copies of this process: they would not see what user code reads and has been changed since
@@ -253,15 +253,15 @@ class Processes(Engine):
         inner = Sequential(self.ledger, self.micro_batch)
         for _ in range(min(self.workers or cores(), cores())):
             self._pool.append(
-                Worker(lambda words, bodies: _trained(inner, method, federation, task, words, bodies))
+                Worker(lambda header, payloads: _trained(inner, method, federation, task, header, payloads))
             )
 
-    def _outcome(self, words: Words, bodies: list[bytes]) -> ClientResult:
-        self.costs[words["client"]] = words["seconds"]
-        meter = Meter(words["steps"], words["flops"], words["losses"])
-        if words["error"] is not None:
-            return ClientResult(None, None, Meter(), NonFiniteError(*words["error"]))
-        return ClientResult(tree.decode(bodies[0]), tree.decode(bodies[1]), meter)
+    def _outcome(self, header: Header, payloads: list[bytes]) -> ClientResult:
+        self.costs[header["client"]] = header["seconds"]
+        meter = Meter(header["steps"], header["flops"], header["losses"])
+        if header["error"] is not None:
+            return ClientResult(None, None, Meter(), NonFiniteError(*header["error"]))
+        return ClientResult(tree.decode(payloads[0]), tree.decode(payloads[1]), meter)
 
 
 def _trained(
@@ -269,14 +269,14 @@ def _trained(
     method: AnyMethod,
     federation: Federation,
     task: Task,
-    words: Words,
-    bodies: list[bytes],
-) -> tuple[Words, list[bytes]]:
+    header: Header,
+    payloads: list[bytes],
+) -> tuple[Header, list[bytes]]:
     """One client's work, in a worker."""
     start = time.process_time()
-    info = federation.infos[words["client"]]
-    job = ClientJob(tree.decode(bodies[1]), tree.decode(bodies[0]), info)
-    (outcome,) = engine.run(method, federation, task, words["round"], [job])
+    info = federation.infos[header["client"]]
+    job = ClientJob(tree.decode(payloads[1]), tree.decode(payloads[0]), info)
+    (outcome,) = engine.run(method, federation, task, header["round"], [job])
     error = outcome.error
     found = {
         "client": info.id,

@@ -1,4 +1,4 @@
-"""Clients of like shapes at once, over a leading client axis.
+"""Clients of like shapes, batched over a leading client axis.
 
 Every client's ``local_update`` runs by itself, as a coroutine, up to its call of ``view.train``. There it waits until all others
 have come to such a call or to their end (a *rendezvous*). Then equal requests are stacked and executed together, and each client
@@ -26,7 +26,7 @@ from ..core.errors import NonFiniteError
 from ..core.method import PaddedDimensions, Request, Task
 from ..data.federation import Federation
 from ..training.captured_variables import identity
-from ..training.cohort import Room, descend_together, padded_axes
+from ..training.cohort import BufferPool, padded_axes, train_cohort
 from ..training.steps import refill
 from ..training.trainer import LocalTrainer, Meter, all_finite, check_finite
 from .base import AnyMethod, ClientJob, ClientResult, Engine
@@ -38,7 +38,7 @@ MEMORY = 4 << 30
 """Bytes of stacked parameters on a GPU; gradients and activations take a few times as much."""
 
 COHORT = 256
-"""Clients that wait for each other; with more, what they hold meanwhile would fill the memory."""
+"""Clients in a cohort; more would hold too much memory while they wait for each other."""
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ class _Client:
             self.result = found
 
     def cancel(self) -> None:
-        """Leave the box where it waits, if it does."""
+        """Abandon ``local_update`` where it waits, if it does."""
         self._run.throw()
 
     def train(self, request: Request) -> Any:
@@ -98,14 +98,14 @@ class _Client:
 
 @dataclass
 class Vectorized(Engine):
-    """Clients of like shapes at once; equal to the sequential engine up to rounding."""
+    """Clients of like shapes, batched; equal to the sequential engine up to rounding."""
 
     name: ClassVar[str] = "vectorized"
-    _room: Room = field(default_factory=Room, init=False, repr=False)
+    _pool: BufferPool = field(default_factory=BufferPool, init=False, repr=False)
 
     def close(self) -> None:
         """See the base class: memory of batches."""
-        self._room = Room()
+        self._pool = BufferPool()
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
@@ -117,7 +117,7 @@ class Vectorized(Engine):
     def _run_cohort(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
     ) -> list[ClientResult]:
-        """What becomes of clients that are suspended together."""
+        """The results of clients that are suspended at the same time."""
         clients = [self._client(method, federation, task, round, job) for job in jobs]
         try:
             for client in clients:
@@ -146,7 +146,7 @@ class Vectorized(Engine):
 
     def _execute(self, method: AnyMethod, clients: list[_Client], round: int) -> list[Any]:
         groups: dict[Any, list[int]] = {}
-        # clients mostly have the very same one, and a word for each would take as long as a small tree
+        # clients mostly share one optimizer; its repr for each of them would cost as much as a small tree
         optimizers = {id(_request(c).optimizer): _request(c).optimizer for c in clients}
         words = {i: repr(optimizer) for i, optimizer in optimizers.items()}
         for i, client in enumerate(clients):
@@ -168,11 +168,11 @@ class Vectorized(Engine):
         return answers
 
     def _together(self, title: str, clients: list[_Client], round: int) -> list[Any]:
-        """The answers to equal requests, executed at once."""
+        """The answers to equal requests, executed as one batch."""
         order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
         first = [clients[i] for i in order]
-        ends, losses = descend_together(
-            title, [c.local for c in first], [_request(c) for c in first], round, self._room
+        ends, losses = train_cohort(
+            title, [c.local for c in first], [_request(c) for c in first], round, self._pool
         )
         kind = first[0].local.kind(_request(first[0]))
         sound, steps = all_finite(losses, ends), [c.local.steps(_request(c).name) for c in first]

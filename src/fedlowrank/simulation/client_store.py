@@ -1,4 +1,4 @@
-"""States of clients, of which those that were longest not changed wait on the disk where memory is short."""
+"""Client-state store: above a limit of memory, the states unchanged for longest are moved to disk and loaded lazily."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..core import tree
 from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error
 
-_AT_ONCE = 256
-"""States that come into memory together where very many are taken over."""
+_BATCH = 256
+"""States added between two checks of the memory limit."""
 
 
-class _Slip:
-    """Says where a state lies; the file goes when nobody asks for it any more."""
+class _OnDisk:
+    """A state on disk; its file is removed with the last reference to this object."""
 
     def __init__(self, path: Path, folder: _Folder) -> None:
         self.path, self._folder = path, folder
@@ -30,7 +30,7 @@ class _Slip:
 
 
 class _Folder:
-    """A temporary folder, which goes when no shelf is left that uses it."""
+    """A temporary folder, removed with the last store that uses it."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="fedlowrank-"))
@@ -38,7 +38,7 @@ class _Folder:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _InMemory:
     """A state in memory and its bytes."""
 
     value: Any
@@ -46,11 +46,11 @@ class _Held:
 
 
 class LazyMapping(Mapping[int, Any]):
-    """States that are made when they are asked for.
+    """States that are loaded when they are accessed.
 
     Args:
-        clients: who has one.
-        of: gives it.
+        clients: identifiers.
+        of: loads the state of a client.
     """
 
     def __init__(self, clients: Collection[int], of: Callable[[int], Any]) -> None:
@@ -70,23 +70,23 @@ class LazyMapping(Mapping[int, Any]):
 
 
 class ClientStore(Mapping[int, Any]):
-    """A mapping from clients to states that never changes; ``shelf | {client: state}`` is another one.
+    """An immutable mapping from clients to states; ``store | {client: state}`` is a new one.
 
     Args:
         limit: bytes of states in memory, or None for any number.
-        device: where tensors of states are to lie that come back from the disk.
+        device: of the tensors that are loaded from disk.
     """
 
     def __init__(self, limit: int | None = None, device: str = "cpu") -> None:
         self._limit, self._device = limit, device
-        self._places: dict[int, _Held | _Slip] = {}
+        self._places: dict[int, _InMemory | _OnDisk] = {}
         self._store: _Folder | None = None
         self._names = itertools.count()
 
     @property
     def in_memory(self) -> int:
         """Bytes of the states in memory."""
-        return sum(p.bytes for p in self._places.values() if isinstance(p, _Held))
+        return sum(p.bytes for p in self._places.values() if isinstance(p, _InMemory))
 
     def __getitem__(self, client: int) -> Any:
         """The state of a client.
@@ -96,7 +96,7 @@ class ClientStore(Mapping[int, Any]):
             CheckpointError: if its file is missing or damaged.
         """
         place = self._places[client]
-        if isinstance(place, _Held):
+        if isinstance(place, _InMemory):
             return place.value
         try:
             with as_checkpoint_error(f"cannot read the state of client {client} at {place.path}"):
@@ -108,7 +108,7 @@ class ClientStore(Mapping[int, Any]):
         return tree.map(lambda t: t.to(self._device), found)
 
     def __iter__(self) -> Iterator[int]:
-        """Clients, those first whose state was longest not changed."""
+        """Clients, in the order in which their states last changed."""
         return iter(self._places)
 
     def __len__(self) -> int:
@@ -116,23 +116,23 @@ class ClientStore(Mapping[int, Any]):
         return len(self._places)
 
     def __contains__(self, client: object) -> bool:
-        """Whether a client has a state; none is read for that."""
+        """Whether a client has a state; loads none."""
         return client in self._places
 
     def empty(self) -> ClientStore:
-        """One without states that uses the same folder."""
+        """An empty store that uses the same folder."""
         made = ClientStore(self._limit, self._device)
         made._store, made._names = self._store, self._names
         return made
 
     def only(self, clients: Set[int]) -> ClientStore:
-        """The shelf with the states of these clients alone."""
+        """The store with the states of these clients alone."""
         made = self.empty()
         made._places = {c: p for c, p in self._places.items() if c in clients}
         return made
 
     def __or__(self, new: Mapping[int, Any]) -> ClientStore:
-        """The shelf with other states of some clients.
+        """The store with new states of some clients.
 
         Raises:
             CheckpointError: if memory is short and the disk full.
@@ -148,31 +148,29 @@ class ClientStore(Mapping[int, Any]):
         for some in _batched(new):
             for client in some:
                 value = new[client]
-                made._places[client] = _Held(value, 0 if self._limit is None else tree.nbytes(value))
+                made._places[client] = _InMemory(value, 0 if self._limit is None else tree.nbytes(value))
             made._spill()
         return made
 
     def _spill(self) -> None:
-        """Bring states to the disk until the rest is within the limit."""
+        """Move states to disk until the rest is within the limit."""
         if self._limit is None:
             return
         above = self.in_memory - self._limit
         for client, place in self._places.items():
             if above <= 0:
                 return
-            if isinstance(place, _Held) and place.bytes:
+            if isinstance(place, _InMemory) and place.bytes:
                 self._places[client] = self._stored(client, place.value)
                 above -= place.bytes
 
-    def _stored(self, client: int, value: Any) -> _Slip:
-        with as_checkpoint_error(
-            f"cannot bring the state of client {client} to the disk (run.client_memory)"
-        ):
+    def _stored(self, client: int, value: Any) -> _OnDisk:
+        with as_checkpoint_error(f"cannot write the state of client {client} to disk (run.client_memory)"):
             if self._store is None:
                 self._store = _Folder()
             path = self._store.path / f"{next(self._names)}.tree"
             path.write_bytes(tree.encode(value))
-        return _Slip(path, self._store)
+        return _OnDisk(path, self._store)
 
 
 def _remove(path: Path, owner: int) -> None:
@@ -188,5 +186,5 @@ def _remove(path: Path, owner: int) -> None:
 
 def _batched(new: Mapping[int, Any]) -> Iterator[tuple[int, ...]]:
     clients = iter(new)
-    while some := tuple(itertools.islice(clients, _AT_ONCE)):
+    while some := tuple(itertools.islice(clients, _BATCH)):
         yield some

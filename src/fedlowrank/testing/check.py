@@ -170,12 +170,12 @@ def _pure(method: AnyMethod) -> str | None:
         return "two equal runs end in different states"
     if not torch.equal(random, torch.get_rng_state()):
         return "a round draws from torch's global generator; use view.key"
-    held = tree.encode(_states(run))
+    before = tree.encode(_states(run))
     uploads = _uploads(run)
     _updated(run, uploads, list(uploads))
     run.start()
     return (
-        None if held == tree.encode(_states(run)) else "a function of the method changes its input in place"
+        None if before == tree.encode(_states(run)) else "a function of the method changes its input in place"
     )
 
 

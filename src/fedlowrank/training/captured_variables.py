@@ -1,4 +1,4 @@
-"""What a function computes, as a value to compare: its code, and what it captured.
+"""Identity of a function: its code and its captured variables (free variables and globals).
 
 A loss of a method is made anew at every client and in every round. Two of them compute the same where their code is the same and
 what they captured is. Numbers, words and settings that are frozen count by their value; what counts for the rest (models,
@@ -25,7 +25,7 @@ def identity(value: Any, other: Callable[[Any], Any] = id, within: tuple[int, ..
 
     Args:
         value: a function, or what it captured.
-        other: the identity of what has no value; by default of the very object, which somebody must keep alive.
+        other: the identity of what has no value; by default ``id``; the caller keeps the object alive.
         within: functions whose captured values are being looked at, for those that refer to themselves.
     """
     if is_plain(value):
@@ -34,7 +34,7 @@ def identity(value: Any, other: Callable[[Any], Any] = id, within: tuple[int, ..
         if id(value) in within:
             return "itself", within.index(id(value))
         within = (*within, id(value))
-    parts = held(value)
+    parts = captured_by(value)
     if parts is None:
         return other(value)
     kind = value.__code__ if isinstance(value, FunctionType) else type(value)
@@ -44,7 +44,9 @@ def identity(value: Any, other: Callable[[Any], Any] = id, within: tuple[int, ..
 def code_of(function: Any) -> Any:
     """Identity of a function's code and of the numbers and words that it captured; equal at different clients."""
     function = getattr(function, "__func__", function)
-    return getattr(function, "__code__", function), tuple([v for v in held(function) or () if is_plain(v)])
+    return getattr(function, "__code__", function), tuple(
+        [v for v in captured_by(function) or () if is_plain(v)]
+    )
 
 
 def is_plain(value: Any) -> bool:
@@ -52,7 +54,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, _PLAIN)
 
 
-def held(value: Any) -> list[Any] | None:
+def captured_by(value: Any) -> list[Any] | None:
     """What a function, a method, a list, a mapping or settings that are frozen are made of; None for anything else."""
     if isinstance(value, FunctionType):
         captured = [_content(c) for c in value.__closure__ or ()]

@@ -102,17 +102,17 @@ class Stack(Work):
         return [g * scale.reshape(-1, *[1] * (g.ndim - 1)) for g in grads]
 
 
-def descend_together(
-    title: str, trainers: Sequence[LocalTrainer], requests: Sequence[Request], round: int, room: Room
+def train_cohort(
+    title: str, trainers: Sequence[LocalTrainer], requests: Sequence[Request], round: int, pool: BufferPool
 ) -> tuple[Any, Tensor]:
-    """Take the steps of all clients, those with the most steps first.
+    """Trains a cohort: takes the steps of all clients, batched. Clients with the most steps come first.
 
     Args:
         title: of the method, for messages.
         trainers: one a client.
         requests: equal but for their tensors.
         round: counted from 0.
-        room: for batches.
+        pool: buffers for batches.
 
     Returns:
         The trained trees with a leading client axis, and the losses ``[clients, steps]``, 0 after a client's last step.
@@ -122,7 +122,7 @@ def descend_together(
     """
     name = requests[0].name
     steps = [t.steps(name) for t in trainers]
-    feed = Feed([t.data for t in trainers], name, room)
+    feed = Feed([t.data for t in trainers], name, pool)
     losses: list[Tensor] = []
     work, active = Stack(requests, round), len(trainers)
     for count in range(steps[0]):
@@ -144,7 +144,7 @@ def descend_together(
 
 
 def stacked(trees: list[Any]) -> Any:
-    """Equal trees as one, whose tensors have a leading client axis."""
+    """Stacks equal trees over a leading client axis."""
     return tree.map(lambda *ts: torch.stack(ts).detach(), trees[0], *trees[1:])
 
 
@@ -179,33 +179,33 @@ def _to_one_size(tensors: list[Tensor], axis: int) -> list[Tensor]:
     ]
 
 
-class Room:
-    """Memory that is written over and over, for the system takes as long to give new pages as a batch takes to be copied."""
+class BufferPool:
+    """Buffers that are reused: allocating new pages takes as long as copying a batch."""
 
     def __init__(self) -> None:
-        self._held: dict[Any, Tensor] = {}
+        self._buffers: dict[Any, Tensor] = {}
 
     def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
-        """A tensor with anything in it, of the type of another; the one of that purpose that was lent before is lost."""
+        """An uninitialized buffer of the type of a tensor; overwrites the buffer of that purpose that was returned before."""
         key = purpose, t.dtype, t.device
-        if key not in self._held or self._held[key].numel() < math.prod(shape):
-            self._held[key] = t.new_empty(math.prod(shape))
-        return self._held[key][: math.prod(shape)].view(shape)
+        if key not in self._buffers or self._buffers[key].numel() < math.prod(shape):
+            self._buffers[key] = t.new_empty(math.prod(shape))
+        return self._buffers[key][: math.prod(shape)].view(shape)
 
 
 class Feed:
-    """The batches of clients, step by step; where all it takes is to pick examples, each is copied once, to its place.
+    """The batches of clients, step by step. Where batches are rows of tensors, each row is copied once, into a reused buffer.
 
-    A batch is there until the next one is asked for.
+    A batch is valid until the next one is requested.
 
     Args:
         data: of the clients.
         name: of the pass.
-        room: for batches.
+        pool: buffers for batches.
     """
 
-    def __init__(self, data: Sequence[LocalData], name: str, room: Room) -> None:
-        self._room = room
+    def __init__(self, data: Sequence[LocalData], name: str, pool: BufferPool) -> None:
+        self._pool = pool
         self._examples = [d.examples for d in data]
         self._orders = [d.indices(name) for d in data]
         self._feeds = [d.batches(name) for d in data]
@@ -215,7 +215,7 @@ class Feed:
         ) and not any(d.augment.active for d in data)
 
     def batch(self, step: int, active: int) -> Batch:
-        """That of the first clients at a step; steps come one after another."""
+        """The batch of the first clients at a step; steps must be requested in order."""
         if not self._picks:
             return joined([next(feed) for feed in self._feeds[:active]])
         examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
@@ -231,14 +231,14 @@ class Feed:
             if all(p.table is first.table for p in tensors):
                 return first.images(self._picked(part, [p.codes for p in tensors], index))
             return torch.stack([p.index_select(0, i) for p, i in zip(tensors, index, strict=True)])
-        out = self._room.like(part, first, len(tensors), index[0].numel(), *first.shape[1:])
+        out = self._pool.like(part, first, len(tensors), index[0].numel(), *first.shape[1:])
         for row, t, i in zip(out.unbind(), tensors, index, strict=True):
             torch.index_select(t, 0, i, out=row)
         return out
 
 
 def joined(batches: list[Batch]) -> Batch:
-    """Batches stacked over a leading client axis, short ones filled up with masked zeros."""
+    """Batches stacked over a leading client axis, short ones zero-padded and masked."""
     sizes = [len(b) for b in batches]
     longest = max(sizes)
 
@@ -256,7 +256,7 @@ def joined(batches: list[Batch]) -> Batch:
     inputs = {n: join([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
     mask = None
     if min(sizes) != longest:
-        # written where it lies: numbers that are copied to a device wait for the steps before
+        # created on the device: a copy from the host would wait for the steps before
         mask = torch.ones(len(sizes), longest, dtype=torch.bool, device=batches[0].y.device)
         for i, size in enumerate(sizes):
             if size < longest:

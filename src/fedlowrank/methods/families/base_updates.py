@@ -99,22 +99,22 @@ class Base:
 class Memo:
     """The last value of each kind, by the tensors that it was made of."""
 
-    held: dict[str, tuple[list[Tensor], Any]] = field(default_factory=dict)
+    values: dict[str, tuple[list[Tensor], Any]] = field(default_factory=dict)
 
     def get(self, kind: str, of: Base, make: Callable[[], T]) -> T:
         """The value that belongs to a base; it is not to be changed."""
         tensors = [t for _, t in trees.leaves(of)]
-        known = self.held.get(kind)
+        known = self.values.get(kind)
         if known is not None and len(known[0]) == len(tensors) and all(map(_same, known[0], tensors)):
             value: T = known[1]
             return value
         # the last value goes before the next one is made
         known = None
-        self.held.pop(kind, None)
+        self.values.pop(kind, None)
         # a value that was made for inference could not be trained with
         with torch.inference_mode(False), torch.no_grad():
             made = make()
-        self.held[kind] = (tensors, made)
+        self.values[kind] = (tensors, made)
         return made
 
 

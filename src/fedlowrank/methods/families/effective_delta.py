@@ -68,7 +68,7 @@ def whole(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
 
 
 def remainder(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
-    """Factors of W - W^{r} by layer, in the type of ``like``; W must be held as factors."""
+    """Factors of W - W^{r} by layer, in the type of ``like``; W must be stored as factors."""
     found: Factors = {}
     for name, d in deltas.items():
         left = Factored(d.u[:, rank:], d.s[rank:].to(d.u.dtype), d.v[:, rank:])
@@ -104,7 +104,7 @@ def weighted_sum(
 ) -> dict[str, Delta]:
     """Σ_i p_i [W + (s_i B_i A_i - T_i)] of every layer, T_i the truncation of W that client i was sent.
 
-    W - truncate(W, r) is never formed: it is W without its first r singular triplets, which W is held as.
+    W - truncate(W, r) is never formed: it is W without its first r singular triplets, the form in which W is stored.
 
     Args:
         deltas: W by layer.
@@ -207,7 +207,7 @@ class Weighing:
 
 
 def ranks_of(deltas: Mapping[str, Delta]) -> dict[str, int]:
-    """Rank of every layer's W; the smaller dimension where W is a matrix whose further triplets nobody knows."""
+    """Rank of every layer's W; the smaller dimension where W is dense and only its leading triplets are known."""
     return {n: d.rank if d.complete else min(d.shape) for n, d in deltas.items()}
 
 
