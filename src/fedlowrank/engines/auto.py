@@ -14,7 +14,7 @@ from .processes import Processes, can_fork, cores
 from .sequential import Sequential
 from .vectorized import Vectorized
 
-SMALL = 250_000
+SMALL = 150_000
 """Trained parameters up to which a model gains by batching clients on a CPU: above, arithmetic costs more than calls."""
 
 T = TypeVar("T")
