@@ -1,4 +1,4 @@
-"""What a federated method is: pure functions of explicit state, and what they work with."""
+"""The contract of a federated method: pure functions of explicit state, and the views they work with."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class ServerView:
 
 
 class OneOf:
-    """In the form of an upload, a part for which a client chooses one of a few forms.
+    """In the form of an upload: a part that has one of several forms.
 
     Args:
         forms: trees, which may hold further choices.
@@ -211,11 +211,11 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Lengths:
-    """In the form of an upload, a part whose tensors have a common length that is the client's to choose.
+    """In the form of an upload: a part whose tensors have a common length that a client chooses.
 
     Attributes:
-        form: a tree; every dimension of 0 in it stands for that length.
-        most: the largest; the smallest is 1.
+        form: a tree; every dimension of 0 is that length.
+        most: the largest length; the smallest is 1.
     """
 
     form: Any
@@ -248,7 +248,7 @@ class Method(ABC, Generic[S, C, D, U]):
     uses_rounds: ClassVar[bool] = False
     """Whether a round depends on the number of all rounds (``task.rounds``), so that a run cannot be extended."""
     at_rest: ClassVar[Mapping[str, Any]] = {}
-    """Settings under which a learning rate of 0 changes no model, where the chosen ones would go on shrinking it."""
+    """Settings under which a learning rate of 0 changes no model; for methods whose penalties act without training."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -272,7 +272,7 @@ class Method(ABC, Generic[S, C, D, U]):
         return {"local": Pass(self.epochs, self.batch_size)}
 
     def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
-        """Which clients train in a round, constants those that the protocol sampled."""
+        """Which clients train in a round, by default the clients that the protocol sampled."""
         del everyone
         return sampled
 
@@ -299,11 +299,11 @@ class Method(ABC, Generic[S, C, D, U]):
     def upload_form(self, expected: U, task: Task) -> Any:
         """The form of an upload: ``expected``, or with :class:`OneOf` and :class:`Lengths` in it where clients may differ.
 
-        A server holds what comes over a network to it (:mod:`fedlowrank.network.validation.uploads`). It may depend on a client's
+        A server validates what comes over a network by it (:mod:`fedlowrank.network.validation.uploads`). It may depend on a client's
         architecture, rank and cluster and on the form of what it was sent, and on nothing else, the round included.
 
         Args:
-            expected: what ``local_update`` returns where training changes whatever it is constants; only its structure, plain
+            expected: what ``local_update`` returns where training changes every parameter; only its structure, plain
                 values, types and shapes mean something.
             task: what is to be learnt.
         """

@@ -47,7 +47,7 @@ class _Client:
     """A client's ``local_update``, suspended at every ``view.train``; a greenlet runs it.
 
     Args:
-        work: runs the client's box, constants this client as its trainer.
+        work: runs ``local_update`` with this client as its trainer.
         local: execution for this client alone.
 
     Attributes:
