@@ -24,10 +24,11 @@ class ClientModel:
 
     Attributes:
         params: parameters of the whole model, or a function that computes them if that is expensive.
-        series: what is evaluated, by name, the headline first: parameters of a model, or a function from inputs ``[b, ...]`` to
-            scores ``[b, classes]``. Empty: ``params`` alone, as ``personal``.
-        parts: by series, for a model that takes fewer numbers than its weights: the parts that it is the sum of. They are
-            counted by :func:`fedlowrank.linalg.matricize.numbers` and exported by :mod:`fedlowrank.adapters.deployment`.
+        series: what is evaluated, by name, the headline first: parameters of a model, or a function from
+            inputs ``[b, ...]`` to scores ``[b, classes]``. Empty: ``params`` alone, as ``personal``.
+        parts: by series, for a model that takes fewer numbers than its weights: the parts that it is the sum
+            of. They are counted by :func:`fedlowrank.linalg.matricize.numbers` and exported by
+            :mod:`fedlowrank.adapters.deployment`.
         routes: share of each cluster ``[C]``, summing to 1; None without clusters.
     """
 

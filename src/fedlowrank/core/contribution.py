@@ -1,8 +1,8 @@
 """What a reply contributes to a round, and how contributions are reduced.
 
-A server's half of a method is map, reduce, finish: :meth:`~fedlowrank.core.method.Method.contribution` maps one upload to a tree
-whose leaves are :class:`Mean`, :class:`Sum` or :class:`Each`; an :class:`Aggregator` reduces these trees as replies arrive;
-:meth:`~fedlowrank.core.method.Method.server_update` finishes.
+A server's half of a method is map, reduce, finish: :meth:`~fedlowrank.core.method.Method.contribution` maps
+one upload to a tree whose leaves are :class:`Mean`, :class:`Sum` or :class:`Each`; an :class:`Aggregator`
+reduces these trees as replies arrive; :meth:`~fedlowrank.core.method.Method.server_update` finishes.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ _SKIPPED = object()
 class Aggregator:
     """Reduces the contributions of a round in the order of its clients, whenever they arrive.
 
-    A contribution that arrives early waits until those before it have arrived, so totals have the same bits in every engine and
-    over a network. Every other one is added and let go.
+    A contribution that arrives early waits until those before it have arrived, so totals have the same bits
+    in every engine and over a network. Every other one is added and let go.
 
     Args:
         clients: identifiers of the clients that take part, in the order of reduction.

@@ -49,8 +49,9 @@ class Key:
     def global_generators(self, device: torch.device | None = None) -> Iterator[None]:
         """Seed the global generators of torch, numpy and Python while user code runs, and restore them afterwards.
 
-        Modules draw from them: ``nn.Dropout`` and ``torch.randn`` from torch's, stochastic depth often from ``random``,
-        mixup from ``numpy.random``. The package itself draws from :meth:`generator` and :meth:`numpy` alone.
+        Modules draw from them: ``nn.Dropout`` and ``torch.randn`` from torch's, stochastic depth often from
+        ``random``, mixup from ``numpy.random``. The package itself draws from :meth:`generator` and
+        :meth:`numpy` alone.
 
         Args:
             device: an accelerator whose generator is seeded, too.

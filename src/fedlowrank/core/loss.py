@@ -19,8 +19,9 @@ IGNORE_INDEX = -100
 def pointwise_loss(scores: Tensor, y: Tensor) -> Tensor:
     """The loss of each example ``[b]``.
 
-    Cross-entropy with labels ``[b]``; ½ ‖score - y‖² with real targets ``[b, d]``; and with labels of tokens ``[b, T]`` the mean
-    over the tokens that count, where the scores ``[b, T, V]`` at position t - 1 predict the token at t.
+    Cross-entropy with labels ``[b]``; ½ ‖score - y‖² with real targets ``[b, d]``; and with labels of tokens
+    ``[b, T]`` the mean over the tokens that count, where the scores ``[b, T, V]`` at position t - 1 predict
+    the token at t.
     """
     if y.is_floating_point():
         return (scores - y).square().flatten(1).sum(1) / 2

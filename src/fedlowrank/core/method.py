@@ -44,7 +44,8 @@ T = TypeVar("T")
 class ProximalTerm:
     """A quadratic added to a loss: strength/2 ‖p - center‖² - ⟨linear, p⟩.
 
-    Its gradient, strength (p - center) - linear, is added in closed form and not by automatic differentiation.
+    Its gradient, strength (p - center) - linear, is added in closed form and not by automatic
+    differentiation.
 
     Attributes:
         strength: at least 0.
@@ -61,10 +62,12 @@ class ProximalTerm:
 class PaddedDimensions:
     """Dimensions in which clients differ and which may be zero-padded without changing the loss or any gradient.
 
-    Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and Adam leave them 0.
+    Zero rows of A beside zero columns of B are such: they add nothing to B A, and plain SGD, momentum and
+    Adam leave them 0.
 
     Attributes:
-        start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in it have it.
+        start: the dimension, by the path (JSON pointer) of a part of the tree that is trained; all tensors in
+            it have it.
         constants: likewise of ``constants``, whose first part is ``/0``.
     """
 
@@ -138,8 +141,8 @@ class ClientView:
     ) -> T:
         """Train a tree of parameters by one pass over the local training data.
 
-        An engine may execute this for many clients at once. It does so only where the functions are the same code with
-        the same captured values; what differs between clients belongs in ``constants``.
+        An engine may execute this for many clients at once. It does so only where the functions are the same
+        code with the same captured values; what differs between clients belongs in ``constants``.
 
         Args:
             loss: ``loss(params, batch, *constants)``, a scalar; pure; averages by :meth:`Batch.mean`.
@@ -147,11 +150,13 @@ class ClientView:
             name: which of the method's :meth:`Method.passes`.
             optimizer: what to do with the gradient; its schedule is applied by the engine.
             constants: further trees for the functions; no gradient is taken for them.
-            precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before clipping, weight
-                decay and momentum.
+            precondition: ``precondition(grads, params, *constants)``, the gradient to use instead, before
+                clipping, weight decay and momentum.
             prox: ``prox(params, lr, *constants)``, applied after every step with the round's learning rate.
-            proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and before the rest.
-            padded: dimensions in which clients differ, so that an engine can train them together all the same.
+            proximal_term: a quadratic whose derivative is added to the gradient, after ``precondition`` and
+                before the rest.
+            padded: dimensions in which clients differ, so that an engine can train them together all the
+                same.
 
         Returns:
             The trained tree, detached and contiguous.
@@ -299,12 +304,13 @@ class Method(ABC, Generic[S, C, D, U]):
     def upload_form(self, expected: U, task: Task) -> Any:
         """The form of an upload: ``expected``, or with :class:`OneOf` and :class:`Lengths` in it where clients may differ.
 
-        A server validates what comes over a network by it (:mod:`fedlowrank.network.validation.uploads`). It may depend on a client's
-        architecture, rank and cluster and on the form of what it was sent, and on nothing else, the round included.
+        A server validates what comes over a network by it (:mod:`fedlowrank.network.validation.uploads`). It
+        may depend on a client's architecture, rank and cluster and on the form of what it was sent, and on
+        nothing else, the round included.
 
         Args:
-            expected: what ``local_update`` returns where training changes every parameter; only its structure, plain
-                values, types and shapes mean something.
+            expected: what ``local_update`` returns where training changes every parameter; only its
+                structure, plain values, types and shapes mean something.
             task: what is to be learnt.
         """
         del task
@@ -329,9 +335,9 @@ class Method(ABC, Generic[S, C, D, U]):
 
         Args:
             server: its state.
-            total: the contributions of the round reduced: a tree of the same structure, with the mean for each Mean (None if all
-                weights are zero), the sum for each Sum, and ``{client id: value}`` for each Each. Without any reply this function
-                is not called and the server keeps its state.
+            total: the contributions of the round reduced: a tree of the same structure, with the mean for
+                each Mean (None if all weights are zero), the sum for each Sum, and ``{client id: value}`` for
+                each Each. Without any reply this function is not called and the server keeps its state.
             view: the task, and who replied.
         """
 
@@ -364,8 +370,8 @@ class Method(ABC, Generic[S, C, D, U]):
     def server_model(self, server: S, state: C, view: ClientView) -> Params | None:
         """Parameters of the server's own model, where it is not what clients are sent; None where it is.
 
-        Evaluated on every client's data as the series ``server``; ``state`` is for what only the client has, such as a personal
-        head.
+        Evaluated on every client's data as the series ``server``; ``state`` is for what only the client has,
+        such as a personal head.
         """
         del server, state, view
         return None

@@ -1,8 +1,8 @@
 """Optimizers as values: what to do with a gradient, with a learning rate that may change from round to round.
 
-The update rules are those of ``torch.optim.SGD`` and ``torch.optim.AdamW``. They work in place on lists of tensors, so that a
-pass over local data needs no optimizer object, and on tensors with a leading client axis, so that many clients can step at
-once.
+The update rules are those of ``torch.optim.SGD`` and ``torch.optim.AdamW``. They work in place on lists of
+tensors, so that a pass over local data needs no optimizer object, and on tensors with a leading client axis,
+so that many clients can step at once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Schedule:
     """How the learning rate changes from round to round (it is constant within a round).
 
     Attributes:
-        kind: constant; exponential: ``factor ** round``; step: ``factor ** (round // every)``; cosine: from 1 to ``floor``
-            in ``rounds`` rounds by half a cosine, then ``floor``.
+        kind: constant; exponential: ``factor ** round``; step: ``factor ** (round // every)``; cosine: from 1
+            to ``floor`` in ``rounds`` rounds by half a cosine, then ``floor``.
         factor: of exponential and step.
         every: of step, in rounds.
         rounds: of cosine.

@@ -1,7 +1,7 @@
 """Tensors as the bytes of a safetensors file, written into one buffer: a large message is never in memory three times.
 
-``safetensors.torch.save`` gives the same bytes, but copies every tensor before it copies all of them into its result. The format:
-https://github.com/huggingface/safetensors (length of the header, header as JSON, data).
+``safetensors.torch.save`` gives the same bytes, but copies every tensor before it copies all of them into its
+result. The format: https://github.com/huggingface/safetensors (length of the header, header as JSON, data).
 """
 
 from __future__ import annotations

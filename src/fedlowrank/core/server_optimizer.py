@@ -1,6 +1,7 @@
 """What a server does with the mean of the replies: take it, or step towards it by an optimizer.
 
-Reddi et al., "Adaptive Federated Optimization", arXiv:2003.00295: the gradient is the old value minus the mean.
+Reddi et al., "Adaptive Federated Optimization", arXiv:2003.00295: the gradient is the old value minus the
+mean.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class Batch:
 
     Attributes:
         x: inputs, a tensor ``[b, ...]`` or a dict of such tensors.
-        y: targets: labels ``[b]``; real values ``[b, d]`` of a regression; or labels of tokens, int64 ``[b, T]``, -100 where
-            none counts.
+        y: targets: labels ``[b]``; real values ``[b, d]`` of a regression; or labels of tokens, int64 ``[b,
+            T]``, -100 where none counts.
         mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
         step: place among the steps of its pass, counted from 0, for what a method draws anew at each of them.
     """
@@ -44,7 +44,8 @@ class Batch:
     def mean(self, values: Tensor) -> Tensor:
         """Mean over the examples, padding left out, of ``values [b]``. Every loss must average by this.
 
-        Where examples are sequences of tokens it is the mean over tokens, if each value is a mean over its own.
+        Where examples are sequences of tokens it is the mean over tokens, if each value is a mean over its
+        own.
         """
         weights = self.weights
         if weights is not None:

@@ -1,8 +1,8 @@
 """Trees of tensors: the one data type that is stored, sent and averaged.
 
-A *tree* is a tensor, ``None``, a bool, int, float or str, a dict with string keys, a list, a tuple, or an instance of a
-class made by :func:`tree`. Every tree encodes to bytes without pickle: the tensors as safetensors, all the rest as JSON
-in the safetensors header. Boolean tensors travel as bits.
+A *tree* is a tensor, ``None``, a bool, int, float or str, a dict with string keys, a list, a tuple, or an
+instance of a class made by :func:`tree`. Every tree encodes to bytes without pickle: the tensors as
+safetensors, all the rest as JSON in the safetensors header. Boolean tensors travel as bits.
 """
 
 from __future__ import annotations
@@ -246,7 +246,8 @@ def decode(data: bytes, bools: int | None = None) -> Any:
 
     Args:
         data: the bytes.
-        bools: how many booleans there may be, for each takes a byte in memory and only a bit in a message; None for any number.
+        bools: how many booleans there may be, for each takes a byte in memory and only a bit in a message;
+            None for any number.
 
     Raises:
         TreeError: if the bytes are cut short, are of another format, or name a class that is not registered.
@@ -343,7 +344,8 @@ def not_finite(value: Any) -> str | None:
     numbers = [t for t in tensors(value) if t.is_floating_point() and t.numel()]
     if not numbers:
         return None
-    # a norm is finite only if all it squares is, and is many times cheaper than to look at every element; only where their sum
+    # a norm is finite only if all it squares is, and is many times cheaper than to look at every element;
+    # only where their sum
     # is not, a second look is needed, for finite numbers may overflow it
     norms = list(torch._foreach_norm(numbers))
     if any(n.dtype != norms[0].dtype for n in norms):

@@ -1,9 +1,9 @@
 """Python code of a user's own, named ``module:attribute`` in an experiment file or on the command line.
 
-Importing a module runs it. This is the one place where the package imports what a text names. Who may name it: an experiment
-file that is given to a command, and the command line itself. The configuration that a run folder holds may not, unless
-``--allow-code`` is typed, for the folder may be somebody else's (:meth:`fedlowrank.config.experiment.ExperimentConfig.parse`).
-``report`` and ``list`` never import any.
+Importing a module runs it. This is the one place where the package imports what a text names. Who may name
+it: an experiment file that is given to a command, and the command line itself. The configuration that a run
+folder holds may not, unless ``--allow-code`` is typed, for the folder may be somebody else's
+(:meth:`fedlowrank.config.experiment.ExperimentConfig.parse`). ``report`` and ``list`` never import any.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Clients in forked worker processes with one thread each, as many as cores.
 
-Workers are forked when the first round begins, so they share the method, its code and all data with their parent. A round sends
-each worker what its clients need and receives what they made, as bytes of trees, through shared memory. Jobs are sent longest
-first, by what the client cost the last time, each to the worker that is free first; the result is the sequential engine's bit for
-bit, whichever worker trained a client.
+Workers are forked when the first round begins, so they share the method, its code and all data with their
+parent. A round sends each worker what its clients need and receives what they made, as bytes of trees,
+through shared memory. Jobs are sent longest first, by what the client cost the last time, each to the worker
+that is free first; the result is the sequential engine's bit for bit, whichever worker trained a client.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ class Worker:
 
 def _answer(line: DuplexPipe, serve: Serve, parent: int) -> None:
     """Answer requests until the parent closes the pipe or dies."""
-    # what was garbage in the parent is not for this process to clear away: a lock of a thread that was not forked may be in it
+    # what was garbage in the parent is not for this process to clear away: a lock of a thread that was not
+    # forked may be in it
     gc.freeze()
     torch.set_num_threads(1)
     while True:
@@ -244,7 +245,8 @@ class Processes(Engine):
         # referenced, so that no other object has the same identity
         known = (method, federation, task)
         same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
-        # workers are copies of this process: they would not see what user code reads and has been changed since
+        # workers are copies of this process: they would not see what user code reads and has been changed
+        # since
         own = not type(method).__module__.startswith("fedlowrank.")
         if same and not own and all(a.is_standard for a in task.architectures.values()):
             return

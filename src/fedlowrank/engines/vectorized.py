@@ -1,14 +1,15 @@
 """Clients of like shapes, batched over a leading client axis.
 
-Every client's ``local_update`` runs by itself, as a coroutine, up to its call of ``view.train``. There it waits until all others
-have come to such a call or to their end (a *rendezvous*). Then equal requests are stacked and executed together, and each client
-goes on with its own result. Control flow in a method is therefore free.
+Every client's ``local_update`` runs by itself, as a coroutine, up to its call of ``view.train``. There it
+waits until all others have come to such a call or to their end (a *rendezvous*). Then equal requests are
+stacked and executed together, and each client goes on with its own result. Control flow in a method is
+therefore free.
 
-Requests are equal if their functions have the same code *and the same captured values*, so a loss that captures what
-differs between clients is executed client by client: slower, never wrong. So are losses that are not this package's own, modules
-with layers that are not standard (:mod:`fedlowrank.models.standard`), which might draw random numbers or count their calls, and
-modules with batch normalization, which padding would disturb. Uneven data is padded and masked; a client with fewer steps stops
-while the others go on.
+Requests are equal if their functions have the same code *and the same captured values*, so a loss that
+captures what differs between clients is executed client by client: slower, never wrong. So are losses that
+are not this package's own, modules with layers that are not standard (:mod:`fedlowrank.models.standard`),
+which might draw random numbers or count their calls, and modules with batch normalization, which padding
+would disturb. Uneven data is padded and masked; a client with fewer steps stops while the others go on.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ The baseline of Almansoori, Horváth, Takáč, arXiv:2410.03497, Table 1: proble
      2  client k: one SGD on θ^k and all w^k_c of the mixture's loss, π^k = softmax(θ^k)    local_update
      3  server: w_c ← Σ_k π^k_c N^k w^k_c / Σ_k π^k_c N^k                                   server_update
 
-With optimal routing π^k is the one-hot of the known cluster and only that model travels: FedAvg in every cluster.
+With optimal routing π^k is the one-hot of the known cluster and only that model travels: FedAvg in every
+cluster.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ B. McMahan, E. Moore, D. Ramage, S. Hampson, B. Agüera y Arcas. AISTATS 2017. a
     client k:               θ_k ← SGD on F_k from θ^t, E epochs; send θ_k               local_update
     server:                 θ^{t+1} = Σ_{k∈S_t} n_k θ_k / Σ_{k∈S_t} n_k                 server_update
 
-The mean is over the sampled clients, as in the paper's fourth version; ``weighting = "uniform"`` gives every client the same.
-BatchNorm normalizes by the batch in training and by each client's own statistics at inference, which are neither averaged nor
-sent (:mod:`fedlowrank.models.normalization`); its scales and shifts are averaged as any parameter.
+The mean is over the sampled clients, as in the paper's fourth version; ``weighting = "uniform"`` gives every
+client the same. BatchNorm normalizes by the batch in training and by each client's own statistics at
+inference, which are neither averaged nor sent (:mod:`fedlowrank.models.normalization`); its scales and shifts
+are averaged as any parameter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """FedEM: federated multi-task learning under a mixture of distributions.
 
-O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal. NeurIPS 2021. arXiv:2108.10252, Algorithm 1 (its long form, 2).
+O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal. NeurIPS 2021. arXiv:2108.10252, Algorithm 1 (its long
+form, 2).
 
     server, each round t:   send θ_1, ..., θ_C to each client k of the sample S_t                download
     client k, E-step:       q_k(z_i = c) ∝ π_kc exp(-l(h_{θ_c}(x_i), y_i)) for every example i   shares_of_examples
@@ -10,9 +11,10 @@ O. Marfoq, G. Neglia, A. Bellet, L. Kameni, R. Vidal. NeurIPS 2021. arXiv:2108.1
     server:                 θ_c ← Σ_k n_k θ_kc / Σ_k n_k                                         server_update
     inference:              Σ_c π_kc softmax(h_{θ_c}(x)); of a regression Σ_c π_kc h_{θ_c}(x)    predictor
 
-The E-step takes the models received and π_k of the round before, and holds during local training: every batch finds the q of
-its examples again from those models, C forward passes more. Scores are the logarithm of the mixture. A client without π_k
-begins at even shares; one that never took part takes ``adapt`` EM steps on π_k alone, on its training data, before it infers.
+The E-step takes the models received and π_k of the round before, and holds during local training: every batch
+finds the q of its examples again from those models, C forward passes more. Scores are the logarithm of the
+mixture. A client without π_k begins at even shares; one that never took part takes ``adapt`` EM steps on π_k
+alone, on its training data, before it infers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """FedEx-LoRA: the means of B and A, and what they miss of the mean update added to the base.
 
-Singhal, Ponkshe, Vepakomma, "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of Foundation Models",
-ACL 2025. arXiv:2410.09432.
+Singhal, Ponkshe, Vepakomma, "FedEx-LoRA: Exact Aggregation for Federated and Efficient Fine-Tuning of
+Foundation Models", ACL 2025. arXiv:2410.09432.
 
     server, each round t:   send B, A and the residuals that client i lacks                download
     client i:               W_0 ← W_0 + each residual; train B_i, A_i by E epochs          local_update
@@ -69,7 +69,8 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
     """Means of factors, with an exact residual.
 
     Attributes:
-        keep: merged: a client adds residuals to its base weights; stacked: it keeps them as a frozen adapter beside.
+        keep: merged: a client adds residuals to its base weights; stacked: it keeps them as a frozen adapter
+            beside.
         tuning: rank, scale, head and form on the wire.
     """
 

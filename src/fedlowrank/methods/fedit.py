@@ -1,13 +1,14 @@
 """FedIT: federated instruction tuning, FedAvg of LoRA factors.
 
-Zhang et al., "Towards Building the Federated GPT: Federated Instruction Tuning", ICASSP 2024. arXiv:2305.05644, Algorithm 1.
+Zhang et al., "Towards Building the Federated GPT: Federated Instruction Tuning", ICASSP 2024.
+arXiv:2305.05644, Algorithm 1.
 
     server, each round t:   send B, A to each client of S_t                                download
     client i:               train B_i, A_i by E epochs                                     local_update
     server:                 B = Σ n_i B_i / Σ n_i,  A = Σ n_i A_i / Σ n_i                  server_update
 
-The mean of factors is not the factors of the mean: B A holds products B_i A_j of different clients. That is the method, and its
-known error. Entry by entry means need one rank, and one scale.
+The mean of factors is not the factors of the mean: B A holds products B_i A_j of different clients. That is
+the method, and its known error. Entry by entry means need one rank, and one scale.
 """
 
 from __future__ import annotations

@@ -9,13 +9,15 @@ C. Wu, F. Wu, L. Lyu, Y. Huang, X. Xie. Nature Communications 13, 2032 (2022). a
                             keep T_k, W_k; send the update s_k - s^t, compressed                                local_update
     server:                 Δ = Σ n_k Δ_k / Σ n_k, compressed;  s^{t+1} = s^t + Δ                               server_update
 
-Compression is the SVD of each weight's update at the smallest rank that keeps a share of its energy; that share rises
-linearly from ``energy_start`` to ``energy_end`` over the rounds (:func:`fedlowrank.linalg.factored.compress`).
+Compression is the SVD of each weight's update at the smallest rank that keeps a share of its energy; that
+share rises linearly from ``energy_start`` to ``energy_end`` over the rounds
+(:func:`fedlowrank.linalg.factored.compress`).
 
-Settled: denominators and teachers are detached (each loss moves only its own model; W moves with the mentee's); *updates*
-are decomposed, not weights; the update is that of a round (the paper sends the gradient of a batch). A client that missed
-rounds needs the updates of those rounds too: the server keeps them and sends all that are missing, or the model itself once
-that is smaller. The paper's loss on attention maps belongs to transformers and has no counterpart here.
+Settled: denominators and teachers are detached (each loss moves only its own model; W moves with the
+mentee's); *updates* are decomposed, not weights; the update is that of a round (the paper sends the gradient
+of a batch). A client that missed rounds needs the updates of those rounds too: the server keeps them and
+sends all that are missing, or the model itself once that is smaller. The paper's loss on attention maps
+belongs to transformers and has no counterpart here.
 
 Choices: updates are averaged with the weights n_k, as in FedAvg, over the sampled clients; mentors of
 clients of one architecture begin with the same initial weights.

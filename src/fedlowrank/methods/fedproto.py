@@ -8,13 +8,14 @@ Y. Tan, G. Long, L. Liu, T. Zhou, Q. Lu, J. Jiang, C. Zhang. AAAI 2022. arXiv:21
                             keep θ_k; send c_k and n_k                                  local_update
     server:                 c̄_j = Σ_k n_{k,j} c_{k,j} / Σ_k n_{k,j}, over the owners    server_update
 
-A class without a prototype yet leaves its term out. Prototypes come from one pass after training. A class that no reply
-covers keeps its last prototype. Inference is by the classifier (default, as tables of local models need), or by the
-nearest prototype over all classes (the paper's) or over the client's own; before there is any usable prototype, the
-classifier infers.
+A class without a prototype yet leaves its term out. Prototypes come from one pass after training. A class
+that no reply covers keeps its last prototype. Inference is by the classifier (default, as tables of local
+models need), or by the nearest prototype over all classes (the paper's) or over the client's own; before
+there is any usable prototype, the classifier infers.
 
-Choices: the squared distance is divided by d, as in the authors' code, where λ = 1; owners of a prototype have the weights
-n_{k,j} (``weighting = "uniform"`` gives each the same); clients of one architecture begin with the same initial weights.
+Choices: the squared distance is divided by d, as in the authors' code, where λ = 1; owners of a prototype
+have the weights n_{k,j} (``weighting = "uniform"`` gives each the same); clients of one architecture begin
+with the same initial weights.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """FedSA-LoRA: the matrices A are shared, the matrices B stay with their clients.
 
-Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025. arXiv:2410.01463, Algorithm 1.
+Guo et al., "Selective Aggregation for Low-Rank Adaptation in Federated Learning", ICLR 2025.
+arXiv:2410.01463, Algorithm 1.
 
     server, each round t:   send A to each client of S_t                                   download
     client i:               train A_i, B_i by E epochs; keep B_i                           local_update

@@ -1,6 +1,7 @@
 """FedSLR: fusion of global and local knowledge for personalized federated learning.
 
-T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Algorithms 2 and 3 (partial participation).
+T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Algorithms 2 and 3 (partial
+participation).
 
     server, each round t:   send w^t to each client i of S_t, as factors where they are fewer numbers          download
     client i, phase I:      w_i ≈ argmin f_i(w) - ⟨γ_i, w⟩ + ‖w - w^t‖² / (2 η_g) by SGD from w^t
@@ -10,14 +11,16 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Algorith
     server:                 γ̄ ← γ̄ + 1/M Σ_{i∈S_t} (w^t - w_i) / η_g
                             w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i - η_g γ̄                   server_update
 
-M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.linalg.matricize`); every weight of two or
-more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The model is w + p_i; the series ``gkr``
-is w alone. The pull towards w^t and γ_i enter the gradient explicitly; the optimizer's weight decay is part of f_i in both
-phases. Departures: p_i starts at zero, where the authors' code starts it at w^0 (``personal_start``; and there, too, p_i of a
-normalization layer starts at zero here, for w + p_i would begin with twice its scale). γ̄ needs no γ_i on the
-server (Algorithm 3); with ``memory_efficient`` off it keeps them all (Algorithm 2), to the same end. Appendix A.3's other
-designs: ``shared`` is the norm that λ weighs, ``private`` the one that μ weighs (the nuclear one leaves vectors of p_i as
-they are); of a sparse w its entries travel, and a bit for each place. Those of A.2 are LPGD and GPGD, files of their own.
+M is the number of all clients; means are plain. π is scheme 2 (:mod:`fedlowrank.linalg.matricize`); every
+weight of two or more dimensions is proxed, vectors (biases, scales) are only averaged and corrected. The
+model is w + p_i; the series ``gkr`` is w alone. The pull towards w^t and γ_i enter the gradient explicitly;
+the optimizer's weight decay is part of f_i in both phases. Departures: p_i starts at zero, where the authors'
+code starts it at w^0 (``personal_start``; and there, too, p_i of a normalization layer starts at zero here,
+for w + p_i would begin with twice its scale). γ̄ needs no γ_i on the server (Algorithm 3); with
+``memory_efficient`` off it keeps them all (Algorithm 2), to the same end. Appendix A.3's other designs:
+``shared`` is the norm that λ weighs, ``private`` the one that μ weighs (the nuclear one leaves vectors of p_i
+as they are); of a sparse w its entries travel, and a bit for each place. Those of A.2 are LPGD and GPGD,
+files of their own.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ class FedSLR(Method[Server, Client, Weights, Params]):
         mu: μ ≥ 0, weight of the penalty on p_i.
         eta_g: η_g > 0, proximal step; its inverse is the strength of the pull towards w^t.
         shared: penalty on w: nuclear norm of every matrix, or ℓ1 norm of the same.
-        private: penalty on p_i: ℓ1 norm of all of it, or nuclear norm of every matrix (slow: a decomposition a step).
+        private: penalty on p_i: ℓ1 norm of all of it, or nuclear norm of every matrix (slow: a decomposition
+            a step).
         memory_efficient: the server keeps γ̄ alone, not γ_i of every client.
         personal_start: p_i begins at zero, or at w^0 (but for normalization layers, where it begins at zero).
         exclude: exact names of parameters that λ leaves alone.

@@ -1,6 +1,7 @@
 """FedSpa: achieving personalized federated learning with sparse local models.
 
-T. Huang, S. Liu, L. Shen, F. He, W. Lin, D. Tao. 2022. arXiv:2201.11380, Algorithms 1 and 2 (dynamic sparse training).
+T. Huang, S. Liu, L. Shen, F. He, W. Lin, D. Tao. 2022. arXiv:2201.11380, Algorithms 1 and 2 (dynamic sparse
+training).
 
     server, each round t:   send m_k ⊙ w^t to each client k of the sample S_t               download
     client k:               w_k ← masked SGD on F_k from m_k ⊙ w^t: w ← w - η m_k ⊙ ∇F_k(w)
@@ -12,16 +13,19 @@ T. Huang, S. Liu, L. Shen, F. He, W. Lin, D. Tao. 2022. arXiv:2201.11380, Algori
     server:                 w^{t+1} = w^t - 1/|S_t| Σ_{k∈S_t} U_k                           server_update
     inference:              m_k ⊙ w^{t+1}                                                   personal
 
-The mean is over |S_t| everywhere, also where a mask holds no weight. The layers' densities are Erdős-Rényi-kernel: a weight
-of shape (o, i, k1, k2) has density min(1, ε (o + i + k1 + k2) / (o i k1 k2)), with ε such that all parameters together have
-the density asked for; vectors (biases, scales of norms) are dense and count. n never changes.
+The mean is over |S_t| everywhere, also where a mask holds no weight. The layers' densities are
+Erdős-Rényi-kernel: a weight of shape (o, i, k1, k2) has density min(1, ε (o + i + k1 + k2) / (o i k1 k2)),
+with ε such that all parameters together have the density asked for; vectors (biases, scales of norms) are
+dense and count. n never changes.
 
-What crosses: of each masked weight only the values on the mask, in row-major order. Both sides know m_k: its first value, of
-its own for each client, comes from the randomness common to all (``task.key``); afterwards the client sends what it grew, as
-bits, beside the update. A reply that is lost leaves the old mask on both sides. Static masks (α = 0) are never sent.
+What crosses: of each masked weight only the values on the mask, in row-major order. Both sides know m_k: its
+first value, of its own for each client, comes from the randomness common to all (``task.key``); afterwards
+the client sends what it grew, as bits, beside the update. A reply that is lost leaves the old mask on both
+sides. Static masks (α = 0) are never sent.
 
-Settled: a pruned weight may grow again, as in public code. The one where gradients are equal (all zero) stays, so nothing
-moves where nothing is learnt. The gradient comes from one step of plain SGD on a copy that starts at zero.
+Settled: a pruned weight may grow again, as in public code. The one where gradients are equal (all zero)
+stays, so nothing moves where nothing is learnt. The gradient comes from one step of plain SGD on a copy that
+starts at zero.
 """
 
 from __future__ import annotations
@@ -103,8 +107,8 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
 
     Attributes:
         density: share of the parameters that a client trains, in (0, 1].
-        prune: α in [0, 1], share of a layer's active weights exchanged after the first round, falling to none by half a
-            cosine; 0 keeps the masks.
+        prune: α in [0, 1], share of a layer's active weights exchanged after the first round, falling to none
+            by half a cosine; 0 keeps the masks.
     """
 
     density: float = 0.5

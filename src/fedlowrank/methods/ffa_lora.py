@@ -6,7 +6,8 @@ Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024
     client i:               train B_i by E epochs, A_0 frozen                              local_update
     server:                 B = Σ n_i B_i / Σ n_i                                          server_update
 
-A_0 is drawn from the seed that all share, so it never travels. Σ p_i B_i A_0 = (Σ p_i B_i) A_0: the mean is exact.
+A_0 is drawn from the seed that all share, so it never travels. Σ p_i B_i A_0 = (Σ p_i B_i) A_0: the mean is
+exact.
 """
 
 from __future__ import annotations

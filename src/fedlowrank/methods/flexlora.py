@@ -1,7 +1,7 @@
 """FlexLoRA: the mean of whole updates, and for each client its best approximation of the client's rank.
 
-Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources", NeurIPS 2024.
-arXiv:2402.11505, Algorithm 1.
+Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client Resources",
+NeurIPS 2024. arXiv:2402.11505, Algorithm 1.
 
     server, each round t:   W = U Σ Vᵀ; send U_r Σ_r and V_rᵀ to each client i of S_t, r = r_i          download
     client i:               train B_i, A_i by E epochs                                                  local_update

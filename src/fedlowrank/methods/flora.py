@@ -1,7 +1,7 @@
 """FLoRA: factors of unequal rank are stacked, not averaged, and added to the base; every round begins with a fresh adapter.
 
-Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations", NeurIPS 2024.
-arXiv:2409.05976.
+Wang et al., "FLoRA: Federated Fine-Tuning Large Language Models with Heterogeneous Low-Rank Adaptations",
+NeurIPS 2024. arXiv:2409.05976.
 
     server, each round t:   send the stacks that client i lacks                                       download
     client i:               W_0 ← W_0 + B A of each stack                                             Base.followed
@@ -57,8 +57,8 @@ class FLoRA(Method[Server, Own, Download, Message]):
     """Stacked factors.
 
     Attributes:
-        keep: merged: a client adds stacks to its base weights; stacked: it keeps them as a frozen adapter beside, for bases
-            that cannot be changed, such as quantized ones.
+        keep: merged: a client adds stacks to its base weights; stacked: it keeps them as a frozen adapter
+            beside, for bases that cannot be changed, such as quantized ones.
         tuning: rank, scale, head and form on the wire.
     """
 

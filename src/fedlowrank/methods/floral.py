@@ -1,6 +1,7 @@
 """FLoRAL: clients mix a few federated low-rank adaptors of one base model.
 
-Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors", arXiv:2410.03497.
+Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors",
+arXiv:2410.03497.
 
     Algorithm 1, simple FLoRAL averaging (u the base, a_c the adaptors, w_c = (u, a_c))     here
      1  for τ = 0, H, 2H, ...: the server sends u and {a_c} to k ∈ S_τ                      download
@@ -11,10 +12,11 @@ Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with
      6  server: u ← Σ_k N^k u^k / Σ_k N^k                                                   server_update
      7  server: a_c ← Σ_k π^k_c N^k a^k_c / Σ_k π^k_c N^k                                   cluster_mean
 
-θ^k never leaves the client; the C numbers π^k do, for line 7. With optimal routing π^k is the one-hot of the client's known
-cluster, and only that cluster's adaptors travel, both ways. With ``router.update = "mfl"`` eq. 4 and 5 replace line 4: the client
-finds π^k_c ∝ exp(-η f^k(w_c)) for the w_c that it receives, trains and sends it unchanged, and finds it anew for the next w_c;
-the first round's π^k is even. Adaptors add to the weights, so line 5 is one forward pass.
+θ^k never leaves the client; the C numbers π^k do, for line 7. With optimal routing π^k is the one-hot of the
+client's known cluster, and only that cluster's adaptors travel, both ways. With ``router.update = "mfl"`` eq.
+4 and 5 replace line 4: the client finds π^k_c ∝ exp(-η f^k(w_c)) for the w_c that it receives, trains and
+sends it unchanged, and finds it anew for the next w_c; the first round's π^k is even. Adaptors add to the
+weights, so line 5 is one forward pass.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
 
     Attributes:
         clusters: C, number of adaptors of each adapted parameter.
-        rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at least).
+        rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at
+            least).
         alpha: α, factor on the adaptors.
         construction: of adaptors of convolutions.
         kinds: what is adapted: linear, convolution, embedding, bias, norm.

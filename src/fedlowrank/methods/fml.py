@@ -1,6 +1,7 @@
 """FML: federated mutual learning.
 
-T. Shen, J. Zhang, X. Jia, F. Zhang, G. Huang, P. Zhou, K. Kuang, F. Wu, C. Wu. 2020. arXiv:2006.16765, Algorithm 1.
+T. Shen, J. Zhang, X. Jia, F. Zhang, G. Huang, P. Zhou, K. Kuang, F. Wu, C. Wu. 2020. arXiv:2006.16765,
+Algorithm 1.
 
     server, each round t:   send the meme model m^t to each client k of S_t             download
     client k:               from its private model p_k and m ← m^t, E epochs of simultaneous SGD on
@@ -9,9 +10,10 @@ T. Shen, J. Zhang, X. Jia, F. Zhang, G. Huang, P. Zhou, K. Kuang, F. Wu, C. Wu. 
                             keep p_k; send m_k                                          local_update
     server:                 m^{t+1} = Σ_{k∈S_t} n_k m_k / Σ_{k∈S_t} n_k                 server_update
 
-Both losses are taken at the same old parameters and the teacher of each is detached: it is a target, not a variable. The
-divergence is the mean over examples of Σ_j p_j log(p_j / q_j), not divided by the number of classes again. In a
-heterogeneous federation the meme is the smallest architecture (CNN-5 in pFedLoRA's Table 2), or the one named.
+Both losses are taken at the same old parameters and the teacher of each is detached: it is a target, not a
+variable. The divergence is the mean over examples of Σ_j p_j log(p_j / q_j), not divided by the number of
+classes again. In a heterogeneous federation the meme is the smallest architecture (CNN-5 in pFedLoRA's Table
+2), or the one named.
 
 Choices: memes are averaged with the weights n_k, as in FedAvg, over the sampled clients; private models of
 clients of one architecture begin with the same initial weights.

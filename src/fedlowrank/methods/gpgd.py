@@ -6,9 +6,10 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix
     client i:               w_i ← SGD on f_i from w^t, E epochs; send w_i                                      local_update
     server:                 w^{t+1} = prox of λ η_g Σ_l ‖π(·_l)‖_* at mean_{S_t} w_i                           server_update
 
-That is FedAvg with plain means and a prox after them. It lacks FedSLR's γ, so it does not descend on the penalized objective;
-it is here to be compared with, at FedSLR's matrices and settings, and without a personal component. The size of the
-threshold, λ η_g as in FedSLR, is our reading: the local steps have several sizes, so the paper's global step needs one.
+That is FedAvg with plain means and a prox after them. It lacks FedSLR's γ, so it does not descend on the
+penalized objective; it is here to be compared with, at FedSLR's matrices and settings, and without a personal
+component. The size of the threshold, λ η_g as in FedSLR, is our reading: the local steps have several sizes,
+so the paper's global step needs one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HetLoRA: unequal ranks by zero padding and truncation, with rank self-pruning and sparsity-weighted means.
 
-Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024. arXiv:2401.06432,
-Algorithm 1. Without pruning and with weights n_i it is the baseline Zero-padding of FedHL.
+Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP 2024.
+arXiv:2401.06432, Algorithm 1. Without pruning and with weights n_i it is the baseline Zero-padding of FedHL.
 
     server, each round t:   send the first r_i columns of B, rows of A to each client i of S_t        download
     client i:               minimize f_i + λ ‖B[:, γr_i:]‖ ‖A[γr_i:, :]‖ by E epochs                  local_update, _tail
@@ -9,10 +9,10 @@ Algorithm 1. Without pruning and with weights n_i it is the baseline Zero-paddin
     server:                 pad every B_i, A_i with zeros to r_max,
                             B = Σ p_i B_i, A = Σ p_i A_i,  p_i ∝ n_i or ‖s_i B_i A_i‖_F               server_update
 
-The factors of the server are those of scale 1: the B of an upload is multiplied by s_i. With equal ranks
-and weights n_i that is FedIT, whatever the scale. A component that few clients hold is diluted by the zeros of the others;
-``per_index`` divides each by the weight of those who hold it. γ r_i is rounded down, but a rank falls by one at least and to one
-at most.
+The factors of the server are those of scale 1: the B of an upload is multiplied by s_i. With equal ranks and
+weights n_i that is FedIT, whatever the scale. A component that few clients hold is diluted by the zeros of
+the others; ``per_index`` divides each by the weight of those who hold it. γ r_i is rounded down, but a rank
+falls by one at least and to one at most.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """IFCA: an efficient framework for clustered federated learning.
 
-A. Ghosh, J. Chung, D. Yin, K. Ramchandran. NeurIPS 2020. arXiv:2006.04088, Algorithm 1, option II (model averaging).
+A. Ghosh, J. Chung, D. Yin, K. Ramchandran. NeurIPS 2020. arXiv:2006.04088, Algorithm 1, option II (model
+averaging).
 
     server, each round t:   send θ_1, ..., θ_C to each client k of the sample S_t                download
     client k:               ĵ = argmin_j F_k(θ_j); s_k the one-hot of ĵ                          nearest
@@ -8,9 +9,9 @@ A. Ghosh, J. Chung, D. Yin, K. Ramchandran. NeurIPS 2020. arXiv:2006.04088, Algo
     server:                 θ_j ← Σ_k s_kj n_k θ_k / Σ_k s_kj n_k                                server_update
     inference:              θ_ĵ, with ĵ chosen anew from the models received                     personal
 
-F_k is the mean loss over all training examples of the client. A model that nobody picked stays as it was. The paper takes
-the plain mean of the members; so does ``weighting = "uniform"``. The models begin at different draws, all layers are their
-own, and a client keeps nothing.
+F_k is the mean loss over all training examples of the client. A model that nobody picked stays as it was. The
+paper takes the plain mean of the members; so does ``weighting = "uniform"``. The models begin at different
+draws, all layers are their own, and a client keeps nothing.
 """
 
 from __future__ import annotations

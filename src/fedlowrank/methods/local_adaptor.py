@@ -1,6 +1,7 @@
 """Local Adaptor: a common base, and at every client a low-rank adaptor that it never sends.
 
-The baseline of Almansoori, Horváth, Takáč, arXiv:2410.03497, Table 1: FLoRAL with C = 1 whose adaptor stays at the client.
+The baseline of Almansoori, Horváth, Takáč, arXiv:2410.03497, Table 1: FLoRAL with C = 1 whose adaptor stays
+at the client.
 
     Each round                                                                              here
      1  the server sends u to k ∈ S_t                                                       download
@@ -29,7 +30,8 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     """One adaptor a client, which stays there.
 
     Attributes:
-        rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at least).
+        rank: of an adaptor, an integer; or below 1 its budget ρ, a share of the parameter's size (rank 1 at
+            least).
         alpha: α, factor on the adaptor.
         construction: of adaptors of convolutions.
         kinds: what is adapted: linear, convolution, embedding, bias, norm.

@@ -6,9 +6,10 @@ T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao. TMLR 2023. arXiv:2302.11051, Appendix
     client i:               w ← prox of λ η Σ_l ‖π(·_l)‖_* at w - η ∇f_i(w), from w^t, E epochs; send w_i      local_update
     server:                 w^{t+1} = mean_{S_t} w_i                                                           server_update
 
-η is the round's learning rate. A step costs a singular value decomposition of every matrix, and the mean of low-rank models
-has full rank, so the download does not shrink; that is why the paper proposes FedSLR. The upload could travel as factors; it
-is sent whole, as FedSLR's is. Matrices and settings are FedSLR's; there is no personal component.
+η is the round's learning rate. A step costs a singular value decomposition of every matrix, and the mean of
+low-rank models has full rank, so the download does not shrink; that is why the paper proposes FedSLR. The
+upload could travel as factors; it is sent whole, as FedSLR's is. Matrices and settings are FedSLR's; there is
+no personal component.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class LPGD(Method[Params, None, Params, Params]):
     def local_update(self, state: None, down: Params, view: ClientView) -> tuple[None, Params]:
         """A proximal step after every gradient step."""
         del state
-        # the method itself is one object for all clients, so that an engine can tell that they run the same function
+        # the method itself is one object for all clients, so that an engine can tell that they run the same
+        # function
         model, method = view.model, self
 
         def loss(theta: Params, batch: Batch) -> Tensor:

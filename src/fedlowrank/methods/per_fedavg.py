@@ -12,10 +12,11 @@ A. Fallah, A. Mokhtari, A. Ozdaglar. NeurIPS 2020. arXiv:2002.07948, Algorithm 1
     server:                 θ^{t+1} = 1/|S_t| Σ_{k∈S_t} θ_k                                     server_update
     inference:              θ - α ∇f_k(θ; one batch of the *training* data)                     personal
 
-β is the learning rate of ``optimizer``, 0.001 by default. B1 and B2 are every other example of a batch, which is in random
-order; a batch of one example is both. The first order variant takes the inner gradient as a constant. The Hessian-free one
-takes its Hessian-vector product on B1, where the paper draws a third batch; so its step is the gradient of f_k(θ'(θ); B2) up
-to the error of the finite difference. Replies weigh the same, as in the paper; ``weighting = "examples"`` is n_k.
+β is the learning rate of ``optimizer``, 0.001 by default. B1 and B2 are every other example of a batch, which
+is in random order; a batch of one example is both. The first order variant takes the inner gradient as a
+constant. The Hessian-free one takes its Hessian-vector product on B1, where the paper draws a third batch; so
+its step is the gradient of f_k(θ'(θ); B2) up to the error of the finite difference. Replies weigh the same,
+as in the paper; ``weighting = "examples"`` is n_k.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """pFedLoRA (FedLoRA): model-heterogeneous personalized federated learning with LoRA tuning.
 
-L. Yi, H. Yu, G. Wang, X. Liu, X. Li. arXiv:2310.13283, Algorithm 1. Client k's model is F_k = h_k ∘ f_k with parameters ω_k.
+L. Yi, H. Yu, G. Wang, X. Liu, X. Li. arXiv:2310.13283, Algorithm 1. Client k's model is F_k = h_k ∘ f_k with
+parameters ω_k.
 
     server, each round t:   send the adapter θ^{t-1} to each client k of the sample S                   download
     client k, step 1:       freeze the adapter, train the model: for mini-batches (x, y), E epochs,
@@ -12,13 +13,15 @@ L. Yi, H. Yu, G. Wang, X. Liu, X. Li. arXiv:2310.13283, Algorithm 1. Client k's 
     server:                 θ^t = Σ_{k∈S} n_k θ_k^t / Σ_{k∈S} n_k                                       server_update (eq. 10)
     inference:              ŷ2, the client's own model alone                                            personal
 
-The gradient of CE(ŷ1) reaches f_k through R. The adapter is Linear(R → width) → [ReLU] → Linear(width → classes): with ReLU
-on FC1's output it is the paper's *direct dimension reduction* (homogeneous models), without ReLU on FC2's output its *matrix
-decomposition* (heterogeneous models). Where the representation ends is the model's to say (``model.split``).
+The gradient of CE(ŷ1) reaches f_k through R. The adapter is Linear(R → width) → [ReLU] → Linear(width →
+classes): with ReLU on FC1's output it is the paper's *direct dimension reduction* (homogeneous models),
+without ReLU on FC2's output its *matrix decomposition* (heterogeneous models). Where the representation ends
+is the model's to say (``model.split``).
 
-Settled: the mean is over the sampled clients (the paper divides by the examples of all N, which loses scale under partial
-participation). ``start = "svd"`` begins at the rank-width decomposition of the head of the first client's initial model.
-Clients of one architecture begin with the same initial weights (in the paper each draws its own).
+Settled: the mean is over the sampled clients (the paper divides by the examples of all N, which loses scale
+under partial participation). ``start = "svd"`` begins at the rank-width decomposition of the head of the
+first client's initial model. Clients of one architecture begin with the same initial weights (in the paper
+each draws its own).
 """
 
 from __future__ import annotations

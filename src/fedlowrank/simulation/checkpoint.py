@@ -4,10 +4,10 @@
     checkpoint/server-000012.tree   state of the server after round 12
     checkpoint/client-3-000010.tree state of client 3, which last changed in round 10
 
-Only states that changed since the last checkpoint are written. The manifest is replaced last, by a rename; files that
-it does not name are left-overs of a killed process and are removed. Under ``earlier`` it names the checkpoints before the
-last one that are kept: of each the file of the server, and those files of clients that differ from the last checkpoint's
-(null for a client that had no state yet).
+Only states that changed since the last checkpoint are written. The manifest is replaced last, by a rename;
+files that it does not name are left-overs of a killed process and are removed. Under ``earlier`` it names the
+checkpoints before the last one that are kept: of each the file of the server, and those files of clients that
+differ from the last checkpoint's (null for a client that had no state yet).
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def load(folder: Path, store: ClientStore | None = None) -> State:
         store: an empty one, for the states of clients; None for one that keeps all in memory.
 
     Raises:
-        CheckpointError: if there is none, or a file of it is missing or has another digest than when it was written.
+        CheckpointError: if there is none, or a file of it is missing or has another digest than when it was
+            written.
     """
     manifest = _manifest(folder)
     digests = manifest.get("digests", {})
@@ -125,7 +126,8 @@ def go_back(folder: Path, round: int) -> None:
         round: rounds completed at that checkpoint.
 
     Raises:
-        CheckpointError: if none of that round is kept, or a file of it is missing or damaged; nothing has changed then.
+        CheckpointError: if none of that round is kept, or a file of it is missing or damaged; nothing has
+            changed then.
     """
     manifest = _manifest(folder)
     if round == manifest["round"]:

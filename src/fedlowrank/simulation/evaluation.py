@@ -54,8 +54,10 @@ class Evaluation:
     Attributes:
         accuracy: series by name, the headline first; in each the splits; in each one number a client.
         risk: the mean loss on the same examples, in the same form.
-        routes: each client's share of each cluster; None if the method has no clusters, or if not all clients are known.
-        parameters: series by name; in each, how many numbers the model of each client takes; None if not all are known.
+        routes: each client's share of each cluster; None if the method has no clusters, or if not all clients
+            are known.
+        parameters: series by name; in each, how many numbers the model of each client takes; None if not all
+            are known.
     """
 
     accuracy: Accuracy
@@ -198,7 +200,8 @@ def local_model(
         method: says which.
         federation: the clients.
         task: what is learnt.
-        engine: executes what a method does to its model before it infers, such as adaptation on *training* data.
+        engine: executes what a method does to its model before it infers, such as adaptation on *training*
+            data.
         state: of the client.
         info: who it is.
         round: counted from 0.
@@ -222,8 +225,8 @@ class Score:
     """What a predictor is worth on some examples; None where there are none.
 
     Attributes:
-        accuracy: share of examples whose highest score is their label's (of language models: of tokens that are predicted);
-            None for a regression, too.
+        accuracy: share of examples whose highest score is their label's (of language models: of tokens that
+            are predicted); None for a regression, too.
         risk: mean loss; of language models the exponential of it is the perplexity.
     """
 

@@ -27,8 +27,8 @@ def export(run: Run, client: int, series: str | None = None, layout: Layout = "s
     Args:
         run: where it stands now.
         client: its identifier. One that never took part has the model it would begin with.
-        series: which of the method's models; by default its headline. Others only where the method says what they are
-            made of (:meth:`fedlowrank.core.method.Method.parts`).
+        series: which of the method's models; by default its headline. Others only where the method says what
+            they are made of (:meth:`fedlowrank.core.method.Method.parts`).
         layout: see :func:`fedlowrank.adapters.deployment.deploy`.
 
     Raises:

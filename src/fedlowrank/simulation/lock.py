@@ -32,7 +32,8 @@ def exclusive(folder: Path) -> Iterator[None]:
         folder: it must exist.
 
     Raises:
-        FolderInUseError: if another process, or another thread of this one, holds it; the message names the process.
+        FolderInUseError: if another process, or another thread of this one, holds it; the message names the
+            process.
         CheckpointError: if the folder cannot be written.
     """
     if not folder.is_dir():

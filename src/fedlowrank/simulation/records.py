@@ -1,7 +1,8 @@
 """What a run leaves behind: one folder, readable by a person and by the report.
 
-RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the experiment has any
-RUN/clients.json      one row a client: architecture, examples in train/val/test, class counts, true cluster (null if
+RUN/run.json          resolved configuration, software versions, the paper's reference numbers if the
+experiment has any RUN/clients.json      one row a client: architecture, examples in train/val/test, class
+counts, true cluster (null if
                       unknown), whether it never trains
 RUN/metrics.jsonl     one :class:`RoundRecord` a line; round 0 is the state before any training
 RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
@@ -50,11 +51,13 @@ class RoundRecord:
         loss: mean loss over the steps of each pass, over all participants.
         accuracy: see :data:`Accuracy`; None in rounds without evaluation.
         risk: the mean loss of every client's model on its own examples, in the same form.
-        routes: of every client its share of each cluster; None if the method has no clusters, or without evaluation.
+        routes: of every client its share of each cluster; None if the method has no clusters, or without
+            evaluation.
         parameters: of each series, how many numbers the model of each client takes
             (:func:`fedlowrank.linalg.matricize.numbers`); None in rounds without evaluation.
         ranks: of the server's low-rank weights by name, after the round.
-        observed: what the method says of its server after the round, such as the weight of each client's reply.
+        observed: what the method says of its server after the round, such as the weight of each client's
+            reply.
     """
 
     round: int

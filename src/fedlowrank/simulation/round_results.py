@@ -138,7 +138,8 @@ class RoundResults:
         return self._states.only(self.arrived)
 
     def _store(self) -> None:
-        # copied together: between the tensors of training, where they were made, each would keep a gap of memory open
+        # copied together: between the tensors of training, where they were made, each would keep a gap of
+        # memory open
         compact = {client: tree.map(_compacted, state) for client, state in self._waiting.items()}
         self._states, self._waiting = self._states | compact, {}
 

@@ -34,28 +34,35 @@ class RunSettings:
     Attributes:
         rounds: T, rounds of communication.
         participation: C, share of the clients that take part in a round, in (0, 1].
-        unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the others, by
-            whatever the method does at a client that never took part.
+        unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the
+            others, by whatever the method does at a client that never took part.
         seed: of everything random: partition, participants, order of examples, initial values.
-        engine: sequential; vectorized (clients of like shapes at once); processes (one a core); auto (the fastest of these by
-            a short trial); wire (every message through bytes); or flower (Flower's simulation, of an experiment file).
+        engine: sequential; vectorized (clients of like shapes at once); processes (one a core); auto (the
+            fastest of these by a short trial); wire (every message through bytes); or flower (Flower's
+            simulation, of an experiment file).
         device: cpu, or cuda where torch finds one.
-        pixels: how images are kept on the device: float32; bytes (a quarter of the memory, the same bits in every step; data
-            that are no images of at most 256 values a channel stay float32, and the run says so); or auto (bytes on a GPU where
-            that can be, float32 on a CPU, which takes three times as long to make a batch of bytes).
-        micro_batch: examples of which a gradient is taken at once, to save memory; larger batches are taken in parts whose
-            gradients add up to the same. None takes every batch whole.
-        client_memory: MiB of clients' states in memory; where they take more, those that were longest not changed wait in a
-            temporary folder. None keeps all in memory.
-        threads: of torch in this process; a second one makes small models many times slower on a busy machine.
+        pixels: how images are kept on the device: float32; bytes (a quarter of the memory, the same bits in
+            every step; data that are no images of at most 256 values a channel stay float32, and the run says
+            so); or auto (bytes on a GPU where that can be, float32 on a CPU, which takes three times as long
+            to make a batch of bytes).
+        micro_batch: examples of which a gradient is taken at once, to save memory; larger batches are taken
+            in parts whose gradients add up to the same. None takes every batch whole.
+        client_memory: MiB of clients' states in memory; where they take more, those that were longest not
+            changed wait in a temporary folder. None keeps all in memory.
+        threads: of torch in this process; a second one makes small models many times slower on a busy
+            machine.
         evaluate_every: rounds between evaluations; the first and last round are always evaluated.
         checkpoint_every: rounds between checkpoints; the last round is always saved.
-        keep_checkpoints: checkpoints that are kept, the last one included; ``fedlowrank resume RUN --round N`` goes back to one.
-        keep_best: keep the state of the round with the best mean validation accuracy beside the last, in ``best/``.
+        keep_checkpoints: checkpoints that are kept, the last one included; ``fedlowrank resume RUN --round
+            N`` goes back to one.
+        keep_best: keep the state of the round with the best mean validation accuracy beside the last, in
+            ``best/``.
         on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on.
         lost_replies: probability that a reply is lost on its way, to study its effect.
-        target: test accuracy whose cost is reported, in (0, 1]; by default the highest that all compared runs reached.
-        adapters: rounds after which adapter folders of server and clients are written, where the models are language models.
+        target: test accuracy whose cost is reported, in (0, 1]; by default the highest that all compared runs
+            reached.
+        adapters: rounds after which adapter folders of server and clients are written, where the models are
+            language models.
         representations: test examples whose representations are kept at the end for pictures; 0 keeps none.
     """
 
@@ -247,8 +254,8 @@ class Run:
         """One round. The run changes only if it succeeds as a whole.
 
         Args:
-            losses: clients whose reply is lost whatever happens, with the reason, as a record has them: to go over a run
-                again that lost replies.
+            losses: clients whose reply is lost whatever happens, with the reason, as a record has them: to go
+                over a run again that lost replies.
         """
         t, clock = self.round, Clock()
         with clock("server"):

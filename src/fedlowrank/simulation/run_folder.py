@@ -241,8 +241,8 @@ class RunFolder:
 def changes_of(stored: Any, now: Any, method: Method[Any, Any, Any, Any]) -> list[str]:
     """Fields of ``run.json`` in which two configurations differ so that one run cannot go on as the other.
 
-    A run may get more rounds, for its rounds until now are those of a run that had as many from the start, unless the method
-    plans them by their number.
+    A run may get more rounds, for its rounds until now are those of a run that had as many from the start,
+    unless the method plans them by their number.
 
     Args:
         stored: the configuration of the run.

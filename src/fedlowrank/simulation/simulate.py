@@ -61,8 +61,9 @@ class Result:
     def personal(self, client: int) -> Params:
         """State dict of the model that a client would use now; load it with ``module.load_state_dict``.
 
-        Tensors that are not trained, such as the frozen base of a LoRA model, are those of the federation's own module and
-        not copies. Load the state into another module: a federation goes on with the module that it was made from.
+        Tensors that are not trained, such as the frozen base of a LoRA model, are those of the federation's
+        own module and not copies. Load the state into another module: a federation goes on with the module
+        that it was made from.
         """
         info = self.run.federation.infos[client]
         return whole_state(self.run.federation.architectures[info.architecture], self.run.personal(info))
@@ -90,9 +91,10 @@ def simulate(
         force: move an existing folder aside.
         progress: show a progress bar.
         on_round: called with the record of every round, the one before training included.
-        config: further entries of ``run.json`` (how data and models came about); ``variant`` with ``name`` and
-            ``title`` tells apart runs of one method with other settings.
-        **settings: fields of :class:`fedlowrank.simulation.run.RunSettings`: ``rounds=50, participation=0.1, ...``.
+        config: further entries of ``run.json`` (how data and models came about); ``variant`` with ``name``
+            and ``title`` tells apart runs of one method with other settings.
+        **settings: fields of :class:`fedlowrank.simulation.run.RunSettings`: ``rounds=50, participation=0.1,
+            ...``.
 
     Returns:
         The last state and the records of all rounds.
@@ -165,7 +167,8 @@ def reopen(
         folder: of the run.
         settings: of the run.
         config: see :func:`simulate`.
-        which: ``checkpoint`` for the last one, ``best`` for the best round by validation of a run with ``keep_best``.
+        which: ``checkpoint`` for the last one, ``best`` for the best round by validation of a run with
+            ``keep_best``.
 
     Raises:
         CheckpointError: if the configuration or the data are not those of the folder.

@@ -16,7 +16,8 @@ class _Console(Console):
 def console(*, stderr: bool = False) -> Console:
     """A console that prints text as it is.
 
-    Rich would else drop ``[language]`` as a style and print ``:key:`` as a picture, in tables and titles, too.
+    Rich would else drop ``[language]`` as a style and print ``:key:`` as a picture, in tables and titles,
+    too.
 
     Args:
         stderr: print on the error stream.

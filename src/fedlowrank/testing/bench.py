@@ -1,9 +1,10 @@
 """How long a federated round takes here, against the same SGD steps in a bare PyTorch loop.
 
-100 clients of 50 examples, 10 clients a round, batches of 32, one epoch, one thread. The bare loop does nothing federated: it
-loads the weights, makes a ``torch.optim.SGD`` and steps through the very same batches. A round contains sampling, copies,
-training, the counting of bytes and operations, and the server's mean. All arms run in one process, in an order that turns from
-round to round; a figure is the median over rounds of the ratio of an arm's time to the bare loop's in the same round.
+100 clients of 50 examples, 10 clients a round, batches of 32, one epoch, one thread. The bare loop does
+nothing federated: it loads the weights, makes a ``torch.optim.SGD`` and steps through the very same batches.
+A round contains sampling, copies, training, the counting of bytes and operations, and the server's mean. All
+arms run in one process, in an order that turns from round to round; a figure is the median over rounds of the
+ratio of an arm's time to the bare loop's in the same round.
 """
 
 from __future__ import annotations

@@ -203,7 +203,8 @@ def _still(method: AnyMethod) -> str | None:
         for f in dataclasses.fields(method)
         if hasattr(value := getattr(method, f.name), "learning_rate")
     }
-    # a penalty goes on acting when nobody learns; a method says which of its settings to put aside for this check
+    # a penalty goes on acting when nobody learns; a method says which of its settings to put aside for this
+    # check
     still = dataclasses.replace(method, **changed, **type(method).at_rest)
     run = Run(still, federation(method.heterogeneous), RunSettings(rounds=6), Sequential())
     first = {i.id: run.personal(i) for i in run.federation.infos}

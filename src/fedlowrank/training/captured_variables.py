@@ -1,8 +1,8 @@
 """Identity of a function: its code and its captured variables (free variables and globals).
 
-A loss of a method is made anew at every client and in every round. Two of them compute the same where their code is the same and
-what they captured is. Numbers, words and settings that are frozen count by their value; what counts for the rest (models,
-tensors, other objects) is for the caller to say.
+A loss of a method is made anew at every client and in every round. Two of them compute the same where their
+code is the same and what they captured is. Numbers, words and settings that are frozen count by their value;
+what counts for the rest (models, tensors, other objects) is for the caller to say.
 """
 
 from __future__ import annotations

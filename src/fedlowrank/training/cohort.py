@@ -115,7 +115,8 @@ def train_cohort(
         pool: buffers for batches.
 
     Returns:
-        The trained trees with a leading client axis, and the losses ``[clients, steps]``, 0 after a client's last step.
+        The trained trees with a leading client axis, and the losses ``[clients, steps]``, 0 after a client's
+        last step.
 
     Raises:
         TaskError: if a function of the method is not one that ``vmap`` can handle.

@@ -52,10 +52,11 @@ class LocalData:
         info: whose.
         examples: inputs and labels.
         passes: of the method.
-        key: of this client and round; the order and the augmentation depend on the place of a pass among the passes
-            and not on its name, so that all methods see the same.
+        key: of this client and round; the order and the augmentation depend on the place of a pass among the
+            passes and not on its name, so that all methods see the same.
         augment: what happens to the images of the batches of a pass.
-        quarter_turns: by how many the images are turned already, so that they are mirrored along their own axis.
+        quarter_turns: by how many the images are turned already, so that they are mirrored along their own
+            axis.
         by_length: of texts: whether a batch is of examples of like length, the batches in random order.
     """
 
@@ -177,7 +178,8 @@ def gather(examples: Examples, index: Tensor, step: int = 0, columns: int | None
 
     Args:
         examples: all.
-        index: places of those in the batch ``[b]``; if they are not on the device of the examples, they are copied there.
+        index: places of those in the batch ``[b]``; if they are not on the device of the examples, they are
+            copied there.
         step: see :class:`Batch`.
         columns: of texts, how many are needed; None to look, which on a GPU waits for all that is under way.
     """

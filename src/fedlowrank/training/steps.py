@@ -77,8 +77,9 @@ class Work:
     def proximal(self) -> None:
         """Apply the request's prox, as after every step.
 
-        A decomposition raises on a NaN or an infinity. Then the prox leaves out the clients whose parameters are not all finite,
-        the pass goes on, and the check of its losses and parameters names the client and the step.
+        A decomposition raises on a NaN or an infinity. Then the prox leaves out the clients whose parameters
+        are not all finite, the pass goes on, and the check of its losses and parameters names the client and
+        the step.
         """
         prox, lr = self.request.prox, self._lr
         if prox is None:

@@ -94,7 +94,8 @@ class LocalTrainer:
     def is_standard(self, request: Request) -> bool:
         """Whether a step does nothing but compute: the functions are this package's, and all layers are standard.
 
-        Only then may an engine evaluate the loss once more than the user's own loop would, or for many clients at once.
+        Only then may an engine evaluate the loss once more than the user's own loop would, or for many
+        clients at once.
         """
         return self._is_standard(request.loss, request.precondition, request.prox)
 
@@ -109,8 +110,9 @@ class LocalTrainer:
     def _counting(self, kind: Any, standard: bool) -> Callable[[Batch], AbstractContextManager[None]]:
         """What is entered around each step, to count its operations.
 
-        Steps of standard layers have been counted without being taken. All others are counted as they are taken, the first of
-        each size in every pass: counting may change the order of sums, and a result must not depend on what a process did before.
+        Steps of standard layers have been counted without being taken. All others are counted as they are
+        taken, the first of each size in every pass: counting may change the order of sums, and a result must
+        not depend on what a process did before.
         """
         seen: set[Size] = set()
 

@@ -1,12 +1,14 @@
 """Updates of the frozen base that a server adds round by round (FLoRA, FedEx-LoRA), and clients that follow them.
 
-A server keeps the update of every round as factors, as they travel, and up to which each client has it; it sends those that are
-missing, so a client that sits out some rounds, or joins late, catches up. A client keeps what it received. Clients that are
-simulated in one process hold the very tensors that the server holds, small ones apart, so that their number costs no memory.
+A server keeps the update of every round as factors, as they travel, and up to which each client has it; it
+sends those that are missing, so a client that sits out some rounds, or joins late, catches up. A client keeps
+what it received. Clients that are simulated in one process hold the very tensors that the server holds, small
+ones apart, so that their number costs no memory.
 
-A client uses the updates either merged, added to the weights of its base, or stacked, as factors beside them whose rank grows
-with the rounds. Merged updates are added up where the factors take more memory than the weights; the sum, and the weights of a
-base with its updates, are made once for all clients that hold the same updates.
+A client uses the updates either merged, added to the weights of its base, or stacked, as factors beside them
+whose rank grows with the rounds. Merged updates are added up where the factors take more memory than the
+weights; the sum, and the weights of a base with its updates, are made once for all clients that hold the same
+updates.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Base:
     """The client's side: the updates so far.
 
     Attributes:
-        dense: the sum of the first of them ``[d, k]`` by layer, once it is smaller than their factors; else empty.
+        dense: the sum of the first of them ``[d, k]`` by layer, once it is smaller than their factors; else
+            empty.
         stacks: those that came after.
     """
 
@@ -74,8 +77,8 @@ class Base:
         """What a client's own factors stand beside.
 
         Returns:
-            The updates as one frozen adapter of scale 1, and weights with the updates added by the name of their parameter.
-            One of both is empty.
+            The updates as one frozen adapter of scale 1, and weights with the updates added by the name of
+            their parameter. One of both is empty.
         """
         if not self.dense and not self.stacks:
             return {}, {}

@@ -139,7 +139,8 @@ def by_cluster(value: Any, weights: Sequence[float]) -> dict[str, Any]:
     """A contribution to one mean for each cluster.
 
     Args:
-        value: a tree of tensors ``[C, ...]``; or ``[1, ...]``, of a client that was sent the one cluster it has a weight for.
+        value: a tree of tensors ``[C, ...]``; or ``[1, ...]``, of a client that was sent the one cluster it
+            has a weight for.
         weights: of each cluster ``[C]``.
     """
     count = len(weights)

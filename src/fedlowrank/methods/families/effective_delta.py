@@ -24,8 +24,9 @@ def first_components(
 ) -> Factors:
     """Factors of the best approximation of a rank, for a client of scale s: s·B A = W^{r}.
 
-    Where W has less rank, the components that nothing fills are those that were drawn, a random row of A and a column of B of
-    zeros (of an embedding the other way round): the product is the same, and a gradient reaches them.
+    Where W has less rank, the components that nothing fills are those that were drawn, a random row of A and
+    a column of B of zeros (of an embedding the other way round): the product is the same, and a gradient
+    reaches them.
 
     Args:
         deltas: W by layer.
@@ -104,7 +105,8 @@ def weighted_sum(
 ) -> dict[str, Delta]:
     """Σ_i p_i [W + (s_i B_i A_i - T_i)] of every layer, T_i the truncation of W that client i was sent.
 
-    W - truncate(W, r) is never formed: it is W without its first r singular triplets, the form in which W is stored.
+    W - truncate(W, r) is never formed: it is W without its first r singular triplets, the form in which W is
+    stored.
 
     Args:
         deltas: W by layer.
@@ -149,9 +151,10 @@ class Weighing:
     """Weights p_i ∝ 1 / (r̂_i + ε), smoothed by softmax(p / T) (Peng et al., FedHL, eq. 15).
 
     Attributes:
-        by: truncation, as above; or, for comparison (Table VIII), examples or ranks: p_i ∝ n_i or r_i, not smoothed.
-        error: r̂_i: relative ‖W - W^{r_i}‖² / ‖W‖²; absolute, without the divisor; or squared, the square of the absolute one, as
-            eq. 8 and eq. 15 read together.
+        by: truncation, as above; or, for comparison (Table VIII), examples or ranks: p_i ∝ n_i or r_i, not
+            smoothed.
+        error: r̂_i: relative ‖W - W^{r_i}‖² / ‖W‖²; absolute, without the divisor; or squared, the square of
+            the absolute one, as eq. 8 and eq. 15 read together.
         eps: ε.
         temperature: T; 0 leaves eq. 15 as it is.
         per_layer: weights of their own for every layer; else errors are summed over layers.

@@ -1,8 +1,8 @@
 """What the methods of federated LoRA share: how a client's factors begin, are trained and are sent (Hu et al. 2021).
 
-A client of rank r holds factors B ``[d, r]`` and A ``[r, k]`` of every adapted weight; its model is W_0 + s·B A. A server works
-on updates in the unit of the weights: an upload is multiplied by s, what is sent is divided by it, so that no aggregator
-knows of α or r.
+A client of rank r holds factors B ``[d, r]`` and A ``[r, k]`` of every adapted weight; its model is W_0 + s·B
+A. A server works on updates in the unit of the weights: an upload is multiplied by s, what is sent is divided
+by it, so that no aggregator knows of α or r.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Tuning:
 
     Attributes:
         rank: of clients that do not bring one.
-        scaling: equal: all clients have the scale of the configuration, α_i = c·r_i; alpha: they have its α, so that the
-            scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
-        head: what is trained beside the factors, a classification head say: shared, averaged by examples; personal, kept by
-            each client; frozen, at its initial values.
+        scaling: equal: all clients have the scale of the configuration, α_i = c·r_i; alpha: they have its α,
+            so that the scale α/r_i (rsLoRA: α/√r_i) falls with the rank.
+        head: what is trained beside the factors, a classification head say: shared, averaged by examples;
+            personal, kept by each client; frozen, at its initial values.
         wire: the form in which factors travel: float32 (as they are), bfloat16 or int8.
     """
 
