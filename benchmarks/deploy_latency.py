@@ -23,7 +23,7 @@ from torch.func import functional_call
 from fedlowrank.adapters.deployment import Layout, compare_latency, deploy, size_of
 from fedlowrank.core.key import Key
 from fedlowrank.core.tree import Params, add
-from fedlowrank.linalg.matricize import LowRank, Weights, matricize, pack, unpack
+from fedlowrank.linalg.matricize import LowRank, Weights, matricize, pack_low_rank, unpack_weights
 from fedlowrank.models.architecture import build
 from fedlowrank.models.zoo import ModelSettings
 
@@ -48,7 +48,7 @@ def keep(share: float, full: dict[str, LowRank], params: Params) -> Weights:
     out: Weights = dict(params)
     for name, f in full.items():
         r = round(share * f.rank)
-        out[name] = pack(LowRank(f.left[:, :r].contiguous(), f.right[:r].contiguous()), params[name].shape)
+        out[name] = pack_low_rank(LowRank(f.left[:, :r].contiguous(), f.right[:r].contiguous()), params[name].shape)
     return out
 
 
@@ -87,7 +87,7 @@ def arms(
         part = millions / WHOLE
         weights = keep(share_of(part * total, full, params), full, params)
         for what, p in (("w    ", None), ("w + p", sparse)):
-            dense = unpack(weights, params)
+            dense = unpack_weights(weights, params)
             for layout in LAYOUTS:
                 yield (
                     f"{part:4.0%} {what} {layout}",

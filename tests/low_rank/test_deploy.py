@@ -27,7 +27,7 @@ from fedlowrank.core.errors import CheckpointError, ConfigError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.tree import Params, decode, encode
 from fedlowrank.linalg.matricize import LowRank, Weights
-from fedlowrank.linalg.nuclear_norm import prox
+from fedlowrank.linalg.nuclear_norm import apply_prox
 from fedlowrank.models.architecture import build
 from fedlowrank.models.resnet import ResNet18
 from fedlowrank.models.zoo import ModelSettings
@@ -244,7 +244,7 @@ def test_a_model_of_the_zoo(name, density, layout) -> None:
 def test_what_the_prox_of_fedslr_makes() -> None:
     module = build(lambda: ResNet18(IMAGE, 10, width=8), Key((0,)))
     params = {n: p.detach().double() for n, p in module.named_parameters()}
-    shrunk = prox(params, 1.5, "low_rank", ())
+    shrunk = apply_prox(params, 1.5, "low_rank", ())
     assert 0.2 < sum(isinstance(w, LowRank) for w in shrunk.weights.values()) / 21 <= 1
     x = torch.randn(2, *IMAGE, dtype=torch.float64)
     made = deploy(module.double(), shrunk.weights)

@@ -25,7 +25,7 @@ from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import client_key, client_view
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.linalg.delta import Form, advance
+from fedlowrank.linalg.delta import DeltaForm, update_deltas
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.methods.families.effective_delta import Weighing
 from fedlowrank.methods.families.lora import Scaling, Tuning
@@ -275,7 +275,7 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
 
 
 def test_with_the_residual_every_client_begins_at_w() -> None:
-    run = run_of(FedHL(residual=True, form=Form("exact"), **LOCAL), federation(), participation=0.75, **QUIET)
+    run = run_of(FedHL(residual=True, form=DeltaForm("exact"), **LOCAL), federation(), participation=0.75, **QUIET)
     for k in range(4):
         close(scores(run, k), scores(run, k, "server"))
     plain = run_of(FedHL(**LOCAL), federation(), participation=0.75, **QUIET)
@@ -354,7 +354,7 @@ def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None
     split=st.sampled_from(["sqrt", "B", "A"]),
     weighing=st.builds(Weighing, error=st.sampled_from(["relative", "absolute", "squared"]), per_layer=st.booleans(),
                        by_examples=st.booleans(), temperature=st.sampled_from([0.0, 1.0])),
-    form=st.sampled_from([Form("exact"), Form("dense"), Form("capped", cap=9), Form("auto")]),
+    form=st.sampled_from([DeltaForm("exact"), DeltaForm("dense"), DeltaForm("capped", cap=9), DeltaForm("auto")]),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_step_of_fedhl_adds_what_clients_changed(
@@ -364,7 +364,7 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
     wire: Any,
     split: Any,
     weighing: Weighing,
-    form: Form,
+    form: DeltaForm,
     seed: int,
 ) -> None:
     method = FedHL(
@@ -376,7 +376,7 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
         n: [(1.0, random_pair(rng, d, kept, k))]
         for n, (d, k) in lora_of(run.task.architectures["model"]).shapes.items()
     }
-    server = dataclasses.replace(run.state.server, delta=advance(run.state.server.delta, blocks))
+    server = dataclasses.replace(run.state.server, delta=update_deltas(run.state.server.delta, blocks))
     replies, changed = [], {n: [] for n in NAMES}
     for info in (run.federation.infos[k] for k in sorted(who)):
         sent = unpack(method.download(server, info).message.factors)

@@ -10,7 +10,7 @@ from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.model import Model
 from ..core.tree import tree
-from ..linalg.factored import svd
+from ..linalg.factored import compute_svd
 
 
 @tree
@@ -71,7 +71,7 @@ def svd_adapter(model: Model, width: int, filler: Adapter) -> Adapter:
             f"{len(params)} parameters. Use start = 'random'."
         )
     w, bias = params[0], params[1]
-    f = svd(w)
+    f = compute_svd(w)
     rank = min(width, f.rank)
     root = f.s[:rank].sqrt()
     a, b = filler.a.clone(), torch.zeros_like(filler.b)

@@ -31,25 +31,25 @@ from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.tree import tree
 from .factored import Factored
 from .pair import Pair
-from .randomized_svd import leading
-from .stacking import REAL, add_stack, empty_rows
+from .randomized_svd import leading_triplets
+from .stacking import REAL, add_low_rank, empty_rows
 
 State = Literal["exact", "capped", "dense"]
 Split = Literal["sqrt", "B", "A"]
 Blocks = Mapping[str, Sequence[tuple[float, Pair]]]
 """By layer name, weights and the factor pairs that they multiply."""
-Held = Mapping[str, Sequence[tuple[float, int]]]
+SentRanks = Mapping[str, Sequence[tuple[float, int]]]
 """By layer name, weights p_i and ranks r_i of the clients that were sent the truncation W^{r_i}."""
 
-NOTHING = 1e-12
+VANISHING = 1e-12
 """A singular value whose share is this part of all weights, or less, vanishes: its weights add up to one but for rounding."""
-BATCH = 2**20
+BATCH_ENTRIES = 2**20
 """Numbers of one factor of the stacks that are decomposed together; more layers are done in turn, to bound the memory. On a CPU,
 larger ones are no faster, and what one layer of a batch needs by its condition is done for all of them."""
 
 
 @tree
-class Form:
+class DeltaForm:
     """How the server holds a delta.
 
     Attributes:
@@ -94,7 +94,7 @@ class Delta:
         discarded: ‖·‖_F² of what the last step cut off to keep the cap.
         discarded_total: the sum of it over all steps.
         top: the largest rank that a client may ask for in the dense state.
-        form: how it is held.
+        form: in which state it is stored.
     """
 
     u: Tensor
@@ -105,7 +105,7 @@ class Delta:
     discarded: float
     discarded_total: float
     top: int
-    form: Form
+    form: DeltaForm
 
     @property
     def state(self) -> State:
@@ -121,12 +121,12 @@ class Delta:
 
     @property
     def rank(self) -> int:
-        """Number of triplets held: the rank of W, or ``top`` in the dense state if that is less."""
+        """Number of triplets stored: the rank of W, or ``top`` in the dense state if that is less."""
         return len(self.s)
 
     @property
     def complete(self) -> bool:
-        """Whether the triplets held are all there are."""
+        """Whether the stored triplets are all nonzero ones."""
         return self.whole is None or self.rank < self.top or self.top == min(self.shape)
 
     def dense(self) -> Tensor:
@@ -134,8 +134,8 @@ class Delta:
         return (self.u * self.s.to(self.u.dtype)) @ self.v.mT if self.whole is None else self.whole
 
 
-def start(
-    shapes: Mapping[str, tuple[int, int]], form: Form, r_max: int, device: torch.device | str = "cpu"
+def initial_deltas(
+    shapes: Mapping[str, tuple[int, int]], form: DeltaForm, r_max: int, device: torch.device | str = "cpu"
 ) -> dict[str, Delta]:
     """Updates of zero, of rank 0.
 
@@ -169,8 +169,8 @@ def start(
     return out
 
 
-def advance(
-    deltas: Mapping[str, Delta], blocks: Blocks, *, held: Held | None = None, previous: float = 1.0
+def update_deltas(
+    deltas: Mapping[str, Delta], blocks: Blocks, *, sent_ranks: SentRanks | None = None, previous: float = 1.0
 ) -> dict[str, Delta]:
     """One step of the server: W' = previous·W - Σ_i p_i W^{r_i} + Σ_b w_b B_b A_b for every layer.
 
@@ -182,7 +182,7 @@ def advance(
         blocks: (w_b, pair) of every layer; a layer that is left out has none. The weight holds the scale of the upload. It may be
             negative: so a server subtracts what it sent over a lossy wire (:mod:`fedlowrank.adapters.wire_format`), to the last
             bit. Pairs of any floating-point type, on any device; they are computed in the dtype and on the device of W.
-        held: (p_i, r_i) of the clients that were sent :func:`truncation` without loss.
+        sent_ranks: (p_i, r_i) of the clients that were sent :func:`truncate_delta` without loss.
         previous: 1 to add to what is there, 0 to replace it.
 
     Returns:
@@ -190,17 +190,17 @@ def advance(
 
     Raises:
         TaskError: if a layer is unknown, a pair does not fit it, or the numbers are not finite.
-        ConfigError: if a weight is not finite, or a rank in ``held`` is one that :func:`truncation` would have refused.
+        ConfigError: if a weight is not finite, or a rank in ``sent_ranks`` is one that :func:`truncate_delta` would have refused.
     """
-    held = held or {}
-    for given in (blocks, held):
+    sent_ranks = sent_ranks or {}
+    for given in (blocks, sent_ranks):
         for name in given:
             if name not in deltas:
                 raise TaskError(f"the server holds no layer {name!r}. {did_you_mean(name, deltas)}")
     out: dict[str, Delta] = {}
     groups: dict[tuple[object, ...], list[_Step]] = {}
     for name, delta in deltas.items():
-        step = _Step(name, delta, blocks.get(name, ()), held.get(name, ()), previous)
+        step = _Step(name, delta, blocks.get(name, ()), sent_ranks.get(name, ()), previous)
         (d, k), auto = delta.shape, delta.form.kind == "auto"
         if delta.whole is not None or (auto and step.width * (d + k) > d * k):
             out[name] = _dense_step(step, previous)
@@ -208,7 +208,7 @@ def advance(
             key = (delta.shape, step.kept, step.width, delta.u.dtype, delta.u.device, delta.form.cap)
             groups.setdefault(key, []).append(step)
     for steps in groups.values():
-        count = max(1, BATCH // max(1, max(steps[0].delta.shape) * steps[0].width))
+        count = max(1, BATCH_ENTRIES // max(1, max(steps[0].delta.shape) * steps[0].width))
         for i in range(0, len(steps), count):
             out.update(_factored_step(steps[i : i + count]))
     return {name: out[name] for name in deltas}
@@ -222,11 +222,11 @@ class _Step:
         name: str,
         delta: Delta,
         blocks: Sequence[tuple[float, Pair]],
-        held: Sequence[tuple[float, int]],
+        sent_ranks: Sequence[tuple[float, int]],
         previous: float,
     ) -> None:
         self.name, self.delta = name, delta
-        weights = [previous, *(w for w, _ in blocks), *(p for p, _ in held)]
+        weights = [previous, *(w for w, _ in blocks), *(p for p, _ in sent_ranks)]
         if not all(math.isfinite(w) for w in weights):
             raise ConfigError(f"layer {name!r}: all weights must be finite; they are {weights}")
         (d, k), self.blocks = delta.shape, [(w, pair) for w, pair in blocks if w != 0 and pair.rank]
@@ -237,13 +237,13 @@ class _Step:
                     f"update ({d}, {k}); expected (d, r) and (r, k)"
                 )
         self.taken = [0.0] * delta.rank
-        for p, rank in held:
+        for p, rank in sent_ranks:
             _check_rank(delta, rank)
             for j in range(min(rank, delta.rank)):
                 self.taken[j] += p
-        total = abs(previous) + sum(abs(p) for p, _ in held)
+        total = abs(previous) + sum(abs(p) for p, _ in sent_ranks)
         shares = [previous - c for c in self.taken]
-        self.left = [j for j, share in enumerate(shares) if abs(share) > NOTHING * total]
+        self.left = [j for j, share in enumerate(shares) if abs(share) > VANISHING * total]
         self.shares = [shares[j] for j in self.left]
         self.kept = len(self.left)
         self.width = self.kept + sum(pair.rank for _, pair in self.blocks)
@@ -273,11 +273,11 @@ def _factored_step(steps: list[_Step]) -> dict[str, Delta]:
         norms = torch.linalg.vector_norm(left[i], dtype=REAL) * torch.linalg.vector_norm(right[i], dtype=REAL)
         if not bool(norms.square().isfinite()):
             raise step.broken()
-    u = _stacked([_columns(step.delta.u, step.left) for step in steps])
-    v = _stacked([_columns(step.delta.v, step.left) for step in steps])
+    u = _stack([_select_columns(step.delta.u, step.left) for step in steps])
+    v = _stack([_select_columns(step.delta.v, step.left) for step in steps])
     s = torch.stack([step.delta.s[step.left] * step.delta.s.new_tensor(step.shares) for step in steps])
     out = {}
-    found = add_stack(u, s, v, left.mT, right.mT, first.delta.form.cap)
+    found = add_low_rank(u, s, v, left.mT, right.mT, first.delta.form.cap)
     for step, (u1, s1, v1, cut) in zip(steps, found, strict=True):
         energy, lost = float(s1.square().sum()), float(cut.square().sum())
         total = step.delta.discarded_total + lost
@@ -287,14 +287,14 @@ def _factored_step(steps: list[_Step]) -> dict[str, Delta]:
     return out
 
 
-def _columns(u: Tensor, at: list[int]) -> Tensor:
+def _select_columns(u: Tensor, at: list[int]) -> Tensor:
     # those left are mostly the last ones, for which no copy is needed
     if at and at[-1] - at[0] == len(at) - 1:
         return u[:, at[0] : at[-1] + 1]
     return u[:, at]
 
 
-def _stacked(matrices: list[Tensor]) -> Tensor:
+def _stack(matrices: list[Tensor]) -> Tensor:
     return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
 
 
@@ -309,7 +309,7 @@ def _dense_step(step: _Step, previous: float) -> Delta:
     energy = float(torch.linalg.vector_norm(whole, dtype=REAL).square())
     if not math.isfinite(energy):
         raise step.broken()
-    u, s, v = leading(whole, delta.top, delta.v)
+    u, s, v = leading_triplets(whole, delta.top, delta.v)
     return replace(delta, u=u, s=s, v=v, whole=whole, energy=energy, discarded=0.0)
 
 
@@ -323,7 +323,7 @@ def _check_rank(delta: Delta, rank: int) -> None:
         )
 
 
-def truncation(delta: Delta, rank: int) -> Factored:
+def truncate_delta(delta: Delta, rank: int) -> Factored:
     """W^{r}, the best approximation of that rank: the leading triplets, in the dtype of W.
 
     Args:
@@ -339,7 +339,7 @@ def truncation(delta: Delta, rank: int) -> Factored:
 
 
 def tail_energy(delta: Delta, ranks: Sequence[int]) -> list[float]:
-    """‖W - W^{r}‖_F² for every rank, in float64; see :func:`truncation` for the ranks.
+    """‖W - W^{r}‖_F² for every rank, in float64; see :func:`truncate_delta` for the ranks.
 
     It is the sum of the squares of the singular values left out (Eckart and Young). In the dense state these are not known, and
     it is ‖W‖_F² less the squares of those kept, never below 0.
@@ -353,7 +353,7 @@ def tail_energy(delta: Delta, ranks: Sequence[int]) -> list[float]:
     return [beyond + tails[min(rank, delta.rank)] for rank in ranks]
 
 
-def split(f: Factored, rank: int, how: Split = "sqrt") -> Pair:
+def split_svd(f: Factored, rank: int, how: Split = "sqrt") -> Pair:
     """Factors of U diag(s) Vᵀ for a client to begin at.
 
     Args:

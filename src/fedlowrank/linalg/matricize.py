@@ -86,14 +86,14 @@ def unmatricize(matrix: Tensor, shape: torch.Size) -> Tensor:
     return matrix.reshape([shape[i] for i in order]).permute(order).contiguous()
 
 
-def pack(factors: LowRank, shape: torch.Size) -> Tensor | LowRank:
+def pack_low_rank(factors: LowRank, shape: torch.Size) -> Tensor | LowRank:
     """The factors where they are fewer numbers than the weight, r (rows + columns) < numel, else the weight."""
     if factors.rank * sum(matrix_shape(shape)) < shape.numel():
         return factors
     return unmatricize(factors.dense(), shape)
 
 
-def sparse_of(w: Tensor) -> Sparse:
+def to_sparse(w: Tensor) -> Sparse:
     """A tensor as the entries that are not zero."""
     mask = w != 0
     return Sparse(w[mask], mask)
@@ -101,12 +101,12 @@ def sparse_of(w: Tensor) -> Sparse:
 
 def pack_sparse(w: Tensor) -> Tensor | Sparse:
     """The entries that are not zero where these and a bit for every entry are fewer bytes than the weight, else the weight."""
-    held = sparse_of(w)
+    held = to_sparse(w)
     return held if nbytes(held) < nbytes(w) else w
 
 
-def unpack(weights: Weights, like: Params) -> Params:
-    """Tensors of the shapes of ``like`` from what :func:`pack` and :func:`pack_sparse` made."""
+def unpack_weights(weights: Weights, like: Params) -> Params:
+    """Tensors of the shapes of ``like`` from what :func:`pack_low_rank` and :func:`pack_sparse` made."""
     out: Params = {}
     for n, w in weights.items():
         if isinstance(w, LowRank):
@@ -116,7 +116,7 @@ def unpack(weights: Weights, like: Params) -> Params:
     return out
 
 
-def numbers(parts: Sequence[Weights], like: Params) -> int:
+def count_parameters(parts: Sequence[Weights], like: Params) -> int:
     """Count the numbers of a model that is the sum of ``parts``.
 
     Of each weight that is r (rows + columns) where it is given as factors, the entries that are not zero where it is
@@ -124,19 +124,19 @@ def numbers(parts: Sequence[Weights], like: Params) -> int:
     So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2), but for that bound, without which its Table 5 has
     models above their dense size.
     """
-    return sum(min(sum(_held(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items())
+    return sum(min(sum(_count_stored(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items())
 
 
-def total(parts: Sequence[Weights], like: Params) -> Params:
+def sum_parts(parts: Sequence[Weights], like: Params) -> Params:
     """The sum of the parts of a model, in the shapes of ``like``; a weight that no part has is zero."""
     whole = {n: torch.zeros_like(w) for n, w in like.items()}
     for part in parts:
-        for n, w in unpack(part, like).items():
+        for n, w in unpack_weights(part, like).items():
             whole[n] = whole[n] + w
     return whole
 
 
-def _held(w: Tensor | LowRank | Sparse) -> int:
+def _count_stored(w: Tensor | LowRank | Sparse) -> int:
     if isinstance(w, LowRank):
         return w.left.numel() + w.right.numel()
     return int(w.values.count_nonzero()) if isinstance(w, Sparse) else w.numel()

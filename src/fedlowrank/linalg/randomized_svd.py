@@ -24,26 +24,26 @@ from scipy.linalg.blas import dsyrk
 from torch import Tensor
 
 from ..core.key import Key
-from .factored import svd
-from .stacking import REAL, floor_of, orthogonal_to
+from .factored import compute_svd
+from .stacking import REAL, rounding_floor, orthogonalize
 from .svt import count_above
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 """U ``[d, r]``, singular values in float64, descending ``[r]``, V ``[k, r]``."""
 
 OVERSAMPLE = 10
-WIDEST = 1 / 3
+MAX_WIDTH_SHARE = 1 / 3
 """Share of the smaller dimension up to which a block is iterated at all."""
-BLOCKS = 8
+MAX_BLOCKS = 8
 """Blocks to which the basis grows. A spectrum that needs more is one like noise, where hardly any number would do."""
-HALFWAY = 1 / 4
+HALFWAY_POWER = 1 / 4
 """Power of the tolerance to which the residuals must have come when half of the basis is there, or the other half is not tried.
 They fall ever faster: of spectra that were proven in the end the slowest had come to the power 0.37, and noise to 0.08."""
 GROWTH = 1.2
 """Factor by which the basis grows between two looks at its triplets: each is a decomposition of the projected matrix."""
 
 
-def leading(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets:
+def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets:
     """The ``rank`` leading triplets of a matrix ``[d, k]``; fewer where the others are rounding.
 
     Args:
@@ -56,18 +56,18 @@ def leading(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets:
     """
     rank = min(rank, *w.shape)
     found = None
-    if 2 * rank + OVERSAMPLE <= WIDEST * min(w.shape):
-        found = iterated(w, rank, warm) or by_gram(w, rank)
+    if 2 * rank + OVERSAMPLE <= MAX_WIDTH_SHARE * min(w.shape):
+        found = iterate_lanczos(w, rank, warm) or decompose_gram(w, rank)
         if found is None:
             logging.getLogger("fedlowrank").info(
                 "the %d leading singular triplets of a %d × %d matrix could be proven neither by iteration nor by its Gram "
                 "matrix; computed by its full decomposition", rank, *w.shape
             )  # fmt: skip
     if found is None:
-        f = svd(w)
+        f = compute_svd(w)
         found = f.u[:, :rank], f.s[:rank].to(REAL), f.v[:, :rank]
     u, s, v = found
-    kept = int((s > floor_of((w.shape[0], w.shape[1]), w.dtype) * s[:1]).sum())
+    kept = int((s > rounding_floor((w.shape[0], w.shape[1]), w.dtype) * s[:1]).sum())
     u, v = u[:, :kept], v[:, :kept]
     if kept:
         sign = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)
@@ -75,39 +75,39 @@ def leading(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets:
     return u.contiguous(), s[:kept].clone(), v.contiguous()
 
 
-def iterated(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets | None:
-    """:func:`leading` by iteration alone, with values that are rounding and without canonical signs; None if not proven."""
+def iterate_lanczos(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets | None:
+    """:func:`leading_triplets` by iteration alone, with values that are rounding and without canonical signs; None if not proven."""
     (d, k), tolerance = w.shape, _tolerance(w)
     width = min(2 * rank + OVERSAMPLE, d, k)
-    most = min(BLOCKS * width, d, k)
+    most = min(MAX_BLOCKS * width, d, k)
     # W P = Q R and WᵀQ = P Rᵀ + rest·T; a block is contiguous where the columns of P and Q are rows
     p, q, r = w.new_empty(most, k), w.new_empty(most, d), w.new_zeros(most, most, dtype=REAL)
-    rest = torch.linalg.qr(_begin(width, k, warm).to(w)).Q
+    rest = torch.linalg.qr(_initial_block(width, k, warm).to(w)).Q
     m = looked = 0
     while m + width <= most:
         at, m = slice(m, m + width), m + width
         p[at] = rest.mT
-        (image,), (c,) = orthogonal_to(q[: at.start].mT[None], (w @ rest)[None])
+        (image,), (c,) = orthogonalize(q[: at.start].mT[None], (w @ rest)[None])
         q[at], r[:m, at] = image.mT, c.to(REAL)
-        (rest,), (c,) = orthogonal_to(p[:m].mT[None], (w.mT @ image)[None])
+        (rest,), (c,) = orthogonalize(p[:m].mT[None], (w.mT @ image)[None])
         if m < GROWTH * looked and m + width <= most:
             continue
         looked, t = m, c[-width:].to(REAL)
         x, s, yt = torch.linalg.svd(r[:m, :m])
         missed = float(torch.linalg.vector_norm(t @ x[at, :rank], dim=0).amax())
-        if 2 * m >= most and missed > tolerance**HALFWAY * float(s[0]):
+        if 2 * m >= most and missed > tolerance**HALFWAY_POWER * float(s[0]):
             return None
         if missed > tolerance * float(s[0]):
             continue
         u, v = q[:m].mT @ x[:, :rank].to(w.dtype), p[:m].mT @ yt[:rank].mT.to(w.dtype)
         if _residual(w, u, s[:rank], v) <= tolerance * float(s[0]):
             covered = float(r[:m, :m].square().sum() + t.square().sum())
-            return (u, s[:rank], v) if _complete(w, q[:m].mT, s, rank, covered) else None
+            return (u, s[:rank], v) if _is_complete(w, q[:m].mT, s, rank, covered) else None
     return None
 
 
-def by_gram(w: Tensor, rank: int) -> Triplets | None:
-    """:func:`leading` from eigenvectors of the smaller Gram matrix, as by :func:`iterated`; None if they are not accurate."""
+def decompose_gram(w: Tensor, rank: int) -> Triplets | None:
+    """:func:`leading_triplets` from eigenvectors of the smaller Gram matrix, as by :func:`iterate_lanczos`; None if they are not accurate."""
     flip = w.shape[0] < w.shape[1]
     a = w.mT if flip else w
     gram = _gram(w)
@@ -115,7 +115,7 @@ def by_gram(w: Tensor, rank: int) -> Triplets | None:
     q, r = torch.linalg.qr(a @ v)
     x, s, yt = torch.linalg.svd(r.to(REAL))
     u, v = q @ x.to(w.dtype), v @ yt.mT.to(w.dtype)
-    if _residual(a, u, s, v) > _tolerance(w) * float(s[0]) or not _counted(gram, s, rank, w.dtype):
+    if _residual(a, u, s, v) > _tolerance(w) * float(s[0]) or not _is_count_right(gram, s, rank, w.dtype):
         return None
     return (v, s, u) if flip else (u, s, v)
 
@@ -145,7 +145,7 @@ def _gram(w: Tensor) -> Tensor:
     return torch.from_numpy(dsyrk(1.0, a.contiguous().numpy().T, trans=wide).T)
 
 
-def _begin(width: int, k: int, warm: Tensor | None) -> Tensor:
+def _initial_block(width: int, k: int, warm: Tensor | None) -> Tensor:
     drawn = torch.randn(k, width, generator=Key(("sketch", width, k)).generator(), dtype=REAL)
     if warm is None:
         return drawn
@@ -154,7 +154,7 @@ def _begin(width: int, k: int, warm: Tensor | None) -> Tensor:
     return torch.cat([held, drawn[:, : width - held.shape[1]]], 1)
 
 
-def _complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> bool:
+def _is_complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> bool:
     """Whether no triplet beyond the first ``rank`` is larger than the last of these, to the share τ.
 
     Args:
@@ -173,18 +173,18 @@ def _complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> boo
         outside = float(torch.linalg.vector_norm(w - q @ (q.mT @ w), dtype=REAL)) ** 2
         if beyond + outside <= limit:
             return True
-    return _countable(s, rank, w.dtype) and _counted(_gram(w), s, rank, w.dtype)
+    return _is_count_accurate(s, rank, w.dtype) and _is_count_right(_gram(w), s, rank, w.dtype)
 
 
 def _tau(dtype: torch.dtype) -> float:
     return 1e-6 if dtype == REAL else 1e-3
 
 
-def _countable(s: Tensor, rank: int, dtype: torch.dtype) -> bool:
+def _is_count_accurate(s: Tensor, rank: int, dtype: torch.dtype) -> bool:
     """Whether the squares in a Gram matrix are off by less than τ of the last one: its rounding must not decide."""
     return 2 * _tau(dtype) * float(s[rank - 1]) ** 2 > 64 * torch.finfo(REAL).eps * float(s[0]) ** 2
 
 
-def _counted(gram: Tensor, s: Tensor, rank: int, dtype: torch.dtype) -> bool:
+def _is_count_right(gram: Tensor, s: Tensor, rank: int, dtype: torch.dtype) -> bool:
     limit = float(s[rank - 1]) ** 2 * (1 + _tau(dtype)) ** 2
-    return _countable(s, rank, dtype) and count_above(gram, limit) <= int((s[:rank].square() > limit).sum())
+    return _is_count_accurate(s, rank, dtype) and count_above(gram, limit) <= int((s[:rank].square() > limit).sum())

@@ -4,7 +4,7 @@ U and V are orthonormal already, so only the new columns L ``[d, M]`` and R ``[k
 decomposed is a core of R + M rows and columns. Block Gram-Schmidt loses orthogonality where the new columns lie nearly in the
 span of the old ones, which is the usual case in federated LoRA: clients begin at the server's own factors. So it is done twice.
 
-Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend`); Householder QRs of such tall matrices
+Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend_basis`); Householder QRs of such tall matrices
 take several times as long. A Gram matrix squares the condition. So the first pass only has to leave columns that are well
 conditioned, for which float32 is often enough; the second measures in the dtype of the factors what the first left and refuses it
 where that is too much. Then the first is done again with more care, and at last both by Householder QRs (BCGS2: Barlow and
@@ -23,7 +23,7 @@ from torch import Tensor
 
 REAL = torch.float64
 """Singular values, energies and cores are held in it, whatever the type of the factors."""
-WELL = 10.0
+WELL_CONDITIONED = 10.0
 """‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses no more than rounding."""
 SINGLE, PART = 1e4, 1e-4
 """Up to the one, and with at least the other as the share of their squared norms that the new columns have outside the old ones,
@@ -35,7 +35,7 @@ PAD = 8
 
 
 @dataclass(frozen=True)
-class Extended:
+class ExtendedBasis:
     """Orthonormal columns [old Q] that begin with given ones, Q in factors: new = old·inner + Q·triangle.
 
     Attributes:
@@ -70,30 +70,30 @@ def empty_rows(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(*above, n + PAD)[..., :n]
 
 
-def extend(old: Tensor, given: Tensor) -> Extended:
+def extend_basis(old: Tensor, given: Tensor) -> ExtendedBasis:
     """Extend orthonormal columns by the span of others.
 
     Args:
         old: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
         given: ``[L, M, n]``, one row a new column, R + M ≤ n.
     """
-    for first in (_rough, _careful) if given.shape[1] else ():
+    for first in (_first_pass_float32, _first_pass) if given.shape[1] else ():
         found = first(old, given)
-        extended = found and _second(old, *found)
+        extended = found and _second_pass(old, *found)
         if extended is not None:
             return extended
-    q, c = orthogonal_to(old, given.mT)
+    q, c = orthogonalize(old, given.mT)
     # in this case the triangle is the identity
     eye = torch.eye(q.shape[-1], dtype=REAL, device=q.device).expand(len(q), -1, -1)
     inner = eye.new_zeros(len(q), old.shape[-1], q.shape[-1])
-    return Extended(old, q.mT, inner, eye, c.to(REAL))
+    return ExtendedBasis(old, q.mT, inner, eye, c.to(REAL))
 
 
 _First = tuple[Tensor, Tensor, Tensor | None]
 """Rows N, C ``[L, t, M]`` and an upper triangle T or None for the identity, with given = old[:, :t] C + Nᵀ T, in columns."""
 
 
-def _rough(old: Tensor, given: Tensor) -> _First | None:
+def _first_pass_float32(old: Tensor, given: Tensor) -> _First | None:
     """The first pass from products in float32, or None if these are too coarse for it.
 
     Only the leading old columns are subtracted, as many as the new ones lean on: clients are sent the leading triplets. On the
@@ -111,15 +111,15 @@ def _rough(old: Tensor, given: Tensor) -> _First | None:
     lean = torch.linalg.solve_triangular(t, c, upper=True, left=False).square()
     beyond = lean.flip(-2).cumsum(-2).flip(-2).amax((0, -1))
     c = c[:, : int((beyond > 1).sum())]
-    if c.shape[1] == 0 and worst <= WELL:
+    if c.shape[1] == 0 and worst <= WELL_CONDITIONED:
         return given, c, None
-    return _solve(t, _without(given, old, c)), c, t
+    return _solve(t, _subtract_projection(given, old, c)), c, t
 
 
-def _careful(old: Tensor, given: Tensor) -> _First | None:
+def _first_pass(old: Tensor, given: Tensor) -> _First | None:
     """The first pass in the dtype of the factors, or None if the columns are dependent to the accuracy of their Gram matrix."""
     c = (old.mT @ given.mT).to(REAL)
-    rest = _without(given, old, c)
+    rest = _subtract_projection(given, old, c)
     t, worst = _cholesky((rest @ rest.mT).to(REAL))
     if not worst * torch.finfo(old.dtype).eps <= PART:
         return None
@@ -128,20 +128,20 @@ def _careful(old: Tensor, given: Tensor) -> _First | None:
     return rest, c, t
 
 
-def _second(old: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> Extended | None:
+def _second_pass(old: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> ExtendedBasis | None:
     inner, gram = (old.mT @ rows.mT).to(REAL), (rows @ rows.mT).to(REAL)
     s = gram - inner.mT @ inner
     triangle, worst = _cholesky(s)
-    if not (worst <= WELL and bool((_diagonal(s) * WELL > _diagonal(gram)).all())):
+    if not (worst <= WELL_CONDITIONED and bool((_diagonal(s) * WELL_CONDITIONED > _diagonal(gram)).all())):
         return None
     low, high = (triangle, inner) if t is None else (triangle @ t, inner @ t)
     if c.shape[1]:
         high = high.clone()
         high[:, : c.shape[1]] += c
-    return Extended(old, rows, inner, triangle, torch.cat([high, low], -2))
+    return ExtendedBasis(old, rows, inner, triangle, torch.cat([high, low], -2))
 
 
-def _without(rows: Tensor, old: Tensor, c: Tensor) -> Tensor:
+def _subtract_projection(rows: Tensor, old: Tensor, c: Tensor) -> Tensor:
     """``rows`` less what C says of them in the leading old columns, in a tensor of its own."""
     out = empty_rows(rows, *rows.shape)
     if c.shape[1] == 0:
@@ -179,7 +179,7 @@ def _solve(t: Tensor, rows: Tensor) -> Tensor:
     return rows
 
 
-def orthogonal_to(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def orthogonalize(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """Extend orthonormal columns by new ones.
 
     Args:
@@ -203,7 +203,7 @@ def _qr(a: Tensor) -> tuple[Tensor, Tensor]:
     return q, r
 
 
-def floor_of(shape: tuple[int, int], dtype: torch.dtype) -> float:
+def rounding_floor(shape: tuple[int, int], dtype: torch.dtype) -> float:
     """Singular values below this share of the largest addend are rounding.
 
     max(d, k)·ε in float64. In float32 that would be 5e-4 for a matrix of 4096 rows, and cut what is real: there it is 32 ε.
@@ -212,7 +212,7 @@ def floor_of(shape: tuple[int, int], dtype: torch.dtype) -> float:
     return eps * (max(shape) if dtype == REAL else 32)
 
 
-def add_stack(
+def add_low_rank(
     u: Tensor, s: Tensor, v: Tensor, left: Tensor, right: Tensor, cap: int | None
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The singular value decompositions of U diag(s) Vᵀ + L Rᵀ for L matrices of one shape.
@@ -227,14 +227,14 @@ def add_stack(
 
     Returns:
         For each matrix U' ``[d, r]``, s' ``[r]`` in float64, V' ``[k, r]``, and the values that ``cap`` cut off. Values that are
-        rounding (:func:`floor_of`) are dropped. The largest entry of each column of U', by magnitude, is positive.
+        rounding (:func:`rounding_floor`) are dropped. The largest entry of each column of U', by magnitude, is positive.
     """
     (d, r), (k, m) = u.shape[-2:], right.shape[-2:]
     if r + m >= min(d, k):
         core = (u.to(REAL) * s[:, None, :]) @ v.to(REAL).mT + left.to(REAL) @ right.to(REAL).mT
-        bases: list[Extended] = []
+        bases: list[ExtendedBasis] = []
     else:
-        bases = [extend(u, left.mT), extend(v, right.mT)]
+        bases = [extend_basis(u, left.mT), extend_basis(v, right.mT)]
         core = bases[0].coordinates @ bases[1].coordinates.mT
         core.diagonal(dim1=-2, dim2=-1)[:, :r] += s
     # A difference of large addends is no more accurate than they are, so they set the scale and not the result.
@@ -243,7 +243,7 @@ def add_stack(
     )
     scale = torch.cat([s.abs(), columns, s.new_zeros(len(s), 1)], -1).amax(-1)
     x, values, yt = torch.linalg.svd(core, full_matrices=False)
-    least = torch.maximum(scale, values[:, 0] if values.shape[1] else scale) * floor_of((d, k), u.dtype)
+    least = torch.maximum(scale, values[:, 0] if values.shape[1] else scale) * rounding_floor((d, k), u.dtype)
     ranks = (values > least[:, None]).sum(-1).tolist()
     out = []
     for i, rank in enumerate(ranks):
@@ -255,7 +255,7 @@ def add_stack(
             if bases
             else xi.to(u.dtype, memory_format=torch.contiguous_format, copy=True)
         )
-        sign = _signs(u1)
+        sign = _canonical_signs(u1)
         u1.mul_(sign)
         yi = yi * sign
         v1 = bases[1].times(i, yi) if bases else yi.to(v.dtype, memory_format=torch.contiguous_format)
@@ -263,7 +263,7 @@ def add_stack(
     return out
 
 
-def _signs(u: Tensor) -> Tensor:
+def _canonical_signs(u: Tensor) -> Tensor:
     """1 or -1 for each column, so that its largest entry by magnitude, the first of equals, becomes positive."""
     if u.shape[1] == 0:
         return u.new_ones(0)

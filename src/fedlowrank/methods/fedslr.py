@@ -35,9 +35,9 @@ from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
-from ..linalg.matricize import Weights, unpack
-from ..linalg.nuclear_norm import Norm, Shrunk, begin, part_of, prox, prox_in_step, warn_if_dead
-from ..linalg.svt import soft
+from ..linalg.matricize import Weights, unpack_weights
+from ..linalg.nuclear_norm import Norm, PenalizedModel, unpenalized_model, as_model_part, apply_prox, apply_prox_dense, warn_if_all_zero
+from ..linalg.svt import soft_threshold
 from ..models.normalization import zero_normalizations
 
 
@@ -45,7 +45,7 @@ from ..models.normalization import zero_normalizations
 class Server:
     """w^t; γ̄; and γ_i by client unless memory-efficient."""
 
-    w: Shrunk
+    w: PenalizedModel
     gamma: Params
     each: dict[str, Params]
 
@@ -111,7 +111,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def server_init(self, task: Task) -> Server:
         """w^0, the common initial weights, and γ̄ = 0."""
         w = task.common_model(self.title).initial
-        return Server(begin(w, self.exclude), zeros_like(w), {})
+        return Server(unpenalized_model(w, self.exclude), zeros_like(w), {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Client:
         """γ_i = 0, and p_i = 0 or w^0."""
@@ -133,7 +133,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
             self.eta_g,
             self.mu,
             self.private,
-            unpack(down, view.model.initial),
+            unpack_weights(down, view.model.initial),
         )
 
         def loss(theta: Params, batch: Batch) -> Tensor:
@@ -144,7 +144,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
             return (
-                map(lambda t: soft(t, lr * mu), p) if norm == "sparse" else prox_in_step(p, lr * mu, norm, ())
+                map(lambda t: soft_threshold(t, lr * mu), p) if norm == "sparse" else apply_prox_dense(p, lr * mu, norm, ())
             )
 
         end = view.train(
@@ -174,14 +174,14 @@ class FedSLR(Method[Server, Client, Weights, Params]):
                 str(i): add(each[str(i)], sub(w, w_i), 1 / self.eta_g) for i, w_i in total["each"].items()
             }
             gamma = mean(each.values(), [1.0] * len(each))
-        new = prox(add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
-        warn_if_dead(self.title, server.w, new, view.round)
+        new = apply_prox(add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
+        warn_if_all_zero(self.title, server.w, new, view.round)
         return Server(new, gamma, each)
 
     def client_model(self, state: Client, down: Weights, view: ClientView) -> ClientModel:
         """The mixed model w + p_i, and w alone."""
-        w = unpack(down, view.model.initial)
-        mixed, parts = add(w, state.p), (down, part_of(state.p, self.private))
+        w = unpack_weights(down, view.model.initial)
+        mixed, parts = add(w, state.p), (down, as_model_part(state.p, self.private))
         return ClientModel(mixed, {"mixed": mixed, "gkr": w}, {"mixed": parts, "gkr": (down,)})
 
     def metrics(self, server: Server) -> dict[str, dict[str, float]]:

@@ -21,7 +21,7 @@ from ..core.tree import Params
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from ..engines.base import Engine, client_view
-from ..linalg.matricize import numbers
+from ..linalg.matricize import count_parameters
 from ..models.client_buffers import install_buffers
 from ..training.local_data import chunk_size, gather
 from .records import Accuracy
@@ -173,10 +173,10 @@ class LocalModel:
         """Parameters of the whole model, with the client's own statistics of batch normalizations."""
         return self.model.whole(self.client_model.whole())
 
-    def numbers(self, series: str) -> int:
+    def count_parameters(self, series: str) -> int:
         """Parameter count of the model of a series."""
         return (
-            numbers(self.parts[series], self.model.initial) if series in self.parts else self.model.parameters
+            count_parameters(self.parts[series], self.model.initial) if series in self.parts else self.model.parameters
         )
 
 

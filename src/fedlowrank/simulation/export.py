@@ -14,7 +14,7 @@ from ..core.errors import ConfigError, did_you_mean
 from ..core.model import Model
 from ..core.tree import canonical
 from ..data.dataset import Inputs, Stored
-from ..linalg.matricize import Weights, total
+from ..linalg.matricize import Weights, sum_parts
 from .run import Run
 
 BATCH = 20
@@ -74,7 +74,7 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     """
     model, parts = _parts(run, client, series)
     dense = copy.deepcopy(model.module)
-    dense.load_state_dict(total(parts, model.initial), strict=False)
+    dense.load_state_dict(sum_parts(parts, model.initial), strict=False)
     save(_deployed(model, parts, layout), path)
     thin = load(model.module, path)
     data = run.federation.clients[client]
@@ -127,4 +127,4 @@ def _first(x: Stored) -> Inputs:
 
 def _deployed(model: Model, parts: tuple[Weights, ...], layout: Layout) -> nn.Module:
     first, *rest = parts
-    return deploy(model.module, first, total(rest, model.initial) if rest else None, layout)
+    return deploy(model.module, first, sum_parts(rest, model.initial) if rest else None, layout)
