@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fedlowrank.core.key import Key
-from fedlowrank.linalg.delta import Delta, DeltaForm, update_deltas, split_svd, initial_deltas, truncate_delta
+from fedlowrank.linalg.delta import Delta, DeltaForm, initial_deltas, split_svd, truncate_delta, update_deltas
 from fedlowrank.linalg.pair import Pair
 
 RANKS = (32, 24, 20, 16, 16, 12, 12, 12, 8, 8)
@@ -159,7 +159,9 @@ def main() -> None:
     second = {name: uploads(name, (size, size), state[name], key / 1) for name in names}
     del first
     held = {name: [(SHARE, rank) for rank in RANKS] for name in names}
-    after, seconds, memory = measured(lambda state=state, second=second: update_deltas(state, second, sent_ranks=held))
+    after, seconds, memory = measured(
+        lambda state=state, second=second: update_deltas(state, second, sent_ranks=held)
+    )
     sent += dense_sum(second[names[0]], torch.float64)
     note = f"rank {after[names[0]].rank}; relative difference to the matrix {difference(after[names[0]], sent):.1e}"
     lines.append(row("second, factored, float64", given.layers, seconds, memory, note))

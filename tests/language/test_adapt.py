@@ -24,7 +24,7 @@ from fedlowrank.language.adapt import (
     set_scale,
     target_names,
 )
-from fedlowrank.language.base import Base, load
+from fedlowrank.language.base import Base, load_base
 from fedlowrank.linalg.pair import Pair
 
 KEY = Key((3,))
@@ -170,7 +170,7 @@ def test_dropout_acts_in_training_on_the_adapter_alone():
 
 @pytest.mark.parametrize(("head", "trained"), [("shared", True), ("personal", True), ("frozen", False)])
 def test_the_head_is_trained_as_asked_and_never_adapted(bert, head, trained):
-    loaded = load(Base(str(bert), "classification"), ("a", "b", "c"), KEY)
+    loaded = load_base(Base(str(bert), "classification"), ("a", "b", "c"), KEY)
     model = attach(
         loaded.model, lora_config({"r": 2, "target_modules": "all-linear"}), KEY, head, loaded.head
     )
@@ -180,7 +180,7 @@ def test_the_head_is_trained_as_asked_and_never_adapted(bert, head, trained):
     )
     assert sorted(layers(model)) == sorted(
         n.removesuffix(".weight")
-        for n, t in load(Base(str(bert), "classification"), ("a", "b"), KEY).model.state_dict().items()
+        for n, t in load_base(Base(str(bert), "classification"), ("a", "b"), KEY).model.state_dict().items()
         if t.ndim == 2 and "embeddings" not in n and "classifier" not in n
     )
     assert model.peft_config["default"].task_type == "SEQ_CLS"
@@ -191,7 +191,7 @@ def test_the_head_is_trained_as_asked_and_never_adapted(bert, head, trained):
 
 
 def test_a_part_of_the_body_that_is_trained_whole_gets_no_adapter(bert):
-    loaded = load(Base(str(bert), "classification"), ("a", "b"), KEY)
+    loaded = load_base(Base(str(bert), "classification"), ("a", "b"), KEY)
     fields = {"r": 2, "target_modules": ["dense"], "exclude_modules": ["intermediate.dense"]}
     model = attach(loaded.model, lora_config(fields), KEY, "shared", ("classifier", "bert.pooler.dense"))
     assert sorted(n.rpartition("layer.")[2] for n in layers(model)) == [
@@ -204,11 +204,11 @@ def test_a_part_of_the_body_that_is_trained_whole_gets_no_adapter(bert):
 def test_the_usual_target_modules_and_regular_expressions(llama):
     for target, count in ((None, 4), (r".*layers\.1\..*(q|v)_proj", 2), ("all-linear", 14)):
         model = attach(
-            load(Base(str(llama)), (), KEY).model, lora_config({"r": 2, "target_modules": target}), KEY
+            load_base(Base(str(llama)), (), KEY).model, lora_config({"r": 2, "target_modules": target}), KEY
         )
         assert len(layers(model)) == count
     fields = {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [1]}
-    model = attach(load(Base(str(llama)), (), KEY).model, lora_config(fields), KEY)
+    model = attach(load_base(Base(str(llama)), (), KEY).model, lora_config(fields), KEY)
     assert list(layers(model)) == ["model.layers.1.self_attn.v_proj"]
     assert (layers(model)["model.layers.1.self_attn.v_proj"].d, type(model).__name__) == (
         16,
@@ -217,7 +217,7 @@ def test_the_usual_target_modules_and_regular_expressions(llama):
 
 
 def test_target_modules_that_match_nothing_list_what_there_is(llama, bert):
-    base = load(Base(str(bert), "classification"), ("a", "b"), KEY).model
+    base = load_base(Base(str(bert), "classification"), ("a", "b"), KEY).model
     counts = {"query": 2, "key": 2, "value": 2, "dense": 7, "classifier": 1, "word_embeddings": 1}
     for name, count in counts.items():
         assert f"{name} x {count}" in target_names(base).split(", ")
@@ -233,7 +233,7 @@ def test_target_modules_that_match_nothing_list_what_there_is(llama, bert):
 
 
 def test_a_rank_above_a_dimension_names_the_layer(llama):
-    base = load(Base(str(llama)), (), KEY).model
+    base = load_base(Base(str(llama)), (), KEY).model
     with pytest.raises(TaskError, match=r"rank 17 .*layers\.0\.self_attn\.v_proj, \[16, 32\].*at most 16"):
         attach(base, lora_config({"r": 17, "target_modules": ["q_proj", "v_proj"]}), KEY)
     assert len(layers(attach(base, lora_config({"r": 16, "target_modules": ["v_proj"]}), KEY))) == 2
@@ -264,7 +264,7 @@ def test_factors_that_do_not_fit_are_refused():
 
 
 def test_a_half_precision_base_has_factors_in_full_precision(llama):
-    base = load(Base(str(llama), dtype="bfloat16"), (), KEY).model
+    base = load_base(Base(str(llama), dtype="bfloat16"), (), KEY).model
     model = attach(base, lora_config({"r": 2, "target_modules": ["v_proj"]}), KEY)
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}
     ids = torch.arange(5)[None]

@@ -13,12 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedlowrank.adapters.wire_format import Wire, pack, unpack
+from fedlowrank.adapters.wire_format import Wire, pack_factors, unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.linalg import delta as module
 from fedlowrank.linalg import randomized_svd as sketch
-from fedlowrank.linalg.delta import Delta, DeltaForm, update_deltas, product_norms, split_svd, initial_deltas, tail_energy, truncate_delta
+from fedlowrank.linalg.delta import (
+    Delta,
+    DeltaForm,
+    initial_deltas,
+    product_norms,
+    split_svd,
+    tail_energy,
+    truncate_delta,
+    update_deltas,
+)
 from fedlowrank.linalg.pair import Pair
 
 Matrix = np.ndarray
@@ -154,7 +163,9 @@ def test_a_dense_state_that_is_iterated_follows_it_too() -> None:
 def test_the_order_of_clients_is_immaterial_and_equal_inputs_give_equal_factors() -> None:
     rng = np.random.default_rng(0)
     for form in STATES:
-        state = step(initial_deltas({"w": (31, 24)}, form, 5), [(1.0, 1.0, Pair(rand(rng, 31, 9), rand(rng, 9, 24)))])
+        state = step(
+            initial_deltas({"w": (31, 24)}, form, 5), [(1.0, 1.0, Pair(rand(rng, 31, 9), rand(rng, 9, 24)))]
+        )
         clients = [
             (p, 2.0, Pair(rand(rng, 31, r), rand(rng, r, 24))) for p, r in ((0.5, 5), (0.2, 3), (0.3, 1))
         ]
@@ -177,7 +188,9 @@ def test_with_equal_ranks_the_uploads_take_the_place_of_the_head_and_the_tail_st
 @pytest.mark.parametrize("form", STATES)
 def test_previous_0_replaces_and_the_components_that_all_hold_vanish(form: DeltaForm) -> None:
     rng = np.random.default_rng(2)
-    state = update_deltas(initial_deltas({"w": (50, 40)}, form, 5), {"w": [(1.0, Pair(rand(rng, 50, 5), rand(rng, 5, 40)))]})
+    state = update_deltas(
+        initial_deltas({"w": (50, 40)}, form, 5), {"w": [(1.0, Pair(rand(rng, 50, 5), rand(rng, 5, 40)))]}
+    )
     new = Pair(rand(rng, 50, 2), rand(rng, 2, 40))
     assert off(update_deltas(state, {"w": [(-0.5, new)]}, previous=0.0)["w"], -0.5 * product(new)) < 1e-13
     turned = update_deltas(state, {}, sent_ranks={"w": [(1.0, 3)]}, previous=0.4)["w"]
@@ -201,14 +214,17 @@ def test_subtracting_all_there_is_leaves_nothing_and_not_its_rounding() -> None:
     rng = np.random.default_rng(3)
     for dtype, shape in (("float64", (60, 45)), ("float32", (60, 45)), ("float64", (6, 5))):
         pair = Pair(rand(rng, shape[0], 4), rand(rng, 4, shape[1]))
-        state = update_deltas(initial_deltas({"w": shape}, DeltaForm("exact", dtype=dtype), 4), {"w": [(1e6, pair)]})
+        state = update_deltas(
+            initial_deltas({"w": shape}, DeltaForm("exact", dtype=dtype), 4), {"w": [(1e6, pair)]}
+        )
         assert update_deltas(state, {"w": [(-1e6, pair)]})["w"].rank == 0
 
 
 def test_orthogonality_survives_many_rounds_close_to_the_servers_own_factors() -> None:
     rng = np.random.default_rng(4)
     state = step(
-        initial_deltas({"w": (300, 200)}, DeltaForm("exact"), 4), [(1.0, 1.0, Pair(rand(rng, 300, 4), rand(rng, 4, 200)))]
+        initial_deltas({"w": (300, 200)}, DeltaForm("exact"), 4),
+        [(1.0, 1.0, Pair(rand(rng, 300, 4), rand(rng, 4, 200)))],
     )
     for _ in range(10):
         sent = split_svd(truncate_delta(state["w"], 4), 4)
@@ -230,11 +246,13 @@ def test_what_went_over_a_lossy_wire_is_subtracted_exactly(form: DeltaForm, wire
         blocks: list[tuple[float, Pair]] = []
         change = np.zeros_like(w)
         for p, rank in ((0.5, 6), (0.3, 3), (0.2, 1)):
-            sent = unpack(pack({"w": split_svd(truncate_delta(state["w"], rank), rank)}, wire))["w"]
+            sent = unpack_factors(
+                pack_factors({"w": split_svd(truncate_delta(state["w"], rank), rank)}, wire)
+            )["w"]
             trained = Pair(
                 sent.b + 0.1 * rand(rng, 41, rank).float(), sent.a + 0.1 * rand(rng, rank, 29).float()
             )
-            back = unpack(pack({"w": trained}, wire))["w"]
+            back = unpack_factors(pack_factors({"w": trained}, wire))["w"]
             blocks += [(p, back), (-p, sent)]
             change += p * (product(back) - product(sent))
         w = w + change
@@ -345,7 +363,10 @@ def test_truncation_is_the_best_of_its_rank() -> None:
     for ask in (lambda: truncate_delta(few, 4), lambda: tail_energy(few, [4])):
         with pytest.raises(ConfigError, match="leading 3 triplets"):
             ask()
-    assert truncate_delta(update_deltas(initial_deltas({"w": (9, 7)}, DeltaForm("dense"), 3), {})["w"], 5).rank == 0
+    assert (
+        truncate_delta(update_deltas(initial_deltas({"w": (9, 7)}, DeltaForm("dense"), 3), {})["w"], 5).rank
+        == 0
+    )
 
 
 class Largest(TorchDispatchMode):
@@ -383,7 +404,10 @@ def test_no_tensor_of_the_matrix_size_is_made_on_factors() -> None:
 def test_layers_are_batched_by_shape_and_come_out_as_alone() -> None:
     rng = np.random.default_rng(10)
     shapes = {"q": (40, 30), "v": (20, 30), "o": (40, 30), "still": (40, 30)}
-    state, alone = initial_deltas(shapes, DeltaForm("exact"), 4), initial_deltas(shapes, DeltaForm("exact"), 4)
+    state, alone = (
+        initial_deltas(shapes, DeltaForm("exact"), 4),
+        initial_deltas(shapes, DeltaForm("exact"), 4),
+    )
     for _ in range(3):
         blocks = {
             n: [(0.5, Pair(rand(rng, shapes[n][0], r), rand(rng, r, 30))) for r in (4, 2)]
@@ -437,4 +461,6 @@ def test_float32_holds_its_own_precision() -> None:
             w = fedhl(w, clients)
             state = step(state, clients)
             assert off(state["w"], w) < 1e-4
-        assert {t.dtype for t in (state["w"].u, state["w"].v, truncate_delta(state["w"], 3).s)} == {torch.float32}
+        assert {t.dtype for t in (state["w"].u, state["w"].v, truncate_delta(state["w"], 3).s)} == {
+            torch.float32
+        }

@@ -14,13 +14,13 @@ from torch import Tensor
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.linalg.delta import (
     DeltaForm,
-    update_deltas,
+    initial_deltas,
     product_norm,
     product_norms,
     split_svd,
-    initial_deltas,
     tail_energy,
     truncate_delta,
+    update_deltas,
 )
 from fedlowrank.linalg.factored import compute_svd
 from fedlowrank.linalg.pair import Pair
@@ -123,7 +123,11 @@ def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
         (lambda s: DeltaForm("exact", cap=5), ConfigError, "only kind = 'capped'"),
         (lambda s: initial_deltas({"w": (3, 4)}, DeltaForm(), 0), ConfigError, "r_max"),
         (lambda s: initial_deltas({"w": (3, 0)}, DeltaForm(), 1), TaskError, "'w' has a weight of shape"),
-        (lambda s: update_deltas(s, {"layer.1": []}), TaskError, "no layer 'layer.1'. Did you mean 'layer.0'"),
+        (
+            lambda s: update_deltas(s, {"layer.1": []}),
+            TaskError,
+            "no layer 'layer.1'. Did you mean 'layer.0'",
+        ),
         (lambda s: update_deltas(s, {}, sent_ranks={"x": []}), TaskError, "no layer 'x'"),
         (
             lambda s: update_deltas(s, {"layer.0": [(1.0, good()), (1.0, good(k=5))]}),
@@ -135,9 +139,17 @@ def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
             TaskError,
             "no factors",
         ),
-        (lambda s: update_deltas(s, {"layer.0": [(float("nan"), good())]}), ConfigError, "weights must be finite"),
+        (
+            lambda s: update_deltas(s, {"layer.0": [(float("nan"), good())]}),
+            ConfigError,
+            "weights must be finite",
+        ),
         (lambda s: update_deltas(s, {}, previous=float("inf")), ConfigError, "weights must be finite"),
-        (lambda s: update_deltas(s, {}, sent_ranks={"layer.0": [(1.0, -1)]}), ConfigError, "whole number of at least 0"),
+        (
+            lambda s: update_deltas(s, {}, sent_ranks={"layer.0": [(1.0, -1)]}),
+            ConfigError,
+            "whole number of at least 0",
+        ),
         (lambda s: truncate_delta(s["layer.0"], -1), ConfigError, "at least 0"),
         (lambda s: tail_energy(s["layer.0"], [1, -2]), ConfigError, "at least 0"),
         (lambda s: split_svd(truncate_delta(s["layer.0"], 1), 1, "b"), ConfigError, "split"),  # type: ignore[arg-type]

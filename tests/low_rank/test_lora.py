@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlowrank.adapters.lora import LoRA, find_lora, first, lora_of, padded, rest_of, undiluted
-from fedlowrank.adapters.lora_layers import LoRALayer, lora
+from fedlowrank.adapters.lora import (
+    LoRA,
+    average_present_components,
+    find_lora,
+    lora_of,
+    parameters_beside_factors,
+    truncate_pair,
+    zero_pad_pair,
+)
+from fedlowrank.adapters.lora_layers import LoRALayer, add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.linalg.pair import Factors, Pair
@@ -91,7 +99,7 @@ def made(kind: str, how: str, rank: int = 2, alpha: float = 3.0) -> tuple[Two, n
     if how == "plain":
         return plain, plain
     if how == "ours":
-        return plain, lora(plain, rank, alpha, target_modules=["one", "two"])
+        return plain, add_lora(plain, rank, alpha, target_modules=["one", "two"])
     return plain, of_peft(plain, rank, alpha)
 
 
@@ -216,10 +224,15 @@ def test_an_architecture_finds_its_sites_once() -> None:
     model = Architecture("tied", module, torch.zeros(1, 4).double(), "head")
     assert lora_of(model) is lora_of(model)
     assert list(lora_of(model).sites) == ["one"]
-    assert sorted(rest_of(model)) == ["head.bias", "head.weight"]
-    wrapped = Architecture("wrapped", lora(module, 2, trainable=["head"]), torch.zeros(1, 4).double(), "head")
-    assert sorted(rest_of(wrapped)) == ["head.bias", "head.weight"]
-    assert rest_of(Architecture("none", nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4))) == {}
+    assert sorted(parameters_beside_factors(model)) == ["head.bias", "head.weight"]
+    wrapped = Architecture(
+        "wrapped", add_lora(module, 2, trainable=["head"]), torch.zeros(1, 4).double(), "head"
+    )
+    assert sorted(parameters_beside_factors(wrapped)) == ["head.bias", "head.weight"]
+    assert (
+        parameters_beside_factors(Architecture("none", nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4)))
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -323,13 +336,13 @@ def test_moved_weights_keep_the_finer_type() -> None:
 def test_padding_keeps_the_product_and_is_undone(d: int, k: int, r: int, more: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     pair = Pair(torch.randn(d, r, generator=g), torch.randn(r, k, generator=g))
-    wide = padded(pair, r + more)
+    wide = zero_pad_pair(pair, r + more)
     assert wide.rank == r + more
     torch.testing.assert_close(wide.dense(), pair.dense())
-    back = first(wide, r)
+    back = truncate_pair(wide, r)
     assert torch.equal(back.b, pair.b)
     assert torch.equal(back.a, pair.a)
-    assert padded(pair, max(r - 1, 0)) is pair
+    assert zero_pad_pair(pair, max(r - 1, 0)) is pair
 
 
 def test_means_over_the_holders_alone() -> None:
@@ -338,12 +351,12 @@ def test_means_over_the_holders_alone() -> None:
         Pair(torch.full((2, r), v).double(), torch.full((r, 3), -v).double()) for r, v in ((1, 1.0), (3, 4.0))
     ]
     weights = [1.0, 3.0]
-    wide = [padded(p, 4) for p in replies]
+    wide = [zero_pad_pair(p, 4) for p in replies]
     mean_b, mean_a = (
         sum(w * getattr(p, f) for w, p in zip(weights, wide, strict=True)) / 4 for f in ("b", "a")
     )
     means = {"l": Pair(mean_b, mean_a)}
-    found = undiluted(
+    found = average_present_components(
         means,
         {"l": Pair(b.nan_to_num(9), a.nan_to_num(8))},
         torch.tensor([4.0, 3.0, 3.0, 0.0], dtype=torch.float64),

@@ -17,10 +17,10 @@ from fedlowrank.linalg.matricize import (
     LowRank,
     Sparse,
     Weights,
+    count_parameters,
     matricize,
     matrix_shape,
     measure,
-    count_parameters,
     pack_low_rank,
     pack_sparse,
     to_sparse,
@@ -96,7 +96,11 @@ def test_factors_survive_their_bytes_even_of_rank_zero() -> None:
 def test_measure() -> None:
     w = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
     found = measure(
-        {"w": w, "b": torch.tensor([0.0, 2.0]), "f": threshold_singular_values(torch.diag(torch.tensor([3.0, 5.0, 1.0])), 1.0)}
+        {
+            "w": w,
+            "b": torch.tensor([0.0, 2.0]),
+            "f": threshold_singular_values(torch.diag(torch.tensor([3.0, 5.0, 1.0])), 1.0),
+        }
     )
     assert (found["w"].rank, found["w"].energy, found["w"].parameters, found["w"].nonzeros) == (2, 25.0, 6, 2)
     assert (found["b"].rank, found["b"].energy, found["b"].nonzeros, found["b"].nbytes) == (1, 4.0, 1, 8)

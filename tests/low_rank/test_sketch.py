@@ -68,7 +68,9 @@ def test_flat_spectra_need_no_full_decomposition(
         assert (iterate_lanczos(w.to(dtype), 10) is not None) == by_iteration
         with pytest.MonkeyPatch.context() as patch:
             if by_iteration:
-                patch.setattr(sketch, "decompose_gram", lambda w, rank: pytest.fail("eigenvectors of a Gram matrix"))
+                patch.setattr(
+                    sketch, "decompose_gram", lambda w, rank: pytest.fail("eigenvectors of a Gram matrix")
+                )
             found = leading_triplets(w.to(dtype), 10)
         np.testing.assert_allclose(found[1].numpy(), s[:10], rtol=rtol)
         for one, true in ((found[0], u), (found[2], v)):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedlowrank.linalg import stacking as module
-from fedlowrank.linalg.delta import DeltaForm, update_deltas, split_svd, initial_deltas, truncate_delta
+from fedlowrank.linalg.delta import DeltaForm, initial_deltas, split_svd, truncate_delta, update_deltas
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.linalg.stacking import ExtendedBasis, add_low_rank, extend_basis
 
@@ -111,7 +111,7 @@ def test_near_the_leading_columns_or_the_last_float32_is_enough(
         rng, 3.0
     )
     check(old, new, extend_basis(old, rows(new)))
-    assert ways == ["_rough"]
+    assert ways == ["_first_pass_float32"]
 
 
 def zero(new: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -167,7 +167,9 @@ def test_columns_that_no_gram_matrix_can_do(change: Change, r: int) -> None:
 def test_what_the_first_pass_leaves_is_measured(monkeypatch: pytest.MonkeyPatch, ways: list[str]) -> None:
     """A first pass that did nothing must not go unnoticed, alone in its batch or not."""
     rng = np.random.default_rng(4)
-    monkeypatch.setattr(module, "_rough", lambda old, given: (given, old.new_zeros(len(old), 0, M), None))
+    monkeypatch.setattr(
+        module, "_first_pass_float32", lambda old, given: (given, old.new_zeros(len(old), 0, M), None)
+    )
     old = basis(rng)
     new = conditioned(rng, 2.0)
     check(old, new, extend_basis(old, rows(new)))
@@ -178,7 +180,7 @@ def test_what_the_first_pass_leaves_is_measured(monkeypatch: pytest.MonkeyPatch,
     ):
         new[1] = bad[1]
         check(old, new, extend_basis(old, rows(new)))
-        assert ways == ["_careful"]
+        assert ways == ["_first_pass"]
         ways.clear()
 
 
@@ -230,8 +232,8 @@ def test_steps_of_fedhl_from_float32_uploads(shape: tuple[int, int], noise: floa
             after += share * (pair.b.double().numpy() @ pair.a.double().numpy() - triplets.dense().numpy())
         held = {"w": [(share, r) for r in ranks]}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_rough", lambda old, given: None)
-            patch.setattr(module, "_careful", lambda old, given: None)
+            patch.setattr(module, "_first_pass_float32", lambda old, given: None)
+            patch.setattr(module, "_first_pass", lambda old, given: None)
             slow = update_deltas(state, {"w": blocks}, sent_ranks=held)["w"]
         state = update_deltas(state, {"w": blocks}, sent_ranks=held)
         delta = state["w"]

@@ -13,7 +13,13 @@ from fedlowrank.linalg import svt as threshold
 from fedlowrank.linalg.factored import compute_svd
 from fedlowrank.linalg.nuclear_norm import Norm
 from fedlowrank.linalg.nuclear_norm import apply_prox as prox_of_model
-from fedlowrank.linalg.svt import count_above, threshold_singular_values, threshold_all, threshold_dense, soft_threshold
+from fedlowrank.linalg.svt import (
+    count_above,
+    soft_threshold,
+    threshold_all,
+    threshold_dense,
+    threshold_singular_values,
+)
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -156,7 +162,14 @@ def test_a_survivor_missed_by_the_partial_decomposition_is_noticed(monkeypatch: 
 
     monkeypatch.setattr(threshold, "eigh", forgetful)
     assert threshold_singular_values(w, 0.01).rank == 20
-    assert float((threshold_singular_values(w, 0.01).dense() - threshold_singular_values(w, 0.01, "svd").dense()).abs().max()) < 1e-6
+    assert (
+        float(
+            (threshold_singular_values(w, 0.01).dense() - threshold_singular_values(w, 0.01, "svd").dense())
+            .abs()
+            .max()
+        )
+        < 1e-6
+    )
 
 
 @QUICK

@@ -269,7 +269,9 @@ def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [DeltaForm("exact"), DeltaForm("dense"), DeltaForm("capped", cap=12), DeltaForm("auto")], ids=lambda f: f.kind
+    "form",
+    [DeltaForm("exact"), DeltaForm("dense"), DeltaForm("capped", cap=12), DeltaForm("auto")],
+    ids=lambda f: f.kind,
 )
 def test_fedhl_with_equal_scales_in_every_form(form: DeltaForm) -> None:
     run = go(FedHL(form=form, tuning=Tuning(rank=2), **LOCAL), Sequential, RANKS)

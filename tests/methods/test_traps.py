@@ -20,7 +20,14 @@ from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import client_view
 from fedlowrank.engines.sequential import Sequential, Wire
-from fedlowrank.linalg.factored import Factored, compress_update, decompress_update, rank_of_energy, compute_svd, truncate_svd
+from fedlowrank.linalg.factored import (
+    Factored,
+    compress_update,
+    compute_svd,
+    decompress_update,
+    rank_of_energy,
+    truncate_svd,
+)
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
@@ -313,7 +320,9 @@ def test_a_kernel_is_a_matrix_of_outputs_by_all_else() -> None:
     found = compress_update({"w": kernel}, 0.9999)["w"]
     assert isinstance(found, Factored)
     assert (found.rank, found.u.shape, found.v.shape) == (2, (16, 2), (72, 2))
-    torch.testing.assert_close(decompress_update({"w": found}, {"w": kernel})["w"], kernel, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        decompress_update({"w": found}, {"w": kernel})["w"], kernel, rtol=0, atol=1e-10
+    )
 
 
 def test_an_update_of_zeros_keeps_rank_one() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .floral_adaptors import Include, Spot, kind_of
+from .floral_adaptors import AdaptedParameter, Include, kind_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class BudgetRow:
     """
 
     name: str
-    spot: Spot
+    spot: AdaptedParameter
     added: int
     share: float
 
@@ -64,7 +64,7 @@ class Budget:
         for row in self.rows:
             s = row.spot
             numbers = (str(s.rank) if s.rank else "", f"{s.numbers:,}", f"{row.added:,}", f"{row.share:.1%}")
-            lines.append((row.name, s.kind, _sizes(s.shape), *numbers, s.note))
+            lines.append((row.name, s.kind, _format_shape(s.shape), *numbers, s.note))
         lines.append(
             ("total", "", "", "", f"{self.each:,}", f"{self.added:,}", f"{self.each / self.base:.1%}", "")
         )
@@ -74,11 +74,11 @@ class Budget:
             return text.rjust(width[i]) if 3 <= i <= 6 else text.ljust(width[i])
 
         table = ["  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines]
-        rest = ", ".join(f"{name} ({_sizes(shape)})" for name, shape in self.rest.items())
+        rest = ", ".join(f"{name} ({_format_shape(shape)})" for name, shape in self.rest.items())
         return "\n".join([*table, f"The base has {self.base:,} numbers. Not adapted: {rest or 'none'}."])
 
 
-def budget(module: nn.Module, where: Mapping[str, Spot], count: int) -> Budget:
+def compute_budget(module: nn.Module, where: Mapping[str, AdaptedParameter], count: int) -> Budget:
     """What C adaptors of the spots add to the module."""
     rows = [
         BudgetRow(name, s, count * s.numbers, s.numbers / torch.Size(s.shape).numel())
@@ -88,19 +88,19 @@ def budget(module: nn.Module, where: Mapping[str, Spot], count: int) -> Budget:
     return Budget(tuple(rows), rest, count)
 
 
-def adaptor_remarks(module: nn.Module, where: Mapping[str, Spot]) -> list[str]:
-    """The notes of the spots, each with the names of its parameters, and what :func:`unadapted_remark` says."""
+def adaptor_warnings(module: nn.Module, where: Mapping[str, AdaptedParameter]) -> list[str]:
+    """The notes of the spots, each with the names of its parameters, and what :func:`unadapted_warning` says."""
     said = {
         note: [n for n, spot in where.items() if spot.note == note]
         for note in (s.note for s in where.values())
         if note
     }
-    rest = unadapted_remark(module, where)
+    rest = unadapted_warning(module, where)
     return [*(f"{', '.join(names)}: {note}" for note, names in said.items()), *([rest] if rest else [])]
 
 
-def unadapted_remark(
-    module: nn.Module, where: Mapping[str, Spot], include: Include | None = None
+def unadapted_warning(
+    module: nn.Module, where: Mapping[str, AdaptedParameter], include: Include | None = None
 ) -> str | None:
     """Names the weight matrices that get no adaptors though no setting leaves them out, with their share; None without any.
 
@@ -125,5 +125,5 @@ def unadapted_remark(
     return f"no adaptors for {named}: {left / total:.1%} of the parameters"
 
 
-def _sizes(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "1"

@@ -7,7 +7,7 @@ A weight w + p, w as factors left · right of its scheme-2 matrix and p mostly z
     factors, sparse    and p: the value of each entry, and where it is: an index of 4 bytes, and 4 bytes a row; or a bit for
                        each place of the weight, where that is smaller. Rank 0 is sparse alone
 
-In memory a sparse tensor always has indices, by which it computes. The bits are for the file; :func:`size_of` counts as the
+In memory a sparse tensor always has indices, by which it computes. The bits are for the file; :func:`measure_size` counts as the
 file does.
 
 How the thin layers compute, and what that costs, is said in :mod:`fedlowrank.adapters.thin_layers`.
@@ -32,7 +32,15 @@ from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
 from ..core.files import as_checkpoint_error, write_atomically
 from ..core.tree import Params, TreeError, decode, encode, nbytes
 from ..linalg.matricize import LowRank, Sparse, Weights, matrix_shape, unmatricize
-from .thin_layers import KINDS, Compressed, bytes_of_places, compress, parts_of, places_of, work
+from .thin_layers import (
+    KINDS,
+    CompressedLayer,
+    compress_layer,
+    compressed_tensors,
+    count_index_bytes,
+    count_multiplications,
+    sparse_indices,
+)
 
 Layout = Literal["small", "fast"]
 FORMATS = ("fedlowrank.deployed.2", "fedlowrank.deployed.1")
@@ -45,14 +53,14 @@ def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
     """Bytes, or work, of factors of that rank and a sparse tensor."""
     count = int(rest.count_nonzero())
     if layout == "fast":
-        return work(layer, rank) + (
+        return count_multiplications(layer, rank) + (
             SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0)
         )
-    places = min(bytes_of_places(count, rest.shape))
+    places = min(count_index_bytes(count, rest.shape))
     return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + places
 
 
-def _choose(
+def _choose_form(
     layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Tensor, layout: Layout
 ) -> Params | None:
     """The parts of the cheapest form, or None if that is the dense one."""
@@ -62,7 +70,7 @@ def _choose(
         forms.append((w, torch.zeros_like(merged) if p is None else p))
     costs = [_cost(layer, f.rank, rest, layout) for f, rest in forms]
     dense = merged.numel() * (merged.element_size() if layout == "small" else 1)
-    return parts_of(*forms[costs.index(min(costs))]) if min(costs) < dense else None
+    return compressed_tensors(*forms[costs.index(min(costs))]) if min(costs) < dense else None
 
 
 def deploy(
@@ -70,7 +78,7 @@ def deploy(
 ) -> nn.Module:
     """A copy of a module for inference, with other parameters, each in its cheapest form.
 
-    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`Compressed`. All else is dense: vectors, embeddings,
+    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All else is dense: vectors, embeddings,
     layers of a subclass or with a forward of their own, and weights that several modules share, which stay shared.
 
     Args:
@@ -87,7 +95,7 @@ def deploy(
     if layout not in ("small", "fast"):
         raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
     made, private = copy.deepcopy(module).eval().requires_grad_(False), sparse or {}
-    params, layers = dict(made.named_parameters()), _layers(made)
+    params, layers = dict(made.named_parameters()), _compressible_layers(made)
     # what of a tensor is zero is seen below, however it came
     given = {n: w.dense() if isinstance(w, Sparse) else w for n, w in weights.items()}
     _check(params, given, private)
@@ -95,16 +103,16 @@ def deploy(
         w, p, layer = given[name], private.get(name), layers.get(id(param))
         dense = unmatricize(w.dense(), param.shape) if isinstance(w, LowRank) else w
         merged = dense if p is None else dense + p
-        parts = None if layer is None else _choose(layer, w, p, merged, layout)
+        parts = None if layer is None else _choose_form(layer, w, p, merged, layout)
         if parts is None:
             # only the data of a parameter are replaced: whoever shares it goes on sharing it
             param.data = merged.detach().to(param.device, copy=True).contiguous()
         else:
-            compress(layer, parts)
+            compress_layer(layer, parts)
     return made
 
 
-def _layers(module: nn.Module) -> dict[int, nn.Module]:
+def _compressible_layers(module: nn.Module) -> dict[int, nn.Module]:
     """Layers that can be compressed, by the identity of their weights."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for m in module.modules():
@@ -146,7 +154,7 @@ def _check(params: Mapping[str, Tensor], weights: Mapping[str, Tensor | LowRank]
             )
 
 
-def save(deployed: nn.Module, path: Path | str) -> None:
+def save_deployed(deployed: nn.Module, path: Path | str) -> None:
     """Write a deployed module's parameters and persistent buffers, what is shared once, without its code.
 
     It is a safetensors file; its metadata, JSON, names the compressed layers and holds a checksum.
@@ -155,17 +163,17 @@ def save(deployed: nn.Module, path: Path | str) -> None:
         CheckpointError: if the file cannot be written; an old one is then untouched.
         TaskError: if the module has state that is no tensor.
     """
-    layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, Compressed)}
+    layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, CompressedLayer)}
     body = {"layers": layers, "state": _state(deployed)}
     write_atomically(Path(path), encode({"format": FORMATS[0], "sha256": _digest(body), "body": body}))
 
 
-def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Module:
+def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Module:
     """Rebuild a deployed module from its file; its outputs are the same bit for bit.
 
     Args:
         module: a plain one of the architecture that was deployed, left as it is; or a factory of such modules.
-        path: what :func:`save` wrote.
+        path: what :func:`save_deployed` wrote.
 
     Raises:
         CheckpointError: if the file cannot be read, is damaged, or is no such file.
@@ -193,7 +201,7 @@ def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Mo
                 f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}"
             )
         try:
-            compress(layer, _parts_in(state, name, layer.weight.shape))
+            compress_layer(layer, _parts_in(state, name, layer.weight.shape))
         except LookupError as error:
             raise CheckpointError(f"{path} is damaged: layer {name!r} has no {error}") from error
     wanted = _state(made, compressed=False)
@@ -223,7 +231,7 @@ def _parts_in(state: Params, layer: str, shape: torch.Size) -> Params:
     mask = take("mask")
     if mask.shape != shape or int(mask.count_nonzero()) != len(parts["values"]):
         raise LookupError("mask that fits its values")
-    return {**parts, **places_of(mask)}
+    return {**parts, **sparse_indices(mask)}
 
 
 def _state(module: nn.Module, compressed: bool = True) -> Params:
@@ -242,10 +250,10 @@ def _state(module: nn.Module, compressed: bool = True) -> Params:
         state.setdefault(id(t), (name, t))
     found = dict(state.values())
     for name, layer in module.named_modules():
-        if not isinstance(layer, Compressed):
+        if not isinstance(layer, CompressedLayer):
             continue
-        own = {n: f"{name}.{n}".lstrip(".") for n in Compressed.__annotations__ if n != "shape"}
-        indices, bits = bytes_of_places(len(layer.values), layer.shape)
+        own = {n: f"{name}.{n}".lstrip(".") for n in CompressedLayer.__annotations__ if n != "shape"}
+        indices, bits = count_index_bytes(len(layer.values), layer.shape)
         drop = [*own] if not compressed else ["indices", "starts"] if bits < indices else []
         for n in drop:
             del found[own[n]]
@@ -261,7 +269,7 @@ class Size:
     Attributes:
         parameters: numbers held in parameters; of a sparse tensor, its values.
         nonzeros: of these, how many are not zero.
-        nbytes: of parameters and persistent buffers, as :func:`save` writes them: a file without its header.
+        nbytes: of parameters and persistent buffers, as :func:`save_deployed` writes them: a file without its header.
     """
 
     parameters: int
@@ -269,7 +277,7 @@ class Size:
     nbytes: int
 
 
-def size_of(module: nn.Module) -> Size:
+def measure_size(module: nn.Module) -> Size:
     """Numbers and bytes of any module."""
     held = [*module.parameters()]
     return Size(
@@ -286,7 +294,7 @@ class Latency:
     upper: float
 
 
-def latency(module: nn.Module, x: Any, repeats: int = 30) -> Latency:
+def measure_latency(module: nn.Module, x: Any, repeats: int = 30) -> Latency:
     """:func:`compare_latency` of one module."""
     return compare_latency({"": module}, x, repeats)[""]
 

@@ -29,11 +29,11 @@ from .mixture import (
     Factor,
     Fold,
     Pairs,
-    begin,
-    center,
-    fold_of,
-    precondition,
+    center_pairs,
+    choose_fold,
+    initial_pairs,
     precondition_convolution,
+    precondition_matrix,
 )
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ _BIASES = ("bias", "in_proj_bias", "bias_k", "bias_v")
 
 
 @dataclass(frozen=True)
-class Spot:
+class AdaptedParameter:
     """One parameter that gets adaptors.
 
     Attributes:
@@ -82,13 +82,13 @@ class Spot:
     transposed: bool = False
 
 
-def spots(
+def find_adapted_parameters(
     module: nn.Module,
     rank: float,
     construction: Construction = "balanced",
     kinds: tuple[Kind, ...] = KINDS,
     include: Include | None = None,
-) -> dict[str, Spot]:
+) -> dict[str, AdaptedParameter]:
     """The parameters of a module that get adaptors, by name.
 
     Args:
@@ -106,26 +106,26 @@ def spots(
             embedding renormalizes its rows or has sparse gradients.
         ConfigError: if the rank is neither an integer nor a budget, or a kind or the construction is unknown.
     """
-    _check_words(kinds, construction)
+    _check_choices(kinds, construction)
     # where only offsets are adapted no other line would look at the rank
     Fold((1, 1), (0,)).rank(rank)
     first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
-    found: dict[str, Spot] = {}
+    found: dict[str, AdaptedParameter] = {}
     for name, layer in module.named_modules():
         for local, parameter in layer.named_parameters(recurse=False):
             if isinstance(parameter, nn.parameter.UninitializedParameter):
                 raise TaskError(
-                    f"{_where(name, layer)} is lazy and has no shape yet; run one forward pass first"
+                    f"{_describe_layer(name, layer)} is lazy and has no shape yet; run one forward pass first"
                 )
             kind = kind_of(layer, local, parameter)
             if kind is None or kind not in kinds or (include is not None and not include(name, layer)):
                 continue
-            _check(name, layer, parameter)
+            _check_adaptable(name, layer, parameter)
             own = first[id(parameter)]
             if own in found:
-                found[own] = replace(found[own], note=_joined(found[own].note, f"shared with {name}"))
+                found[own] = replace(found[own], note=_join_notes(found[own].note, f"shared with {name}"))
             else:
-                made = _spot(name, kind, tuple(parameter.shape), rank, construction)
+                made = _adapted_parameter(name, kind, tuple(parameter.shape), rank, construction)
                 found[own] = replace(made, transposed=kind == "linear" and _is_transposed(layer))
     if not found:
         there = sorted(
@@ -139,15 +139,19 @@ def spots(
     return found
 
 
-def trained_spots(
+def find_trained_adapted_parameters(
     model: Model, rank: float, construction: Construction, kinds: tuple[Kind, ...]
-) -> dict[str, Spot]:
-    """The :func:`spots` of an architecture whose parameter is trained; a frozen one belongs to its code.
+) -> dict[str, AdaptedParameter]:
+    """The :func:`find_adapted_parameters` of an architecture whose parameter is trained; a frozen one belongs to its code.
 
     Raises:
-        TaskError: if none is trained, and as :func:`spots`.
+        TaskError: if none is trained, and as :func:`find_adapted_parameters`.
     """
-    found = {n: s for n, s in spots(model.module, rank, construction, kinds).items() if n in model.initial}
+    found = {
+        n: s
+        for n, s in find_adapted_parameters(model.module, rank, construction, kinds).items()
+        if n in model.initial
+    }
     if not found:
         raise TaskError(
             "all parameters that adaptors could be added to are frozen (requires_grad=False); let some train, or choose a LoRA "
@@ -156,7 +160,7 @@ def trained_spots(
     return found
 
 
-def _check_words(kinds: tuple[Kind, ...], construction: Construction) -> None:
+def _check_choices(kinds: tuple[Kind, ...], construction: Construction) -> None:
     for word, known in [*((k, KINDS) for k in kinds), (construction, get_args(Construction))]:
         if word not in known:
             what = "construction" if known is not KINDS else "kinds"
@@ -191,16 +195,16 @@ def _is_named_norm(layer: nn.Module) -> bool:
     return named and all(p.ndim <= 1 for p in layer.parameters(recurse=False))
 
 
-def _where(name: str, layer: nn.Module) -> str:
+def _describe_layer(name: str, layer: nn.Module) -> str:
     return f"layer {name or '(the module itself)'} ({type(layer).__name__})"
 
 
-def _joined(*notes: str) -> str:
+def _join_notes(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _check(name: str, layer: nn.Module, parameter: nn.Parameter) -> None:
-    where = _where(name, layer)
+def _check_adaptable(name: str, layer: nn.Module, parameter: nn.Parameter) -> None:
+    where = _describe_layer(name, layer)
     if not parameter.is_floating_point():
         raise TaskError(
             f"{where} holds numbers of type {parameter.dtype}, to which no adaptor can be added; exclude it, or "
@@ -216,21 +220,23 @@ def _check(name: str, layer: nn.Module, parameter: nn.Parameter) -> None:
         )
 
 
-def _spot(layer: str, kind: Kind, shape: tuple[int, ...], rank: float, construction: Construction) -> Spot:
+def _adapted_parameter(
+    layer: str, kind: Kind, shape: tuple[int, ...], rank: float, construction: Construction
+) -> AdaptedParameter:
     if kind in ("bias", "norm"):
-        return Spot(layer, kind, shape, 0, torch.Size(shape).numel())
-    fold = fold_of(shape, construction)
+        return AdaptedParameter(layer, kind, shape, 0, torch.Size(shape).numel())
+    fold = choose_fold(shape, construction)
     asked, most = fold.rank(rank), min(fold.size)
     r, note = min(asked, most), ""
     if rank < 1 and sum(fold.size) * fold.times > rank * torch.Size(shape).numel() * (1 + 1e-9):
         note = f"the budget is below rank {fold.times}, the least there is"
     if asked > most:
-        note = _joined(note, f"rank {asked} is more than the weight has; {most} taken")
-    return Spot(layer, kind, shape, r, r * sum(fold.size), note)
+        note = _join_notes(note, f"rank {asked} is more than the weight has; {most} taken")
+    return AdaptedParameter(layer, kind, shape, r, r * sum(fold.size), note)
 
 
-def adaptors(
-    where: Mapping[str, Spot],
+def initial_adaptors(
+    where: Mapping[str, AdaptedParameter],
     count: int,
     key: Key,
     construction: Construction = "balanced",
@@ -240,7 +246,7 @@ def adaptors(
     """C adaptors of every spot, all of which begin at zero; the draws of each differ.
 
     Args:
-        where: see :func:`spots`.
+        where: see :func:`find_adapted_parameters`.
         count: C ≥ 1.
         key: of the random factors.
         construction: of convolutions.
@@ -264,14 +270,14 @@ def adaptors(
             spot.shape[::-1] if spot.transposed else spot.shape,
             "v" if spot.kind == "embedding" else random,
         )
-        fold = replace(fold_of(shape, construction), times=1)
-        pairs = begin(fold, spot.rank, count, key / name, t.dtype, drawn)
+        fold = replace(choose_fold(shape, construction), times=1)
+        pairs = initial_pairs(fold, spot.rank, count, key / name, t.dtype, drawn)
         u, v = pairs.u.to(t.device), pairs.v.to(t.device)
         found[name] = Pairs(v, u) if spot.transposed else Pairs(u, v)
     return found
 
 
-def mix(
+def mix_weights(
     weights: Params,
     adapted: Adaptors,
     pi: Tensor,
@@ -294,14 +300,14 @@ def mix(
     for name, a in adapted.items():
         w = weights[name]
         if isinstance(a, Pairs):
-            update = fold_of(tuple(w.shape), construction).unfold(a.mixed(_like(pi, a.u)))
+            update = choose_fold(tuple(w.shape), construction).unfold(a.mixed(_convert_shares(pi, a.u)))
         else:
-            update = torch.tensordot(_like(pi, a), a, 1)
+            update = torch.tensordot(_convert_shares(pi, a), a, 1)
         mixed[name] = torch.add(w, update.to(w.dtype), alpha=alpha)
     return mixed
 
 
-def preconditioned(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
+def precondition_adaptors(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
     """Gradients of adaptors, those of low-rank factors divided by what the other factor makes of them (appendix D).
 
     Args:
@@ -314,14 +320,14 @@ def preconditioned(weights: Params, gradient: Adaptors, at: Adaptors, eps: float
     for name, a in at.items():
         g = gradient[name]
         if isinstance(a, Pairs) and isinstance(g, Pairs):
-            how = precondition_convolution if weights[name].ndim > 2 else precondition
+            how = precondition_convolution if weights[name].ndim > 2 else precondition_matrix
             found[name] = how(g, a, eps)
         else:
             found[name] = g
     return found
 
 
-def centered(
+def center_adaptors(
     weights: Params,
     adapted: Adaptors,
     shares: Tensor,
@@ -344,21 +350,23 @@ def centered(
     for name, a in adapted.items():
         w = weights[name]
         if isinstance(a, Pairs):
-            fold = fold_of(tuple(w.shape), construction)
+            fold = choose_fold(tuple(w.shape), construction)
             # α multiplies the mean in the weight, so the weight itself is not what center() may add to
-            mean, left[name] = center(torch.zeros_like(a.u[0, :1, :1]), a, _like(shares, a.u))
+            mean, left[name] = center_pairs(torch.zeros_like(a.u[0, :1, :1]), a, _convert_shares(shares, a.u))
             base[name] = torch.add(w, fold.unfold(mean).to(w.dtype), alpha=alpha).contiguous()
         else:
-            mean = torch.tensordot(_like(shares, a), a, 1)
+            mean = torch.tensordot(_convert_shares(shares, a), a, 1)
             base[name], left[name] = torch.add(w, mean.to(w.dtype), alpha=alpha), a - mean
     return base, left
 
 
-def _like(shares: Tensor, a: Tensor) -> Tensor:
+def _convert_shares(shares: Tensor, a: Tensor) -> Tensor:
     return shares.to(a.device, a.dtype)
 
 
-def norms_with_statistics(module: nn.Module, where: Mapping[str, Spot]) -> dict[str, tuple[str, str]]:
+def find_norms_with_statistics(
+    module: nn.Module, where: Mapping[str, AdaptedParameter]
+) -> dict[str, tuple[str, str]]:
     """Names of γ and β, by layer, of the adapted BatchNorm layers that normalize by running statistics.
 
     One that keeps none always normalizes by the batch, as its adaptors would: there an offset is the same thing.
@@ -383,7 +391,7 @@ def norms_with_statistics(module: nn.Module, where: Mapping[str, Spot]) -> dict[
             or isinstance(layer, nn.SyncBatchNorm)
         ):
             raise TaskError(
-                f"{_where(name, layer)}: adaptors with statistics of their own "
+                f"{_describe_layer(name, layer)}: adaptors with statistics of their own "
                 "(reparameterize=False) need a BatchNorm of one process that shares no parameter with another layer; "
                 "use reparameterize=True or exclude it"
             )

@@ -20,25 +20,25 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
-from .budget import Budget, budget, unadapted_remark
+from .budget import Budget, compute_budget, unadapted_warning
 from .floral_adaptors import (
     KINDS,
     Adaptors,
     Include,
     Kind,
-    adaptors,
-    centered,
-    mix,
-    norms_with_statistics,
-    preconditioned,
-    spots,
+    center_adaptors,
+    find_adapted_parameters,
+    find_norms_with_statistics,
+    initial_adaptors,
+    mix_weights,
+    precondition_adaptors,
 )
 from .mixture import (
     EPS,
+    BatchNormAdaptor,
     Construction,
-    Factors,
-    Offsets,
-    OwnStatistics,
+    LowRankAdaptor,
+    OffsetAdaptor,
     Pairs,
     as_offsets,
     main_statistics,
@@ -46,13 +46,13 @@ from .mixture import (
 )
 from .router import Router
 from .substitution import (
-    exclusive,
+    add_forward_hooks,
     get_submodule,
+    lock_module,
     named_tensors,
     refuse_gradient_checkpointing,
     set_submodule,
-    substituted,
-    with_forward_hooks,
+    substitute_parameters,
 )
 
 Route = int | Sequence[float] | Tensor
@@ -132,15 +132,15 @@ class Floral(nn.Module):
         super().__init__()
         _check_settings(model, rank, num_clusters, alpha, router)
         chosen = None if include is None and exclude is None else partial(_chosen, include, exclude)
-        self._spots = spots(model, rank, construction, tuple(kinds), chosen)
+        self._spots = find_adapted_parameters(model, rank, construction, tuple(kinds), chosen)
         self.base = model
         self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
         self._route: list[float] | None = None
         # names of γ and β by layer, of BatchNorm layers whose adaptors have statistics of their own
-        self._own = {} if reparameterize else norms_with_statistics(model, self._spots)
+        self._own = {} if reparameterize else find_norms_with_statistics(model, self._spots)
         weights = {name: p.detach() for name, p in self._weights().items()}
         like = weights[next(iter(self._spots))]
-        if remark := unadapted_remark(model, self._spots, chosen):
+        if remark := unadapted_warning(model, self._spots, chosen):
             hint = "Linear layers, attention, convolutions, embeddings and normalizations can have them"
             warnings.warn(
                 f"{remark}. {hint}; to silence this, exclude=... the others.", UserWarning, stacklevel=2
@@ -150,13 +150,13 @@ class Floral(nn.Module):
         )
         self.adaptors = nn.Module()
         layers = {gamma: layer for layer, (gamma, _) in self._own.items()}
-        for name, a in adaptors(
+        for name, a in initial_adaptors(
             self._spots, num_clusters, Key((seed,)) / "adaptors", construction, weights
         ).items():
             if isinstance(a, Pairs):
-                leaf: nn.Module = Factors(a)
+                leaf: nn.Module = LowRankAdaptor(a)
             else:
-                leaf = OwnStatistics(a, self._layer(layers[name])) if name in layers else Offsets(a)
+                leaf = BatchNormAdaptor(a, self._layer(layers[name])) if name in layers else OffsetAdaptor(a)
             set_submodule(self.adaptors, name, leaf)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,10 +175,13 @@ class Floral(nn.Module):
             (self._layer(layer), partial(self._add_term, node, beta, pi))
             for layer, node, beta in self._norms()
         ]
-        with exclusive(self.base):
-            mixed = mix(self._weights(), adapted, pi, self.alpha, self.construction)
+        with lock_module(self.base):
+            mixed = mix_weights(self._weights(), adapted, pi, self.alpha, self.construction)
             # both last for this pass alone, so that the base stays the module it was
-            with with_forward_hooks(hooks), substituted(self.base, {name: mixed[name] for name in adapted}):
+            with (
+                add_forward_hooks(hooks),
+                substitute_parameters(self.base, {name: mixed[name] for name in adapted}),
+            ):
                 return self.base(*args, **kwargs)
 
     @property
@@ -212,7 +215,7 @@ class Floral(nn.Module):
         shares = self.pi if pi is None else self.theta.new_tensor(self._mixture(pi))
         with torch.no_grad():
             weights = self._weights()
-            mixed = mix(weights, self._offsets(self.adapted()), shares, self.alpha, self.construction)
+            mixed = mix_weights(weights, self._offsets(self.adapted()), shares, self.alpha, self.construction)
             merged = copy.deepcopy(self.base)
             for name, p in merged.named_parameters():
                 if name in mixed:
@@ -224,7 +227,9 @@ class Floral(nn.Module):
         found: Adaptors = {}
         for name in self._spots:
             node = get_submodule(self.adaptors, name)
-            found[name] = Pairs(node.u, node.v) if isinstance(node, Factors) else cast(Tensor, node.offset)
+            found[name] = (
+                Pairs(node.u, node.v) if isinstance(node, LowRankAdaptor) else cast(Tensor, node.offset)
+            )
         return found
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -234,7 +239,7 @@ class Floral(nn.Module):
 
     def parameter_budget(self) -> Budget:
         """What the adaptors add, parameter by parameter; print it for a table."""
-        return budget(self.base, self._spots, self.clusters)
+        return compute_budget(self.base, self._spots, self.clusters)
 
     @torch.no_grad()
     def precondition_(self, eps: float = EPS) -> None:
@@ -252,7 +257,7 @@ class Floral(nn.Module):
             if isinstance(a, Pairs) and not (a.u.grad is a.v.grad is None)
         }
         gradients: Adaptors = {n: Pairs(_gradient(a.u), _gradient(a.v)) for n, a in at.items()}
-        for name, made in preconditioned(self._weights(), gradients, dict(at), eps).items():
+        for name, made in precondition_adaptors(self._weights(), gradients, dict(at), eps).items():
             for p, g in ((at[name].u, cast(Pairs, made).u), (at[name].v, cast(Pairs, made).v)):
                 if p.grad is not None:
                     p.grad.copy_(g)
@@ -276,7 +281,7 @@ class Floral(nn.Module):
         free = {name: a for name, a in self._offsets(adapted).items() if base[name].requires_grad}
         if not free:
             raise TaskError("there is nothing to center: every adapted parameter of the base is frozen")
-        moved, left = centered(base, free, self.theta.new_tensor(p), self.alpha, self.construction)
+        moved, left = center_adaptors(base, free, self.theta.new_tensor(p), self.alpha, self.construction)
         for layer, node, _ in self._norms():
             gamma, beta = self._own[layer]
             if gamma in left and beta in left:
@@ -355,11 +360,11 @@ class Floral(nn.Module):
     def _layer(self, name: str) -> _BatchNorm:
         return cast(_BatchNorm, get_submodule(self.base, name))
 
-    def _norms(self) -> Iterator[tuple[str, OwnStatistics, Tensor]]:
+    def _norms(self) -> Iterator[tuple[str, BatchNormAdaptor, Tensor]]:
         """BatchNorm layers whose adaptors have statistics of their own: name, γ_c with the statistics, β_c."""
         for layer, (gamma, beta) in self._own.items():
             node, other = (get_submodule(self.adaptors, name) for name in (gamma, beta))
-            yield layer, cast(OwnStatistics, node), cast(Tensor, other.offset)
+            yield layer, cast(BatchNormAdaptor, node), cast(Tensor, other.offset)
 
     def _offsets(self, adapted: Adaptors) -> Adaptors:
         """The same with every BatchNorm's as offsets of the main γ and β, at the running statistics of now."""
@@ -372,7 +377,7 @@ class Floral(nn.Module):
 
     def _add_term(
         self,
-        node: OwnStatistics,
+        node: BatchNormAdaptor,
         beta: Tensor,
         pi: Tensor,
         layer: _BatchNorm,

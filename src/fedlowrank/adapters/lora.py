@@ -3,7 +3,7 @@
 An adapted weight is W + s·B A. Three kinds of modules give the same :class:`LoRA`:
 
 - wrapped by PEFT: the factors are parameters of its layers, and so the update is applied to activations;
-- wrapped by :func:`fedlowrank.adapters.lora_layers.lora`, our own layers: likewise;
+- wrapped by :func:`fedlowrank.adapters.lora_layers.add_lora`, our own layers: likewise;
 - any other: s·B A is added to the weight itself, for every linear layer and convolution outside the head.
 
 The scale s is not part of the factors. In the first two kinds the module multiplies by a scale of its own, so B is given to it
@@ -28,7 +28,7 @@ from ..linalg.pair import Factors, Pair
 
 
 @dataclass(frozen=True)
-class Site:
+class AdaptedLayer:
     """One weight that can be adapted.
 
     Attributes:
@@ -72,7 +72,7 @@ class LoRA:
         memo: what others derived from it and keep for all clients.
     """
 
-    sites: Mapping[str, Site]
+    sites: Mapping[str, AdaptedLayer]
     base: Mapping[str, Tensor]
     scale: float = 1.0
     rank: int | None = None
@@ -184,8 +184,8 @@ class LoRA:
                 weight = params.get(site.weight, slots[site.weight])
                 update = site.folded(pair.dense() * self.scale)
                 found[site.weight] = (weight + update.to(weight.device)).to(weight.dtype)
-                pair = first(pair, 0)
-            pair = padded(pair, rank)
+                pair = truncate_pair(pair, 0)
+            pair = zero_pad_pair(pair, rank)
             found[site.a], found[site.b] = (
                 pair.a.reshape(rank, *a.shape[1:]),
                 pair.b.reshape(-1, rank, *b.shape[2:]),
@@ -209,7 +209,7 @@ def lora_of(model: Model) -> LoRA:
     return found
 
 
-def rest_of(model: Model) -> Params:
+def parameters_beside_factors(model: Model) -> Params:
     """The initial values of what is trained beside LoRA factors: the head, and whatever else is not frozen."""
     factors = {n for s in lora_of(model).sites.values() for n in (s.a, s.b) if n is not None}
     if factors:
@@ -228,14 +228,14 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         TaskError: if it has no layer that can be adapted, layers with different scales, or an adapter of PEFT that does not
             begin at zero on an unchanged base.
     """
-    found: dict[str, Site] = {}
+    found: dict[str, AdaptedLayer] = {}
     scales: dict[float, str] = {}
     ranks: set[int] = set()
     rslora = False
     for name, layer in module.named_modules():
-        held = _factors_of(layer)
+        held = _find_factors(layer)
         if held is not None:
-            site = _site(name, layer, *held)
+            site = _wrapped_layer(name, layer, *held)
             found[name.removeprefix("base_model.model.")] = site
             scales.setdefault(held[2], name)
             ranks.add(held[3])
@@ -254,27 +254,27 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
             next(iter(scales)),
             max(ranks),
             rslora,
-            _is_gaussian(module),
+            _uses_gaussian_initial(module),
         )
-    sites = _plain_sites(module, head)
+    sites = _unwrapped_layers(module, head)
     return LoRA(sites, {s.weight: parameters[s.weight].detach() for s in sites.values()})
 
 
-def is_gaussian(initial: Any) -> bool | None:
+def is_gaussian_initial(initial: Any) -> bool | None:
     """Whether a value of PEFT's ``init_lora_weights`` asks for a normal A; None if it is not one that is known here."""
     if initial is True:
         return False
     return True if isinstance(initial, str) and initial.lower() == "gaussian" else None
 
 
-def _is_gaussian(module: nn.Module) -> bool:
+def _uses_gaussian_initial(module: nn.Module) -> bool:
     """What the configurations of PEFT within a module ask for."""
     found = set()
     for layer in module.modules():
         configs = getattr(layer, "peft_config", None)
         for config in configs.values() if isinstance(configs, Mapping) else ():
             initial = getattr(config, "init_lora_weights", True)
-            found.add(is_gaussian(initial))
+            found.add(is_gaussian_initial(initial))
             if None in found:
                 raise TaskError(
                     f"the model's adapter was made with init_lora_weights = {initial!r}, but in federated training an adapter "
@@ -286,7 +286,7 @@ def _is_gaussian(module: nn.Module) -> bool:
 Held = tuple[str, str, float, int, bool]
 
 
-def _factors_of(layer: nn.Module) -> Held | None:
+def _find_factors(layer: nn.Module) -> Held | None:
     """Names of the parameters A and B within a layer that has them, its scale, its rank and whether that is rsLoRA's."""
     if getattr(layer, "base_layer", None) is None:
         return None
@@ -319,11 +319,11 @@ def _check_convolution(base: Any, inner: Any) -> None:
             if getattr(base, setting) != getattr(inner, setting):
                 raise TaskError(
                     f"PEFT's LoRA of a convolution ignores its {setting} = {getattr(base, setting)!r}, so it is no update of the "
-                    "weight; leave the layer out of target_modules, or wrap the module by fedlowrank.adapters.lora_layers.lora"
+                    "weight; leave the layer out of target_modules, or wrap the module by fedlowrank.adapters.lora_layers.add_lora"
                 )
 
 
-def _site(name: str, layer: nn.Module, a: str, b: str, *_: Any) -> Site:
+def _wrapped_layer(name: str, layer: nn.Module, a: str, b: str, *_: Any) -> AdaptedLayer:
     base = layer.base_layer
     weight: Tensor = base.weight  # type: ignore[union-attr,assignment]
     held = dict(layer.named_parameters())
@@ -338,7 +338,7 @@ def _site(name: str, layer: nn.Module, a: str, b: str, *_: Any) -> Site:
             f"layer {name} is a convolution with groups, whose LoRA is not one product B A; leave it out"
         )
     where = name + "." if name else ""
-    return Site(
+    return AdaptedLayer(
         f"{where}base_layer.weight",
         (d, k),
         tuple(weight.shape),
@@ -351,7 +351,7 @@ def _site(name: str, layer: nn.Module, a: str, b: str, *_: Any) -> Site:
     )
 
 
-def _plain_sites(module: nn.Module, head: str | None) -> dict[str, Site]:
+def _unwrapped_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedLayer]:
     found, seen = {}, set()
     for name, layer in module.named_modules():
         inside = head is not None and (name == head or name.startswith(f"{head}."))
@@ -360,7 +360,7 @@ def _plain_sites(module: nn.Module, head: str | None) -> dict[str, Site]:
         seen.add(id(layer.weight))
         shape = tuple(layer.weight.shape)
         where = name + "." if name else ""
-        found[name] = Site(f"{where}weight", (shape[0], math.prod(shape[1:])), shape)
+        found[name] = AdaptedLayer(f"{where}weight", (shape[0], math.prod(shape[1:])), shape)
     if not found:
         raise TaskError(
             "this model has no linear layer and no convolution outside its head, so there is nothing for LoRA to adapt"
@@ -368,7 +368,7 @@ def _plain_sites(module: nn.Module, head: str | None) -> dict[str, Site]:
     return found
 
 
-def padded(pair: Pair, rank: int) -> Pair:
+def zero_pad_pair(pair: Pair, rank: int) -> Pair:
     """The same product with zero columns of B and zero rows of A up to a rank."""
     more = rank - pair.rank
     if more <= 0:
@@ -379,12 +379,12 @@ def padded(pair: Pair, rank: int) -> Pair:
     )
 
 
-def first(pair: Pair, rank: int) -> Pair:
+def truncate_pair(pair: Pair, rank: int) -> Pair:
     """The first columns of B and rows of A."""
     return Pair(pair.b[:, :rank].contiguous(), pair.a[:rank].contiguous())
 
 
-def undiluted(means: Factors, before: Factors, reached: Tensor) -> Factors:
+def average_present_components(means: Factors, before: Factors, reached: Tensor) -> Factors:
     """Means of padded factors over those clients alone that have a component.
 
     Args:

@@ -67,7 +67,7 @@ class LoRALayer(nn.Module):
         return out + self.scaling * convolve(inner, b.reshape(-1, rank, *[1] * (inner.ndim - 2)))
 
 
-def lora(
+def add_lora(
     module: nn.Module,
     rank: int,
     alpha: float | None = None,
@@ -107,7 +107,7 @@ def lora(
         for n, m in made.named_modules()
         if isinstance(m, ADAPTABLE)
         and not any(n.startswith(f"{a}.") for a in inside)
-        and not _within(n, trainable)
+        and not _is_within(n, trainable)
     }
     chosen = [n for n in layers if _matches(n, target_modules)]
     if not chosen:
@@ -153,7 +153,7 @@ def _matches(name: str, target: str | Sequence[str]) -> bool:
     return any(name == t or name.endswith(f".{t}") for t in target)
 
 
-def _within(name: str, parts: Sequence[str]) -> bool:
+def _is_within(name: str, parts: Sequence[str]) -> bool:
     return any(name == p or name.startswith(f"{p}.") for p in parts)
 
 

@@ -116,7 +116,7 @@ class Fold:
         )
 
 
-def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
+def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
     """How a weight of two or more dimensions is folded; two dimensions are a matrix already.
 
     Args:
@@ -143,7 +143,7 @@ def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> 
     return min(found, key=lambda f: sum(f.size))
 
 
-def begin(
+def initial_pairs(
     fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = torch.float32, random: Factor = "u"
 ) -> Pairs:
     """C updates that are zero: one factor is drawn from ±√(6 / columns), as the weight itself would be; the other is zero.
@@ -166,18 +166,18 @@ def begin(
     return Pairs(other, one) if random == "v" else Pairs(one, other)
 
 
-def precondition(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
+def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
     """G_U (VᵀV + εI)⁻¹ and G_V (UᵀU + εI)⁻¹, by a linear solve for all C at once (appendix D).
 
     So the step that U Vᵀ takes does not depend on how its size is shared between the factors.
     """
-    eye = eps * torch.eye(at.rank, dtype=_wide(at.u).dtype, device=at.u.device)
+    eye = eps * torch.eye(at.rank, dtype=_at_least_float32(at.u).dtype, device=at.u.device)
 
     def solved(g: Tensor, other: Tensor) -> Tensor:
         # the matrix is symmetric, so dividing from the right is solving for the transpose
-        gram = _wide(other).mT @ _wide(other)
+        gram = _at_least_float32(other).mT @ _at_least_float32(other)
         # of a client that diverges ε may be lost beside the Gram matrix: a NaN, not an error that names no client
-        found: Tensor = torch.linalg.solve_ex(gram + eye, _wide(g).mT).result
+        found: Tensor = torch.linalg.solve_ex(gram + eye, _at_least_float32(g).mT).result
         return found.mT.to(g.dtype)
 
     return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
@@ -193,7 +193,7 @@ def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pa
     return Pairs(scaled(gradient.u, at.v), scaled(gradient.v, at.u))
 
 
-def center(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
+def center_pairs(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
     """Move the mean update into the base: w + E_c[U_c V_cᵀ], and the best rank-r factors of what is left (appendix E, eq. 37).
 
     Args:
@@ -206,7 +206,7 @@ def center(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
         Where a singular value is nothing but rounding, U is zero and V a unit vector: with both at zero no gradient would
         ever move them again.
     """
-    mean, dense = pairs.mixed(weights), _wide(pairs.dense())
+    mean, dense = pairs.mixed(weights), _at_least_float32(pairs.dense())
     u, s, vt = torch.linalg.svd(dense - mean, full_matrices=False)
     r = pairs.rank
     s = s[:, None, :r]
@@ -271,7 +271,7 @@ def main_statistics(layer: _BatchNorm) -> Statistics:
     return cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)
 
 
-class Factors(nn.Module):
+class LowRankAdaptor(nn.Module):
     """C low-rank updates of one parameter."""
 
     def __init__(self, pairs: Pairs) -> None:
@@ -279,7 +279,7 @@ class Factors(nn.Module):
         self.u, self.v = nn.Parameter(pairs.u), nn.Parameter(pairs.v)
 
 
-class Offsets(nn.Module):
+class OffsetAdaptor(nn.Module):
     """C offsets of one parameter."""
 
     def __init__(self, offset: Tensor) -> None:
@@ -287,7 +287,7 @@ class Offsets(nn.Module):
         self.offset = nn.Parameter(offset)
 
 
-class OwnStatistics(Offsets):
+class BatchNormAdaptor(OffsetAdaptor):
     """The γ_c ``[C, d]`` of a BatchNorm's adaptors, each of which normalizes by running statistics of its own (app. F.2)."""
 
     running_mean: Tensor
@@ -330,6 +330,6 @@ class OwnStatistics(Offsets):
         return y
 
 
-def _wide(t: Tensor) -> Tensor:
+def _at_least_float32(t: Tensor) -> Tensor:
     # torch.linalg has no half precision
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

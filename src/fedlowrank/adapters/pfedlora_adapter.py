@@ -14,7 +14,7 @@ from ..linalg.factored import compute_svd
 
 
 @tree
-class Adapter:
+class PFedLoRAAdapter:
     """Linear(inputs → width) → [ReLU] → Linear(width → classes).
 
     Attributes:
@@ -35,19 +35,19 @@ class Adapter:
         return functional.linear(functional.relu(z) if relu else z, self.b, self.b_bias)
 
 
-def random_adapter(inputs: int, width: int, classes: int, key: Key) -> Adapter:
+def initial_adapter(inputs: int, width: int, classes: int, key: Key) -> PFedLoRAAdapter:
     """Values as ``nn.Linear`` draws them: uniform within ±1/√fan-in."""
     generator = key.generator()
 
     def draw(fan_in: int, *shape: int) -> Tensor:
         return torch.empty(*shape).uniform_(-1, 1, generator=generator).div_(fan_in**0.5)
 
-    return Adapter(
+    return PFedLoRAAdapter(
         draw(inputs, width, inputs), draw(inputs, width), draw(width, classes, width), draw(width, classes)
     )
 
 
-def svd_adapter(model: Model, width: int, filler: Adapter) -> Adapter:
+def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter) -> PFedLoRAAdapter:
     """An adapter that begins as the rank-``width`` decomposition of a model's head.
 
     For a head of one linear layer, W ≈ U Σ Vᵀ gives a = √Σ Vᵀ and b = U √Σ. For a head of two, W3 ∘ ReLU ∘ W2, the
@@ -81,4 +81,4 @@ def svd_adapter(model: Model, width: int, filler: Adapter) -> Adapter:
         w3, b3 = params[2], params[3]
         left, bias = w3 @ left, w3 @ bias + b3
     b[:, :rank] = left
-    return Adapter(a, torch.zeros_like(filler.a_bias), b, bias.clone())
+    return PFedLoRAAdapter(a, torch.zeros_like(filler.a_bias), b, bias.clone())

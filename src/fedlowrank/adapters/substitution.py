@@ -47,7 +47,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, layer in module.named_modules():
-        for local, p in _held(layer).items():
+        for local, p in _parameter_table(layer).items():
             if p is not None and id(p) not in seen:
                 seen.add(id(p))
                 found[f"{prefix}.{local}" if prefix else local] = p
@@ -55,7 +55,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def exclusive(module: nn.Module) -> Iterator[None]:
+def lock_module(module: nn.Module) -> Iterator[None]:
     """One thread at a time; the others wait."""
     # setdefault is one step, so that two threads cannot make two locks
     with _LOCKS.setdefault(module, threading.RLock()):
@@ -63,7 +63,7 @@ def exclusive(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def substituted(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+def substitute_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Within it the parameters named have other values, wherever the module holds them.
 
     Args:
@@ -80,10 +80,10 @@ def substituted(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[Non
     undo: list[Callable[[], None]] = []
     try:
         for layer in module.modules():
-            held = _held(layer)
+            held = _parameter_table(layer)
             own = {local: by_id[id(p)] for local, p in held.items() if id(p) in by_id}
             if own:
-                undo.append(_exchange(layer, _Substitutes({**held, **own}, set(own), outside)))
+                undo.append(_replace_parameters(layer, _Substitutes({**held, **own}, set(own), outside)))
         yield
     finally:
         for restore in reversed(undo):
@@ -91,7 +91,7 @@ def substituted(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[Non
 
 
 @contextmanager
-def with_forward_hooks(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
+def add_forward_hooks(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
     """Within it the modules have these forward hooks as well, called with keywords and before the user's own."""
     handles = []
     try:
@@ -154,14 +154,14 @@ def _is_replica(layer: nn.Module) -> bool:
     return bool(getattr(layer, "_is_replica", False))
 
 
-def _held(layer: nn.Module) -> Mapping[str, Tensor | None]:
+def _parameter_table(layer: nn.Module) -> Mapping[str, Tensor | None]:
     if _is_replica(layer):
         # what a replica still holds as parameters are those that are None, and substitutes
         return {**cast(Mapping[str, Tensor | None], layer._former_parameters), **layer._parameters}
     return layer._parameters
 
 
-def _exchange(layer: nn.Module, values: _Substitutes) -> Callable[[], None]:
+def _replace_parameters(layer: nn.Module, values: _Substitutes) -> Callable[[], None]:
     """Give a layer other parameters; the function returned gives it its own back."""
     before = layer._parameters
     # a replica's parameters are attributes, which would be found first

@@ -25,11 +25,11 @@ from torch.nn.modules.conv import _ConvNd
 from ..core.tree import Params
 from ..linalg.matricize import LowRank, matricize, matrix_shape, unmatricize
 
-HOP = 160
+TRANSFER_COST = 160
 """Multiplications that one number between two thin layers costs as much as: 135 to 210 measured, 64 to 512 channels."""
 
 
-class Compressed(nn.Module):
+class CompressedLayer(nn.Module):
     """A layer whose weight is left · right + a sparse tensor; rank, or number of values, may be 0.
 
     Attributes:
@@ -73,8 +73,8 @@ class Compressed(nn.Module):
         return w.add_(self.sparse()) if len(self.values) else w
 
 
-class CompressedLinear(Compressed, nn.Linear):  # type: ignore[override]
-    """See :class:`Compressed`."""
+class CompressedLinear(CompressedLayer, nn.Linear):  # type: ignore[override]
+    """See :class:`CompressedLayer`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs ``[..., O]`` of inputs ``[..., I]``."""
@@ -93,8 +93,8 @@ class CompressedLinear(Compressed, nn.Linear):  # type: ignore[override]
         return y + sums.mT.reshape(y.shape)
 
 
-class CompressedConv(Compressed, _ConvNd):  # type: ignore[override]
-    """See :class:`Compressed`; ``thin`` are the two convolutions without their weights."""
+class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]
+    """See :class:`CompressedLayer`; ``thin`` are the two convolutions without their weights."""
 
     thin: tuple[_ConvNd, _ConvNd]
 
@@ -107,7 +107,7 @@ class CompressedConv(Compressed, _ConvNd):  # type: ignore[override]
             zero = x.new_zeros(self._conv_forward(there, nothing, None).shape)
             return zero if self.bias is None else zero + self.bias.view(-1, *[1] * n)
         places = x.numel() // self.in_channels // math.prod(self.stride)
-        if len(self.values) and self.shape.numel() * rank <= places * work(self, rank):
+        if len(self.values) and self.shape.numel() * rank <= places * count_multiplications(self, rank):
             return self._conv_forward(x, self.weight, self.bias)
         z = across._conv_forward(x.reshape(-1, self.shape[1], *x.shape[-n:]), self.right, None)
         z = z.reshape(*x.shape[: -n - 1], self.groups * rank, *z.shape[-n:])
@@ -116,11 +116,11 @@ class CompressedConv(Compressed, _ConvNd):  # type: ignore[override]
 
 
 class CompressedConv1d(CompressedConv, nn.Conv1d):  # type: ignore[override]
-    """See :class:`Compressed`; kernels 1 and K."""
+    """See :class:`CompressedLayer`; kernels 1 and K."""
 
 
 class CompressedConv2d(CompressedConv, nn.Conv2d):  # type: ignore[override]
-    """See :class:`Compressed`; kernels 1×K2 and K1×1."""
+    """See :class:`CompressedLayer`; kernels 1×K2 and K1×1."""
 
 
 KINDS: dict[type, type] = {
@@ -130,43 +130,43 @@ KINDS: dict[type, type] = {
 }
 
 
-def work(layer: Any, rank: int) -> int:
+def count_multiplications(layer: Any, rank: int) -> int:
     """Multiplications for one place of the output by thin layers, and what it costs to go from one to the other."""
-    rows, columns = matrix_shape(layer.shape if isinstance(layer, Compressed) else layer.weight.shape)
+    rows, columns = matrix_shape(layer.shape if isinstance(layer, CompressedLayer) else layer.weight.shape)
     # the first convolution makes the rows that the second one strides over, too
     times = layer.stride[0] * layer.groups if isinstance(layer, _ConvNd) else 1
-    return int(rank * (rows + times * (columns + HOP)))
+    return int(rank * (rows + times * (columns + TRANSFER_COST)))
 
 
-def parts_of(factors: LowRank, rest: Tensor) -> Params:
-    """Tensors of a :class:`Compressed`, from the factors of its matrix and what is to be its sparse tensor."""
+def compressed_tensors(factors: LowRank, rest: Tensor) -> Params:
+    """Tensors of a :class:`CompressedLayer`, from the factors of its matrix and what is to be its sparse tensor."""
     shape, rank = rest.shape, factors.rank
     return {
         "left": unmatricize(factors.left, torch.Size((shape[0], rank, *shape[2:3], 1)[: rest.ndim])),
         "right": unmatricize(factors.right, torch.Size((rank, shape[1], 1, *shape[3:])[: rest.ndim])),
         "values": rest[rest != 0],
-        **places_of(rest != 0),
+        **sparse_indices(rest != 0),
     }
 
 
-def places_of(mask: Tensor) -> Params:
-    """Indices and starts of a :class:`Compressed`, from where its sparse tensor has values."""
+def sparse_indices(mask: Tensor) -> Params:
+    """Indices and starts of a :class:`CompressedLayer`, from where its sparse tensor has values."""
     rows = mask.reshape(len(mask), -1)
     column = rows.nonzero(as_tuple=True)[1]
     starts = functional.pad(rows.count_nonzero(1).cumsum(0), (1, 0)).int()
     return {"indices": column.int(), "starts": starts if len(column) else starts[:0]}
 
 
-def bytes_of_places(count: int, shape: torch.Size) -> tuple[int, int]:
+def count_index_bytes(count: int, shape: torch.Size) -> tuple[int, int]:
     """Bytes that say where ``count`` values are: as int32 indices with a start for each row; and as a bit for each place."""
     return 4 * (count + shape[0] + 1) if count else 0, -(-shape.numel() // 8)
 
 
-def compress(layer: Any, parts: Params) -> None:
+def compress_layer(layer: Any, parts: Params) -> None:
     """Turn a plain layer into a compressed one. The object stays, so whoever holds it or hooks it has the new layer."""
     shape, device = layer.weight.shape, layer.weight.device
     if type(layer) is not nn.Linear:
-        layer.thin = _thin(layer, False), _thin(layer, True)
+        layer.thin = _thin_convolution(layer, False), _thin_convolution(layer, True)
     del layer.weight
     layer.__class__, layer.shape = KINDS[type(layer)], shape
     for name, t in parts.items():
@@ -177,7 +177,7 @@ def compress(layer: Any, parts: Params) -> None:
             layer.register_buffer(name, own)
 
 
-def _thin(layer: Any, down: bool) -> _ConvNd:
+def _thin_convolution(layer: Any, down: bool) -> _ConvNd:
     """The convolution over the kernel's first dimension alone, or over the others alone, without data."""
 
     def pick(values: Any, otherwise: int) -> Any:

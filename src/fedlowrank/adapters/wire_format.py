@@ -69,11 +69,11 @@ class Quantized:
     dtype: str
 
 
-Packed = dict[str, "Pair | Rounded | Quantized"]
+PackedFactors = dict[str, "Pair | Rounded | Quantized"]
 """Factor pairs by layer name, as they are sent."""
 
 
-def pack(pairs: Mapping[str, Pair], wire: Wire) -> Packed:
+def pack_factors(pairs: Mapping[str, Pair], wire: Wire) -> PackedFactors:
     """Factor pairs in the form in which they are sent.
 
     Args:
@@ -81,7 +81,7 @@ def pack(pairs: Mapping[str, Pair], wire: Wire) -> Packed:
         wire: the form. ``"float32"`` changes nothing, so that pairs in float64 or bfloat16 stay so.
 
     Returns:
-        A tree. Packing what :func:`unpack` gives loses nothing more, but for int8 of factors in half precision, to which the
+        A tree. Packing what :func:`unpack_factors` gives loses nothing more, but for int8 of factors in half precision, to which the
         receiver rounds.
 
     Raises:
@@ -91,24 +91,24 @@ def pack(pairs: Mapping[str, Pair], wire: Wire) -> Packed:
     """
     forms: dict[str, Callable[[str, Pair], Pair | Rounded | Quantized]] = {
         "float32": lambda _, pair: pair,
-        "bfloat16": _rounded,
-        "int8": _quantized,
+        "bfloat16": _round_pair,
+        "int8": _quantize_pair,
     }
     if wire not in forms:
         raise ConfigError(f"wire: {wire!r} is no choice. {did_you_mean(str(wire), get_args(Wire))}")
     return {name: forms[wire](name, pair) for name, pair in pairs.items()}
 
 
-def unpack(packed: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
-    """The factors that the receiver of :func:`pack` works with, in the type that they were packed from.
+def unpack_factors(packed: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
+    """The factors that the receiver of :func:`pack_factors` works with, in the type that they were packed from.
 
     Raises:
         TaskError: if a type has a name that is not in :data:`DTYPES`.
     """
-    return {name: p if isinstance(p, Pair) else _restored(name, p) for name, p in packed.items()}
+    return {name: p if isinstance(p, Pair) else _restore_pair(name, p) for name, p in packed.items()}
 
 
-def _restored(name: str, p: Rounded | Quantized) -> Pair:
+def _restore_pair(name: str, p: Rounded | Quantized) -> Pair:
     if p.dtype not in DTYPES:
         raise TaskError(
             f"the factors of the layer {name!r} are of type {p.dtype!r}; known are {', '.join(DTYPES)}"
@@ -128,22 +128,22 @@ def _dtype(name: str, pair: Pair) -> str:
     return found
 
 
-def _rounded(name: str, pair: Pair) -> Pair | Rounded:
+def _round_pair(name: str, pair: Pair) -> Pair | Rounded:
     b, a = pair.b.to(torch.bfloat16), pair.a.to(torch.bfloat16)
     for t, factor in ((b, "B"), (a, "A")):
         if not bool(t.isfinite().all()):
-            raise _unfit(name, factor, "bfloat16")
+            raise _range_error(name, factor, "bfloat16")
     dtype = _dtype(name, pair)
     return Pair(b, a) if dtype == "bfloat16" else Rounded(b, a, dtype)
 
 
-def _quantized(name: str, pair: Pair) -> Quantized:
-    b, b_scale = _levels(pair.b, 0, name, "B")
-    a, a_scale = _levels(pair.a, 1, name, "A")
+def _quantize_pair(name: str, pair: Pair) -> Quantized:
+    b, b_scale = _quantize_factor(pair.b, 0, name, "B")
+    a, a_scale = _quantize_factor(pair.a, 1, name, "A")
     return Quantized(b, b_scale.flatten(), a, a_scale.flatten(), _dtype(name, pair))
 
 
-def _levels(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tensor, Tensor]:
+def _quantize_factor(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tensor, Tensor]:
     """Integers and scales ``[1, r]`` or ``[r, 1]``, for each slice along ``dim``."""
     x = x.detach().double()
     largest = x.abs().amax(dim, keepdim=True)
@@ -154,12 +154,12 @@ def _levels(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tensor, Tensor
     scale = torch.where(largest > 0, scale.clamp(min=_SMALLEST), 0.0)
     # asked of the largest entry too, for a NaN is not > 0
     if not bool((largest.isfinite() & (scale * LEVELS <= torch.finfo(torch.float32).max)).all()):
-        raise _unfit(name, factor, "int8")
+        raise _range_error(name, factor, "int8")
     levels = torch.where(scale > 0, x / scale, 0.0).round()
     return levels.clamp(-LEVELS, LEVELS).to(torch.int8), scale.float()
 
 
-def _unfit(name: str, factor: str, wire: str) -> TaskError:
+def _range_error(name: str, factor: str, wire: str) -> TaskError:
     return TaskError(
         f"{factor} of the layer {name!r} holds values that are not finite, or too large for {wire}; lower the learning "
         "rate, clip the gradient, or set the wire to 'float32'."

@@ -17,12 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..adapters.lora import is_gaussian
+from ..adapters.lora import is_gaussian_initial
 from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.key import Key
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
-from ..models.architecture import build
+from ..models.architecture import build_module
 from .base import head_modules, peft
 from .refused_settings import REFUSED_SETTINGS
 
@@ -68,7 +68,7 @@ def lora_config(fields: Mapping[str, Any] | Any) -> Any:
             f"lora: bias = {values['bias']!r} cannot be used in federated training: it trains the base's biases."
         )
     initial = values.get("init_lora_weights", True)
-    if is_gaussian(initial) is None:
+    if is_gaussian_initial(initial) is None:
         raise ConfigError(
             f"lora: init_lora_weights = {initial!r} cannot be used in federated training: an adapter must begin as "
             "B = 0 on an unchanged base. Take true (Kaiming uniform) or 'gaussian'."
@@ -200,7 +200,7 @@ def attach(
         return wrapped
 
     try:
-        tuned: Any = build(wrap, key)
+        tuned: Any = build_module(wrap, key)
     except ValueError as error:
         raise TaskError(f"PEFT cannot adapt the {type(model).__name__}: {error}") from error
     slot = tuned.peft_config[ADAPTER]
@@ -260,7 +260,7 @@ def initial(
         for row in rows:
             if layer.kind == "embedding":
                 row.normal_(generator=draw)
-            elif is_gaussian(init):
+            elif is_gaussian_initial(init):
                 row.normal_(0, 1 / rank, generator=draw)
             else:
                 row.uniform_(-1 / math.sqrt(layer.k), 1 / math.sqrt(layer.k), generator=draw)

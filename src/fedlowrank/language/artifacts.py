@@ -22,11 +22,11 @@ from .base import HEAD_NAMES, peft
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-BESIDE = "fedlowrank.json"
+METADATA = "fedlowrank.json"
 
 
 @dataclass(frozen=True)
-class Adapter:
+class SavedAdapter:
     """An adapter as it was read.
 
     Attributes:
@@ -81,7 +81,7 @@ def write_adapter(
         config: the settings trained with, best ``peft_config["default"]`` of the model, where PEFT has settled the
             target modules.
         base_name: of the base, as the user gave it.
-        digest: of the base's weights (:func:`fedlowrank.language.base.digest`).
+        digest: of the base's weights (:func:`fedlowrank.language.base.digest_weights`).
         head: all tensors of a classification head, by their names in the base.
         layers: of :func:`fedlowrank.language.adapt.layers`; needed where embeddings or convolutions are adapted,
             whose factors have other names and shapes in a file. Without it every layer is taken for a linear one.
@@ -107,7 +107,7 @@ def write_adapter(
             )
         if layers is not None and name not in layers:
             raise TaskError(f"no layer {name!r} is adapted. {did_you_mean(name, layers)}")
-        tensors |= _stored(name, _widen(pair, rank, scale), None if layers is None else layers[name])
+        tensors |= _stored(name, _scale_and_pad(pair, rank, scale), None if layers is None else layers[name])
     for name, value in [*(head or {}).items(), *(whole or {}).items()]:
         tensors[PREFIX + name] = value.detach().cpu().clone().contiguous()
     made = _exported(config, list(pairs), rank, base_name, head, whole)
@@ -115,11 +115,11 @@ def write_adapter(
     safetensors.torch.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(made, indent=2, sort_keys=True))
     beside = {"format": 1, "digest": digest, "round": round, "client": client, "rank": rank, "scale": scale}
-    (folder / BESIDE).write_text(json.dumps(beside, indent=2, sort_keys=True))
+    (folder / METADATA).write_text(json.dumps(beside, indent=2, sort_keys=True))
     return folder
 
 
-def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
+def read_adapter(folder: Path, digest: str | None = None) -> SavedAdapter:
     """Read an adapter folder, of :func:`write_adapter` or of PEFT itself.
 
     Args:
@@ -135,7 +135,7 @@ def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
             f"{folder} holds a pickled adapter_model.bin, which is not opened; save it as safetensors"
         )
     settings = _json(folder / CONFIG)
-    beside = _json(folder / BESIDE) if (folder / BESIDE).is_file() else {}
+    beside = _json(folder / METADATA) if (folder / METADATA).is_file() else {}
     own, notes = beside.get("digest"), []
     if digest is not None and own is None:
         notes.append(
@@ -161,7 +161,7 @@ def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
         tensors = safetensors.torch.load_file(folder / WEIGHTS)
     except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"cannot read {folder / WEIGHTS}: {error}") from error
-    pairs, head = _sorted_out(folder, tensors)
+    pairs, head = _split_tensors(folder, tensors)
     if head and not saved:
         raise DataError(
             f"{folder / WEIGHTS} replaces weights of the base, such as {next(iter(head))!r}; save the adapter with "
@@ -172,10 +172,10 @@ def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
         raise DataError(f"{folder}: {wrong[0]} has rank {pairs[wrong[0]].rank}, but r is {config.r}")
     name = settings.get("base_model_name_or_path") or ""
     place = beside.get("round"), beside.get("client")
-    return Adapter(pairs, scale_of(config), config, head, name, own, *place, tuple(notes))
+    return SavedAdapter(pairs, scale_of(config), config, head, name, own, *place, tuple(notes))
 
 
-def merged(
+def merge_update(
     model: Any,
     update: Mapping[str, Pair | Tensor],
     scale: float = 1.0,
@@ -236,11 +236,11 @@ def write_merged(
     scale: float = 1.0,
     head: Mapping[str, Tensor] | None = None,
 ) -> Path:
-    """Write :func:`merged` as an ordinary folder of ``transformers``, with the tokenizer.
+    """Write :func:`merge_update` as an ordinary folder of ``transformers``, with the tokenizer.
 
     Args:
         folder: made if it does not exist.
-        model: see :func:`merged`, as ``update``, ``scale`` and ``head``.
+        model: see :func:`merge_update`, as ``update``, ``scale`` and ``head``.
         tokenizer: of the base.
         update: factors or matrices by layer.
         scale: s.
@@ -250,9 +250,9 @@ def write_merged(
         The folder.
 
     Raises:
-        TaskError: as :func:`merged`.
+        TaskError: as :func:`merge_update`.
     """
-    return save_model(folder, merged(model, update, scale, head), tokenizer)
+    return save_model(folder, merge_update(model, update, scale, head), tokenizer)
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
@@ -263,7 +263,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
     return folder
 
 
-def _widen(pair: Pair, rank: int, scale: float) -> Pair:
+def _scale_and_pad(pair: Pair, rank: int, scale: float) -> Pair:
     """The pair at a rank no lower than its own, with the scale in B; contiguous copies on the CPU."""
     more = rank - pair.rank
     b = torch.nn.functional.pad(pair.b.detach() * scale, (0, more))
@@ -325,7 +325,7 @@ def _modules_to_save(head: Mapping[str, Tensor]) -> list[str]:
     return [*(m for m in modules if m not in covered), *HEAD_NAMES]
 
 
-def _sorted_out(folder: Path, tensors: Params) -> tuple[Factors, Params]:
+def _split_tensors(folder: Path, tensors: Params) -> tuple[Factors, Params]:
     """Pairs by layer, and the tensors that are no factors by their names in the base."""
     a: Params = {}
     b: Params = {}

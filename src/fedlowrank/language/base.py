@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError, TaskError
 from ..core.key import Key
-from ..models.architecture import build
+from ..models.architecture import build_module
 from .recompute import same_parameters
 
 HEAD_NAMES = ("classifier", "score")
@@ -58,14 +58,14 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedBase:
     """A base as it was loaded.
 
     Attributes:
         model: a ``transformers.PreTrainedModel`` in evaluation mode, no parameter of which requires a gradient.
         tokenizer: a ``transformers`` tokenizer that has a padding token.
         name: of the base, as the user gave it.
-        digest: :func:`digest` of its weights.
+        digest: :func:`digest_weights` of its weights.
         head: names of the modules to be trained as a whole: the classification head, and modules of the body that the
             files do not hold. Empty for a causal model.
         notes: what was done that the settings do not say, each a sentence.
@@ -79,7 +79,7 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
+def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
     """Load a model and its tokenizer.
 
     Weights that the files do not hold, such as a new classification head, are drawn from the key by the rules of the
@@ -131,7 +131,7 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
     try:
         with _quiet(library):
             tokenizer = library.AutoTokenizer.from_pretrained(where, **settings)
-            model: Any = build(make, key)
+            model: Any = build_module(make, key)
     # Files of any kind may lie in a folder, and the parsers of a dozen libraries raise what they like.
     except Exception as error:
         raise DataError(
@@ -154,10 +154,10 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
         enable({"use_reentrant": False, "context_fn": same_parameters(model)})
         model.config.use_cache = False
     fresh = [n for n in new if any(n.startswith(f"{module}.") for module in head)]
-    return Loaded(model, tokenizer, base.path, digest(model, fresh), head, tuple(notes))
+    return LoadedBase(model, tokenizer, base.path, digest_weights(model, fresh), head, tuple(notes))
 
 
-def digest(model: nn.Module, without: Collection[str] = ()) -> str:
+def digest_weights(model: nn.Module, without: Collection[str] = ()) -> str:
     """A hash of a model's weights: the names, dtypes, shapes and bytes of all parameters and saved buffers.
 
     The same files loaded in another dtype, or quantized, are another base.
@@ -259,7 +259,7 @@ def _quantization(library: Any, base: Base) -> Any:
 
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """Without the library's own table of missing weights, which :class:`Loaded` notes, and without its progress bars."""
+    """Without the library's own table of missing weights, which :class:`LoadedBase` notes, and without its progress bars."""
     log = library.utils.logging
     before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()

@@ -22,8 +22,8 @@ from ..data.text.tokens import TextSettings, tokenize
 from ..linalg.pair import Factors, Pair
 from ..models.architecture import Architecture
 from .adapt import ADAPTER, attach, lora_config
-from .base import Base, Loaded, load
-from .folders import Folders, Model
+from .base import Base, LoadedBase, load_base
+from .folders import AdapterFolders, ModelParts
 from .recompute import Place, held
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Language:
     """
 
     settings: LanguageSettings
-    loaded: Loaded
+    loaded: LoadedBase
     config: Any
     model: Any
 
@@ -83,7 +83,7 @@ class Language:
         """The code, with the base frozen inside."""
         head = self.loaded.head[0] if len(self.loaded.head) == 1 else None
         made = Architecture(
-            NAME, self.model, dict(example), None if head is None else _found(self.model, head)
+            NAME, self.model, dict(example), None if head is None else _module_path(self.model, head)
         )
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
@@ -104,9 +104,9 @@ class Language:
         Returns:
             The folders written.
         """
-        folders, written = Folders(self), []
+        folders, written = AdapterFolders(self), []
 
-        def write(name: str, model: Model) -> None:
+        def write(name: str, model: ModelParts) -> None:
             if rank is not None:
                 written.append(folders.write_truncated(folder / name, model, rank))
             elif model.client is not None and len(model.moved) == len(model.factors):
@@ -133,7 +133,7 @@ class Language:
             round: rounds completed.
             client: whose it is, or None for the server's.
         """
-        folders = Folders(self)
+        folders = AdapterFolders(self)
         return folders.write(folder, folders.model(params, round, client))
 
     @contextlib.contextmanager
@@ -165,7 +165,7 @@ class Language:
         """The parameters of the head among a model's, by their names in the base."""
         found: Params = {}
         for module in self.loaded.head:
-            path = _found(self.model, module)
+            path = _module_path(self.model, module)
             own = {n: p for n, p in self.model.named_parameters() if n.startswith(f"{path}.")}
             found |= {
                 f"{module}.{n.removeprefix(f'{path}.')}": params.get(n, p).detach() for n, p in own.items()
@@ -173,7 +173,7 @@ class Language:
         return found
 
 
-def _found(model: Any, module: str) -> str:
+def _module_path(model: Any, module: str) -> str:
     """The path of a module of the base within the wrapped model."""
     for name, _ in model.named_modules():
         if name == f"base_model.model.{module}" or name == module:
@@ -181,7 +181,7 @@ def _found(model: Any, module: str) -> str:
     raise TaskError(f"the wrapped model has no module {module!r}")
 
 
-def prepare(
+def load_with_texts(
     texts: Texts, settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: Sequence[str] = ()
 ) -> tuple[Dataset, Language]:
     """Tokens of texts, and the model that learns them.
@@ -197,7 +197,7 @@ def prepare(
         FedlowrankError: if base, adapter or texts do not fit.
     """
     names = tuple(classes) or _classes(texts)
-    made = language(settings, lora, key, names)
+    made = load_language_model(settings, lora, key, names)
     dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
     if dataset.classes != names:
         raise AssertionError(
@@ -206,7 +206,7 @@ def prepare(
     return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
 
 
-def language(
+def load_language_model(
     settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: tuple[str, ...]
 ) -> Language:
     """The model without texts.
@@ -220,7 +220,7 @@ def language(
     Raises:
         FedlowrankError: if base and adapter do not fit.
     """
-    loaded = load(settings, classes, key / "base")
+    loaded = load_base(settings, classes, key / "base")
     model = attach(loaded.model, lora_config(dict(lora)), key / "adapter", "shared", loaded.head)
     loaded.model.config.use_cache = False
     return Language(settings, loaded, model.peft_config[ADAPTER], model)

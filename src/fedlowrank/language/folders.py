@@ -16,8 +16,8 @@ from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import relative_error, truncate_update
 from .adapt import layers
-from .artifacts import BESIDE, merged, save_model, write_adapter
-from .base import digest
+from .artifacts import METADATA, merge_update, save_model, write_adapter
+from .base import digest_weights
 
 if TYPE_CHECKING:
     from .federation import Language
@@ -27,7 +27,7 @@ COMMON = "base"
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelParts:
     """One model, taken apart.
 
     Attributes:
@@ -52,7 +52,7 @@ class Model:
         return Pair(pair.b * scale, pair.a)
 
 
-class Folders:
+class AdapterFolders:
     """Writes the models of one language model's clients and server.
 
     Args:
@@ -65,16 +65,16 @@ class Folders:
         self._common: dict[str, Tensor] = {}
         self._common_digest = ""
 
-    def model(self, params: Params, round: int, client: int | None) -> Model:
+    def model(self, params: Params, round: int, client: int | None) -> ModelParts:
         """A model from its parameters."""
         moved = {}
         for name, site in self._lora.sites.items():
             if site.weight in params:
                 update = (params[site.weight].float() - self._lora.base[site.weight].float()).detach()
                 moved[name] = (update.mT if site.transposed else update).reshape(site.shape)
-        return Model(self._language.factors(params), moved, self._language.head(params), round, client)
+        return ModelParts(self._language.factors(params), moved, self._language.head(params), round, client)
 
-    def write(self, folder: Path, model: Model) -> Path:
+    def write(self, folder: Path, model: ModelParts) -> Path:
         """Write a model by itself.
 
         A layer whose weight moved is kept whole, every other one as factors. If all weights moved it is a whole model.
@@ -90,7 +90,7 @@ class Folders:
             whole[f"{name}.weight"] = self._weight(name, model)
         return self._adapter(folder, kept, self._lora.scale, model, whole=whole)
 
-    def write_truncated(self, folder: Path, model: Model, rank: int) -> Path:
+    def write_truncated(self, folder: Path, model: ModelParts, rank: int) -> Path:
         """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` in the folder tell its errors."""
         parts = {n: truncate_update(model.update(n, self._lora.scale), rank) for n in model.factors}
         self._adapter(folder, {n: t.pair for n, t in parts.items()}, 1.0, model)
@@ -99,18 +99,18 @@ class Folders:
             "error": relative_error(parts.values()),
             "layers": {n: t.error for n, t in parts.items()},
         }
-        beside = json.loads((folder / BESIDE).read_text())
-        (folder / BESIDE).write_text(json.dumps({**beside, "truncation": told}, indent=2, sort_keys=True))
+        beside = json.loads((folder / METADATA).read_text())
+        (folder / METADATA).write_text(json.dumps({**beside, "truncation": told}, indent=2, sort_keys=True))
         (folder / "README.md").write_text(_readme(self._language.loaded.name, told))
         return folder
 
-    def write_whole(self, folder: Path, model: Model) -> Path:
+    def write_whole(self, folder: Path, model: ModelParts) -> Path:
         """Write a whole model."""
         update = {n: model.update(n, self._lora.scale) for n in model.factors}
-        made = merged(self._language.model, update, 1.0, model.head or None)
+        made = merge_update(self._language.model, update, 1.0, model.head or None)
         return save_model(folder, made, self._language.loaded.tokenizer)
 
-    def write_on_common(self, folder: Path, name: str, model: Model) -> list[Path]:
+    def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
         """Write a model whose whole base moved: the base once for all clients, and an adapter for it.
 
         Args:
@@ -123,9 +123,9 @@ class Folders:
         """
         written = []
         if not self._common:
-            made = merged(self._language.model, model.moved)
+            made = merge_update(self._language.model, model.moved)
             written.append(save_model(folder / COMMON, made, self._language.loaded.tokenizer))
-            self._common, self._common_digest = model.moved, digest(made)
+            self._common, self._common_digest = model.moved, digest_weights(made)
         elif any(not torch.equal(w, self._common[n]) for n, w in model.moved.items()):
             return [self.write_whole(folder / name, model)]
         base = str((folder / COMMON).resolve())
@@ -139,7 +139,7 @@ class Folders:
         folder: Path,
         factors: Factors,
         scale: float,
-        model: Model,
+        model: ModelParts,
         *,
         base: tuple[str, str] | None = None,
         whole: Mapping[str, Tensor] | None = None,
@@ -166,7 +166,7 @@ class Folders:
         )
         return layer
 
-    def _weight(self, name: str, model: Model) -> Tensor:
+    def _weight(self, name: str, model: ModelParts) -> Tensor:
         site, update = self._lora.sites[name], model.update(name, self._lora.scale)
         weight = self._lora.base[site.weight].detach()
         assert isinstance(update, Tensor)

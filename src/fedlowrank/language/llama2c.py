@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..core.errors import DataError
 from ..core.key import Key
-from ..models.architecture import build
+from ..models.architecture import build_module
 from .base import transformers
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
@@ -69,7 +69,7 @@ class Shape:
         return out if self.tied else [*out, ("output", (self.vocabulary, d))]
 
 
-def convert(model: Path, tokenizer: Path, folder: Path) -> Path:
+def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
     """Write a ``LlamaForCausalLM`` and its fast tokenizer from a model and a tokenizer of llama2.c.
 
     llama2.c rotates adjacent pairs of a head's coordinates, (0, 1), (2, 3), ...; transformers rotates the first half
@@ -115,7 +115,7 @@ def convert(model: Path, tokenizer: Path, folder: Path) -> Path:
         return made
 
     # the values drawn are all overwritten
-    llama: Any = build(make, Key((0,)))
+    llama: Any = build_module(make, Key((0,)))
     missing, unexpected = llama.load_state_dict(_state(shape, arrays), strict=False)
     lacking = set(missing) - ({"lm_head.weight"} if shape.tied else set())
     if lacking or unexpected:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.errors import DataError
 from ..core.key import Key
-from ..models.architecture import build
+from ..models.architecture import build_module
 from .base import transformers
 
 VOCABULARY = 384
@@ -62,7 +62,7 @@ def build_tiny(
         bert: nn.Module = library.BertModel(library.BertConfig(**size, **none))
         return bert
 
-    model: Any = build(make, key / "tiny" / task)
+    model: Any = build_module(make, key / "tiny" / task)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

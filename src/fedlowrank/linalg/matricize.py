@@ -124,7 +124,9 @@ def count_parameters(parts: Sequence[Weights], like: Params) -> int:
     So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2), but for that bound, without which its Table 5 has
     models above their dense size.
     """
-    return sum(min(sum(_count_stored(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items())
+    return sum(
+        min(sum(_count_stored(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items()
+    )
 
 
 def sum_parts(parts: Sequence[Weights], like: Params) -> Params:

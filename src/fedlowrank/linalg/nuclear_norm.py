@@ -21,7 +21,7 @@ from .matricize import (
     unmatricize,
     unpack_weights,
 )
-from .svt import threshold_all, threshold_dense, soft_threshold
+from .svt import soft_threshold, threshold_all, threshold_dense
 
 Norm = Literal["low_rank", "sparse"]
 """Nuclear norm of the matrices (:func:`fedlowrank.linalg.matricize.matricize`), or ℓ1 norm."""
@@ -58,7 +58,9 @@ def check_exclude(params: Params, exclude: tuple[str, ...]) -> None:
 def unpenalized_model(params: Params, exclude: tuple[str, ...]) -> PenalizedModel:
     """A model before any prox; raises TaskError as :func:`check_exclude`."""
     check_exclude(params, exclude)
-    return PenalizedModel({**params}, {n: min(matrix_shape(params[n].shape)) for n in penalized_names(params, exclude)})
+    return PenalizedModel(
+        {**params}, {n: min(matrix_shape(params[n].shape)) for n in penalized_names(params, exclude)}
+    )
 
 
 def apply_prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> PenalizedModel:
@@ -77,7 +79,9 @@ def apply_prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -
         )
     if norm == "sparse":
         shrunk = apply_prox_dense(params, c, norm, exclude)
-        return PenalizedModel({n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks)
+        return PenalizedModel(
+            {n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks
+        )
     found = dict(zip(start.ranks, threshold_all([matricize(params[n]) for n in start.ranks], c), strict=True))
     packed = {n: pack_low_rank(f, params[n].shape) for n, f in found.items()}
     return PenalizedModel({**params, **packed}, {n: f.rank for n, f in found.items()})
@@ -88,7 +92,11 @@ def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, .
     out = dict(params)
     for n in penalized_names(params, exclude):
         p = params[n]
-        out[n] = soft_threshold(p, c) if norm == "sparse" else unmatricize(threshold_dense(matricize(p), c), p.shape)
+        out[n] = (
+            soft_threshold(p, c)
+            if norm == "sparse"
+            else unmatricize(threshold_dense(matricize(p), c), p.shape)
+        )
     return out
 
 

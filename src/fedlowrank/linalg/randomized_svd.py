@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..core.key import Key
 from .factored import compute_svd
-from .stacking import REAL, rounding_floor, orthogonalize
+from .stacking import REAL, orthogonalize, rounding_floor
 from .svt import count_above
 
 Triplets = tuple[Tensor, Tensor, Tensor]
@@ -187,4 +187,6 @@ def _is_count_accurate(s: Tensor, rank: int, dtype: torch.dtype) -> bool:
 
 def _is_count_right(gram: Tensor, s: Tensor, rank: int, dtype: torch.dtype) -> bool:
     limit = float(s[rank - 1]) ** 2 * (1 + _tau(dtype)) ** 2
-    return _is_count_accurate(s, rank, dtype) and count_above(gram, limit) <= int((s[:rank].square() > limit).sum())
+    return _is_count_accurate(s, rank, dtype) and count_above(gram, limit) <= int(
+        (s[:rank].square() > limit).sum()
+    )

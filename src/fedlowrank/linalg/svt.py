@@ -46,7 +46,7 @@ def soft_threshold(w: Tensor, c: float) -> Tensor:
     return w.sign() * (w.abs() - c).clamp(min=0)
 
 
-def threshold_singular_values(w: Tensor, c: float, how: How = "auto") -> LowRank:
+def threshold_singular_values(w: Tensor, c: float, how: Algorithm = "auto") -> LowRank:
     """The prox of c‖·‖_* of a matrix ``[m, n]``, as factors; see the module's docstring.
 
     Args:
@@ -66,7 +66,7 @@ def threshold_singular_values(w: Tensor, c: float, how: How = "auto") -> LowRank
     return threshold_all([w], c, how)[0]
 
 
-def threshold_all(ws: Sequence[Tensor], c: float, how: How = "auto") -> list[LowRank]:
+def threshold_all(ws: Sequence[Tensor], c: float, how: Algorithm = "auto") -> list[LowRank]:
     """:func:`threshold_singular_values` of many matrices; on an accelerator those of one shape are decomposed together."""
     _check_threshold(c)
     groups: dict[object, list[int]] = {}
@@ -84,7 +84,9 @@ def threshold_all(ws: Sequence[Tensor], c: float, how: How = "auto") -> list[Low
         flip, cs = stack.shape[1] < stack.shape[2], [c / root / root for root in roots]
         found = _decompose_tall(stack.mT if flip else stack, cs, eps, how)
         for i, scaled, root, (u, s, v) in zip(members, cs, roots, found, strict=True):
-            out[i] = _balanced_factors(v if flip else u, (s - scaled).sqrt() * root, u if flip else v, ws[i].dtype)
+            out[i] = _balanced_factors(
+                v if flip else u, (s - scaled).sqrt() * root, u if flip else v, ws[i].dtype
+            )
     return [out[i] for i in range(len(ws))]
 
 
@@ -182,7 +184,11 @@ def _eigenpairs_above(h: Tensor, x: float) -> Eigenpairs:
     """Eigenvalues, ascending, and eigenvectors of a symmetric matrix, given by its lower triangle: at least all above ``x``."""
     half = len(h) // 2
     # a principal submatrix has no more eigenvalues above x than the whole (Cauchy): so early models skip the whole count
-    if len(h) >= PARTIAL_ORDER and h.device.type == "cpu" and count_above(h[:half, :half], x) <= PARTIAL_SHARE * len(h):
+    if (
+        len(h) >= PARTIAL_ORDER
+        and h.device.type == "cpu"
+        and count_above(h[:half, :half], x) <= PARTIAL_SHARE * len(h)
+    ):
         count = count_above(h, x)
         if count <= PARTIAL_SHARE * len(h):
             values, vectors = eigh(

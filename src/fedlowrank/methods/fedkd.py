@@ -120,7 +120,9 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
             return Download([], server.mentee)
         return Download(missing, None)
 
-    def local_update(self, state: Models, down: Download, view: ClientView) -> tuple[Models, CompressedUpdate]:
+    def local_update(
+        self, state: Models, down: Download, view: ClientView
+    ) -> tuple[Models, CompressedUpdate]:
         """Simultaneous SGD; each gradient comes from its own loss because teachers and denominators are detached."""
         big, small = view.model, view.task.smallest_model(self.mentee)
 
@@ -160,7 +162,9 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
         """s^{t+1} is what clients can rebuild from the compressed mean update; those that replied hold s^t."""
         update = compress_update(total, self._energy(view))
         at = server.at | {str(client.id): len(server.updates) for client in view.replied}
-        return Server(add(server.mentee, decompress_update(update, server.mentee)), [*server.updates, update], at)
+        return Server(
+            add(server.mentee, decompress_update(update, server.mentee)), [*server.updates, update], at
+        )
 
     def client_model(self, state: Models, down: Download, view: ClientView) -> ClientModel:
         """The mentor T_k."""

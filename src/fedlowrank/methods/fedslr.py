@@ -36,7 +36,15 @@ from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalT
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
 from ..linalg.matricize import Weights, unpack_weights
-from ..linalg.nuclear_norm import Norm, PenalizedModel, unpenalized_model, as_model_part, apply_prox, apply_prox_dense, warn_if_all_zero
+from ..linalg.nuclear_norm import (
+    Norm,
+    PenalizedModel,
+    apply_prox,
+    apply_prox_dense,
+    as_model_part,
+    unpenalized_model,
+    warn_if_all_zero,
+)
 from ..linalg.svt import soft_threshold
 from ..models.normalization import zero_normalizations
 
@@ -144,7 +152,9 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
             return (
-                map(lambda t: soft_threshold(t, lr * mu), p) if norm == "sparse" else apply_prox_dense(p, lr * mu, norm, ())
+                map(lambda t: soft_threshold(t, lr * mu), p)
+                if norm == "sparse"
+                else apply_prox_dense(p, lr * mu, norm, ())
             )
 
         end = view.train(

@@ -20,7 +20,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
-from ..linalg.delta import Delta, DeltaForm, Split, update_deltas, initial_deltas
+from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas, update_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
 from .families.lora import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.lora import LoRA, lora_of
-from ..adapters.wire_format import Packed
+from ..adapters.wire_format import PackedFactors
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
@@ -40,7 +40,7 @@ class Server:
 class Download:
     """The stacks that a client lacks, and what is shared beside them."""
 
-    stacks: list[Packed]
+    stacks: list[PackedFactors]
     rest: Params
 
 

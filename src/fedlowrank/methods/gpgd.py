@@ -27,7 +27,7 @@ from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Tas
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
 from ..linalg.matricize import Weights, unpack_weights
-from ..linalg.nuclear_norm import Norm, PenalizedModel, unpenalized_model, apply_prox, warn_if_all_zero
+from ..linalg.nuclear_norm import Norm, PenalizedModel, apply_prox, unpenalized_model, warn_if_all_zero
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
-from ..linalg.nuclear_norm import Norm, check_exclude, apply_prox_dense
+from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude
 
 
 @dataclass(frozen=True)

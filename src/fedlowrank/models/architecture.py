@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..core.errors import FedlowrankError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
-from .normalization import Chunks, Code, frozen_normalizations, refuse_instance_statistics
+from .normalization import Chunks, FunctionalModule, frozen_normalizations, refuse_instance_statistics
 from .standard import is_standard
-from .stateless import Saved, restore
+from .stateless import SavedSlots, restore
 
 _PROBE = Key(("probe",))
 
@@ -57,8 +57,8 @@ class Architecture:
         modules = dict(module.named_modules())
         refuse_instance_statistics(name, module)
         self._frozen = frozen_normalizations(module)
-        self._left: Saved = []
-        self._code = Code(module, frozen=self._frozen, left=self._left)
+        self._left: SavedSlots = []
+        self._code = FunctionalModule(module, frozen=self._frozen, left=self._left)
         self.statistics = self._code.names
         self.buffers = self._initial_buffers()
         self._now: Params | None = None
@@ -105,8 +105,8 @@ class Architecture:
         """Make functions of the part before the head and of the head."""
         if self.head_name is not None:
             self._head = self.module.get_submodule(self.head_name)
-            self._body = Code(self.module, self.head_name, self._frozen, self._left)
-            self._head_code = Code(self._head, None, self._frozen, self._left)
+            self._body = FunctionalModule(self.module, self.head_name, self._frozen, self._left)
+            self._head_code = FunctionalModule(self._head, None, self._frozen, self._left)
 
     def _initial_buffers(self) -> Params:
         # standard layers change no buffer but the statistics of batch normalizations
@@ -177,7 +177,9 @@ class Architecture:
             return module
 
         return {
-            n: p.detach().contiguous() for n, p in build(again, key).named_parameters() if n in self.initial
+            n: p.detach().contiguous()
+            for n, p in build_module(again, key).named_parameters()
+            if n in self.initial
         }
 
     @property
@@ -200,7 +202,7 @@ class Architecture:
         """
         return self._run(self._code, self.complete(params), x)
 
-    def _run(self, code: Code, params: Params, x: Any, prefix: str = "") -> Tensor:
+    def _run(self, code: FunctionalModule, params: Params, x: Any, prefix: str = "") -> Tensor:
         buffers = (
             None
             if self._now is None
@@ -274,7 +276,7 @@ class Architecture:
         made = copy.copy(self)
         made.module, made.cache = copy.deepcopy(self.module).to(device), {}
         made._left, made._frozen = [], frozen_normalizations(made.module)
-        made._code = Code(made.module, frozen=made._frozen, left=made._left)
+        made._code = FunctionalModule(made.module, frozen=made._frozen, left=made._left)
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
         made.buffers = {n: b.to(device) for n, b in self.buffers.items()}
         made.example = moved
@@ -302,7 +304,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
-def architecture_of(
+def build_architecture(
     name: str, model: nn.Module | Callable[[], nn.Module], example: Any, head: str | None, key: Key
 ) -> Architecture:
     """An architecture from a module or a factory of one's own.
@@ -318,7 +320,7 @@ def architecture_of(
         TaskError: if the factory fails, makes no module, or the module does not take the example.
     """
     try:
-        module = model if isinstance(model, nn.Module) else build(model, key)
+        module = model if isinstance(model, nn.Module) else build_module(model, key)
         if not isinstance(module, nn.Module):
             raise TypeError(f"its factory makes a {type(module).__name__}, not a torch.nn.Module")
         made = Architecture(name, module, example, head)
@@ -337,7 +339,7 @@ def architecture_of(
     return made
 
 
-def build(make: Callable[[], nn.Module], key: Key) -> nn.Module:
+def build_module(make: Callable[[], nn.Module], key: Key) -> nn.Module:
     """Call a factory of modules with initial values drawn from a key.
 
     The factory draws from torch's global generator, as every ``nn.Module`` does; it is set for the call and put back.

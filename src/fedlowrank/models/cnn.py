@@ -18,7 +18,7 @@ FAMILY: dict[str, tuple[tuple[int, int], tuple[int, ...]]] = {
 """Filters of the two convolutions and widths of the hidden layers. The last is not in the paper."""
 
 
-def pooled_relu(size: int) -> tuple[nn.MaxPool2d, nn.ReLU]:
+def pool_relu(size: int) -> tuple[nn.MaxPool2d, nn.ReLU]:
     """ReLU → max-pool as the papers write it, executed the other way round.
 
     The two commute, values and gradients alike, and after the pool there are ``size²`` times fewer numbers to rectify.
@@ -58,9 +58,9 @@ class CNN(nn.Module):
         kernel, padding = (5, 0) if min(height, width) >= 16 else (3, 1)
         self.features = nn.Sequential(
             nn.Conv2d(channels, filters[0], kernel, padding=padding),
-            *pooled_relu(2),
+            *pool_relu(2),
             nn.Conv2d(filters[0], filters[1], kernel, padding=padding),
-            *pooled_relu(2),
+            *pool_relu(2),
             nn.Flatten(),
         )
         with torch.no_grad():
@@ -105,8 +105,8 @@ class FloralCNN(nn.Module):
             raise ConfigError(f"cnn_floral needs images of at least 6×6 pixels; these are {height}×{width}")
         padding = (0, 0) if min(height, width) >= 14 else (2, 1)
         self.features = nn.Sequential(
-            *(nn.Conv2d(channels, 32, 5, padding=padding[0]), *pooled_relu(2)),
-            *(nn.Conv2d(32, 64, 3, padding=padding[1]), *pooled_relu(3)),
+            *(nn.Conv2d(channels, 32, 5, padding=padding[0]), *pool_relu(2)),
+            *(nn.Conv2d(32, 64, 3, padding=padding[1]), *pool_relu(3)),
             nn.Flatten(),
         )
         with torch.no_grad():

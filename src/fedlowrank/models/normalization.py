@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.errors import TaskError
 from ..core.tree import Params
-from .stateless import Saved, Stateless, restore
+from .stateless import SavedSlots, Stateless, restore
 
 _BATCH = nn.modules.batchnorm._BatchNorm
 _NAME = re.compile(r"Norm(\dd)?$")
@@ -26,7 +26,7 @@ Chunks = Callable[[], Iterable[Any]]
 """The inputs of a client's training data, a few at a time."""
 
 
-class Code:
+class FunctionalModule:
     """A module as a function of parameters, and of statistics where they are among the parameters.
 
     The module itself is called, so its hooks run and attributes that the user sets later count.
@@ -46,7 +46,7 @@ class Code:
         module: nn.Module,
         without: str | None = None,
         frozen: frozenset[nn.Module] = frozenset(),
-        left: Saved | None = None,
+        left: SavedSlots | None = None,
     ) -> None:
         self._module = module
         self._stateless = Stateless(module)
@@ -58,11 +58,11 @@ class Code:
         self._layers = list(layers.values())
         self.names = tuple(f"{n}.{s}".lstrip(".") for n in layers for s in ("running_mean", "running_var"))
         self._aliases = _aliases(module)
-        self._without: Saved = []
+        self._without: SavedSlots = []
         if without is not None:
             parent, _, leaf = without.rpartition(".")
             self._without = [(module.get_submodule(parent)._modules, leaf, nn.Identity())]
-        self._left: Saved = [] if left is None else left
+        self._left: SavedSlots = [] if left is None else left
 
     def __call__(self, params: Params, x: Any, buffers: Params | None = None) -> Tensor:
         """Scores of inputs; a dict of inputs is passed as keyword arguments.
@@ -73,7 +73,7 @@ class Code:
             buffers: further buffers by name; what ``forward`` makes of them is put in their places.
         """
         self.release()
-        saved: Saved = []
+        saved: SavedSlots = []
         given = {**self._with_aliases(params), **(buffers or {})}
         args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
         try:
@@ -122,7 +122,7 @@ class Code:
         tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
         return params | tied if tied else params
 
-    def _install(self, params: Params, saved: Saved) -> None:
+    def _install(self, params: Params, saved: SavedSlots) -> None:
         """Exchange tensors, the head, and the mode of batch normalizations."""
         by_batch = bool(self.names) and self.names[0] not in params
         for layer in self._layers:
@@ -150,7 +150,7 @@ class Code:
             chunks: of the data; their sizes should be like each other.
         """
         found = self.neutral()
-        saved: Saved = []
+        saved: SavedSlots = []
         given = self._with_aliases(params)
         try:
             self._stateless.install({**given, **found}, saved)

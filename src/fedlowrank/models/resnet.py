@@ -14,17 +14,17 @@ GROUPS = 2
 
 
 @dataclass(frozen=True)
-class Form:
+class ResNetSize:
     """What tells the ResNets of :data:`RESNETS` apart: channels of the first stage, and the stem."""
 
     width: int = 64
     large: bool = False
 
 
-RESNETS: dict[str, Form] = {
-    "resnet18": Form(),
-    "resnet18_tiny": Form(large=True),
-    "resnet18_w16": Form(width=16),
+RESNETS: dict[str, ResNetSize] = {
+    "resnet18": ResNetSize(),
+    "resnet18_tiny": ResNetSize(large=True),
+    "resnet18_w16": ResNetSize(width=16),
 }
 """ResNets by name; FedSLR uses the first on CIFAR and the second on TinyImageNet."""
 

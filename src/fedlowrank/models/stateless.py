@@ -11,7 +11,7 @@ from ..core.tree import Params
 Slot = tuple[dict[str, Any], str]
 """A module's table of parameters, buffers or submodules, and a name in it."""
 
-Saved = list[tuple[dict[str, Any], str, Any]]
+SavedSlots = list[tuple[dict[str, Any], str, Any]]
 """Slots and what they held."""
 
 
@@ -36,14 +36,14 @@ class Stateless:
         Raises:
             KeyError: if it has no parameter or buffer of a name.
         """
-        saved: Saved = []
+        saved: SavedSlots = []
         try:
             self.install(params, saved)
             return self.module(*args, **kwargs)
         finally:
             restore(saved)
 
-    def install(self, params: Params, saved: Saved) -> None:
+    def install(self, params: Params, saved: SavedSlots) -> None:
         """Put tensors in place of parameters and buffers, and append what was there to ``saved``."""
         for name, tensor in params.items():
             table, own = self._slots[name]
@@ -57,7 +57,7 @@ class Stateless:
         return tensor
 
 
-def restore(saved: Saved) -> None:
+def restore(saved: SavedSlots) -> None:
     """Put back what slots held, the last one first, for a layer with two names was exchanged twice."""
     while saved:
         table, own, value = saved.pop()

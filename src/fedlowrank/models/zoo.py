@@ -84,7 +84,7 @@ class ModelSettings:
 
     def _factory(self, name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
         if ":" in name:
-            return _own(name, shape, classes)
+            return _user_factory(name, shape, classes)
         inputs = math.prod(shape)
         if name == "mlp":
             return lambda: MLP(inputs, self.hidden, classes, self.bias)
@@ -108,7 +108,7 @@ class ModelSettings:
         return lambda: CNN((channels, height, width), classes, filters, hidden, self.split)
 
 
-def _own(name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
+def _user_factory(name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
     factory: Callable[[Shape, int], nn.Module] = import_named(name, "model.names")
     wanted = f"model.names: {name!r} must be a function that can be called as {SIGNATURE}"
     if not callable(factory) or isinstance(factory, nn.Module):

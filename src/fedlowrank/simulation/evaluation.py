@@ -176,7 +176,9 @@ class LocalModel:
     def count_parameters(self, series: str) -> int:
         """Parameter count of the model of a series."""
         return (
-            count_parameters(self.parts[series], self.model.initial) if series in self.parts else self.model.parameters
+            count_parameters(self.parts[series], self.model.initial)
+            if series in self.parts
+            else self.model.parameters
         )
 
 

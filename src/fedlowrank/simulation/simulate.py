@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..adapters.deployment import Layout
-from ..adapters.state_dict import whole_state
+from ..adapters.state_dict import full_state_dict
 from ..core.errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
 from ..core.method import Method
 from ..core.tree import Params
@@ -65,7 +65,7 @@ class Result:
         not copies. Load the state into another module: a federation goes on with the module that it was made from.
         """
         info = self.run.federation.infos[client]
-        return whole_state(self.run.federation.architectures[info.architecture], self.run.personal(info))
+        return full_state_dict(self.run.federation.architectures[info.architecture], self.run.personal(info))
 
 
 def simulate(

@@ -3,7 +3,7 @@
 Everything takes a model and a tokenizer of transformers as they are. Nothing heavy is imported until it is used.
 """
 
-from .generate import Decoding, complete
+from .generate import Decoding, complete_prompts
 from .tasks import TASKS, Dolly, Format, Gsm8k, HumanEval, Perplexity, Score, ScoreTask
 
 __all__ = [
@@ -16,5 +16,5 @@ __all__ = [
     "Perplexity",
     "Score",
     "ScoreTask",
-    "complete",
+    "complete_prompts",
 ]

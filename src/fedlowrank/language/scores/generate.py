@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.choices import check_choices
 from ...core.errors import ConfigError, DataError, TaskError
 from ...core.key import Key
-from .extras import library
+from .extras import import_library
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Decoding:
         return ", ".join(parts)
 
 
-def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decoding) -> list[str]:
+def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decoding) -> list[str]:
     """What the model writes after each prompt: the new text alone, without special tokens, cut at the stop strings.
 
     Prompts are padded on the left by this function itself, so the tokenizer is used as it is and keeps its settings,
@@ -112,7 +112,7 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decod
             model's context together with the new tokens.
         TaskError: if the model is an encoder and decoder.
     """
-    transformers = library("transformers", "generating text")
+    transformers = import_library("transformers", "generating text")
     if getattr(model.config, "is_encoder_decoder", False):
         raise TaskError(
             f"{type(model).__name__} is an encoder and decoder; texts are only completed by causal models."
@@ -144,7 +144,7 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decod
     with evaluating(model), _own_settings(model, transformers.GenerationConfig), torch.no_grad():
         for number, begin in enumerate(range(0, len(order), decoding.batch_size)):
             rows = order[begin : begin + decoding.batch_size]
-            x, mask = left_padded([tokens[i] for i in rows], pad)
+            x, mask = pad_left([tokens[i] for i in rows], pad)
             ended = _stops(tokenizer, [tokens[i] for i in rows], x.shape[1], decoding.stop)
             with _drawn_from(decoding, number):
                 out = model.generate(
@@ -155,16 +155,16 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decod
                 )
             for i, row in zip(rows, out[:, x.shape[1] :].tolist(), strict=True):
                 stop = next((at for at, token in enumerate(row) if token in ends), len(row))
-                texts[i] = cut(_new_text(tokenizer, tokens[i], row[:stop]), decoding.stop)
+                texts[i] = truncate_at_stop(_new_text(tokenizer, tokens[i], row[:stop]), decoding.stop)
     return texts
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
+def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
     """The text before the first place where one of the strings stands."""
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Rows of tokens, right-aligned in int64 ``[n, T]``, and where they are, int64 ``[n, T]`` of 0 and 1."""
     width = max(map(len, rows))
     x = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])

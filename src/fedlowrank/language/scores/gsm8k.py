@@ -22,7 +22,7 @@ _NOTHING = "[invalid]"
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradedAnswers:
     """Which completions are right, by each convention.
 
     Attributes:
@@ -61,14 +61,14 @@ def flexible_extract(text: str) -> str:
     return found[-1][0].strip() if found else _NOTHING
 
 
-def same_text(extracted: str, reference: str) -> bool:
+def is_exact_match(extracted: str, reference: str) -> bool:
     """Whether lm_eval's ``exact_match`` of gsm8k takes the two for equal; the reference may be a whole solution."""
     for pattern in _IGNORED:
         extracted, reference = re.sub(pattern, "", extracted), re.sub(pattern, "", reference)
     return extracted.lower() == reference.lower()
 
 
-def score(completions: Sequence[str], answers: Sequence[str]) -> Graded:
+def grade_answers(completions: Sequence[str], answers: Sequence[str]) -> GradedAnswers:
     """Grade completions.
 
     Args:
@@ -88,17 +88,20 @@ def score(completions: Sequence[str], answers: Sequence[str]) -> Graded:
         if number is None:
             raise DataError(f"answer {i} has no number: {answer[-60:]!r}. It should end in '#### number'.")
         right.append(number)
-    return Graded(
+    return GradedAnswers(
         [last_number(text) == number for text, number in zip(completions, right, strict=True)],
-        [same_text(strict_extract(text), answer) for text, answer in zip(completions, answers, strict=True)],
         [
-            same_text(flexible_extract(text), answer)
+            is_exact_match(strict_extract(text), answer)
+            for text, answer in zip(completions, answers, strict=True)
+        ],
+        [
+            is_exact_match(flexible_extract(text), answer)
             for text, answer in zip(completions, answers, strict=True)
         ],
     )
 
 
-def few_shot(question: str, shots: Sequence[Mapping[str, str]]) -> str:
+def build_few_shot_prompt(question: str, shots: Sequence[Mapping[str, str]]) -> str:
     """A chain-of-thought prompt: solved questions, then the question.
 
     Args:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...core.errors import ConfigError, DataError
-from .extras import library
+from .extras import import_library
 from .generate import evaluating
 
 _INSTALL = "'lm_eval>=0.4.13'"
@@ -29,7 +29,7 @@ def lm_eval_model(model: Any, tokenizer: Any, batch_size: int = 8) -> Any:
     Raises:
         DataError: if lm_eval is missing.
     """
-    made = library("lm_eval.models.huggingface", "this evaluation", _INSTALL).HFLM
+    made = import_library("lm_eval.models.huggingface", "this evaluation", _INSTALL).HFLM
     return made(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
 
 
@@ -73,10 +73,10 @@ def evaluate_with_lm_eval(
     with evaluating(model), _global_generators_kept():
         try:
             lm = lm_eval_model(model, tokenizer, batch_size)
-            manager = library("lm_eval.tasks", "this evaluation", _INSTALL).TaskManager(
+            manager = import_library("lm_eval.tasks", "this evaluation", _INSTALL).TaskManager(
                 include_defaults=False
             )
-            found = library("lm_eval", "this evaluation", _INSTALL).simple_evaluate(
+            found = import_library("lm_eval", "this evaluation", _INSTALL).simple_evaluate(
                 model=lm,
                 tasks=paths,
                 limit=limit,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.errors import ConfigError, DataError
-from .generate import cut
+from .generate import truncate_at_stop
 from .sandbox import Limits, Run, run_program
 
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
@@ -19,7 +19,7 @@ COLUMNS = ("task_id", "prompt", "entry_point", "test")
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradedPrograms:
     """How completions fared.
 
     Attributes:
@@ -65,19 +65,19 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return float(1 - np.prod(1 - k / np.arange(samples - correct + 1, samples + 1)))
 
 
-def program_of(problem: Mapping[str, str], completion: str) -> str:
+def build_program(problem: Mapping[str, str], completion: str) -> str:
     """The program that passes if the completion is right: the problem's prompt, the completion and the tests."""
     return f"{problem['prompt']}{completion}\n{problem['test']}\ncheck({problem['entry_point']})\n"
 
 
-def score(
+def grade_completions(
     problems: Sequence[Mapping[str, str]],
     completions: Sequence[Sequence[str]],
     *,
     execute: bool = False,
     limits: Limits | None = None,
     stop: Sequence[str] = STOP,
-) -> Graded:
+) -> GradedPrograms:
     """Run completions, each in a process of its own.
 
     Args:
@@ -103,9 +103,12 @@ def score(
             raise DataError(
                 f"{name} has no text in {', '.join(missing)}." if missing else f"{name} has no completion."
             )
-    return Graded(
+    return GradedPrograms(
         [
-            [run_program(program_of(problem, cut(text, stop)), limits, execute=execute) for text in samples]
+            [
+                run_program(build_program(problem, truncate_at_stop(text, stop)), limits, execute=execute)
+                for text in samples
+            ]
             for problem, samples in zip(problems, completions, strict=True)
         ]
     )

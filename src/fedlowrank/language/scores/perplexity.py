@@ -51,7 +51,7 @@ class Likelihood:
         return math.exp(self.nll) if self.nll < 709 else self.nll * math.inf
 
 
-def label(
+def label_tokens(
     tokenizer: Any,
     prompts: Sequence[str],
     texts: Sequence[str],
@@ -106,7 +106,7 @@ def label(
     return Labeled(x, mask, y)
 
 
-def likelihood(model: Any, data: Labeled, batch_size: int = 8) -> Likelihood:
+def measure_likelihood(model: Any, data: Labeled, batch_size: int = 8) -> Likelihood:
     """Token-mean negative log-likelihood: the logits at t - 1 predict ``y[t]``.
 
     The number does not depend on the batch size nor on where the padding is, but for rounding: padding is moved to the

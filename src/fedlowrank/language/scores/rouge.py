@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.errors import DataError
-from .extras import library
+from .extras import import_library
 
 
 def rouge_l_each(predictions: Sequence[str], references: Sequence[str], stemmer: bool = False) -> list[float]:
@@ -26,7 +26,9 @@ def rouge_l_each(predictions: Sequence[str], references: Sequence[str], stemmer:
         raise DataError(
             f"there are {len(predictions)} predictions and {len(references)} references; equally many are needed."
         )
-    scorer = library("rouge_score.rouge_scorer", "Rouge-L").RougeScorer(["rougeL"], use_stemmer=stemmer)
+    scorer = import_library("rouge_score.rouge_scorer", "Rouge-L").RougeScorer(
+        ["rougeL"], use_stemmer=stemmer
+    )
     pairs = zip(predictions, references, strict=True)
     return [float(scorer.score(target, prediction)["rougeL"].fmeasure) for prediction, target in pairs]
 

@@ -10,7 +10,7 @@ from ...core.choices import check_choices
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.tree import tree
 from . import gsm8k, humaneval, perplexity, rouge
-from .generate import Decoding, complete
+from .generate import Decoding, complete_prompts
 from .records import read_records, text_of
 from .sandbox import Limits
 
@@ -105,9 +105,9 @@ class Gsm8k:
                 raise DataError(
                     f"{self.train_path!r} has {len(shots)} records; {self.shots} shots are asked for."
                 )
-            prompts = [gsm8k.few_shot(question, shots) for question in questions]
+            prompts = [gsm8k.build_few_shot_prompt(question, shots) for question in questions]
             decoding = replace(decoding, stop=(*decoding.stop, *gsm8k.STOP))
-        rates = gsm8k.score(complete(model, tokenizer, prompts, decoding), answers).rates()
+        rates = gsm8k.grade_answers(complete_prompts(model, tokenizer, prompts, decoding), answers).rates()
         prompting = f"{self.shots}-shot chain of thought" if self.shots else "0-shot in the format given"
         return Score(
             "gsm8k",
@@ -155,7 +155,7 @@ class Dolly:
             format({"instruction": text_of(r, "instruction"), "input": text_of(r, "context")})
             for r in records
         ]
-        completions = [text.strip() for text in complete(model, tokenizer, prompts, self.decoding)]
+        completions = [text.strip() for text in complete_prompts(model, tokenizer, prompts, self.decoding)]
         value = rouge.rouge_l(completions, [text_of(r, "response") for r in records], self.stemmer)
         details = {"metric": "Rouge-L F", "stemmer": self.stemmer, "category": self.category}
         return Score("dolly", value, len(records), self.decoding.describe(), details)
@@ -215,9 +215,9 @@ class HumanEval:
                 format({"instruction": self.instruction, "input": prompt}) + prompt for prompt in prompts
             ]
         repeated = [prompt for prompt in prompts for _ in range(self.samples)]
-        texts = complete(model, tokenizer, repeated, self.decoding)
+        texts = complete_prompts(model, tokenizer, repeated, self.decoding)
         samples = [texts[i : i + self.samples] for i in range(0, len(texts), self.samples)]
-        graded = humaneval.score(problems, samples, execute=self.execute, limits=self.limits)
+        graded = humaneval.grade_completions(problems, samples, execute=self.execute, limits=self.limits)
         details: dict[str, Any] = {f"pass@{k}": graded.pass_at(k) for k in self.k}
         details |= {
             "prompts": self.prompting,
@@ -273,10 +273,10 @@ class Perplexity:
                 )
                 for r in records
             ]
-        data = perplexity.label(
+        data = perplexity.label_tokens(
             tokenizer, prompts, [text_of(r, self.text) for r in records], self.context, self.end
         )
-        found = perplexity.likelihood(model, data, self.batch_size)
+        found = perplexity.measure_likelihood(model, data, self.batch_size)
         how = "nothing generated: each token given all before it"
         how += "" if self.context is None else f", rows cut to {self.context} tokens"
         details = {

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...adapters.lora import LoRA
-from ...adapters.wire_format import Packed, Wire, pack, unpack
+from ...adapters.wire_format import PackedFactors, Wire, pack_factors, unpack_factors
 from ...core import tree as trees
 from ...core.method import ClientInfo
 from ...core.tree import Params, tree
@@ -33,17 +33,17 @@ T = TypeVar("T")
 class Ledger:
     """The server's side: the update of every round as it travels, of scale 1, and how many each client has."""
 
-    updates: list[Packed]
+    updates: list[PackedFactors]
     at: dict[str, int]
 
-    def missing(self, client: ClientInfo) -> list[Packed]:
+    def missing(self, client: ClientInfo) -> list[PackedFactors]:
         """The updates that a client lacks, in order."""
         return self.updates[self.at.get(str(client.id), 0) :]
 
     def grown(self, update: Factors, clients: Sequence[ClientInfo], wire: Wire) -> Ledger:
         """With one more update; the given clients have all before it."""
         at = self.at | {str(client.id): len(self.updates) for client in clients}
-        return Ledger([*self.updates, pack(update, wire)], at)
+        return Ledger([*self.updates, pack_factors(update, wire)], at)
 
 
 @tree
@@ -56,9 +56,9 @@ class Base:
     """
 
     dense: dict[str, Tensor]
-    stacks: list[Packed]
+    stacks: list[PackedFactors]
 
-    def followed(self, updates: Sequence[Packed], keep: Keep, lora: LoRA) -> Base:
+    def followed(self, updates: Sequence[PackedFactors], keep: Keep, lora: LoRA) -> Base:
         """With further updates.
 
         One after another, so that clients hold the same sums whenever they caught up.
@@ -82,11 +82,11 @@ class Base:
         memo = _memo(lora)
         if keep == "merged":
             return {}, memo.get("moved", self, lambda: lora.moved(self._sum()))
-        return memo.get("stack", self, lambda: stacked([unpack(s) for s in self.stacks])), {}
+        return memo.get("stack", self, lambda: stacked([unpack_factors(s) for s in self.stacks])), {}
 
     def _sum(self) -> dict[str, Tensor]:
         found = dict(self.dense)
-        for factors in map(unpack, self.stacks):
+        for factors in map(unpack_factors, self.stacks):
             for name, pair in factors.items():
                 # in half precision small updates would be lost
                 wide = torch.promote_types(pair.b.dtype, torch.float32)

@@ -14,7 +14,7 @@ from ...core.choices import check_choices
 from ...core.errors import ConfigError
 from ...core.model import Model
 from ...core.tree import Params
-from ...linalg.delta import Delta, Split, update_deltas, split_svd, tail_energy, truncate_delta
+from ...linalg.delta import Delta, Split, split_svd, tail_energy, truncate_delta, update_deltas
 from ...linalg.factored import Factored
 from ...linalg.pair import Factors, Pair
 
@@ -115,7 +115,9 @@ def weighted_sum(
     blocks = weighted_blocks(weights, [s for s, _ in updates], [factors for _, factors in updates])
     ranks = [t for t in truncated if isinstance(t, int)]
     if ranks:
-        return update_deltas(deltas, blocks, sent_ranks={n: list(zip(p, ranks, strict=True)) for n, p in weights.items()})
+        return update_deltas(
+            deltas, blocks, sent_ranks={n: list(zip(p, ranks, strict=True)) for n, p in weights.items()}
+        )
     minus = weighted_blocks(
         weights, [-s for s, _ in updates], [t for t in truncated if not isinstance(t, int)]
     )

@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...adapters.lora import LoRA, first, lora_of, rest_of
-from ...adapters.wire_format import Packed, Wire, pack, unpack
+from ...adapters.lora import LoRA, lora_of, parameters_beside_factors, truncate_pair
+from ...adapters.wire_format import PackedFactors, Wire, pack_factors, unpack_factors
 from ...core.choices import check_choices
 from ...core.errors import ConfigError, TaskError
 from ...core.loss import task_loss
@@ -58,7 +58,7 @@ class Scaling:
 class Message:
     """What travels: factors, and where they are shared the parameters that are trained whole."""
 
-    factors: Packed
+    factors: PackedFactors
     rest: Params
 
 
@@ -132,15 +132,15 @@ class Tuning:
 
     def shared_rest(self, model: Model) -> Params:
         """What is trained whole and lies with the server."""
-        return rest_of(model) if self.head == "shared" else {}
+        return parameters_beside_factors(model) if self.head == "shared" else {}
 
     def own_rest(self, model: Model) -> Params:
         """What is trained whole and lies with each client."""
-        return rest_of(model) if self.head == "personal" else {}
+        return parameters_beside_factors(model) if self.head == "personal" else {}
 
     def message(self, factors: Factors, rest: Params) -> Message:
         """Factors and rest as they travel; a personal rest does not."""
-        return Message(pack(factors, self.wire), rest if self.head == "shared" else {})
+        return Message(pack_factors(factors, self.wire), rest if self.head == "shared" else {})
 
 
 def initial_factors(task: Task, rank: int) -> Factors:
@@ -156,7 +156,7 @@ def scaled(factors: Factors, scale: float) -> Factors:
 
 def cut(factors: Factors, rank: int) -> Factors:
     """The first columns of every B and rows of every A."""
-    return {n: first(p, rank) for n, p in factors.items()}
+    return {n: truncate_pair(p, rank) for n, p in factors.items()}
 
 
 def leaves_of(factors: Factors, rest: Params) -> Leaves:
@@ -255,4 +255,4 @@ def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
 
 def received(message: Message) -> Factors:
     """The factors of a message."""
-    return unpack(message.factors)
+    return unpack_factors(message.factors)
