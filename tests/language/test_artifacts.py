@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fedlowrank.core.errors import DataError, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.language.adapt import attach, layers, lora_config, parameters, scale_of, set_scale
 from fedlowrank.language.artifacts import merge_update, read_adapter, write_adapter, write_merged
 from fedlowrank.language.base import Base, load_base
+from fedlowrank.language.peft_adapter import attach_adapter
+from fedlowrank.language.peft_config import lora_config, scale_of
 from fedlowrank.linalg.pair import Pair
 
-from .test_adapt import Mixed, X, by_hand, random_factors
+from .test_peft_adapter import Mixed, X, by_hand, layers, parameters, random_factors, set_scale
 
 KEY = Key((5,))
 CLASSES = ("a", "b", "c")
@@ -38,7 +39,7 @@ def live(folder, fields, task="causal", targets=None):
     """A model with a slot, random factors of another rank than the slot's, their scale, and the scores they give."""
     loaded = load_base(Base(str(folder), task), CLASSES if task == "classification" else (), KEY)
     config = lora_config(fields | {"target_modules": targets})
-    model = attach(loaded.model, config, KEY, "shared", loaded.head)
+    model = attach_adapter(loaded.model, config, KEY, "shared", loaded.head)
     factors = random_factors(layers(model), 3)
     scale = scale_of(config, 3) / 10
     set_scale(model, scale)
@@ -155,7 +156,7 @@ def test_the_files_are_those_that_peft_writes(llama, tmp_path):
 def test_the_revision_is_kept_and_named_targets_too(llama, tmp_path):
     loaded = load_base(Base(str(llama)), (), KEY)
     config = lora_config({"r": 2, "target_modules": r".*\.v_proj", "revision": "v1.0"})
-    model = attach(loaded.model, config, KEY)
+    model = attach_adapter(loaded.model, config, KEY)
     factors = random_factors(layers(model), 2)
     write_adapter(tmp_path, factors, 1.0, model.peft_config["default"], "x", "d")
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -171,7 +172,7 @@ def test_the_revision_is_kept_and_named_targets_too(llama, tmp_path):
 
 def test_embeddings_and_convolutions_go_through_files(tmp_path):
     config = lora_config({"r": 2, "lora_alpha": 2, "target_modules": ["line", "seen", "image", "turned"]})
-    model = attach(Mixed(), config, KEY)
+    model = attach_adapter(Mixed(), config, KEY)
     where = layers(model)
     factors = random_factors(where, 3)
     write_adapter(tmp_path, factors, 0.5, model.peft_config["default"], "mixed", "d", layers=where)
@@ -239,7 +240,7 @@ def test_a_folder_of_peft_itself_is_read_with_its_scale(llama, tmp_path, stable)
         scores(theirs),
         atol=1e-5,
     )
-    slot = attach(load_base(Base(str(llama)), (), KEY).model, back.config, KEY)
+    slot = attach_adapter(load_base(Base(str(llama)), (), KEY).model, back.config, KEY)
     assert [p.requires_grad for n, p in slot.named_parameters() if "lora_" in n] == [True] * 4
 
 
@@ -353,7 +354,7 @@ def test_pairs_that_are_no_factors_are_refused(tmp_path):
         write_adapter(tmp_path, {}, 1.0, config, "x", "d")
     with pytest.raises(TaskError, match="no factors of one matrix"):
         write_adapter(tmp_path, {"line": Pair(torch.ones(4, 2), torch.ones(1, 4))}, 1.0, config, "x", "d")
-    where = layers(attach(Mixed(), config, KEY))
+    where = layers(attach_adapter(Mixed(), config, KEY))
     with pytest.raises(TaskError, match="no layer 'turned'"):
         write_adapter(
             tmp_path, random_factors({"turned": where["line"]}, 1), 1.0, config, "x", "d", layers=where

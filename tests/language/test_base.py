@@ -27,7 +27,7 @@ def copied(folder, tmp_path):
 
 def test_the_package_imports_without_the_libraries():
     code = (
-        "import sys, fedlowrank, fedlowrank.language, fedlowrank.language.base, fedlowrank.language.adapt, "
+        "import sys, fedlowrank, fedlowrank.language, fedlowrank.language.base, fedlowrank.language.peft_adapter, "
         "fedlowrank.language.artifacts, fedlowrank.language.tiny, fedlowrank.language.llama2c; "
         "print([m for m in ('transformers', 'peft', 'tokenizers') if m in sys.modules])"
     )

@@ -84,7 +84,7 @@ def alike(ours: Tensor, peft: Tensor) -> None:
 @pytest.mark.parametrize("name", ["words", "fc"])
 def test_factors_begin_as_peft_draws_them(name: str, initial: Any) -> None:
     wrapped = by_peft(Reader(), initial=initial)
-    pair = find_lora(wrapped, "head").draw(RANK, Key((0,)))[name]
+    pair = find_lora(wrapped, "head").initial_factors(RANK, Key((0,)))[name]
     b, a = theirs(wrapped, name)
     alike(pair.b, b)
     alike(pair.a, a)
@@ -155,7 +155,7 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
     if kind in (FedHL, FlexLoRA, HetLoRA, FedIT):
         down = run.method.download(run.state.server, info)
         sent = unpack_factors(getattr(down, "message", down).factors)
-        drawn = find_lora(module, "head").draw(2, run.task.key / "lora")
+        drawn = find_lora(module, "head").initial_factors(2, run.task.key / "lora")
         for name in ("words", "fc"):
             assert torch.equal(sent[name].b, drawn[name].b)
             assert torch.equal(sent[name].a, drawn[name].a)
@@ -164,7 +164,7 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
         run.step()
     assert float((scores() - first).abs().max()) > 1e-2
     assert nn.functional.cross_entropy(scores(), y) < nn.functional.cross_entropy(first, y) - 1e-3
-    site, params = find_lora(module, "head").sites["words"], run.personal(info)
+    site, params = find_lora(module, "head").layers["words"], run.personal(info)
     assert bool(params[str(site.a)].any()) or not torch.equal(params[site.weight], base.words.weight)
 
 

@@ -237,7 +237,7 @@ def test_training_changes_every_parameter_of_the_personal_model(name: str) -> No
         assert list(params) == list(initial) or set(params) == set(initial)
         model = federation.architectures[info.architecture]
         trained = (
-            {s.weight for s in lora_of(model).sites.values()} | set(parameters_beside_factors(model))
+            {s.weight for s in lora_of(model).layers.values()} | set(parameters_beside_factors(model))
             if name in LORA
             else set(initial)
         )

@@ -14,11 +14,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ..adapters.adapted_layers import PEFT_PREFIX, AdaptedLayer
 from ..core.errors import ConfigError, DataError, TaskError, did_you_mean
 from ..core.tree import Params
-from ..linalg.pair import Factors, Pair
-from .adapt import ADAPTER, PREFIX, Layer, kind_of, lora_config, scale_of
-from .base import HEAD_NAMES, peft
+from ..linalg.pair import Factors, Pair, zero_pad_pair
+from .base import HEAD_NAMES
+from .optional import import_library
+from .peft_adapter import ADAPTER, kind_of
+from .peft_config import lora_config, scale_of
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -61,7 +64,7 @@ def write_adapter(
     digest: str,
     head: Mapping[str, Tensor] | None = None,
     *,
-    layers: Mapping[str, Layer] | None = None,
+    layers: Mapping[str, AdaptedLayer] | None = None,
     round: int | None = None,
     client: int | None = None,
     whole: Mapping[str, Tensor] | None = None,
@@ -83,7 +86,7 @@ def write_adapter(
         base_name: of the base, as the user gave it.
         digest: of the base's weights (:func:`fedlowrank.language.base.digest_weights`).
         head: all tensors of a classification head, by their names in the base.
-        layers: of :func:`fedlowrank.language.adapt.layers`; needed where embeddings or convolutions are adapted,
+        layers: the adapted layers (``find_lora(model, None).layers``); needed if embeddings or convolutions are adapted,
             whose factors have other names and shapes in a file. Without it every layer is taken for a linear one.
         round: that the adapter is from, counted from 0.
         client: whose it is; None for the server.
@@ -107,9 +110,10 @@ def write_adapter(
             )
         if layers is not None and name not in layers:
             raise TaskError(f"no layer {name!r} is adapted. {did_you_mean(name, layers)}")
-        tensors |= _stored(name, _scale_and_pad(pair, rank, scale), None if layers is None else layers[name])
+        wide = zero_pad_pair(Pair(pair.b.detach() * scale, pair.a.detach()), rank)
+        tensors |= _name_for_file(name, wide, None if layers is None else layers[name])
     for name, value in [*(head or {}).items(), *(whole or {}).items()]:
-        tensors[PREFIX + name] = value.detach().cpu().clone().contiguous()
+        tensors[PEFT_PREFIX + name] = value.detach().cpu().clone().contiguous()
     made = _exported(config, list(pairs), rank, base_name, head, whole)
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
@@ -147,7 +151,7 @@ def read_adapter(folder: Path, digest: str | None = None) -> SavedAdapter:
             f"and the base here has {digest}. Load the base, in the dtype and quantization, that they were trained on."
         )
     saved = settings.pop("modules_to_save", None) or ()
-    known = peft().LoraConfig.__dataclass_fields__
+    known = import_library("peft", "a LoRA adapter").LoraConfig.__dataclass_fields__
     unknown = [n for n, v in settings.items() if v and n not in known]
     if unknown:
         notes.append(
@@ -263,25 +267,16 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
     return folder
 
 
-def _scale_and_pad(pair: Pair, rank: int, scale: float) -> Pair:
-    """The pair at a rank no lower than its own, with the scale in B; contiguous copies on the CPU."""
-    more = rank - pair.rank
-    b = torch.nn.functional.pad(pair.b.detach() * scale, (0, more))
-    a = torch.nn.functional.pad(pair.a.detach(), (0, 0, 0, more))
-    return Pair(b.cpu().clone().contiguous(), a.cpu().clone().contiguous())
-
-
-def _stored(name: str, pair: Pair, layer: Layer | None) -> Params:
+def _name_for_file(name: str, pair: Pair, layer: AdaptedLayer | None) -> Params:
     """Factors by the names of a file: those of the model without the adapter's own name."""
     if layer is None:
-        return {f"{PREFIX}{name}.lora_A.weight": pair.a, f"{PREFIX}{name}.lora_B.weight": pair.b}
-    cut = f".{ADAPTER}"
-    ends = {f"{cut}.weight": ".weight", cut: ""}
-    out: Params = {}
-    for path, value in layer.parameters(pair).items():
-        end = next(end for end in ends if path.endswith(end))
-        out[path.removesuffix(end) + ends[end]] = value.contiguous()
-    return out
+        tensors = {f"{PEFT_PREFIX}{name}.lora_A.weight": pair.a, f"{PEFT_PREFIX}{name}.lora_B.weight": pair.b}
+    else:
+        named = layer.as_parameters(pair).items()
+        tensors = {
+            path.replace(f".{ADAPTER}.weight", ".weight").removesuffix(f".{ADAPTER}"): t for path, t in named
+        }
+    return {path: t.cpu().clone().contiguous() for path, t in tensors.items()}
 
 
 def _exported(
@@ -331,11 +326,11 @@ def _split_tensors(folder: Path, tensors: Params) -> tuple[Factors, Params]:
     b: Params = {}
     head: Params = {}
     for path, value in tensors.items():
-        if not path.startswith(PREFIX):
+        if not path.startswith(PEFT_PREFIX):
             raise DataError(
-                f"{folder / WEIGHTS}: {path!r} does not begin with {PREFIX!r}, as PEFT's names do"
+                f"{folder / WEIGHTS}: {path!r} does not begin with {PEFT_PREFIX!r}, as PEFT's names do"
             )
-        name = path.removeprefix(PREFIX)
+        name = path.removeprefix(PEFT_PREFIX)
         for mark, side in (
             (".lora_A", a),
             (".lora_B", b),

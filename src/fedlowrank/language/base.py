@@ -17,7 +17,8 @@ from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError, TaskError
 from ..core.key import Key
 from ..models.architecture import build_module
-from .recompute import same_parameters
+from ..models.stateless import keep_parameters_for_recomputation
+from .optional import import_library
 
 HEAD_NAMES = ("classifier", "score")
 """What PEFT takes for the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
@@ -37,7 +38,7 @@ class Base:
         attention: auto, what transformers takes; or eager, sdpa, flash_attention_2. For short texts on a CPU eager is several
             times faster to train than torch's fused kernel, whose backward pass works in long blocks.
         gradient_checkpointing: activations are computed again in the backward pass instead of being kept, with the parameters
-            that were given to the forward pass (:mod:`fedlowrank.language.recompute`).
+            that were given to the forward pass (:mod:`fedlowrank.models.stateless`).
         revision: branch, tag or commit of a name on the hub, or None for its main branch.
         offline: do not ask the hub, even for a name; what was downloaded before is found.
     """
@@ -101,7 +102,7 @@ def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
             if not classes
             else f"a causal model has no classes, yet {len(classes)} are given; set task = 'classification'"
         )
-    library = transformers()
+    library = import_library("transformers", "a language model")
     where, local = _where(base)
     settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     if base.revision is not None:
@@ -151,7 +152,7 @@ def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
         enable = (
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
-        enable({"use_reentrant": False, "context_fn": same_parameters(model)})
+        enable({"use_reentrant": False, "context_fn": keep_parameters_for_recomputation(model)})
         model.config.use_cache = False
     fresh = [n for n in new if any(n.startswith(f"{module}.") for module in head)]
     return LoadedBase(model, tokenizer, base.path, digest_weights(model, fresh), head, tuple(notes))
@@ -198,32 +199,6 @@ def head_modules(model: Any) -> tuple[str, ...]:
             f"{', '.join(children)}"
         )
     return tuple(name for name in children if name != body)
-
-
-def transformers() -> Any:
-    """The library ``transformers``.
-
-    Raises:
-        DataError: if it is not installed.
-    """
-    try:
-        import transformers as library
-    except ImportError as error:
-        raise DataError("language models need transformers: pip install 'fedlowrank[language]'") from error
-    return library
-
-
-def peft() -> Any:
-    """The library ``peft``.
-
-    Raises:
-        DataError: if it is not installed.
-    """
-    try:
-        import peft as library
-    except ImportError as error:
-        raise DataError("LoRA adapters need peft: pip install 'fedlowrank[language]'") from error
-    return library
 
 
 def _where(base: Base) -> tuple[str, bool]:

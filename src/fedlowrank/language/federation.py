@@ -19,12 +19,13 @@ from ..core.tree import Params
 from ..data.dataset import Dataset
 from ..data.text.records import Labeled, Texts
 from ..data.text.tokens import TextSettings, tokenize
-from ..linalg.pair import Factors, Pair
+from ..linalg.pair import Factors
 from ..models.architecture import Architecture
-from .adapt import ADAPTER, attach, lora_config
+from ..models.stateless import exchange_slots
 from .base import Base, LoadedBase, load_base
 from .folders import AdapterFolders, ModelParts
-from .recompute import Place, held
+from .peft_adapter import ADAPTER, attach_adapter
+from .peft_config import lora_config
 
 if TYPE_CHECKING:
     from ..simulation.run import Run
@@ -139,13 +140,12 @@ class Language:
     @contextlib.contextmanager
     def live(self, params: Params) -> Iterator[Any]:
         """The model with these parameters in place of its own, to generate with; none of them is the base."""
-        places: list[Place] = []
+        slots = []
         for name, value in params.items():
             path, _, own = name.rpartition(".")
-            places.append(
-                (self.model.get_submodule(path), own, nn.Parameter(value.detach(), requires_grad=False))
-            )
-        with held(places):
+            table: dict[str, Any] = self.model.get_submodule(path)._parameters
+            slots.append((table, own, nn.Parameter(value.detach(), requires_grad=False)))
+        with exchange_slots(slots):
             yield self.model
 
     @cached_property
@@ -154,12 +154,8 @@ class Language:
 
     def factors(self, params: Params) -> Factors:
         """The factors among a model's parameters, by layer; their scale is the slot's."""
-        found: Factors = {}
-        own: Params = dict(self.model.named_parameters())
-        for name, site in self._lora.sites.items():
-            a, b = (params.get(n, own[n]).detach() for n in (str(site.a), str(site.b)))
-            found[name] = Pair(b.flatten(1), a.flatten(1))
-        return found
+        everything = {n: p.detach() for n, p in (dict(self.model.named_parameters()) | params).items()}
+        return {name: layer.read_pair(everything) for name, layer in self._lora.layers.items()}
 
     def head(self, params: Params) -> Params:
         """The parameters of the head among a model's, by their names in the base."""
@@ -221,7 +217,7 @@ def load_language_model(
         FedlowrankError: if base and adapter do not fit.
     """
     loaded = load_base(settings, classes, key / "base")
-    model = attach(loaded.model, lora_config(dict(lora)), key / "adapter", "shared", loaded.head)
+    model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", "shared", loaded.head)
     loaded.model.config.use_cache = False
     return Language(settings, loaded, model.peft_config[ADAPTER], model)
 

@@ -15,7 +15,6 @@ from ..adapters.lora import LoRA, find_lora
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import relative_error, truncate_update
-from .adapt import layers
 from .artifacts import METADATA, merge_update, save_model, write_adapter
 from .base import digest_weights
 
@@ -68,7 +67,7 @@ class AdapterFolders:
     def model(self, params: Params, round: int, client: int | None) -> ModelParts:
         """A model from its parameters."""
         moved = {}
-        for name, site in self._lora.sites.items():
+        for name, site in self._lora.layers.items():
             if site.weight in params:
                 update = (params[site.weight].float() - self._lora.base[site.weight].float()).detach()
                 moved[name] = (update.mT if site.transposed else update).reshape(site.shape)
@@ -154,7 +153,7 @@ class AdapterFolders:
             name,
             digest,
             model.head or None,
-            layers=layers(language.model),
+            layers=self._lora.layers,
             round=model.round,
             client=model.client,
             whole=whole,
@@ -162,15 +161,15 @@ class AdapterFolders:
 
     def _layer(self, name: str) -> torch.nn.Module:
         layer: torch.nn.Module = self._language.model.get_submodule(
-            self._lora.sites[name].weight.removesuffix(".weight")
+            self._lora.layers[name].weight.removesuffix(".weight")
         )
         return layer
 
     def _weight(self, name: str, model: ModelParts) -> Tensor:
-        site, update = self._lora.sites[name], model.update(name, self._lora.scale)
+        site, update = self._lora.layers[name], model.update(name, self._lora.scale)
         weight = self._lora.base[site.weight].detach()
         assert isinstance(update, Tensor)
-        return (weight.float() + site.folded(update)).to(weight.dtype)
+        return (weight.float() + site.reshape_update(update)).to(weight.dtype)
 
 
 def _readme(base: str, told: dict[str, object]) -> str:

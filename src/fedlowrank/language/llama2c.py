@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..core.errors import DataError
 from ..core.key import Key
 from ..models.architecture import build_module
-from .base import transformers
+from .optional import import_library
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _FIRST_BYTE = 3
@@ -90,7 +90,7 @@ def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
     Raises:
         DataError: if transformers is missing, or a file is not of the format.
     """
-    library = transformers()
+    library = import_library("transformers", "a language model")
     shape, arrays = read_model(model)
     pieces = read_tokenizer(tokenizer, shape.vocabulary)
     config = library.LlamaConfig(

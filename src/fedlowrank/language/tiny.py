@@ -11,7 +11,7 @@ from torch import nn
 from ..core.errors import DataError
 from ..core.key import Key
 from ..models.architecture import build_module
-from .base import transformers
+from .optional import import_library
 
 VOCABULARY = 384
 """Bytes, special tokens, and some hundred merges."""
@@ -39,7 +39,7 @@ def build_tiny(
     Raises:
         DataError: if transformers is missing or there is no text.
     """
-    library = transformers()
+    library = import_library("transformers", "a language model")
     tokenizer = _tokenizer(library, task, list(texts))
 
     def make() -> nn.Module:

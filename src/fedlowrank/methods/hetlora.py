@@ -25,14 +25,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..adapters.lora import average_present_components, lora_of, zero_pad_pair
+from ..adapters.lora import average_present_components, lora_of
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean, Sum
 from ..core.errors import ConfigError
 from ..core.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.delta import product_norms
-from ..linalg.pair import Factors
+from ..linalg.pair import Factors, zero_pad_pair
 from .families.lora import (
     Leaves,
     Message,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -58,7 +61,36 @@ class Stateless:
 
 
 def restore(saved: SavedSlots) -> None:
-    """Put back what slots held, the last one first, for a layer with two names was exchanged twice."""
+    """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
     while saved:
         table, own, value = saved.pop()
         table[own] = value
+
+
+@contextlib.contextmanager
+def exchange_slots(slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Within it the slots hold the given values; afterwards their former ones."""
+    saved: SavedSlots = []
+    try:
+        for table, own, value in slots:
+            saved.append((table, own, table[own]))
+            table[own] = value
+        yield
+    finally:
+        restore(saved)
+
+
+Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
+
+
+def keep_parameters_for_recomputation(module: nn.Module) -> Contexts:
+    """``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: recomputes with the parameters of the forward pass.
+
+    ``functional_call`` has put the module's own parameters back by the time activations are computed again.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        slots = [(m._parameters, n, p) for m in module.modules() for n, p in m._parameters.items()]
+        return contextlib.nullcontext(), exchange_slots(slots)
+
+    return contexts

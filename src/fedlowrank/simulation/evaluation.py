@@ -105,7 +105,7 @@ def evaluate_client(client: LocalModel, data: ClientData) -> ClientEvaluation:
             scores = {split: measure(predict, getattr(data, split)) for split in SPLITS}
             accuracy[name] = {split: s.accuracy for split, s in scores.items()}
             risk[name] = {split: s.risk for split, s in scores.items()}
-        sizes = {name: client.numbers(name) for name in predictors}
+        sizes = {name: client.count_parameters(name) for name in predictors}
         # four digits tell a route; all of a float would make the records of many clients large
         shares = client.client_model.routes
         routes = None if shares is None else [float(f"{p:.4f}") for p in shares.tolist()]

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.choices import check_choices
 from ...core.errors import ConfigError, DataError, TaskError
 from ...core.key import Key
-from .extras import import_library
+from ..optional import import_library
 
 
 @dataclass(frozen=True)

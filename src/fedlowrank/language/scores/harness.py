@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...core.errors import ConfigError, DataError
-from .extras import import_library
+from ..optional import import_library
 from .generate import evaluating
 
 _INSTALL = "'lm_eval>=0.4.13'"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.errors import DataError
-from .extras import import_library
+from ..optional import import_library
 
 
 def rouge_l_each(predictions: Sequence[str], references: Sequence[str], stemmer: bool = False) -> list[float]:

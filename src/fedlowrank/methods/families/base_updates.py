@@ -81,7 +81,7 @@ class Base:
             return {}, {}
         memo = _memo(lora)
         if keep == "merged":
-            return {}, memo.get("moved", self, lambda: lora.moved(self._sum()))
+            return {}, memo.get("moved", self, lambda: lora.add_to_weights(self._sum()))
         return memo.get("stack", self, lambda: stacked([unpack_factors(s) for s in self.stacks])), {}
 
     def _sum(self) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _memo(lora: LoRA) -> Memo:
-    memo: Memo = lora.memo.setdefault("base_updates", Memo())
+    memo: Memo = lora.cache.setdefault("base_updates", Memo())
     return memo
 
 

@@ -64,7 +64,7 @@ def whole(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
         else:
             pair = split_svd(truncate_delta(delta, delta.rank), max(delta.rank, 1))
             factors[name] = Pair(pair.b.to(like), pair.a.to(like))
-    return lora_of(model).place(factors, 1.0, moved=lora_of(model).moved(dense)) | rest
+    return lora_of(model).insert_factors(factors, 1.0, weights=lora_of(model).add_to_weights(dense)) | rest
 
 
 def remainder(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ...core.errors import DataError
+from ..core.errors import DataError
 
 
 def import_library(module: str, purpose: str, install: str = "'fedlowrank[language]'") -> Any:
