@@ -109,7 +109,7 @@ def test_what_each_layer_offers(layer: nn.Module, kinds: dict[str, str]) -> None
         assert s.shape == parameters[name].shape
         assert (s.rank == 0) == (s.kind in ("bias", "norm"))
         a = initial_adaptors(found, 3, KEY)[name]
-        assert 3 * s.numbers == sum(t.numel() for _, t in tree.leaves(a))
+        assert 3 * s.parameter_count == sum(t.numel() for _, t in tree.leaves(a))
         assert s.layer == name.rpartition(".")[0]
 
 
@@ -121,10 +121,7 @@ def test_kinds_and_predicates_choose() -> None:
         find_adapted_parameters(
             m, 1, include=lambda name, layer: name == "2" and isinstance(layer, nn.Linear)
         )
-    ) == [
-        "2.weight",
-        "2.bias",
-    ]
+    ) == ["2.weight", "2.bias"]
 
 
 def test_shared_weights_and_layers_used_twice_are_adapted_once() -> None:
@@ -175,7 +172,7 @@ def test_the_table_adds_up() -> None:
     assert b.added == 4 * b.each == sum(row.added for row in b.rows)
     assert b.rest == {"1.weight": (1,)}
     row = next(r for r in b.rows if r.name == "2.weight")
-    assert (row.spot.rank, row.spot.numbers, row.added, row.share) == (1, 50, 200, 50 / 600)
+    assert (row.parameter.rank, row.parameter.parameter_count, row.added, row.share) == (1, 50, 200, 50 / 600)
     text = str(b)
     assert [line.split() for line in text.splitlines()][3] == [
         "2.weight",
@@ -309,7 +306,7 @@ def test_what_a_rank_takes_is_what_is_made(
     (s,) = find_adapted_parameters(m, rank, construction).values()
     (a,) = initial_adaptors({"weight": s}, c, KEY, construction).values()
     assert isinstance(a, Pairs)
-    assert (a.rank, a.u.numel() + a.v.numel()) == (s.rank, c * s.numbers)
+    assert (a.rank, a.u.numel() + a.v.numel()) == (s.rank, c * s.parameter_count)
     assert a.rank <= min(a.u.shape[1], a.v.shape[1])
 
 

@@ -13,17 +13,18 @@ from .floral_adaptors import AdaptedParameter, Include, kind_of
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """What the adaptors of one parameter take.
+    """What the adaptors of one parameter add.
 
     Attributes:
         name: of the parameter.
-        spot: its layer, kind, shape, rank, and the numbers that each adaptor takes.
-        added: numbers that all C adaptors take.
-        share: numbers of one adaptor over those of the parameter; above 1 where a rank costs more than it saves.
+        parameter: its layer, kind, shape, rank and the parameter count of an adaptor.
+        added: parameter count of all C adaptors.
+        share: parameter count of one adaptor over that of the parameter; above 1 where a rank costs more than
+            it saves.
     """
 
     name: str
-    spot: AdaptedParameter
+    parameter: AdaptedParameter
     added: int
     share: float
 
@@ -44,26 +45,31 @@ class Budget:
 
     @property
     def base(self) -> int:
-        """Numbers of the base, each parameter once."""
-        shapes = [row.spot.shape for row in self.rows] + list(self.rest.values())
+        """Parameter count of the base."""
+        shapes = [row.parameter.shape for row in self.rows] + list(self.rest.values())
         return sum(torch.Size(shape).numel() for shape in shapes)
 
     @property
     def each(self) -> int:
-        """Numbers that one cluster's adaptors take."""
-        return sum(row.spot.numbers for row in self.rows)
+        """Parameter count of one cluster's adaptors."""
+        return sum(row.parameter.parameter_count for row in self.rows)
 
     @property
     def added(self) -> int:
-        """Numbers that all adaptors take."""
+        """Parameter count of all adaptors."""
         return self.clusters * self.each
 
     def __str__(self) -> str:
         head = ("parameter", "kind", "shape", "rank", "an adaptor", f"all {self.clusters}", "share", "note")
         lines = [head]
         for row in self.rows:
-            s = row.spot
-            numbers = (str(s.rank) if s.rank else "", f"{s.numbers:,}", f"{row.added:,}", f"{row.share:.1%}")
+            s = row.parameter
+            numbers = (
+                str(s.rank) if s.rank else "",
+                f"{s.parameter_count:,}",
+                f"{row.added:,}",
+                f"{row.share:.1%}",
+            )
             lines.append((row.name, s.kind, _format_shape(s.shape), *numbers, s.note))
         lines.append(
             ("total", "", "", "", f"{self.each:,}", f"{self.added:,}", f"{self.each / self.base:.1%}", "")
@@ -79,9 +85,9 @@ class Budget:
 
 
 def compute_budget(module: nn.Module, where: Mapping[str, AdaptedParameter], count: int) -> Budget:
-    """What C adaptors of the spots add to the module."""
+    """What C adaptors of parameters add to the module."""
     rows = [
-        BudgetRow(name, s, count * s.numbers, s.numbers / torch.Size(s.shape).numel())
+        BudgetRow(name, s, count * s.parameter_count, s.parameter_count / torch.Size(s.shape).numel())
         for name, s in where.items()
     ]
     rest = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in where}
@@ -89,9 +95,9 @@ def compute_budget(module: nn.Module, where: Mapping[str, AdaptedParameter], cou
 
 
 def adaptor_warnings(module: nn.Module, where: Mapping[str, AdaptedParameter]) -> list[str]:
-    """The notes of the spots, each with the names of its parameters, and what :func:`unadapted_warning` says."""
+    """The notes on adapted parameters, each with the names of its parameters, and what :func:`unadapted_warning` says."""
     said = {
-        note: [n for n, spot in where.items() if spot.note == note]
+        note: [n for n, adapted in where.items() if adapted.note == note]
         for note in (s.note for s in where.values())
         if note
     }

@@ -7,8 +7,8 @@ A weight w + p, w as factors left · right of its scheme-2 matrix and p mostly z
     factors, sparse    and p: the value of each entry, and where it is: an index of 4 bytes, and 4 bytes a row; or a bit for
                        each place of the weight, where that is smaller. Rank 0 is sparse alone
 
-In memory a sparse tensor always has indices, by which it computes. The bits are for the file; :func:`measure_size` counts as the
-file does.
+In memory a sparse tensor always has indices, by which it computes. The bits are for the file;
+:func:`measure_size` counts as the file does.
 
 How the thin layers compute, and what that costs, is said in :mod:`fedlowrank.adapters.thin_layers`.
 """
@@ -78,15 +78,16 @@ def deploy(
 ) -> nn.Module:
     """A copy of a module for inference, with other parameters, each in its cheapest form.
 
-    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All else is dense: vectors, embeddings,
-    layers of a subclass or with a forward of their own, and weights that several modules share, which stay shared.
+    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All else is dense:
+    vectors, embeddings, layers of a subclass or with a forward of their own, and weights that several modules
+    share, which stay shared.
 
     Args:
         module: left as it is; the copy is in evaluation mode and needs no gradient.
         weights: all its parameters by name.
         sparse: what to add to all or some of them.
-        layout: ``small``, the form of least bytes; or ``fast``, of least work, as :data:`HOP` and :data:`SPARSE` weigh it,
-            where no convolution with a sparse part is thin. Ties are dense.
+        layout: ``small``, the form of least bytes; or ``fast``, of least work, as :data:`HOP` and
+            :data:`SPARSE` weigh it, where no convolution with a sparse part is thin. Ties are dense.
 
     Raises:
         TaskError: if names, shapes or types do not fit the module.
@@ -172,7 +173,8 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
     """Rebuild a deployed module from its file; its outputs are the same bit for bit.
 
     Args:
-        module: a plain one of the architecture that was deployed, left as it is; or a factory of such modules.
+        module: a plain one of the architecture that was deployed, left as it is; or a factory of such
+            modules.
         path: what :func:`save_deployed` wrote.
 
     Raises:
@@ -269,7 +271,8 @@ class Size:
     Attributes:
         parameters: numbers held in parameters; of a sparse tensor, its values.
         nonzeros: of these, how many are not zero.
-        nbytes: of parameters and persistent buffers, as :func:`save_deployed` writes them: a file without its header.
+        nbytes: of parameters and persistent buffers, as :func:`save_deployed` writes them: a file without its
+            header.
     """
 
     parameters: int

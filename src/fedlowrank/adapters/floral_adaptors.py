@@ -1,12 +1,13 @@
 """Adaptors of a whole module: which parameters get them, what a mixture of them makes of the weights (FLoRAL, §3.2, app. F).
 
-An adaptor of a matrix or a convolution is a low-rank update (:class:`~fedlowrank.adapters.mixture.Pairs`); one of a bias or
-of the γ, β of a normalization is an offset. All of them add to the weights, so a mixture is one set of weights and costs one
-forward pass, and a layer that is used twice, or a weight that two layers share, is adapted once.
+An adaptor of a matrix or a convolution is a low-rank update (:class:`~fedlowrank.adapters.mixture.Pairs`);
+one of a bias or of the γ, β of a normalization is an offset. All of them add to the weights, so a mixture is
+one set of weights and costs one forward pass, and a layer that is used twice, or a weight that two layers
+share, is adapted once.
 
-BatchNorm is adapted with respect to the main statistics. That is the reparameterized form of eq. 42: with
-γ_i → (σ̂_i/σ̂) γ_i and β_i → β_i + ((μ̂_i - μ̂)/σ̂) γ_i the output of the adapted layer is x̂ (γ + γ_i) + β + β_i. In training,
-where both normalize by the batch, the two forms have the same gradients too.
+BatchNorm is adapted with respect to the main statistics. That is the reparameterized form of eq. 42: with γ_i
+→ (σ̂_i/σ̂) γ_i and β_i → β_i + ((μ̂_i - μ̂)/σ̂) γ_i the output of the adapted layer is x̂ (γ + γ_i) + β +
+β_i. In training, where both normalize by the batch, the two forms have the same gradients too.
 """
 
 from __future__ import annotations
@@ -68,16 +69,18 @@ class AdaptedParameter:
         kind: what it is.
         shape: of the parameter.
         rank: of each adaptor; 0 for an offset.
-        numbers: that each adaptor takes.
-        transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change places.
-        note: what a person should know: a rank that is not the one asked for, other layers that share the parameter.
+        parameter_count: of each adaptor.
+        transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change
+            places.
+        note: what a person should know: a rank that is not the one asked for, other layers that share the
+            parameter.
     """
 
     layer: str
     kind: Kind
     shape: tuple[int, ...]
     rank: int
-    numbers: int
+    parameter_count: int
     note: str = ""
     transposed: bool = False
 
@@ -92,18 +95,19 @@ def find_adapted_parameters(
     """The parameters of a module that get adaptors, by name.
 
     Args:
-        module: any module; layers other than linear, attention, convolution, embedding and normalization get none, and
-            neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face is a linear layer; a layer of
-            vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``, is a normalization.
+        module: any module; layers other than linear, attention, convolution, embedding and normalization get
+            none, and neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face is a
+            linear layer; a layer of vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``,
+            is a normalization.
         rank: an integer, at most that of the weight; or a budget ρ in (0, 1), see :meth:`Fold.rank`.
         construction: of convolutions.
         kinds: what is adapted.
-        include: which layers are, asked of each layer that holds a parameter; by default all. A parameter that several
-            layers share is adapted if one of them is.
+        include: which layers are, asked of each layer that holds a parameter; by default all. A parameter
+            that several layers share is adapted if one of them is.
 
     Raises:
-        TaskError: if nothing is left to adapt, a parameter is not yet initialized or not of floating point, or an
-            embedding renormalizes its rows or has sparse gradients.
+        TaskError: if nothing is left to adapt, a parameter is not yet initialized or not of floating point,
+            or an embedding renormalizes its rows or has sparse gradients.
         ConfigError: if the rank is neither an integer nor a budget, or a kind or the construction is unknown.
     """
     _check_choices(kinds, construction)
@@ -169,7 +173,8 @@ def _check_choices(kinds: tuple[Kind, ...], construction: Construction) -> None:
 
 def kind_of(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | None:
     """What a parameter of a layer is, by its name in it; None if it can have no adaptors."""
-    # by name, for a subclass may hold more: the size of a normalized weight, say, to which nothing can be added
+    # by name, for a subclass may hold more: the size of a normalized weight, say, to which nothing can be
+    # added
     if local not in _WEIGHTS + _BIASES or parameter.numel() == 0:
         return None
     if isinstance(layer, _NORMS):
@@ -243,16 +248,17 @@ def initial_adaptors(
     like: Tensor | Params | None = None,
     random: Factor = "u",
 ) -> Adaptors:
-    """C adaptors of every spot, all of which begin at zero; the draws of each differ.
+    """C adaptors of every adapted parameter, all of which begin at zero; the draws of each differ.
 
     Args:
         where: see :func:`find_adapted_parameters`.
         count: C ≥ 1.
         key: of the random factors.
         construction: of convolutions.
-        like: a tensor with the dtype and device to have, or one for every spot by name; by default float32.
-        random: which factor is drawn, the other being zero; of embeddings always V, for a row of U that is zero stays so,
-            and with it the row of a padding token.
+        like: a tensor with the dtype and device to have, or one for every parameter by name; by default
+            float32.
+        random: which factor is drawn, the other being zero; of embeddings always V, for a row of U that is
+            zero stays so, and with it the row of a padding token.
 
     Raises:
         ConfigError: if C < 1.
@@ -260,20 +266,20 @@ def initial_adaptors(
     if count < 1:
         raise ConfigError(f"there must be at least one cluster of adaptors; clusters is {count}")
     found: Adaptors = {}
-    for name, spot in where.items():
+    for name, adapted in where.items():
         t = like[name] if isinstance(like, dict) else torch.zeros(0) if like is None else like
-        if spot.rank == 0:
-            found[name] = t.new_zeros((count, *spot.shape))
+        if adapted.rank == 0:
+            found[name] = t.new_zeros((count, *adapted.shape))
             continue
-        # the rank of a spot is the final one, which filter-wise construction has multiplied already
+        # the rank given here is the final one, which filter-wise construction has multiplied already
         shape, drawn = (
-            spot.shape[::-1] if spot.transposed else spot.shape,
-            "v" if spot.kind == "embedding" else random,
+            adapted.shape[::-1] if adapted.transposed else adapted.shape,
+            "v" if adapted.kind == "embedding" else random,
         )
         fold = replace(choose_fold(shape, construction), times=1)
-        pairs = initial_pairs(fold, spot.rank, count, key / name, t.dtype, drawn)
+        pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, drawn)
         u, v = pairs.u.to(t.device), pairs.v.to(t.device)
-        found[name] = Pairs(v, u) if spot.transposed else Pairs(u, v)
+        found[name] = Pairs(v, u) if adapted.transposed else Pairs(u, v)
     return found
 
 
@@ -294,7 +300,8 @@ def mix_weights(
         construction: of convolutions.
 
     Returns:
-        All weights, each with the dtype it had; an adaptor may have another, such as float32 beside half precision.
+        All weights, each with the dtype it had; an adaptor may have another, such as float32 beside half
+        precision.
     """
     mixed = dict(weights)
     for name, a in adapted.items():
@@ -344,7 +351,8 @@ def center_adaptors(
         construction: of convolutions.
 
     Returns:
-        New weights and adaptors. Of low-rank updates what their rank cannot hold is lost; offsets lose nothing.
+        New weights and adaptors. Of low-rank updates what their rank cannot hold is lost; offsets lose
+        nothing.
     """
     base, left = dict(weights), dict(adapted)
     for name, a in adapted.items():
@@ -369,7 +377,8 @@ def find_norms_with_statistics(
 ) -> dict[str, tuple[str, str]]:
     """Names of γ and β, by layer, of the adapted BatchNorm layers that normalize by running statistics.
 
-    One that keeps none always normalizes by the batch, as its adaptors would: there an offset is the same thing.
+    One that keeps none always normalizes by the batch, as its adaptors would: there an offset is the same
+    thing.
 
     Raises:
         TaskError: if such a layer shares γ or β with another, or spans processes.

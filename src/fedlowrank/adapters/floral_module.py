@@ -1,7 +1,8 @@
 """FLoRAL without a federation: one module with C mixed adaptors, for a plain PyTorch training loop.
 
-Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors", arXiv:2410.03497.
-The federated method of the same name is :class:`fedlowrank.methods.Floral`; both use :mod:`fedlowrank.adapters.floral_adaptors`.
+Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors",
+arXiv:2410.03497. The federated method of the same name is :class:`fedlowrank.methods.Floral`; both use
+:mod:`fedlowrank.adapters.floral_adaptors`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .mixture import (
     main_statistics,
     reparameterize,
 )
-from .router import Router
+from .router import Route, Router, parse_route
 from .substitution import (
     add_forward_hooks,
     get_submodule,
@@ -55,28 +56,27 @@ from .substitution import (
     substitute_parameters,
 )
 
-Route = int | Sequence[float] | Tensor
-"""A cluster alone, or the shares of all C."""
-
 _LEARNED = Router()
 
 
 class Floral(nn.Module):
     """Any module with a mixture of C low-rank adaptors: w + α Σ_c π_c a_c in place of every adapted weight w (section 3.2).
 
-    The adaptors add to the weights, so a forward pass is one pass of the module with mixed weights, whatever C is, and
-    exact for any stride, padding, dilation, groups, shared weights, and layers used twice. At the start it equals the
-    module. Arguments and outputs are the module's own.
+    The adaptors add to the weights, so a forward pass is one pass of the module with mixed weights, whatever
+    C is, and exact for any stride, padding, dilation, groups, shared weights, and layers used twice. At the
+    start it equals the module. Arguments and outputs are the module's own.
 
     :attr:`base` is the module itself, not a copy, and its parameters train as well unless they are frozen
-    (``requires_grad_(False)``). Adaptors carry the names of what they adapt: ``adaptors.layer1.0.weight.u``. What
-    calls the base by another way than this module's forward (``model.base.generate(...)``) sees it without adaptors: give
-    it ``model.merge()``. Activation checkpointing inside the base is refused, because it runs layers again in the backward
-    pass, without adaptors; checkpoint the whole wrapper instead. Other code that recomputes layers in the backward pass
-    (reversible blocks, for example) is not recognized and gets wrong gradients. A layer must read its weight as its own
-    attribute; one kept in a Python list stays what it was.
+    (``requires_grad_(False)``). Adaptors carry the names of what they adapt: ``adaptors.layer1.0.weight.u``.
+    What calls the base by another way than this module's forward (``model.base.generate(...)``) sees it
+    without adaptors: give it ``model.merge()``. Activation checkpointing inside the base is refused, because
+    it runs layers again in the backward pass, without adaptors; checkpoint the whole wrapper instead. Other
+    code that recomputes layers in the backward pass (reversible blocks, for example) is not recognized and
+    gets wrong gradients. A layer must read its weight as its own attribute; one kept in a Python list stays
+    what it was.
 
-    A warning names the weight matrices that get no adaptors because their layer is of no known kind, such as an LSTM.
+    A warning names the weight matrices that get no adaptors because their layer is of no known kind, such as
+    an LSTM.
 
     Args:
         model: any module with linear layers, attention, convolutions, embeddings or normalizations.
@@ -85,16 +85,17 @@ class Floral(nn.Module):
         alpha: α.
         construction: of updates of convolutions; see :mod:`fedlowrank.adapters.mixture`.
         kinds: what is adapted: linear, convolution, embedding, bias, norm.
-        include: predicate of a layer's name and the layer: which are adapted. It is asked of the layers that hold
-            parameters, not of what contains them.
+        include: predicate of a layer's name and the layer: which are adapted. It is asked of the layers that
+            hold parameters, not of what contains them.
         exclude: predicate of the same form: which are not.
-        router: of θ: temperature, noise, top and routing. Its lr counts in :meth:`parameter_groups`; update, keep and adapt
-            are the federated method's.
-        reparameterize: whether γ, β of a BatchNorm are adapted with respect to the main statistics (eq. 42). Otherwise each
-            adaptor keeps running statistics of its own and BN(x; γ, β) + α Σ_c π_c BN_c(x; γ_c, β_c) is computed. These
-            start as the main ones, and batches count for the adaptors that have a share.
-        seed: of the random factors; torch's generator is not used. The router's noise does use it, as dropout does, so
-            that activation checkpointing replays the noise.
+        router: of θ: temperature, noise, top and routing. Its lr counts in :meth:`parameter_groups`; update,
+            keep and adapt are the federated method's.
+        reparameterize: whether γ, β of a BatchNorm are adapted with respect to the main statistics (eq. 42).
+            Otherwise each adaptor keeps running statistics of its own and BN(x; γ, β) + α Σ_c π_c BN_c(x;
+            γ_c, β_c) is computed. These start as the main ones, and batches count for the adaptors that have
+            a share.
+        seed: of the random factors; torch's generator is not used. The router's noise does use it, as dropout
+            does, so that activation checkpointing replays the noise.
 
     Attributes:
         base: the module.
@@ -131,16 +132,16 @@ class Floral(nn.Module):
     ) -> None:
         super().__init__()
         _check_settings(model, rank, num_clusters, alpha, router)
-        chosen = None if include is None and exclude is None else partial(_chosen, include, exclude)
-        self._spots = find_adapted_parameters(model, rank, construction, tuple(kinds), chosen)
+        is_included = None if include is None and exclude is None else partial(_is_included, include, exclude)
+        self._adapted = find_adapted_parameters(model, rank, construction, tuple(kinds), is_included)
         self.base = model
         self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
         self._route: list[float] | None = None
         # names of γ and β by layer, of BatchNorm layers whose adaptors have statistics of their own
-        self._own = {} if reparameterize else find_norms_with_statistics(model, self._spots)
+        self._own = {} if reparameterize else find_norms_with_statistics(model, self._adapted)
         weights = {name: p.detach() for name, p in self._weights().items()}
-        like = weights[next(iter(self._spots))]
-        if remark := unadapted_warning(model, self._spots, chosen):
+        like = weights[next(iter(self._adapted))]
+        if remark := unadapted_warning(model, self._adapted, is_included):
             hint = "Linear layers, attention, convolutions, embeddings and normalizations can have them"
             warnings.warn(
                 f"{remark}. {hint}; to silence this, exclude=... the others.", UserWarning, stacklevel=2
@@ -151,7 +152,7 @@ class Floral(nn.Module):
         self.adaptors = nn.Module()
         layers = {gamma: layer for layer, (gamma, _) in self._own.items()}
         for name, a in initial_adaptors(
-            self._spots, num_clusters, Key((seed,)) / "adaptors", construction, weights
+            self._adapted, num_clusters, Key((seed,)) / "adaptors", construction, weights
         ).items():
             if isinstance(a, Pairs):
                 leaf: nn.Module = LowRankAdaptor(a)
@@ -163,8 +164,8 @@ class Floral(nn.Module):
         """What the base makes of the arguments with its weights mixed.
 
         Raises:
-            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong because the base
-                uses activation checkpointing.
+            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong
+                because the base uses activation checkpointing.
         """
         if self.training and torch.is_grad_enabled():
             refuse_gradient_checkpointing(self.base)
@@ -192,7 +193,8 @@ class Floral(nn.Module):
     def route(self, to: Route | None) -> None:
         """Fix π, or learn it again. A fixed route is part of the state dict; θ gets no gradient while it holds.
 
-        In distributed training θ gets a gradient of zeros instead, for ``DistributedDataParallel`` waits for one.
+        In distributed training θ gets a gradient of zeros instead, for ``DistributedDataParallel`` waits for
+        one.
 
         Args:
             to: a cluster, for its one-hot; shares of all C; or None, to learn.
@@ -200,7 +202,7 @@ class Floral(nn.Module):
         Raises:
             ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that add up to 1.
         """
-        self._route = None if to is None else self._mixture(to)
+        self._route = None if to is None else parse_route(to, self.clusters)
 
     def merge(self, pi: Route | None = None) -> nn.Module:
         """A plain module with the mixture in its weights: a copy of the base of the same type, shared weights still shared.
@@ -209,10 +211,10 @@ class Floral(nn.Module):
             pi: a cluster or shares of all C; by default what :attr:`pi` is now.
 
         Returns:
-            The module; it computes what this one does without noise. With statistics of BatchNorm adaptors of their own
-            that holds in evaluation mode.
+            The module; it computes what this one does without noise. With statistics of BatchNorm adaptors of
+            their own that holds in evaluation mode.
         """
-        shares = self.pi if pi is None else self.theta.new_tensor(self._mixture(pi))
+        shares = self.pi if pi is None else self.theta.new_tensor(parse_route(pi, self.clusters))
         with torch.no_grad():
             weights = self._weights()
             mixed = mix_weights(weights, self._offsets(self.adapted()), shares, self.alpha, self.construction)
@@ -223,9 +225,12 @@ class Floral(nn.Module):
         return merged
 
     def adapted(self) -> Adaptors:
-        """The adaptors by name of the parameter: low-rank updates, or offsets ``[C, ...]``. The tensors are the parameters."""
+        """The adaptors by name of the parameter: low-rank updates, or offsets ``[C, ...]``.
+
+        The tensors are the parameters.
+        """
         found: Adaptors = {}
-        for name in self._spots:
+        for name in self._adapted:
             node = get_submodule(self.adaptors, name)
             found[name] = (
                 Pairs(node.u, node.v) if isinstance(node, LowRankAdaptor) else cast(Tensor, node.offset)
@@ -239,7 +244,7 @@ class Floral(nn.Module):
 
     def parameter_budget(self) -> Budget:
         """What the adaptors add, parameter by parameter; print it for a table."""
-        return compute_budget(self.base, self._spots, self.clusters)
+        return compute_budget(self.base, self._adapted, self.clusters)
 
     @torch.no_grad()
     def precondition_(self, eps: float = EPS) -> None:
@@ -266,8 +271,8 @@ class Floral(nn.Module):
     def center_(self, weights: Sequence[float] | Tensor | None = None) -> None:
         """Move the mean adaptor into the base (appendix E).
 
-        The merged model of every mixture stays what it is, but for what the rank cannot hold (offsets lose nothing).
-        Adaptors of frozen parameters are left alone.
+        The merged model of every mixture stays what it is, but for what the rank cannot hold (offsets lose
+        nothing). Adaptors of frozen parameters are left alone.
 
         Args:
             weights: p(c) of the mean, C numbers that add up to 1; by default even.
@@ -276,7 +281,7 @@ class Floral(nn.Module):
             TaskError: if every adapted parameter is frozen.
             ConfigError: if the weights are not such.
         """
-        p = self._mixture([1 / self.clusters] * self.clusters if weights is None else weights)
+        p = parse_route([1 / self.clusters] * self.clusters if weights is None else weights, self.clusters)
         base, adapted = self._weights(), self.adapted()
         free = {name: a for name, a in self._offsets(adapted).items() if base[name].requires_grad}
         if not free:
@@ -332,30 +337,14 @@ class Floral(nn.Module):
             )
         if not noisy or self.router.noise == 0:
             return self.router.shares(self.theta)
-        # from torch's generator of the CPU, whose state activation checkpointing restores before it recomputes
+        # from torch's generator of the CPU, whose state activation checkpointing restores before it
+        # recomputes
         key = Key((int(torch.randint(2**62, ())),))
         return self.router.shares(self.theta + self.router.noises(key, 1, self.theta)[0])
 
-    def _mixture(self, to: Route) -> list[float]:
-        if isinstance(to, int):
-            if isinstance(to, bool) or not 0 <= to < self.clusters:
-                raise ConfigError(
-                    f"there is no cluster {to!r}; num_clusters is {self.clusters}, counted from 0"
-                )
-            return [float(c == to) for c in range(self.clusters)]
-        given = torch.as_tensor(to, dtype=torch.float64).detach()
-        # softmax in half precision adds up to 1 within a thousandth
-        if (
-            given.shape != (self.clusters,)
-            or not bool((given >= 0).all())
-            or abs(float(given.sum()) - 1) > 1e-3
-        ):
-            raise ConfigError(f"a mixture must be {self.clusters} numbers >= 0 that add up to 1; it is {to}")
-        return cast(list[float], (given / given.sum()).tolist())
-
     def _weights(self) -> Params:
         everything = named_tensors(self.base)
-        return {name: everything[name] for name in self._spots}
+        return {name: everything[name] for name in self._adapted}
 
     def _layer(self, name: str) -> _BatchNorm:
         return cast(_BatchNorm, get_submodule(self.base, name))
@@ -407,7 +396,7 @@ def _check_settings(model: nn.Module, rank: float, num_clusters: int, alpha: flo
         )
 
 
-def _chosen(include: Include | None, exclude: Include | None, name: str, layer: nn.Module) -> bool:
+def _is_included(include: Include | None, exclude: Include | None, name: str, layer: nn.Module) -> bool:
     return (include is None or include(name, layer)) and not (exclude is not None and exclude(name, layer))
 
 

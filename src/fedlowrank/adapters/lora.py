@@ -6,8 +6,8 @@ An adapted weight is W + s·B A. Three kinds of modules give the same :class:`Lo
 - wrapped by :func:`fedlowrank.adapters.lora_layers.add_lora`, this package's layers: likewise;
 - any other: s·B A is added to the weight itself, for every linear layer and convolution outside the head.
 
-The scale s is not part of the factors. A wrapped module multiplies by a scale of its own, so its parameter B is B times the
-ratio of both scales.
+The scale s is not part of the factors. A wrapped module multiplies by a scale of its own, so its parameter B
+is B times the ratio of both scales.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class LoRA:
         scale: s by which the module itself multiplies B A; 1 if the update is added to the weight.
         rank: r of the module's own factors, or None.
         rslora: whether α is divided by √r instead of r.
-        gaussian: whether the initial A is normal and not uniform (``init_lora_weights = "gaussian"`` of PEFT).
+        gaussian: whether the initial A is normal and not uniform (``init_lora_weights = "gaussian"`` of
+            PEFT).
         cache: values derived from it, shared by all clients.
     """
 
@@ -74,9 +75,9 @@ class LoRA:
     def initial_factors(self, rank: int, key: Key, like: Tensor | None = None) -> Factors:
         """Random initial factors as PEFT's, whose product is zero.
 
-        A ``[rank, k]`` is uniform in ±1/√k, or with ``gaussian`` N(0, 1/rank²), and B ``[d, rank]`` is zero. Of an embedding
-        A is zero and B is N(0, 1). Clients of lower rank take the first components; a normal A then has the standard
-        deviation 1/rank of this, the largest rank.
+        A ``[rank, k]`` is uniform in ±1/√k, or with ``gaussian`` N(0, 1/rank²), and B ``[d, rank]`` is zero.
+        Of an embedding A is zero and B is N(0, 1). Clients of lower rank take the first components; a normal
+        A then has the standard deviation 1/rank of this, the largest rank.
 
         Args:
             rank: r.
@@ -143,7 +144,8 @@ class LoRA:
     def match_module_ranks(self, params: Params, module_params: Params) -> Params:
         """Parameters of the same model whose factors have the ranks of the module's own.
 
-        Factors of lower rank are zero-padded. Of a higher rank, s·B A is added to the weight and the factors are zero.
+        Factors of lower rank are zero-padded. Of a higher rank, s·B A is added to the weight and the factors
+        are zero.
 
         Args:
             params: of one model, with factors of any rank.
@@ -194,8 +196,8 @@ def find_lora(module: nn.Module, head: str | None) -> LoRA:
         head: name of its head, which is trained whole.
 
     Raises:
-        TaskError: if no layer can be adapted, layers have different scales, or an adapter of PEFT does not begin as a zero
-            update of an unchanged base.
+        TaskError: if no layer can be adapted, layers have different scales, or an adapter of PEFT does not
+            begin as a zero update of an unchanged base.
     """
     wrapped = {n: (m, f) for n, m in module.named_modules() if (f := find_factors(m)) is not None}
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -226,7 +228,8 @@ def average_present_components(means: Factors, before: Factors, reached: Tensor)
     Args:
         means: weighted means of all clients' zero-padded factors.
         before: value of a component that no client has.
-        reached: sum of the weights of the clients that have each component ``[rank]``, descending; the first is that of all.
+        reached: sum of the weights of the clients that have each component ``[rank]``, descending; the first
+            is that of all.
     """
     shares = (reached / reached[0]).tolist()
     found: Factors = {}

@@ -1,4 +1,7 @@
-"""LoRA layers of our own, for any module: y = W x + s·B (A x), on activations, over a frozen W (Hu et al. 2021)."""
+"""LoRA layers of our own, for any module: y = W x + s·B (A x), on activations, over a frozen W (Hu et al.
+
+2021).
+"""
 
 from __future__ import annotations
 
@@ -83,8 +86,8 @@ def add_lora(
         module: left as it is.
         rank: r.
         alpha: α; by default r, a scale of 1.
-        target_modules: as PEFT reads it: names that equal a layer's or end it (``["fc1"]``), a regular expression for whole
-            names, or ``"all"``.
+        target_modules: as PEFT reads it: names that equal a layer's or end it (``["fc1"]``), a regular
+            expression for whole names, or ``"all"``.
         rslora: scale by α/√r instead of α/r.
         trainable: names of submodules that are trained whole, such as a head.
         key: of the random A; by default ``Key((0,))``.

@@ -1,9 +1,9 @@
 """Mixtures of low-rank updates of one weight: C pairs of factors, of which every client mixes a few.
 
-FLoRAL (Almansoori, Horváth, Takáč, arXiv:2410.03497, §3.2, appendices D to F). An update of a matrix is U Vᵀ; one of a
-convolution is the same of the weight folded to a matrix, so stride, padding, dilation and groups stay those of the layer.
-All of them are additive in the weight, so the mixture w + Σ_c π_c U_c V_cᵀ is one weight, and a mixed model one forward
-pass, whatever C is.
+FLoRAL (Almansoori, Horváth, Takáč, arXiv:2410.03497, §3.2, appendices D to F). An update of a matrix is U Vᵀ;
+one of a convolution is the same of the weight folded to a matrix, so stride, padding, dilation and groups
+stay those of the layer. All of them are additive in the weight, so the mixture w + Σ_c π_c U_c V_cᵀ is one
+weight, and a mixed model one forward pass, whatever C is.
 
 Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the numbers that rank r takes:
 
@@ -109,7 +109,8 @@ class Fold:
             raise ConfigError(
                 f"rank must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; not {asked}"
             )
-        # exact fractions would say no more: ρ itself is a rounded number, so a hair above counts as at the bound
+        # exact fractions would say no more: ρ itself is a rounded number, so a hair above counts as at the
+        # bound
         return (
             max(1, math.floor(asked * math.prod(self.shape) / (sum(self.size) * self.times) + 1e-9))
             * self.times
@@ -120,7 +121,8 @@ def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced")
     """How a weight of two or more dimensions is folded; two dimensions are a matrix already.
 
     Args:
-        shape: of the weight, outputs and inputs first, then the kernel (of a transposed convolution inputs and outputs).
+        shape: of the weight, outputs and inputs first, then the kernel (of a transposed convolution inputs
+            and outputs).
         construction: of a convolution; see the module's docstring.
     """
     if len(shape) == 2:
@@ -131,7 +133,8 @@ def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced")
         return Fold(shape, (0, *list(kernel)[1:]), shape[0])
     everything: list[tuple[int, ...]] = [()]
     if construction == "balanced":
-        # both factors take an axis, also where one that takes all would be smaller (c_max / c_min > k_max): that is "channel"
+        # both factors take an axis, also where one that takes all would be smaller (c_max / c_min > k_max):
+        # that is "channel"
         most = len(kernel)
         counts = range(1, most) if most > 1 else range(2)
         everything = [c for n in counts for c in itertools.combinations(kernel, n)]
@@ -176,7 +179,8 @@ def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
     def solved(g: Tensor, other: Tensor) -> Tensor:
         # the matrix is symmetric, so dividing from the right is solving for the transpose
         gram = _at_least_float32(other).mT @ _at_least_float32(other)
-        # of a client that diverges ε may be lost beside the Gram matrix: a NaN, not an error that names no client
+        # of a client that diverges ε may be lost beside the Gram matrix: a NaN, not an error that names no
+        # client
         found: Tensor = torch.linalg.solve_ex(gram + eye, _at_least_float32(g).mT).result
         return found.mT.to(g.dtype)
 
@@ -202,9 +206,9 @@ def center_pairs(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pair
         weights: of the mean ``[C]``, adding up to 1.
 
     Returns:
-        The base, and updates that share their singular values evenly between the factors. What rank r cannot hold is lost.
-        Where a singular value is nothing but rounding, U is zero and V a unit vector: with both at zero no gradient would
-        ever move them again.
+        The base, and updates that share their singular values evenly between the factors. What rank r cannot
+        hold is lost. Where a singular value is nothing but rounding, U is zero and V a unit vector: with both
+        at zero no gradient would ever move them again.
     """
     mean, dense = pairs.mixed(weights), _at_least_float32(pairs.dense())
     u, s, vt = torch.linalg.svd(dense - mean, full_matrices=False)
@@ -229,10 +233,12 @@ def reparameterize(
 ) -> tuple[Tensor, Tensor]:
     """γ_i and β_i that the adaptor's own BatchNorm must be given, so that γ_i, β_i are offsets of the main one (eq. 42).
 
-    With them BN(x; γ, β) + BN_i(x; γ_i', β_i') = x̂ (γ + γ_i) + β + β_i, where x̂ is normalized by the main statistics.
+    With them BN(x; γ, β) + BN_i(x; γ_i', β_i') = x̂ (γ + γ_i) + β + β_i, where x̂ is normalized by the main
+    statistics.
 
     Args:
-        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``. No gradient reaches it through β_i' (the paper's stop-gradient).
+        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``. No gradient reaches it through β_i' (the paper's
+            stop-gradient).
         beta: β_i, like it.
         main: mean and variance of the main BatchNorm ``[d]``.
         own: of the adaptor's, like ``gamma``.

@@ -1,9 +1,10 @@
 """Runs a module with other tensors in place of some of its parameters, and leaves the module as it was.
 
-``torch.func.functional_call`` does the same, but not in the cases that follow. A module that is registered under two names is
-left with the substitute in place of its parameter. Replicas made by ``nn.DataParallel`` have no parameters, only attributes.
-Activation checkpointing inside the module computes wrong gradients without a word, because it runs layers again in the
-backward pass, when the substitutes are gone. Two threads that use one module see each other's substitutes.
+``torch.func.functional_call`` does the same, but not in the cases that follow. A module that is registered
+under two names is left with the substitute in place of its parameter. Replicas made by ``nn.DataParallel``
+have no parameters, only attributes. Activation checkpointing inside the module computes wrong gradients
+without a word, because it runs layers again in the backward pass, when the substitutes are gone. Two threads
+that use one module see each other's substitutes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 def get_submodule(root: nn.Module, path: str) -> nn.Module:
-    """The submodule of a dotted path. Unlike the method, it finds one called ``type`` or like another attribute."""
+    """The submodule of a dotted path.
+
+    Unlike the method, it finds one called ``type`` or like another attribute.
+    """
     for part in path.split(".") if path else ():
         root = cast(nn.Module, root._modules[part])
     return root
@@ -123,7 +127,8 @@ class _Substitutes(dict[str, Tensor | None]):
 
     Attributes:
         names: of the substitutes.
-        outside: a frame of the stack; activation checkpointing that began above it is none of ours. None checks nothing.
+        outside: a frame of the stack; activation checkpointing that began above it is none of ours. None
+            checks nothing.
     """
 
     def __init__(

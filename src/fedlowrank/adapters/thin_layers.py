@@ -1,15 +1,16 @@
 """Layers whose weight is a product of thin factors plus a sparse tensor: linear ones and convolutions.
 
-A linear layer of factors is two thin ones; a convolution is one of kernel 1×K2 to r channels, then one of K1×1. The first has
-no bias, so stride, dilation and padding of any mode go dimension by dimension to the one or the other. All groups of a
-convolution share ``right``: they are folded into the batch for the first one. Rank 0 without a sparse tensor gives the bias,
-or zeros.
+A linear layer of factors is two thin ones; a convolution is one of kernel 1×K2 to r channels, then one of
+K1×1. The first has no bias, so stride, dilation and padding of any mode go dimension by dimension to the one
+or the other. All groups of a convolution share ``right``: they are folded into the batch for the first one.
+Rank 0 without a sparse tensor gives the bias, or zeros.
 
-How the sparse tensor p computes is measured (one core with AVX-512, float32, densities 1 to 10 %). In a linear layer, weighted
-sums of rows (``embedding_bag``) take 0.05 to 0.3 of the dense time at batch 20, less than a sparse tensor or a p made dense at
-every call; at batch 1 they gain below 5 %. In a convolution either needs a copy of every patch: 5 dense convolutions at 64
-channels, level at 512. So there the dense weight is made at every call, of w + p, or of p beside thin layers where the map is
-small; a convolution with a sparse part saves bytes and *no time*.
+How the sparse tensor p computes is measured (one core with AVX-512, float32, densities 1 to 10 %). In a
+linear layer, weighted sums of rows (``embedding_bag``) take 0.05 to 0.3 of the dense time at batch 20, less
+than a sparse tensor or a p made dense at every call; at batch 1 they gain below 5 %. In a convolution either
+needs a copy of every patch: 5 dense convolutions at 64 channels, level at 512. So there the dense weight is
+made at every call, of w + p, or of p beside thin layers where the map is small; a convolution with a sparse
+part saves bytes and *no time*.
 """
 
 from __future__ import annotations
@@ -163,7 +164,10 @@ def count_index_bytes(count: int, shape: torch.Size) -> tuple[int, int]:
 
 
 def compress_layer(layer: Any, parts: Params) -> None:
-    """Turn a plain layer into a compressed one. The object stays, so whoever holds it or hooks it has the new layer."""
+    """Turn a plain layer into a compressed one.
+
+    The object stays, so whoever holds it or hooks it has the new layer.
+    """
     shape, device = layer.weight.shape, layer.weight.device
     if type(layer) is not nn.Linear:
         layer.thin = _thin_convolution(layer, False), _thin_convolution(layer, True)

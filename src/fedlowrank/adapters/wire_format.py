@@ -81,13 +81,13 @@ def pack_factors(pairs: Mapping[str, Pair], wire: Wire) -> PackedFactors:
         wire: the form. ``"float32"`` changes nothing, so that pairs in float64 or bfloat16 stay so.
 
     Returns:
-        A tree. Packing what :func:`unpack_factors` gives loses nothing more, but for int8 of factors in half precision, to which the
-        receiver rounds.
+        A tree. Packing what :func:`unpack_factors` gives loses nothing more, but for int8 of factors in half
+        precision, to which the receiver rounds.
 
     Raises:
         ConfigError: if the form is unknown.
-        TaskError: if a value is not finite, or too large for a lossy form; if factors are of a type that is not in
-            :data:`DTYPES`.
+        TaskError: if a value is not finite, or too large for a lossy form; if factors are of a type that is
+            not in :data:`DTYPES`.
     """
     forms: dict[str, Callable[[str, Pair], Pair | Rounded | Quantized]] = {
         "float32": lambda _, pair: pair,
@@ -148,8 +148,8 @@ def _quantize_factor(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tenso
     x = x.detach().double()
     largest = x.abs().amax(dim, keepdim=True)
     mantissa, exponent = torch.frexp(largest / LEVELS)
-    # Rounded up to 17 bits, a scale times a level is exact in float32: the bound then holds for what is received, and
-    # quantizing that once more finds the same scale.
+    # Rounded up to 17 bits, a scale times a level is exact in float32: the bound then holds for what is
+    # received, and quantizing that once more finds the same scale.
     scale = torch.ldexp((mantissa * 2**_BITS).ceil() / 2**_BITS, exponent)
     scale = torch.where(largest > 0, scale.clamp(min=_SMALLEST), 0.0)
     # asked of the largest entry too, for a NaN is not > 0

@@ -34,7 +34,8 @@ class SavedAdapter:
 
     Attributes:
         pairs: factors by layer.
-        scale: by which their product is multiplied; 1 for what :func:`write_adapter` wrote, which folds it into B.
+        scale: by which their product is multiplied; 1 for what :func:`write_adapter` wrote, which folds it
+            into B.
         config: the ``LoraConfig`` of the folder, ``modules_to_save`` left out.
         head: tensors of a classification head by their names in the base; empty if the folder has none.
         base_name: the base, as the folder names it.
@@ -71,23 +72,26 @@ def write_adapter(
 ) -> Path:
     """Write an adapter folder as PEFT does: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    All layers get one rank r, the largest, smaller ones being filled with zeros; α = r and no rsLoRA, with the scale in
-    B, so that no reader has to know the scale that was trained with. Beside them lies ``fedlowrank.json``.
+    All layers get one rank r, the largest, smaller ones being filled with zeros; α = r and no rsLoRA, with
+    the scale in B, so that no reader has to know the scale that was trained with. Beside them lies
+    ``fedlowrank.json``.
 
-    ``PeftModel.from_pretrained`` puts a head back through PEFT's ``modules_to_save``, so a classification model whose
-    head is not the one of its files needs ``head`` even if it was frozen. A causal model's folder has no such modules.
+    ``PeftModel.from_pretrained`` puts a head back through PEFT's ``modules_to_save``, so a classification
+    model whose head is not the one of its files needs ``head`` even if it was frozen. A causal model's folder
+    has no such modules.
 
     Args:
         folder: made if it does not exist; other files in it stay.
         pairs: factors by the dotted names of their layers in the base.
         scale: s of the update s·B A.
-        config: the settings trained with, best ``peft_config["default"]`` of the model, where PEFT has settled the
-            target modules.
+        config: the settings trained with, best ``peft_config["default"]`` of the model, where PEFT has
+            settled the target modules.
         base_name: of the base, as the user gave it.
         digest: of the base's weights (:func:`fedlowrank.language.base.digest_weights`).
         head: all tensors of a classification head, by their names in the base.
-        layers: the adapted layers (``find_lora(model, None).layers``); needed if embeddings or convolutions are adapted,
-            whose factors have other names and shapes in a file. Without it every layer is taken for a linear one.
+        layers: the adapted layers (``find_lora(model, None).layers``); needed if embeddings or convolutions
+            are adapted, whose factors have other names and shapes in a file. Without it every layer is taken
+            for a linear one.
         round: that the adapter is from, counted from 0.
         client: whose it is; None for the server.
         whole: all tensors of layers that are stored whole and not as factors, by their names in the base.
@@ -96,7 +100,8 @@ def write_adapter(
         The folder.
 
     Raises:
-        TaskError: if there are no pairs, a pair's shapes do not fit, or the target modules do not match its layer.
+        TaskError: if there are no pairs, a pair's shapes do not fit, or the target modules do not match its
+            layer.
         DataError: if peft is missing.
     """
     if not pairs:
@@ -131,8 +136,9 @@ def read_adapter(folder: Path, digest: str | None = None) -> SavedAdapter:
         digest: of the base that it is meant for, or None not to compare.
 
     Raises:
-        DataError: if files are missing or damaged, the weights are pickled, the adapter has parts that are neither
-            factors nor a head, it uses a feature of PEFT that is refused here, or it is for another base.
+        DataError: if files are missing or damaged, the weights are pickled, the adapter has parts that are
+            neither factors nor a head, it uses a feature of PEFT that is refused here, or it is for another
+            base.
     """
     if not (folder / WEIGHTS).is_file() and (folder / "adapter_model.bin").is_file():
         raise DataError(
@@ -194,8 +200,8 @@ def merge_update(
         head: tensors to replace the base's, by their names in it.
 
     Raises:
-        TaskError: if a layer does not exist, is quantized, or shares its weight with another; if an update does not
-            fit its layer, or a tensor of the head does not exist.
+        TaskError: if a layer does not exist, is quantized, or shares its weight with another; if an update
+            does not fit its layer, or a tensor of the head does not exist.
     """
     made = copy.deepcopy(model)
     if hasattr(made, "peft_config"):

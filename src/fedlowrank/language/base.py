@@ -32,13 +32,16 @@ class Base:
 
     Attributes:
         path: a folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
-        task: causal, a model that continues a text; or classification, an encoder or decoder with a head of classes.
+        task: causal, a model that continues a text; or classification, an encoder or decoder with a head of
+            classes.
         dtype: of the weights in memory; auto takes that of the files.
-        quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install 'fedlowrank[quantize]'``.
-        attention: auto, what transformers takes; or eager, sdpa, flash_attention_2. For short texts on a CPU eager is several
-            times faster to train than torch's fused kernel, whose backward pass works in long blocks.
-        gradient_checkpointing: activations are computed again in the backward pass instead of being kept, with the parameters
-            that were given to the forward pass (:mod:`fedlowrank.models.stateless`).
+        quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install
+            'fedlowrank[quantize]'``.
+        attention: auto, what transformers takes; or eager, sdpa, flash_attention_2. For short texts on a CPU
+            eager is several times faster to train than torch's fused kernel, whose backward pass works in
+            long blocks.
+        gradient_checkpointing: activations are computed again in the backward pass instead of being kept,
+            with the parameters that were given to the forward pass (:mod:`fedlowrank.models.stateless`).
         revision: branch, tag or commit of a name on the hub, or None for its main branch.
         offline: do not ask the hub, even for a name; what was downloaded before is found.
     """
@@ -63,12 +66,13 @@ class LoadedBase:
     """A base as it was loaded.
 
     Attributes:
-        model: a ``transformers.PreTrainedModel`` in evaluation mode, no parameter of which requires a gradient.
+        model: a ``transformers.PreTrainedModel`` in evaluation mode, no parameter of which requires a
+            gradient.
         tokenizer: a ``transformers`` tokenizer that has a padding token.
         name: of the base, as the user gave it.
         digest: :func:`digest_weights` of its weights.
-        head: names of the modules to be trained as a whole: the classification head, and modules of the body that the
-            files do not hold. Empty for a causal model.
+        head: names of the modules to be trained as a whole: the classification head, and modules of the body
+            that the files do not hold. Empty for a causal model.
         notes: what was done that the settings do not say, each a sentence.
     """
 
@@ -83,8 +87,8 @@ class LoadedBase:
 def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
     """Load a model and its tokenizer.
 
-    Weights that the files do not hold, such as a new classification head, are drawn from the key by the rules of the
-    model's own code; torch's global generator is as before.
+    Weights that the files do not hold, such as a new classification head, are drawn from the key by the rules
+    of the model's own code; torch's global generator is as before.
 
     Args:
         base: settings.
@@ -93,8 +97,8 @@ def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
 
     Raises:
         ConfigError: if the classes do not go with the task, or bitsandbytes is missing.
-        DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model are
-            missing in the files, or its tokenizer has nothing to pad with.
+        DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model
+            are missing in the files, or its tokenizer has nothing to pad with.
     """
     if (base.task == "classification") != bool(classes):
         raise ConfigError(

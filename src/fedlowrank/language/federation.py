@@ -44,7 +44,8 @@ class LanguageSettings(Base):
         loss_on: response, or all: the prompt too.
         packing: several short samples in one row.
         by_length: training batches of examples of like length.
-        autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the weights; none leaves it.
+        autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the
+            weights; none leaves it.
     """
 
     format: Literal["alpaca", "plain", "chat", "none"] = "alpaca"
@@ -93,8 +94,8 @@ class Language:
     def write(self, run: Run, folder: Path, merged: bool = False, rank: int | None = None) -> list[Path]:
         """Standard adapter folders of the server and of every client, as they stand.
 
-        Layers whose base weight moved are kept whole in the adapter's folder. Where the whole base moved (FLoRA and FedEx-LoRA,
-        merged), it is written once, to ``base``, and clients are adapters for it.
+        Layers whose base weight moved are kept whole in the adapter's folder. Where the whole base moved
+        (FLoRA and FedEx-LoRA, merged), it is written once, to ``base``, and clients are adapters for it.
 
         Args:
             run: of this federation.

@@ -76,7 +76,8 @@ class AdapterFolders:
     def write(self, folder: Path, model: ModelParts) -> Path:
         """Write a model by itself.
 
-        A layer whose weight moved is kept whole, every other one as factors. If all weights moved it is a whole model.
+        A layer whose weight moved is kept whole, every other one as factors. If all weights moved it is a
+        whole model.
         """
         if len(model.moved) == len(model.factors):
             return self.write_whole(folder, model)

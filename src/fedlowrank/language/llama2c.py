@@ -72,16 +72,17 @@ class Shape:
 def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
     """Write a ``LlamaForCausalLM`` and its fast tokenizer from a model and a tokenizer of llama2.c.
 
-    llama2.c rotates adjacent pairs of a head's coordinates, (0, 1), (2, 3), ...; transformers rotates the first half
-    against the second. The rows of the query and key projections are reordered accordingly, which changes no score.
-    A text is cut into the tokens of llama2.c, except that "<s>", "</s>" or "<unk>" written out in it is that token, as
-    in every tokenizer of transformers.
+    llama2.c rotates adjacent pairs of a head's coordinates, (0, 1), (2, 3), ...; transformers rotates the
+    first half against the second. The rows of the query and key projections are reordered accordingly, which
+    changes no score. A text is cut into the tokens of llama2.c, except that "<s>", "</s>" or "<unk>" written
+    out in it is that token, as in every tokenizer of transformers.
 
     Args:
-        model: the weights, such as ``stories260K.bin``: 7 little-endian int32 (dim, hidden, layers, heads, kv heads,
-            vocabulary, length; a negative vocabulary says that the output layer is not the embedding), then float32.
-        tokenizer: the vocabulary, such as ``tok512.bin``: int32 longest piece, then for each token float32 score, int32
-            length, and its bytes.
+        model: the weights, such as ``stories260K.bin``: 7 little-endian int32 (dim, hidden, layers, heads, kv
+            heads, vocabulary, length; a negative vocabulary says that the output layer is not the embedding),
+            then float32.
+        tokenizer: the vocabulary, such as ``tok512.bin``: int32 longest piece, then for each token float32
+            score, int32 length, and its bytes.
         folder: made if it does not exist.
 
     Returns:
@@ -133,7 +134,8 @@ def read_model(path: Path) -> tuple[Shape, dict[str, np.ndarray]]:
     """The header of a file of weights, and its arrays as :attr:`Shape.blocks` names them, float32.
 
     Raises:
-        DataError: if the file cannot be read, its header makes no sense, or its size is not what the header says.
+        DataError: if the file cannot be read, its header makes no sense, or its size is not what the header
+            says.
     """
     data = _read(path)
     if len(data) < 28:

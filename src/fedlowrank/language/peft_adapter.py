@@ -1,7 +1,8 @@
 """The LoRA adapter of a frozen base: PEFT wraps the target layers, and factors are inserted by name.
 
-A model has a single adapter. Clients' states are :data:`~fedlowrank.linalg.pair.Factors`; they enter the model as arguments
-of ``torch.func.functional_call`` under the names of :class:`~fedlowrank.adapters.adapted_layers.AdaptedLayer`, at any rank.
+A model has a single adapter. Clients' states are :data:`~fedlowrank.linalg.pair.Factors`; they enter the
+model as arguments of ``torch.func.functional_call`` under the names of
+:class:`~fedlowrank.adapters.adapted_layers.AdaptedLayer`, at any rank.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def attach_adapter(
 
     Args:
         model: a base without adapters; a ``transformers`` model or any module.
-        config: of :func:`lora_config`. It is copied; the slot's own, with the target modules that PEFT found, is
-            ``peft_config["default"]`` of the result.
+        config: of :func:`lora_config`. It is copied; the slot's own, with the target modules that PEFT found,
+            is ``peft_config["default"]`` of the result.
         key: of the factor that is random, see :func:`initial_factors`. torch's global generator is as before.
         head: whether the modules of the head are trained (shared, personal) or frozen.
         modules: names of the head's modules, commonly ``Loaded.head``; None finds them. They get no adapter.
@@ -49,8 +50,8 @@ def attach_adapter(
         A ``peft.PeftModel`` in evaluation mode. Only factors, and the head's parameters, require gradients.
 
     Raises:
-        TaskError: if target modules match no layer, a rank is above a layer's dimension, or a layer is of a kind that
-            is not supported.
+        TaskError: if target modules match no layer, a rank is above a layer's dimension, or a layer is of a
+            kind that is not supported.
     """
     if head not in ("shared", "personal", "frozen"):
         raise ConfigError(
@@ -84,7 +85,8 @@ def attach_adapter(
 
     def wrap() -> nn.Module:
         with warnings.catch_warnings():
-            # two warnings of PEFT to itself: transformers renamed a property, and both kinds of layers are adapted
+            # two warnings of PEFT to itself: transformers renamed a property, and both kinds of layers are
+            # adapted
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             if len(transposed) > 1:
                 warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
@@ -118,9 +120,9 @@ def initial_factors(
 ) -> Factors:
     """Random initial factors as PEFT's: A random and B zero, of an embedding A zero and B random.
 
-    A is Kaiming uniform with a = √5, U(-1/√k, 1/√k), or with ``"gaussian"`` N(0, 1/r²). An embedding's B is N(0, 1).
-    Components are sampled one by one, so that but for ``"gaussian"`` factors of a lower rank are the first components of
-    those of a higher one.
+    A is Kaiming uniform with a = √5, U(-1/√k, 1/√k), or with ``"gaussian"`` N(0, 1/r²). An embedding's B is
+    N(0, 1). Components are sampled one by one, so that but for ``"gaussian"`` factors of a lower rank are the
+    first components of those of a higher one.
 
     Args:
         layers: by name.

@@ -39,8 +39,8 @@ def lora_config(fields: Mapping[str, Any] | Any) -> Any:
         fields: names and values, or a ``LoraConfig``, which is checked and copied.
 
     Raises:
-        ConfigError: for an unknown field, a value that PEFT refuses, or a feature that changes the base or the algebra
-            of the update, by its name and with the reason.
+        ConfigError: for an unknown field, a value that PEFT refuses, or a feature that changes the base or
+            the algebra of the update, by its name and with the reason.
         DataError: if peft is missing.
     """
     library = import_library("peft", "a LoRA adapter")

@@ -22,9 +22,10 @@ def build_tiny(
 ) -> Path:
     """Write an untrained model of two layers as an ordinary folder of ``transformers``.
 
-    For a causal task a Llama with grouped-query attention: 4 heads of queries and 2 of keys and values, so that the
-    projections k and v are not square. For classification the body of a BERT; its head is made when it is loaded, of
-    as many classes as there are. The tokenizer is a byte-level BPE, which any text can be written in.
+    For a causal task a Llama with grouped-query attention: 4 heads of queries and 2 of keys and values, so
+    that the projections k and v are not square. For classification the body of a BERT; its head is made when
+    it is loaded, of as many classes as there are. The tokenizer is a byte-level BPE, which any text can be
+    written in.
 
     Args:
         folder: made if it does not exist.

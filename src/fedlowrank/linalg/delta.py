@@ -1,19 +1,20 @@
 """The server's effective delta in federated LoRA: what is added to each frozen weight, and how a round changes it.
 
-The delta W ``[d, k]`` of a weight is what uploads amount to once their scale is multiplied in, Σ w_b B_b A_b; α/r appears nowhere
-here. A round of FedHL (Peng et al., Algorithm 1, line 17) is W ← Σ_i p_i [W + s_i B_i A_i - W^{r_i}], with W^{r} the best
-approximation of rank r. In the basis of the singular vectors it needs no matrix: the j-th singular value (j from 0) keeps the
-share 1 - Σ_{i: r_i > j} p_i, and the uploads are added as factors (:mod:`fedlowrank.linalg.stacking`). FlexLoRA, FLoRA and
-the exact average of factor pairs are the same sum without the first term, ``previous=0``.
+The delta W ``[d, k]`` of a weight is what uploads amount to once their scale is multiplied in, Σ w_b B_b A_b;
+α/r appears nowhere here. A round of FedHL (Peng et al., Algorithm 1, line 17) is W ← Σ_i p_i [W + s_i B_i A_i
+- W^{r_i}], with W^{r} the best approximation of rank r. In the basis of the singular vectors it needs no
+matrix: the j-th singular value (j from 0) keeps the share 1 - Σ_{i: r_i > j} p_i, and the uploads are added
+as factors (:mod:`fedlowrank.linalg.stacking`). FlexLoRA, FLoRA and the exact average of factor pairs are the
+same sum without the first term, ``previous=0``.
 
 A delta is in one of three states, which give the same numbers:
 
 - exact: U diag(s) Vᵀ with all that is not rounding;
 - capped: the same, but at most ``cap`` triplets; the energy that was cut off is on record;
-- dense: W itself and its leading ``top`` triplets (:mod:`.randomized_svd`). They come from an iteration that begins at the
-  last ones; unless it is proven that they are singular triplets and that none is missing (to the share given there) the
-  eigenvectors of the Gram matrix take their place, and at last a full decomposition. What is subtracted for a client is precisely
-  what it was sent.
+- dense: W itself and its leading ``top`` triplets (:mod:`.randomized_svd`). They come from an iteration that
+  begins at the last ones; unless it is proven that they are singular triplets and that none is missing (to
+  the share given there) the eigenvectors of the Gram matrix take their place, and at last a full
+  decomposition. What is subtracted for a client is precisely what it was sent.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ SentRanks = Mapping[str, Sequence[tuple[float, int]]]
 VANISHING = 1e-12
 """A singular value whose share is this part of all weights, or less, vanishes: its weights add up to one but for rounding."""
 BATCH_ENTRIES = 2**20
-"""Numbers of one factor of the stacks that are decomposed together; more layers are done in turn, to bound the memory. On a CPU,
-larger ones are no faster, and what one layer of a batch needs by its condition is done for all of them."""
+"""Numbers of one factor of the stacks that are decomposed together; more layers are done in turn, to bound
+the memory. On a CPU, larger ones are no faster, and what one layer of a batch needs by its condition is done
+for all of them."""
 
 
 @tree
@@ -53,9 +55,10 @@ class DeltaForm:
     """How the server holds a delta.
 
     Attributes:
-        kind: exact, capped or dense, see the module; or auto, exact while the stacked width (rank kept + ranks of the blocks of
-            a round) has factors no larger than the matrix, width·(d + k) ≤ d·k, and dense from then on. About there the
-            steps of both cost the same, too (docs/results/server_step.md).
+        kind: exact, capped or dense, see the module; or auto, exact while the stacked width (rank kept +
+            ranks of the blocks of a round) has factors no larger than the matrix, width·(d + k) ≤ d·k, and
+            dense from then on. About there the steps of both cost the same, too
+            (docs/results/server_step.md).
         cap: triplets that the capped form keeps; None for four times the largest rank of a client.
         dtype: of factors and matrices; singular values and energies are in float64.
     """
@@ -174,14 +177,15 @@ def update_deltas(
 ) -> dict[str, Delta]:
     """One step of the server: W' = previous·W - Σ_i p_i W^{r_i} + Σ_b w_b B_b A_b for every layer.
 
-    In the factored states no tensor of d·k entries is made while the stack is narrower than d and k. Layers of one shape and one
-    stacked width are decomposed together.
+    In the factored states no tensor of d·k entries is made while the stack is narrower than d and k. Layers
+    of one shape and one stacked width are decomposed together.
 
     Args:
         deltas: W by layer name.
-        blocks: (w_b, pair) of every layer; a layer that is left out has none. The weight holds the scale of the upload. It may be
-            negative: so a server subtracts what it sent over a lossy wire (:mod:`fedlowrank.adapters.wire_format`), to the last
-            bit. Pairs of any floating-point type, on any device; they are computed in the dtype and on the device of W.
+        blocks: (w_b, pair) of every layer; a layer that is left out has none. The weight holds the scale of
+            the upload. It may be negative: so a server subtracts what it sent over a lossy wire
+            (:mod:`fedlowrank.adapters.wire_format`), to the last bit. Pairs of any floating-point type, on
+            any device; they are computed in the dtype and on the device of W.
         sent_ranks: (p_i, r_i) of the clients that were sent :func:`truncate_delta` without loss.
         previous: 1 to add to what is there, 0 to replace it.
 
@@ -190,7 +194,8 @@ def update_deltas(
 
     Raises:
         TaskError: if a layer is unknown, a pair does not fit it, or the numbers are not finite.
-        ConfigError: if a weight is not finite, or a rank in ``sent_ranks`` is one that :func:`truncate_delta` would have refused.
+        ConfigError: if a weight is not finite, or a rank in ``sent_ranks`` is one that :func:`truncate_delta`
+            would have refused.
     """
     sent_ranks = sent_ranks or {}
     for given in (blocks, sent_ranks):
@@ -341,8 +346,8 @@ def truncate_delta(delta: Delta, rank: int) -> Factored:
 def tail_energy(delta: Delta, ranks: Sequence[int]) -> list[float]:
     """‖W - W^{r}‖_F² for every rank, in float64; see :func:`truncate_delta` for the ranks.
 
-    It is the sum of the squares of the singular values left out (Eckart and Young). In the dense state these are not known, and
-    it is ‖W‖_F² less the squares of those kept, never below 0.
+    It is the sum of the squares of the singular values left out (Eckart and Young). In the dense state these
+    are not known, and it is ‖W‖_F² less the squares of those kept, never below 0.
     """
     for rank in ranks:
         _check_rank(delta, rank)
@@ -358,10 +363,10 @@ def split_svd(f: Factored, rank: int, how: Split = "sqrt") -> Pair:
 
     Args:
         f: triplets, descending; of more than ``rank`` the leading ones are taken.
-        rank: number of columns of B. Missing triplets become zero columns of B and zero rows of A, where the gradient of both is
-            zero: fill these rows of A with random numbers before training.
-        how: where the singular values go: sqrt, B = U √S and A = √S Vᵀ (FedHL); B, B = U S and A = Vᵀ (FlexLoRA); A, B = U and
-            A = S Vᵀ.
+        rank: number of columns of B. Missing triplets become zero columns of B and zero rows of A, where the
+            gradient of both is zero: fill these rows of A with random numbers before training.
+        how: where the singular values go: sqrt, B = U √S and A = √S Vᵀ (FedHL); B, B = U S and A = Vᵀ
+            (FlexLoRA); A, B = U and A = S Vᵀ.
 
     Raises:
         ConfigError: if the word is unknown or the rank negative.

@@ -37,7 +37,8 @@ class Factored:
 def compute_svd(w: Tensor) -> Factored:
     """The whole singular value decomposition of a matrix ``[m, n]``, with canonical signs.
 
-    The largest entry of each column of U, by magnitude, is made positive, so that equal inputs give equal factors.
+    The largest entry of each column of U, by magnitude, is made positive, so that equal inputs give equal
+    factors.
     """
     u, s, vt = torch.linalg.svd(w, full_matrices=False)
     at = u.abs().argmax(0, keepdim=True)
@@ -69,12 +70,13 @@ def compress_update(update: Params, energy: float) -> CompressedUpdate:
     """A model's update as factors, each weight at the smallest rank that keeps the energy (FedKD, Wu et al., eq. 8).
 
     A weight of two or more dimensions is a matrix of its first dimension by all others, so a convolution is
-    ``[O, I·k1·k2]``. Where factors would be no smaller than the matrix, r (m + n + 1) ≥ m n, and for vectors, the tensor
-    itself is kept.
+    ``[O, I·k1·k2]``. Where factors would be no smaller than the matrix, r (m + n + 1) ≥ m n, and for vectors,
+    the tensor itself is kept.
 
     Args:
         update: tensors by name.
-        energy: share of each weight's squared Frobenius norm to keep; 1 keeps all, and then every tensor as it is.
+        energy: share of each weight's squared Frobenius norm to keep; 1 keeps all, and then every tensor as
+            it is.
     """
     out: CompressedUpdate = {}
     for name, w in update.items():

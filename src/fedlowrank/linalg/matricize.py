@@ -68,9 +68,9 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 def matricize(w: Tensor) -> Tensor:
     """Scheme 2 of Idelbayev and Carreira-Perpiñán (CVPR 2020) for a weight of two or more dimensions.
 
-    A convolution ``[O, I, K1, K2]`` becomes ``[O·K1, I·K2]``, entry (o, i, k1, k2) at row o·K1 + k1 and column i·K2 + k2, so
-    that a rank-r factorization is a 1×K2 convolution followed by a K1×1 one. A matrix stays as it is. Where there is one
-    kernel dimension it goes to the rows; a third one goes to the columns.
+    A convolution ``[O, I, K1, K2]`` becomes ``[O·K1, I·K2]``, entry (o, i, k1, k2) at row o·K1 + k1 and
+    column i·K2 + k2, so that a rank-r factorization is a 1×K2 convolution followed by a K1×1 one. A matrix
+    stays as it is. Where there is one kernel dimension it goes to the rows; a third one goes to the columns.
     """
     if w.ndim <= 2:
         return w
@@ -119,10 +119,10 @@ def unpack_weights(weights: Weights, like: Params) -> Params:
 def count_parameters(parts: Sequence[Weights], like: Params) -> int:
     """Count the numbers of a model that is the sum of ``parts``.
 
-    Of each weight that is r (rows + columns) where it is given as factors, the entries that are not zero where it is
-    :class:`Sparse`, and else all entries. A weight for which the sum over the parts exceeds its entries is counted as held whole.
-    So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2), but for that bound, without which its Table 5 has
-    models above their dense size.
+    Of each weight that is r (rows + columns) where it is given as factors, the entries that are not zero
+    where it is :class:`Sparse`, and else all entries. A weight for which the sum over the parts exceeds its
+    entries is counted as held whole. So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2),
+    but for that bound, without which its Table 5 has models above their dense size.
     """
     return sum(
         min(sum(_count_stored(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items()

@@ -1,18 +1,19 @@
 """The leading singular triplets of a dense matrix, from where they were a round ago.
 
-Block Lanczos (Golub, Luk and Overton, ACM TOMS 7, 1981) with all columns kept orthogonal: it begins at the last V and random
-columns and adds what WᵀW makes of them. Where the spectrum hardly falls, subspace iteration takes many times the products.
-Triplets are believed only if
+Block Lanczos (Golub, Luk and Overton, ACM TOMS 7, 1981) with all columns kept orthogonal: it begins at the
+last V and random columns and adds what WᵀW makes of them. Where the spectrum hardly falls, subspace iteration
+takes many times the products. Triplets are believed only if
 
 - every one is one of the matrix: ‖W v - σ u‖ and ‖Wᵀu - σ v‖ are at most 10 ε √max(d, k) σ₁;
-- none is missing that would come before the last, σ_r, by more than a share τ (1e-6 in float64, 1e-3 in float32). A missing one
-  has a square of at most g² + ‖W - Q Qᵀ W‖_F², with g the first Ritz value after σ_r and Q the basis of the block. Where that
-  bound does not tell, Sylvester's law of inertia counts the eigenvalues of the Gram matrix above ((1 + τ) σ_r)².
+- none is missing that would come before the last, σ_r, by more than a share τ (1e-6 in float64, 1e-3 in
+  float32). A missing one has a square of at most g² + ‖W - Q Qᵀ W‖_F², with g the first Ritz value after σ_r
+  and Q the basis of the block. Where that bound does not tell, Sylvester's law of inertia counts the
+  eigenvalues of the Gram matrix above ((1 + τ) σ_r)².
 
-Else the eigenvectors of the Gram matrix are tried, which take less than half the time of the decomposition of W. They
-have to pass the same two tests: squaring loses what is small, but not the leading triplets of a spectrum that hardly falls, and
-it is these that the iteration fails for. If they do not pass, and for small matrices at once, the full decomposition is computed.
-So the answer is always right; the time differs.
+Else the eigenvectors of the Gram matrix are tried, which take less than half the time of the decomposition of
+W. They have to pass the same two tests: squaring loses what is small, but not the leading triplets of a
+spectrum that hardly falls, and it is these that the iteration fails for. If they do not pass, and for small
+matrices at once, the full decomposition is computed. So the answer is always right; the time differs.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ OVERSAMPLE = 10
 MAX_WIDTH_SHARE = 1 / 3
 """Share of the smaller dimension up to which a block is iterated at all."""
 MAX_BLOCKS = 8
-"""Blocks to which the basis grows. A spectrum that needs more is one like noise, where hardly any number would do."""
+"""Blocks to which the basis grows.
+
+A spectrum that needs more is one like noise, where hardly any number would do.
+"""
 HALFWAY_POWER = 1 / 4
-"""Power of the tolerance to which the residuals must have come when half of the basis is there, or the other half is not tried.
-They fall ever faster: of spectra that were proven in the end the slowest had come to the power 0.37, and noise to 0.08."""
+"""Power of the tolerance to which the residuals must have come when half of the basis is there, or the other
+half is not tried. They fall ever faster: of spectra that were proven in the end the slowest had come to the
+power 0.37, and noise to 0.08."""
 GROWTH = 1.2
 """Factor by which the basis grows between two looks at its triplets: each is a decomposition of the projected matrix."""
 
@@ -162,7 +167,8 @@ def _is_complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> 
         q: basis of the iteration.
         s: all of its Ritz values.
         rank: how many are asked for.
-        covered: ‖QᵀW‖_F² as the iteration knows it, by which the first of the two bounds is not tried where it cannot hold.
+        covered: ‖QᵀW‖_F² as the iteration knows it, by which the first of the two bounds is not tried where
+            it cannot hold.
     """
     tau = _tau(w.dtype)
     beyond = float(s[rank]) ** 2 if rank < len(s) else 0.0

@@ -1,17 +1,20 @@
 """A sum of low-rank matrices as one decomposition, without the matrix itself: W' = U diag(s) Vᵀ + L Rᵀ.
 
-U and V are orthonormal already, so only the new columns L ``[d, M]`` and R ``[k, M]`` are made orthogonal to them; what is
-decomposed is a core of R + M rows and columns. Block Gram-Schmidt loses orthogonality where the new columns lie nearly in the
-span of the old ones, which is the usual case in federated LoRA: clients begin at the server's own factors. So it is done twice.
+U and V are orthonormal already, so only the new columns L ``[d, M]`` and R ``[k, M]`` are made orthogonal to
+them; what is decomposed is a core of R + M rows and columns. Block Gram-Schmidt loses orthogonality where the
+new columns lie nearly in the span of the old ones, which is the usual case in federated LoRA: clients begin
+at the server's own factors. So it is done twice.
 
-Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend_basis`); Householder QRs of such tall matrices
-take several times as long. A Gram matrix squares the condition. So the first pass only has to leave columns that are well
-conditioned, for which float32 is often enough; the second measures in the dtype of the factors what the first left and refuses it
-where that is too much. Then the first is done again with more care, and at last both by Householder QRs (BCGS2: Barlow and
-Smoktunowicz, Numer. Math. 123, 2013). The orthonormal columns of the second pass are never formed: its triangular factor goes
-into the rotation at the end.
+Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend_basis`); Householder
+QRs of such tall matrices take several times as long. A Gram matrix squares the condition. So the first pass
+only has to leave columns that are well conditioned, for which float32 is often enough; the second measures in
+the dtype of the factors what the first left and refuses it where that is too much. Then the first is done
+again with more care, and at last both by Householder QRs (BCGS2: Barlow and Smoktunowicz, Numer. Math. 123,
+2013). The orthonormal columns of the second pass are never formed: its triangular factor goes into the
+rotation at the end.
 
-Where the stack is as wide as the matrix has rows or columns, the matrix is no larger than the stack and is decomposed itself.
+Where the stack is as wide as the matrix has rows or columns, the matrix is no larger than the stack and is
+decomposed itself.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ REAL = torch.float64
 WELL_CONDITIONED = 10.0
 """‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses no more than rounding."""
 SINGLE, PART = 1e4, 1e-4
-"""Up to the one, and with at least the other as the share of their squared norms that the new columns have outside the old ones,
-a first pass in float32 is worth trying; the inverses of its triangular factors are harmless then."""
+"""Up to the one, and with at least the other as the share of their squared norms that the new columns have
+outside the old ones, a first pass in float32 is worth trying; the inverses of its triangular factors are
+harmless then."""
 BLOCK = 40
 """Rows that a triangular solve takes at a time; the rest of it is a product of matrices, which takes half the time."""
 PAD = 8
@@ -40,7 +44,8 @@ class ExtendedBasis:
 
     Attributes:
         old: ``[L, n, R]`` with orthonormal columns.
-        new: ``[L, M, n]``, one row a column; with the old columns they span the same space as the columns that were given.
+        new: ``[L, M, n]``, one row a column; with the old columns they span the same space as the columns
+            that were given.
         inner: ``[L, R, M]`` in float64.
         triangle: ``[L, M, M]``, upper triangular, in float64.
         coordinates: C ``[L, R + M, M]`` in float64 of the columns that were given: they are [old Q] C.
@@ -64,7 +69,8 @@ class ExtendedBasis:
 def empty_rows(like: Tensor, *shape: int) -> Tensor:
     """A tensor with a gap after each row.
 
-    At distances of a power of two, as of most weights, few rows fit a cache at once, and some products took twice the time.
+    At distances of a power of two, as of most weights, few rows fit a cache at once, and some products took
+    twice the time.
     """
     *above, n = shape
     return like.new_empty(*above, n + PAD)[..., :n]
@@ -96,8 +102,9 @@ _First = tuple[Tensor, Tensor, Tensor | None]
 def _first_pass_float32(old: Tensor, given: Tensor) -> _First | None:
     """The first pass from products in float32, or None if these are too coarse for it.
 
-    Only the leading old columns are subtracted, as many as the new ones lean on: clients are sent the leading triplets. On the
-    others the second pass does the same, as long as their part is no larger than what remains.
+    Only the leading old columns are subtracted, as many as the new ones lean on: clients are sent the leading
+    triplets. On the others the second pass does the same, as long as their part is no larger than what
+    remains.
     """
     o, n = old.float(), given.float()
     c, gram = (o.mT @ n.mT).to(REAL), (n @ n.mT).to(REAL)
@@ -187,7 +194,8 @@ def orthogonalize(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         new: ``[L, n, M]``, R + M ≤ n.
 
     Returns:
-        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` with new = [basis Q] C.
+        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` with new = [basis Q]
+        C.
     """
     if basis.shape[-1] == 0:
         return _qr(new)
@@ -206,7 +214,8 @@ def _qr(a: Tensor) -> tuple[Tensor, Tensor]:
 def rounding_floor(shape: tuple[int, int], dtype: torch.dtype) -> float:
     """Singular values below this share of the largest addend are rounding.
 
-    max(d, k)·ε in float64. In float32 that would be 5e-4 for a matrix of 4096 rows, and cut what is real: there it is 32 ε.
+    max(d, k)·ε in float64. In float32 that would be 5e-4 for a matrix of 4096 rows, and cut what is real:
+    there it is 32 ε.
     """
     eps = torch.finfo(dtype).eps
     return eps * (max(shape) if dtype == REAL else 32)
@@ -226,8 +235,9 @@ def add_low_rank(
         cap: how many triplets to keep at most, or None.
 
     Returns:
-        For each matrix U' ``[d, r]``, s' ``[r]`` in float64, V' ``[k, r]``, and the values that ``cap`` cut off. Values that are
-        rounding (:func:`rounding_floor`) are dropped. The largest entry of each column of U', by magnitude, is positive.
+        For each matrix U' ``[d, r]``, s' ``[r]`` in float64, V' ``[k, r]``, and the values that ``cap`` cut
+        off. Values that are rounding (:func:`rounding_floor`) are dropped. The largest entry of each column
+        of U', by magnitude, is positive.
     """
     (d, r), (k, m) = u.shape[-2:], right.shape[-2:]
     if r + m >= min(d, k):
@@ -237,7 +247,8 @@ def add_low_rank(
         bases = [extend_basis(u, left.mT), extend_basis(v, right.mT)]
         core = bases[0].coordinates @ bases[1].coordinates.mT
         core.diagonal(dim1=-2, dim2=-1)[:, :r] += s
-    # A difference of large addends is no more accurate than they are, so they set the scale and not the result.
+    # A difference of large addends is no more accurate than they are, so they set the scale and not the
+    # result.
     columns = torch.linalg.vector_norm(left, dim=1, dtype=REAL) * torch.linalg.vector_norm(
         right, dim=1, dtype=REAL
     )

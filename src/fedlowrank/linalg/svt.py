@@ -1,21 +1,23 @@
 """Proximal operators: the soft threshold of entries (ℓ1 norm) and of singular values (nuclear norm).
 
-``prox of c‖·‖_*`` takes c from every singular value, and those at most c become 0. All of it is computed in float64, whatever
-the type of the weight. The cheap way is the eigendecomposition of the smaller Gram matrix, AᵀA or AAᵀ, and of that only the
-part above c² where that part is small. Squaring loses small singular values: an eigenvalue is off by about ε64 σ₁², hence a
-singular value near c by ε64 σ₁² / c. So the result is taken only if
+``prox of c‖·‖_*`` takes c from every singular value, and those at most c become 0. All of it is computed in
+float64, whatever the type of the weight. The cheap way is the eigendecomposition of the smaller Gram matrix,
+AᵀA or AAᵀ, and of that only the part above c² where that part is small. Squaring loses small singular values:
+an eigenvalue is off by about ε64 σ₁², hence a singular value near c by ε64 σ₁² / c. So the result is taken
+only if
 
-- that error, and the loss of orthogonality ε64 (σ₁/c)², stay below ε of the weight's own type: ε64 σ₁² ≤ ε c². A float32
-  weight passes down to c = 4e-5 σ₁; a float64 weight hardly ever, for it deserves all its digits;
+- that error, and the loss of orthogonality ε64 (σ₁/c)², stay below ε of the weight's own type: ε64 σ₁² ≤ ε
+  c². A float32 weight passes down to c = 4e-5 σ₁; a float64 weight hardly ever, for it deserves all its
+  digits;
 - no singular value lies within that error of c, where it could be misjudged;
-- where only a part was computed, it has as many eigenvalues as Sylvester's law of inertia counts above c² in an independent
-  LDLᵀ factorization: nothing above the threshold was missed.
+- where only a part was computed, it has as many eigenvalues as Sylvester's law of inertia counts above c² in
+  an independent LDLᵀ factorization: nothing above the threshold was missed.
 
-Else the full decomposition of A itself decides, again in float64. There a value within rounding of c, max(m, n) ε64 σ₁, counts
-as being at the threshold.
+Else the full decomposition of A itself decides, again in float64. There a value within rounding of c, max(m,
+n) ε64 σ₁, counts as being at the threshold.
 
-Squares of entries above 1e154 overflow and those below 1e-162 vanish. So A and c are first divided by a power of 4 near max|A|,
-which rounds nothing.
+Squares of entries above 1e154 overflow and those below 1e-162 vanish. So A and c are first divided by a power
+of 4 near max|A|, which rounds nothing.
 """
 
 from __future__ import annotations
@@ -52,11 +54,12 @@ def threshold_singular_values(w: Tensor, c: float, how: Algorithm = "auto") -> L
     Args:
         w: the matrix, of any floating-point type, on any device.
         c: threshold ≥ 0.
-        how: auto; or ``svd``, always the full decomposition; or ``gram``, to raise where that way is not safe.
+        how: auto; or ``svd``, always the full decomposition; or ``gram``, to raise where that way is not
+            safe.
 
     Returns:
-        Factors of type and device of ``w``, of rank 0 if nothing is above the threshold. The largest entry of each column of
-        the left factor, by magnitude, is positive.
+        Factors of type and device of ``w``, of rank 0 if nothing is above the threshold. The largest entry of
+        each column of the left factor, by magnitude, is positive.
 
     Raises:
         ArithmeticError: if ``how`` is ``gram`` and it is not safe.
@@ -111,7 +114,8 @@ def threshold_dense(w: Tensor, c: float) -> Tensor:
 
     Raises:
         ConfigError: if the threshold is negative or NaN.
-        LinAlgError: if a matrix holds a NaN or an infinity; PyTorch's own, for which the steps of a client are prepared.
+        LinAlgError: if a matrix holds a NaN or an infinity; PyTorch's own, for which the steps of a client
+            are prepared.
     """
     _check_threshold(c)
     u, s, vt = torch.linalg.svd(w, full_matrices=False)
@@ -183,7 +187,8 @@ def _gram(a: Tensor) -> Tensor:
 def _eigenpairs_above(h: Tensor, x: float) -> Eigenpairs:
     """Eigenvalues, ascending, and eigenvectors of a symmetric matrix, given by its lower triangle: at least all above ``x``."""
     half = len(h) // 2
-    # a principal submatrix has no more eigenvalues above x than the whole (Cauchy): so early models skip the whole count
+    # a principal submatrix has no more eigenvalues above x than the whole (Cauchy): so early models skip the
+    # whole count
     if (
         len(h) >= PARTIAL_ORDER
         and h.device.type == "cpu"
@@ -194,7 +199,8 @@ def _eigenpairs_above(h: Tensor, x: float) -> Eigenpairs:
             values, vectors = eigh(
                 h.numpy(), subset_by_value=(x, float("inf")), driver="evr", check_finite=False
             )
-            # an eigenvalue within rounding of x may be counted by one and not by the other: then compute them all
+            # an eigenvalue within rounding of x may be counted by one and not by the other: then compute them
+            # all
             if len(values) == count:
                 return torch.from_numpy(values), torch.from_numpy(vectors)
     found = torch.linalg.eigh(h)

@@ -107,7 +107,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""
-        return adaptor_warnings(task.common_model(self.title).module, self._spots(task))
+        return adaptor_warnings(task.common_model(self.title).module, self._adapted(task))
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
@@ -116,7 +116,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
     def server_init(self, task: Task) -> Server:
         """u^0, and adaptors that are zero."""
         u, key = task.common_model(self.title).initial, task.key / "adaptors"
-        a = initial_adaptors(self._spots(task), self.clusters, key, self.construction, u, self.random)
+        a = initial_adaptors(self._adapted(task), self.clusters, key, self.construction, u, self.random)
         return Server({"base": u, "adaptors": a}, fresh_memory())
 
     def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
@@ -182,7 +182,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         params = mix_weights(down["base"], down["adaptors"], pi, self.alpha, self.construction)
         return ClientModel(params, routes=routes_of(self.title, self.router, view.info, pi, self.clusters))
 
-    def _spots(self, task: Task) -> dict[str, AdaptedParameter]:
+    def _adapted(self, task: Task) -> dict[str, AdaptedParameter]:
         return find_trained_adapted_parameters(
             task.common_model(self.title), self.rank, self.construction, self.kinds
         )

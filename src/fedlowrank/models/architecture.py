@@ -22,33 +22,36 @@ _PROBE = Key(("probe",))
 class Architecture:
     """The code of a model; parameters are given at every call, as a dict by name.
 
-    A parameter that requires no gradient belongs to the code: it is never trained, copied, stored or sent, and all clients
-    share the one tensor.
+    A parameter that requires no gradient belongs to the code: it is never trained, copied, stored or sent,
+    and all clients share the one tensor.
 
-    The model is ``head(represent(x))``: ``head`` is the submodule of that name and ``represent`` is everything before it.
-    Any module whose forward ends in a named submodule can be split so; a module without a head can still be trained by
-    methods that need none.
+    The model is ``head(represent(x))``: ``head`` is the submodule of that name and ``represent`` is
+    everything before it. Any module whose forward ends in a named submodule can be split so; a module without
+    a head can still be trained by methods that need none.
 
     Args:
         name: of the architecture.
         module: its code; its present parameters become :attr:`initial`.
-        example: one input ``[1, ...]`` or a dict of such, to find the representation's width and to check the split.
-        head: dotted name of the submodule that is the head. None: the attribute ``head_name`` of the module if it has
-            one, else ``"head"`` if there is such a submodule, else no head.
+        example: one input ``[1, ...]`` or a dict of such, to find the representation's width and to check the
+            split.
+        head: dotted name of the submodule that is the head. None: the attribute ``head_name`` of the module
+            if it has one, else ``"head"`` if there is such a submodule, else no head.
 
     Attributes:
         name: of the architecture.
         module: the code, in evaluation mode.
         initial: the parameters it starts from, those that can be trained.
         parameters: the number of all, frozen ones included.
-        autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of the tensors.
+        autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
+            the tensors.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
-        statistics: names of the running statistics of batch normalizations, which are local; see :mod:`.normalization`.
+        statistics: names of the running statistics of batch normalizations, which are local; see
+            :mod:`.normalization`.
         buffers: initial values of all other buffers that ``forward`` may change; a client keeps its own.
 
     Raises:
-        TaskError: if the head does not exist or is not what the forward ends in, an InstanceNorm keeps statistics, or a
-            parameter has a hook.
+        TaskError: if the head does not exist or is not what the forward ends in, an InstanceNorm keeps
+            statistics, or a parameter has a hook.
     """
 
     def __init__(self, name: str, module: nn.Module, example: Any, head: str | None = None) -> None:
@@ -342,7 +345,8 @@ def build_architecture(
 def build_module(make: Callable[[], nn.Module], key: Key) -> nn.Module:
     """Call a factory of modules with initial values drawn from a key.
 
-    The factory draws from torch's global generator, as every ``nn.Module`` does; it is set for the call and put back.
+    The factory draws from torch's global generator, as every ``nn.Module`` does; it is set for the call and
+    put back.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(key.seed())

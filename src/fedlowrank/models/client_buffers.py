@@ -1,8 +1,9 @@
 """Buffers that a client's forward passes change: they belong to the client, beside the state that its method keeps.
 
-A module may update a buffer in ``forward``: a moving average, the vectors of ``spectral_norm``, a counter. Methods know nothing
-of buffers. So an engine gives every client buffers of its own, which start at the module's values, go on from
-round to round, and are neither averaged nor sent. Inference begins with a copy, so evaluation changes no later result.
+A module may update a buffer in ``forward``: a moving average, the vectors of ``spectral_norm``, a counter.
+Methods know nothing of buffers. So an engine gives every client buffers of its own, which start at the
+module's values, go on from round to round, and are neither averaged nor sent. Inference begins with a copy,
+so evaluation changes no later result.
 """
 
 from __future__ import annotations

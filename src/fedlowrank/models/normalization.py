@@ -1,8 +1,8 @@
 """Batch normalization without an owner of its running statistics: by the batch in training, by local statistics at inference.
 
-Running statistics are neither averaged nor sent. Where a client trains, a batch is normalized by itself. Where it infers,
-the statistics are those that its own training data give under the very parameters it infers by: nothing to keep in a state,
-nothing that is out of date, and the same in every engine.
+Running statistics are neither averaged nor sent. Where a client trains, a batch is normalized by itself.
+Where it infers, the statistics are those that its own training data give under the very parameters it infers
+by: nothing to keep in a state, nothing that is out of date, and the same in every engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class FunctionalModule:
     Args:
         module: left as it is, but for what its own ``forward`` changes.
         without: dotted name of a submodule that passes its input on instead, such as the head.
-        frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left alone.
+        frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left
+            alone.
         left: what the module held before a backward pass, shared by all that call the same module.
 
     Attributes:
@@ -102,9 +103,9 @@ class FunctionalModule:
     def keep_for_backward(self, scores: Tensor, params: Params) -> None:
         """Let a backward pass find the parameters of this forward pass in the module again.
 
-        ``torch.utils.checkpoint`` computes activations a second time when the gradient is taken. By then the module holds its
-        own parameters again, so the gradient would silently be that of another model. They are installed once more when the
-        gradient reaches these scores, and stay until :meth:`release`.
+        ``torch.utils.checkpoint`` computes activations a second time when the gradient is taken. By then the
+        module holds its own parameters again, so the gradient would silently be that of another model. They
+        are installed once more when the gradient reaches these scores, and stay until :meth:`release`.
         """
         if scores.requires_grad and scores.grad_fn is not None:
 
@@ -126,7 +127,8 @@ class FunctionalModule:
         """Exchange tensors, the head, and the mode of batch normalizations."""
         by_batch = bool(self.names) and self.names[0] not in params
         for layer in self._layers:
-            # by the batch, and without a change to the running statistics; or by the statistics that are given
+            # by the batch, and without a change to the running statistics; or by the statistics that are
+            # given
             for flag, value in (("training", by_batch), ("track_running_stats", not by_batch)):
                 saved.append((layer.__dict__, flag, layer.__dict__[flag]))
                 layer.__dict__[flag] = value

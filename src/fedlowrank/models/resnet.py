@@ -64,9 +64,10 @@ class ResNet18(nn.Module):
     Args:
         shape: of one image, channels × height × width.
         classes: number of classes.
-        width: channels of the first stage, doubled by each further stage; even, for two groups. The representation is
-            8 times as wide.
-        large: the stem for large images, a 7×7 convolution of stride 2 and a max-pool, instead of a 3×3 one of stride 1.
+        width: channels of the first stage, doubled by each further stage; even, for two groups. The
+            representation is 8 times as wide.
+        large: the stem for large images, a 7×7 convolution of stride 2 and a max-pool, instead of a 3×3 one
+            of stride 1.
     """
 
     head_name = "head"

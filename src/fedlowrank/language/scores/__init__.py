@@ -1,6 +1,7 @@
 """Scores of language models: what they write, graded as the field does it, with the decoding beside every number.
 
-Everything takes a model and a tokenizer of transformers as they are. Nothing heavy is imported until it is used.
+Everything takes a model and a tokenizer of transformers as they are. Nothing heavy is imported until it is
+used.
 """
 
 from .generate import Decoding, complete_prompts

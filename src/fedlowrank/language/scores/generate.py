@@ -27,11 +27,12 @@ class Decoding:
         temperature: for sampling: divides the logits; above 0.
         top_p: for sampling: only the likeliest tokens that together reach this probability, in (0, 1].
         batch_size: prompts generated at a time.
-        stop: the text ends before the first of these strings. One that is a special token of the tokenizer ends the
-            text as the end token does.
-        prompt_tokens: longer prompts lose tokens on the left; None refuses a prompt that does not fit the model.
-        special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt. False for
-            prompts that hold them already, as those of a chat template do.
+        stop: the text ends before the first of these strings. One that is a special token of the tokenizer
+            ends the text as the end token does.
+        prompt_tokens: longer prompts lose tokens on the left; None refuses a prompt that does not fit the
+            model.
+        special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt.
+            False for prompts that hold them already, as those of a chat template do.
         key: for sampling: where the draws come from.
     """
 
@@ -88,15 +89,15 @@ class Decoding:
 def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decoding) -> list[str]:
     """What the model writes after each prompt: the new text alone, without special tokens, cut at the stop strings.
 
-    Prompts are padded on the left by this function itself, so the tokenizer is used as it is and keeps its settings,
-    and one without a pad token will do. The model is in evaluation mode meanwhile and goes back to the mode in which it
-    was. Greedy texts do not depend on the batch size, but for rounding. Sampling runs ``generate`` inside ``fork_rng``,
-    seeded for each batch from the key: the global generators are as before afterwards, and equal keys, prompts and batch
-    sizes give equal texts on one kind of device.
+    Prompts are padded on the left by this function itself, so the tokenizer is used as it is and keeps its
+    settings, and one without a pad token will do. The model is in evaluation mode meanwhile and goes back to
+    the mode in which it was. Greedy texts do not depend on the batch size, but for rounding. Sampling runs
+    ``generate`` inside ``fork_rng``, seeded for each batch from the key: the global generators are as before
+    afterwards, and equal keys, prompts and batch sizes give equal texts on one kind of device.
 
-    New tokens are decoded together with the prompt's, because many tokenizers drop a space where a text begins, which
-    would break the indentation of code. Only where new tokens change how the end of the prompt decodes (bytes that are
-    no character) they are decoded alone.
+    New tokens are decoded together with the prompt's, because many tokenizers drop a space where a text
+    begins, which would break the indentation of code. Only where new tokens change how the end of the prompt
+    decodes (bytes that are no character) they are decoded alone.
 
     Args:
         model: a causal language model of transformers, or one wrapped by PEFT.
@@ -108,8 +109,8 @@ def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decodin
         A text for each prompt, in their order.
 
     Raises:
-        DataError: if transformers is missing, a prompt has no token, or one does not fit the
-            model's context together with the new tokens.
+        DataError: if transformers is missing, a prompt has no token, or one does not fit the model's context
+            together with the new tokens.
         TaskError: if the model is an encoder and decoder.
     """
     transformers = import_library("transformers", "generating text")
@@ -185,7 +186,8 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_settings(model: torch.nn.Module, config: Callable[[], Any]) -> Iterator[None]:
-    # generate() fills whatever we leave open (beams, penalties, least lengths) from the settings saved with the model
+    # generate() fills whatever we leave open (beams, penalties, least lengths) from the settings saved with
+    # the model
     found = [
         (module, module.__dict__["generation_config"])
         for module in model.modules()
@@ -257,7 +259,8 @@ def _new_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
 def _stops(
     tokenizer: Any, prompts: Sequence[Sequence[int]], width: int, stop: Sequence[str]
 ) -> Callable[..., Tensor]:
-    # every token that is text holds a byte at least; the text of the last few alone may lack a space, hence some more
+    # every token that is text holds a byte at least; the text of the last few alone may lack a space, hence
+    # some more
     reach = max((len(s.encode()) for s in stop), default=0) + 4
 
     def ended(input_ids: Tensor, _: Tensor, **__: Any) -> Tensor:

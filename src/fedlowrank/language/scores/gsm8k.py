@@ -28,7 +28,8 @@ class GradedAnswers:
     Attributes:
         last: the last number equals the reference as a number, ``42.0`` being 42.
         strict: as lm_eval's filter ``strict-match``: the first number after ``####``, compared as text.
-        flexible: as lm_eval's filter ``flexible-extract``: the last thing that looks like a number, compared as text.
+        flexible: as lm_eval's filter ``flexible-extract``: the last thing that looks like a number, compared
+            as text.
     """
 
     last: list[bool]
@@ -43,7 +44,8 @@ class GradedAnswers:
 def last_number(text: str) -> Decimal | None:
     """The last number of a text, commas and $ removed, or None.
 
-    A sign counts where the minus does not follow a number, word or closing bracket: in ``9-4`` the last number is 4.
+    A sign counts where the minus does not follow a number, word or closing bracket: in ``9-4`` the last
+    number is 4.
     """
     found = _NUMBER.findall(text)
     return Decimal(re.sub("[$,]", "", found[-1]).replace("−", "-")) if found else None

@@ -56,7 +56,8 @@ def evaluate_with_lm_eval(
         bootstrap: resamplings for the standard errors of metrics that are no means; 0 leaves all of them out.
 
     Returns:
-        Each task's metrics by name, as lm_eval calls them: ``{"my_task": {"exact_match,strict-match": 0.5, ...}}``.
+        Each task's metrics by name, as lm_eval calls them: ``{"my_task": {"exact_match,strict-match": 0.5,
+        ...}}``.
 
     Raises:
         DataError: if lm_eval or a file is missing.

@@ -1,4 +1,7 @@
-"""HumanEval (Chen et al. 2021): completions run against the tests of their problems. Not a security boundary."""
+"""HumanEval (Chen et al. 2021): completions run against the tests of their problems.
+
+Not a security boundary.
+"""
 
 from __future__ import annotations
 
@@ -83,8 +86,8 @@ def grade_completions(
     Args:
         problems: with the columns of the published file.
         completions: for each problem its samples, what follows the prompt.
-        execute: must be True: programs that a model wrote are run on this machine, and the limits are no security
-            boundary (see :func:`fedlowrank.language.scores.sandbox.run_program`).
+        execute: must be True: programs that a model wrote are run on this machine, and the limits are no
+            security boundary (see :func:`fedlowrank.language.scores.sandbox.run_program`).
         limits: of each run.
         stop: completions are cut before the first of these.
 

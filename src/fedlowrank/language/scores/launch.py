@@ -1,7 +1,7 @@
 """Started by the sandbox as a script of its own: gives up what it may, then becomes the program to be run.
 
-Runs under ``python -I -S``, so it imports nothing but the standard library. What could not be had is reported through a
-pipe and not an error: that is for the caller to say.
+Runs under ``python -I -S``, so it imports nothing but the standard library. What could not be had is reported
+through a pipe and not an error: that is for the caller to say.
 """
 
 import ctypes
@@ -59,7 +59,8 @@ def become_nobody(libc: ctypes.CDLL, program: str) -> str:
     os.setresuid(NOBODY, NOBODY, NOBODY)
     if reached:
         return "nobody"
-    # effective, permitted and inheritable, in two words each; what is inherited must be raised once more to outlive exec
+    # effective, permitted and inheritable, in two words each; what is inherited must be raised once more to
+    # outlive exec
     only = 1 << READ_ANY
     _call(
         libc,

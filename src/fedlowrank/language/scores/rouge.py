@@ -11,8 +11,8 @@ from ..optional import import_library
 def rouge_l_each(predictions: Sequence[str], references: Sequence[str], stemmer: bool = False) -> list[float]:
     """Rouge-L F of each prediction with its reference, in [0, 1].
 
-    Needs ``pip install 'fedlowrank[language]'``. Words are lower-cased runs of ASCII letters and digits, so text in
-    other scripts has none and scores 0.
+    Needs ``pip install 'fedlowrank[language]'``. Words are lower-cased runs of ASCII letters and digits, so
+    text in other scripts has none and scores 0.
 
     Args:
         predictions: texts.

@@ -1,8 +1,8 @@
 """A Python program run in a process of its own, with limits. Not a security boundary.
 
-The limits keep a wrong program from hanging, filling the disk or the memory, or leaving processes behind. They do not
-stop one that means harm: it can read what its user can read. Run programs of unknown origin in a container or a virtual
-machine that has nothing to lose.
+The limits keep a wrong program from hanging, filling the disk or the memory, or leaving processes behind.
+They do not stop one that means harm: it can read what its user can read. Run programs of unknown origin in a
+container or a virtual machine that has nothing to lose.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: of wall-clock time; and of processor time, rounded up, for each process that nothing else may stop.
+        seconds: of wall-clock time; and of processor time, rounded up, for each process that nothing else may
+            stop.
         memory: bytes of address space.
         file_size: bytes of any one file, its output included.
     """
@@ -63,8 +64,8 @@ class Isolation:
         network: it had a network namespace of its own, hence no network.
         contained: it had a process namespace of its own: nothing of it lived on.
         single: it could start no other process or thread.
-        user: as whom it ran: ``the caller``; or, where that is root, ``nobody``, and ``nobody, reading as root`` if only
-            root can read the interpreter.
+        user: as whom it ran: ``the caller``; or, where that is root, ``nobody``, and ``nobody, reading as
+            root`` if only root can read the interpreter.
     """
 
     network: bool
@@ -110,9 +111,10 @@ class Run:
 def run_program(program: str, limits: Limits | None = None, *, execute: bool = False) -> Run:
     """Run a program to see whether it comes to its end without an error.
 
-    It runs under ``python -I -S`` in a new session, with an empty environment and no input, in a temporary folder that is
-    its own and is removed afterwards. Time is up when the wall clock says so, and then the whole process group is killed.
-    A program that ends early, even without an error, has not passed: a mark after its last line must be reached.
+    It runs under ``python -I -S`` in a new session, with an empty environment and no input, in a temporary
+    folder that is its own and is removed afterwards. Time is up when the wall clock says so, and then the
+    whole process group is killed. A program that ends early, even without an error, has not passed: a mark
+    after its last line must be reached.
 
     Args:
         program: Python source.

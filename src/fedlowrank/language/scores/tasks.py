@@ -68,10 +68,11 @@ class Gsm8k:
 
     Attributes:
         path: jsonl of ``question`` and ``answer``, such as the published test part.
-        shots: 0 asks in the format given; else so many solved questions stand before each, in plain chain-of-thought form.
+        shots: 0 asks in the format given; else so many solved questions stand before each, in plain
+            chain-of-thought form.
         train_path: file whose first records are the shots; commonly the published training part.
-        grade: which convention is the headline: last, the last number as a number; strict or flexible, as lm_eval's
-            two filters. The details hold all three.
+        grade: which convention is the headline: last, the last number as a number; strict or flexible, as
+            lm_eval's two filters. The details hold all three.
         limit: only so many records, the first; None takes all.
         decoding: greedy, unless told.
     """
@@ -124,7 +125,8 @@ class Dolly:
 
     Attributes:
         path: jsonl of ``instruction``, ``context``, ``response`` and ``category``.
-        category: only records of this category; None takes all, for a file that holds the held-out ones alone.
+        category: only records of this category; None takes all, for a file that holds the held-out ones
+            alone.
         stemmer: whether words are reduced to their stems first.
         limit: only so many of these records, the first; None takes all.
         decoding: greedy with 128 new tokens, unless told.
@@ -168,8 +170,8 @@ class HumanEval:
     Attributes:
         path: jsonl of problems, such as the published file.
         execute: must be True, for programs of a model are run on this machine.
-        prompting: raw, the problem's prompt alone, for the model to go on; or format, the same after an instruction in the
-            format given, as the beginning of the answer.
+        prompting: raw, the problem's prompt alone, for the model to go on; or format, the same after an
+            instruction in the format given, as the beginning of the answer.
         instruction: the instruction of ``format``.
         samples: completions of each problem; more than one need sampling.
         k: pass@k for each of these; the headline is the first.
@@ -237,8 +239,8 @@ class Perplexity:
     Attributes:
         path: jsonl of records.
         text: column whose tokens count.
-        instruction: column with an instruction; the text is then its answer and stands behind it in the format given.
-            None: the text stands alone.
+        instruction: column with an instruction; the text is then its answer and stands behind it in the
+            format given. None: the text stands alone.
         input: column with the instruction's input, or None.
         context: rows are cut on the right to so many tokens; None leaves them.
         end: whether the end token counts.
