@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fedlowrank.core.errors import DataError, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.language.artifacts import merge_update, read_adapter, write_adapter, write_merged
+from fedlowrank.language.artifacts import merge_update, read_adapter, save_model, write_adapter
 from fedlowrank.language.base import Base, load_base
 from fedlowrank.language.peft_adapter import attach_adapter
 from fedlowrank.language.peft_config import lora_config, scale_of
@@ -256,7 +256,7 @@ def test_a_merged_folder_computes_what_the_live_model_does(name, request, tmp_pa
         given = parameters(layers(model), factors) | {f"base_model.model.{n}": t for n, t in head.items()}
         with torch.inference_mode():
             out = functional_call(model, given, kwargs={"input_ids": IDS}).logits
-    write_merged(tmp_path, model, loaded.tokenizer, factors, scale, head)
+    save_model(tmp_path, merge_update(model, factors, scale, head), loaded.tokenizer)
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     assert torch.allclose(scores(kind.from_pretrained(tmp_path)), out, atol=1e-5)
     assert (

@@ -64,7 +64,7 @@ class AdaptedLayer:
 
 
 def is_gaussian_initial(initial: Any) -> bool | None:
-    """Whether a value of PEFT's ``init_lora_weights`` asks for a normal A; None for values that are not supported."""
+    """Whether a value of PEFT's ``init_lora_weights`` asks for a normal A; None if it is not supported."""
     if initial is True:
         return False
     return True if isinstance(initial, str) and initial.lower() == "gaussian" else None
@@ -84,9 +84,9 @@ def uses_gaussian_initial(module: nn.Module) -> bool:
             found.add(is_gaussian_initial(initial))
             if None in found:
                 raise TaskError(
-                    f"the model's adapter was made with init_lora_weights = {initial!r}, but in federated training an "
-                    "adapter must begin as a zero update of an unchanged base. Make it with True (Kaiming uniform) or "
-                    "'gaussian'."
+                    f"the model's adapter was made with init_lora_weights = {initial!r}, but in federated "
+                    "training an adapter must begin as a zero update of an unchanged base. Make it with "
+                    "True (Kaiming uniform) or 'gaussian'."
                 )
     return True in found
 
@@ -119,14 +119,15 @@ def find_factors(layer: nn.Module) -> FactorParameters | None:
         return None
     scaling: Any = getattr(layer, "scaling", None)
     if isinstance(scaling, float) and hasattr(layer, "lora_A"):
-        return FactorParameters("lora_A", "lora_B", scaling, int(layer.lora_A.shape[0]), bool(layer.rslora))  # type: ignore[index]
+        own: Any = layer
+        return FactorParameters("lora_A", "lora_B", scaling, own.lora_A.shape[0], own.rslora)
     if not isinstance(scaling, dict):
         return None
     peft: Any = layer
     adapters = [n for n in scaling if n in peft.lora_A or n in peft.lora_embedding_A]
     if len(adapters) != 1:
         raise TaskError(
-            f"a PEFT layer has the adapters {sorted(scaling)}; leave one, clients have their own factors"
+            f"a PEFT layer has the adapters {sorted(scaling)}; keep one, clients have their own factors"
         )
     (n,) = adapters
     a, b = f"lora_embedding_A.{n}", f"lora_embedding_B.{n}"
@@ -143,9 +144,9 @@ def _check_convolution(base: Any, inner: Any) -> None:
         for setting in ("dilation", "padding_mode"):
             if getattr(base, setting) != getattr(inner, setting):
                 raise TaskError(
-                    f"PEFT's LoRA of a convolution ignores its {setting} = {getattr(base, setting)!r}, so it is no "
-                    "update of the weight; leave the layer out of target_modules, or wrap the module by "
-                    "fedlowrank.adapters.lora_layers.add_lora"
+                    f"PEFT's LoRA of a convolution ignores its {setting} = {getattr(base, setting)!r}, so it "
+                    "is no update of the weight; leave the layer out of target_modules, or wrap the module "
+                    "by fedlowrank.adapters.lora_layers.add_lora"
                 )
 
 
@@ -198,6 +199,7 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
         found[name] = AdaptedLayer(f"{prefix}weight", (shape[0], math.prod(shape[1:])), shape)
     if not found:
         raise TaskError(
-            "this model has no linear layer and no convolution outside its head, so there is nothing for LoRA to adapt"
+            "this model has no linear layer and no convolution outside its head, so there is nothing for "
+            "LoRA to adapt"
         )
     return found

@@ -1,4 +1,4 @@
-"""What adaptors add to a module: the parameter budget ρ of FLoRAL (Almansoori et al., arXiv:2410.03497, §3.2), layer by layer."""
+"""The parameter budget of mixture adaptors, by layer (FLoRAL, arXiv:2410.03497, §3.2)."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Budget:
         lines = [head]
         for row in self.rows:
             s = row.parameter
-            numbers = (
+            counts = (
                 str(s.rank) if s.rank else "",
                 f"{s.parameter_count:,}",
                 f"{row.added:,}",
                 f"{row.share:.1%}",
             )
-            lines.append((row.name, s.kind, _format_shape(s.shape), *numbers, s.note))
+            lines.append((row.name, s.kind, _format_shape(s.shape), *counts, s.note))
         lines.append(
             ("total", "", "", "", f"{self.each:,}", f"{self.added:,}", f"{self.each / self.base:.1%}", "")
         )
@@ -95,7 +95,7 @@ def compute_budget(module: nn.Module, where: Mapping[str, AdaptedParameter], cou
 
 
 def adaptor_warnings(module: nn.Module, where: Mapping[str, AdaptedParameter]) -> list[str]:
-    """The notes on adapted parameters, each with the names of its parameters, and what :func:`unadapted_warning` says."""
+    """The notes on adapted parameters with their names, and :func:`unadapted_warning`."""
     said = {
         note: [n for n, adapted in where.items() if adapted.note == note]
         for note in (s.note for s in where.values())
@@ -108,7 +108,7 @@ def adaptor_warnings(module: nn.Module, where: Mapping[str, AdaptedParameter]) -
 def unadapted_warning(
     module: nn.Module, where: Mapping[str, AdaptedParameter], include: Include | None = None
 ) -> str | None:
-    """Names the weight matrices that get no adaptors though no setting leaves them out, with their share; None without any.
+    """A warning that names weight matrices without adaptors and their share; None if there is none.
 
     Args:
         module: any module.

@@ -1,11 +1,11 @@
 """Low-rank and sparse models for inference: thin layers, few bytes, and a file of them.
 
-A weight w + p, w as factors left · right of its scheme-2 matrix and p mostly zeros, takes the cheapest of these forms:
+The weight is w + p: w as factors left · right of its scheme-2 matrix, p sparse. The cheapest form wins:
 
-    dense              w + p: numel numbers
-    factors            x → right → left: r (rows + columns) numbers
-    factors, sparse    and p: the value of each entry, and where it is: an index of 4 bytes, and 4 bytes a row; or a bit for
-                       each place of the weight, where that is smaller. Rank 0 is sparse alone
+    dense              w + p: numel values
+    factors            x → right → left: r (rows + columns) values
+    factors, sparse    and p: its values and positions, an index of 4 bytes each and 4 bytes a row, or a
+                       bitmask of the weight if that is smaller. Rank 0 is sparse alone
 
 In memory a sparse tensor always has indices, by which it computes. The bits are for the file;
 :func:`measure_size` counts as the file does.
@@ -46,7 +46,7 @@ Layout = Literal["small", "fast"]
 FORMATS = ("fedlowrank.deployed.2", "fedlowrank.deployed.1")
 """Of a file: what is written, and what is read, too. The first form had no masks."""
 SPARSE = 4
-"""Multiplications of a dense layer that one of a sparse linear layer costs as much as: 2 to 4 measured at batch 20."""
+"""Dense multiplications that cost as much as one of a sparse linear layer; 2 to 4 measured at batch 20."""
 
 
 def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
@@ -95,13 +95,13 @@ def deploy(
     """
     if layout not in ("small", "fast"):
         raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
-    made, private = copy.deepcopy(module).eval().requires_grad_(False), sparse or {}
+    made, sparse_parts = copy.deepcopy(module).eval().requires_grad_(False), sparse or {}
     params, layers = dict(made.named_parameters()), _compressible_layers(made)
     # what of a tensor is zero is seen below, however it came
     given = {n: w.dense() if isinstance(w, Sparse) else w for n, w in weights.items()}
-    _check(params, given, private)
+    _check(params, given, sparse_parts)
     for name, param in params.items():
-        w, p, layer = given[name], private.get(name), layers.get(id(param))
+        w, p, layer = given[name], sparse_parts.get(name), layers.get(id(param))
         dense = unmatricize(w.dense(), param.shape) if isinstance(w, LowRank) else w
         merged = dense if p is None else dense + p
         parts = None if layer is None else _choose_form(layer, w, p, merged, layout)
@@ -222,7 +222,7 @@ def _digest(body: Any) -> str:
 
 
 def _parts_in(state: Params, layer: str, shape: torch.Size) -> Params:
-    """Take the tensors of a compressed layer out of a file's state; its places may be written in either form."""
+    """The tensors of a compressed layer in a file's state, whose indices are int32 or a bitmask."""
 
     def take(name: str) -> Tensor:
         return state.pop(f"{layer}.{name}".lstrip("."))
@@ -269,7 +269,7 @@ class Size:
     """What a module amounts to, with what is shared counted once.
 
     Attributes:
-        parameters: numbers held in parameters; of a sparse tensor, its values.
+        parameters: values of all parameters; of a sparse tensor, its values.
         nonzeros: of these, how many are not zero.
         nbytes: of parameters and persistent buffers, as :func:`save_deployed` writes them: a file without its
             header.
@@ -281,10 +281,12 @@ class Size:
 
 
 def measure_size(module: nn.Module) -> Size:
-    """Numbers and bytes of any module."""
-    held = [*module.parameters()]
+    """Parameter count and bytes of any module."""
+    parameters = [*module.parameters()]
     return Size(
-        sum(p.numel() for p in held), sum(int(p.count_nonzero()) for p in held), nbytes(_state(module))
+        sum(p.numel() for p in parameters),
+        sum(int(p.count_nonzero()) for p in parameters),
+        nbytes(_state(module)),
     )
 
 

@@ -1,4 +1,4 @@
-"""Adaptors of a whole module: which parameters get them, what a mixture of them makes of the weights (FLoRAL, §3.2, app. F).
+"""Mixture adaptors of a whole module: which parameters have them, and mixed weights (FLoRAL, §3.2, app. F).
 
 An adaptor of a matrix or a convolution is a low-rank update (:class:`~fedlowrank.adapters.mixture.Pairs`);
 one of a bias or of the γ, β of a normalization is an offset. All of them add to the weights, so a mixture is
@@ -136,8 +136,9 @@ def find_adapted_parameters(
             {type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))}
         )
         raise TaskError(
-            f"there is no layer to adapt: the module has parameters in {there or 'no layer'}, and linear layers, attention, "
-            f"convolutions, embeddings and normalizations can be adapted (asked for: {', '.join(kinds) or 'nothing'}"
+            f"there is no layer to adapt: the module has parameters in {there or 'no layer'}, and linear "
+            "layers, attention, convolutions, embeddings and normalizations can be adapted (asked for: "
+            f"{', '.join(kinds) or 'nothing'}"
             + (", of the layers that the predicates let through)." if include is not None else ").")
         )
     return found
@@ -146,7 +147,7 @@ def find_adapted_parameters(
 def find_trained_adapted_parameters(
     model: Model, rank: float, construction: Construction, kinds: tuple[Kind, ...]
 ) -> dict[str, AdaptedParameter]:
-    """The :func:`find_adapted_parameters` of an architecture whose parameter is trained; a frozen one belongs to its code.
+    """:func:`find_adapted_parameters` among the trained parameters of an architecture.
 
     Raises:
         TaskError: if none is trained, and as :func:`find_adapted_parameters`.
@@ -158,8 +159,8 @@ def find_trained_adapted_parameters(
     }
     if not found:
         raise TaskError(
-            "all parameters that adaptors could be added to are frozen (requires_grad=False); let some train, or choose a LoRA "
-            "method such as fedhl"
+            "all parameters that adaptors could be added to are frozen (requires_grad=False); let some "
+            "train, or choose a LoRA method such as fedhl"
         )
     return found
 
@@ -212,8 +213,8 @@ def _check_adaptable(name: str, layer: nn.Module, parameter: nn.Parameter) -> No
     where = _describe_layer(name, layer)
     if not parameter.is_floating_point():
         raise TaskError(
-            f"{where} holds numbers of type {parameter.dtype}, to which no adaptor can be added; exclude it, or "
-            "convert the module to floating point"
+            f"{where} holds numbers of type {parameter.dtype}, to which no adaptor can be added; exclude it, "
+            "or convert the module to floating point"
         )
     if getattr(layer, "max_norm", None) is not None:
         raise TaskError(
@@ -257,7 +258,7 @@ def initial_adaptors(
         construction: of convolutions.
         like: a tensor with the dtype and device to have, or one for every parameter by name; by default
             float32.
-        random: which factor is drawn, the other being zero; of embeddings always V, for a row of U that is
+        random: which factor is random_factor, the other being zero; of embeddings always V, for a row of U that is
             zero stays so, and with it the row of a padding token.
 
     Raises:
@@ -272,12 +273,12 @@ def initial_adaptors(
             found[name] = t.new_zeros((count, *adapted.shape))
             continue
         # the rank given here is the final one, which filter-wise construction has multiplied already
-        shape, drawn = (
+        shape, random_factor = (
             adapted.shape[::-1] if adapted.transposed else adapted.shape,
             "v" if adapted.kind == "embedding" else random,
         )
         fold = replace(choose_fold(shape, construction), times=1)
-        pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, drawn)
+        pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, random_factor)
         u, v = pairs.u.to(t.device), pairs.v.to(t.device)
         found[name] = Pairs(v, u) if adapted.transposed else Pairs(u, v)
     return found
@@ -315,7 +316,7 @@ def mix_weights(
 
 
 def precondition_adaptors(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
-    """Gradients of adaptors, those of low-rank factors divided by what the other factor makes of them (appendix D).
+    """Precondition the gradients of low-rank factors; those of offsets stay as they are (appendix D).
 
     Args:
         weights: of the model, to tell convolutions from matrices.
@@ -354,18 +355,20 @@ def center_adaptors(
         New weights and adaptors. Of low-rank updates what their rank cannot hold is lost; offsets lose
         nothing.
     """
-    base, left = dict(weights), dict(adapted)
+    base, residual = dict(weights), dict(adapted)
     for name, a in adapted.items():
         w = weights[name]
         if isinstance(a, Pairs):
             fold = choose_fold(tuple(w.shape), construction)
             # α multiplies the mean in the weight, so the weight itself is not what center() may add to
-            mean, left[name] = center_pairs(torch.zeros_like(a.u[0, :1, :1]), a, _convert_shares(shares, a.u))
+            mean, residual[name] = center_pairs(
+                torch.zeros_like(a.u[0, :1, :1]), a, _convert_shares(shares, a.u)
+            )
             base[name] = torch.add(w, fold.unfold(mean).to(w.dtype), alpha=alpha).contiguous()
         else:
             mean = torch.tensordot(_convert_shares(shares, a), a, 1)
-            base[name], left[name] = torch.add(w, mean.to(w.dtype), alpha=alpha), a - mean
-    return base, left
+            base[name], residual[name] = torch.add(w, mean.to(w.dtype), alpha=alpha), a - mean
+    return base, residual
 
 
 def _convert_shares(shares: Tensor, a: Tensor) -> Tensor:
@@ -401,8 +404,8 @@ def find_norms_with_statistics(
         ):
             raise TaskError(
                 f"{_describe_layer(name, layer)}: adaptors with statistics of their own "
-                "(reparameterize=False) need a BatchNorm of one process that shares no parameter with another layer; "
-                "use reparameterize=True or exclude it"
+                "(reparameterize=False) need a BatchNorm of one process that shares no parameter with "
+                "another layer; use reparameterize=True or exclude it"
             )
         if gamma in where and beta in where:
             found[name] = (gamma, beta)

@@ -60,7 +60,7 @@ _LEARNED = Router()
 
 
 class Floral(nn.Module):
-    """Any module with a mixture of C low-rank adaptors: w + α Σ_c π_c a_c in place of every adapted weight w (section 3.2).
+    """Any module with a mixture of C low-rank adaptors: each weight w becomes w + α Σ_c π_c a_c (§3.2).
 
     The adaptors add to the weights, so a forward pass is one pass of the module with mixed weights, whatever
     C is, and exact for any stride, padding, dilation, groups, shared weights, and layers used twice. At the
@@ -73,7 +73,7 @@ class Floral(nn.Module):
     it runs layers again in the backward pass, without adaptors; checkpoint the whole wrapper instead. Other
     code that recomputes layers in the backward pass (reversible blocks, for example) is not recognized and
     gets wrong gradients. A layer must read its weight as its own attribute; one kept in a Python list stays
-    what it was.
+    what it previous.
 
     A warning names the weight matrices that get no adaptors because their layer is of no known kind, such as
     an LSTM.
@@ -191,7 +191,7 @@ class Floral(nn.Module):
         return self._shares(noisy=False).detach()
 
     def route(self, to: Route | None) -> None:
-        """Fix π, or learn it again. A fixed route is part of the state dict; θ gets no gradient while it holds.
+        """Fix π, or learn it again. A fixed route is in the state dict; θ then gets no gradient.
 
         In distributed training θ gets a gradient of zeros instead, for ``DistributedDataParallel`` waits for
         one.
@@ -205,7 +205,7 @@ class Floral(nn.Module):
         self._route = None if to is None else parse_route(to, self.clusters)
 
     def merge(self, pi: Route | None = None) -> nn.Module:
-        """A plain module with the mixture in its weights: a copy of the base of the same type, shared weights still shared.
+        """A plain copy of the base with the mixture in its weights; shared weights stay shared.
 
         Args:
             pi: a cluster or shares of all C; by default what :attr:`pi` is now.
@@ -238,7 +238,7 @@ class Floral(nn.Module):
         return found
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Groups for an optimizer: all that trains, and θ with the router's learning rate and no weight decay."""
+        """Parameter groups for an optimizer: θ has the router's learning rate and no weight decay."""
         rest = [p for p in self.parameters() if p.requires_grad and p is not self.theta]
         return [{"params": rest}, {"params": [self.theta], "lr": self.router.lr, "weight_decay": 0.0}]
 
@@ -272,7 +272,7 @@ class Floral(nn.Module):
         """Move the mean adaptor into the base (appendix E).
 
         The merged model of every mixture stays what it is, but for what the rank cannot hold (offsets lose
-        nothing). Adaptors of frozen parameters are left alone.
+        nothing). Adaptors of frozen parameters are residual alone.
 
         Args:
             weights: p(c) of the mean, C numbers that add up to 1; by default even.
@@ -286,20 +286,24 @@ class Floral(nn.Module):
         free = {name: a for name, a in self._offsets(adapted).items() if base[name].requires_grad}
         if not free:
             raise TaskError("there is nothing to center: every adapted parameter of the base is frozen")
-        moved, left = center_adaptors(base, free, self.theta.new_tensor(p), self.alpha, self.construction)
+        centered_base, residual = center_adaptors(
+            base, free, self.theta.new_tensor(p), self.alpha, self.construction
+        )
         for layer, node, _ in self._norms():
             gamma, beta = self._own[layer]
-            if gamma in left and beta in left:
-                bn, g, b = self._layer(layer), cast(Tensor, left[gamma]), cast(Tensor, left[beta])
-                left[gamma], left[beta] = reparameterize(g, b, main_statistics(bn), node.statistics, bn.eps)
-        for name, a in left.items():
-            base[name].copy_(moved[name])
-            was = adapted[name]
-            if isinstance(was, Pairs) and isinstance(a, Pairs):
-                was.u.copy_(a.u)
-                was.v.copy_(a.v)
+            if gamma in residual and beta in residual:
+                bn, g, b = self._layer(layer), cast(Tensor, residual[gamma]), cast(Tensor, residual[beta])
+                residual[gamma], residual[beta] = reparameterize(
+                    g, b, main_statistics(bn), node.statistics, bn.eps
+                )
+        for name, a in residual.items():
+            base[name].copy_(centered_base[name])
+            previous = adapted[name]
+            if isinstance(previous, Pairs) and isinstance(a, Pairs):
+                previous.u.copy_(a.u)
+                previous.v.copy_(a.v)
             else:
-                cast(Tensor, was).copy_(cast(Tensor, a))
+                cast(Tensor, previous).copy_(cast(Tensor, a))
 
     def get_extra_state(self) -> Tensor:
         """The fixed route ``[C]``, NaN without one: one tensor, as all the rest."""
@@ -322,7 +326,8 @@ class Floral(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings that the submodules do not show."""
-        return f"clusters={self.clusters}, alpha={self.alpha}, construction={self.construction!r}, router={self.router}"
+        shown = f"clusters={self.clusters}, alpha={self.alpha}, construction={self.construction!r}"
+        return f"{shown}, router={self.router}"
 
     def _shares(self, noisy: bool) -> Tensor:
         if self._route is not None:
@@ -350,13 +355,13 @@ class Floral(nn.Module):
         return cast(_BatchNorm, get_submodule(self.base, name))
 
     def _norms(self) -> Iterator[tuple[str, BatchNormAdaptor, Tensor]]:
-        """BatchNorm layers whose adaptors have statistics of their own: name, γ_c with the statistics, β_c."""
+        """Adapted BatchNorm layers with statistics per adaptor: name, γ_c with the statistics, β_c."""
         for layer, (gamma, beta) in self._own.items():
             node, other = (get_submodule(self.adaptors, name) for name in (gamma, beta))
             yield layer, cast(BatchNormAdaptor, node), cast(Tensor, other.offset)
 
     def _offsets(self, adapted: Adaptors) -> Adaptors:
-        """The same with every BatchNorm's as offsets of the main γ and β, at the running statistics of now."""
+        """The same with each BatchNorm's adaptors as offsets of γ and β, by the current statistics."""
         found = dict(adapted)
         for layer, node, beta in self._norms():
             bn = self._layer(layer)
@@ -391,8 +396,8 @@ def _check_settings(model: nn.Module, rank: float, num_clusters: int, alpha: flo
         raise ConfigError(f"alpha must be > 0; it is {alpha}")
     if router.update != "gradient":
         raise ConfigError(
-            f"router: update = {router.update!r} needs the losses of all clusters after every round, which a plain loop does "
-            "not have; use 'gradient', or route(shares)"
+            f"router: update = {router.update!r} needs the losses of all clusters after every round, which a "
+            "plain loop does not have; use 'gradient', or route(shares)"
         )
 
 

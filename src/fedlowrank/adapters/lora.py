@@ -1,4 +1,4 @@
-"""LoRA factors of a whole module: where they are, and what parameters they make (Hu et al. 2021, arXiv:2106.09685).
+"""LoRA factors of a whole module: where they are, and the parameters they give (Hu et al., arXiv:2106.09685).
 
 An adapted weight is W + s·B A. Three kinds of modules give the same :class:`LoRA`:
 
@@ -68,8 +68,8 @@ class LoRA:
         for name, (d, k) in self.shapes.items():
             if not 1 <= rank <= min(d, k):
                 raise TaskError(
-                    f"{whose} has rank {rank}, but layer {name} is {d} × {k}, so its rank is from 1 to {min(d, k)}. "
-                    "Lower the rank, or leave that layer out of target_modules."
+                    f"{whose} has rank {rank}, but layer {name} is {d} × {k}, so its rank is from 1 to "
+                    f"{min(d, k)}. Lower the rank, or leave that layer out of target_modules."
                 )
 
     def initial_factors(self, rank: int, key: Key, like: Tensor | None = None) -> Factors:
@@ -166,10 +166,6 @@ class LoRA:
             found[layer.a] = pair.a.reshape(rank, *a.shape[1:])
             found[layer.b] = pair.b.reshape(-1, rank, *b.shape[2:])
         return found
-
-    def dense_updates(self, factors: Factors, scale: float) -> dict[str, Tensor]:
-        """s·B A ``[d, k]`` of every layer."""
-        return {name: pair.dense() * scale for name, pair in factors.items()}
 
 
 def lora_of(model: Model) -> LoRA:

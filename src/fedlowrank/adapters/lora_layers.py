@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ class LoRALayer(nn.Module):
         rank: r.
         scaling: s.
         rslora: whether s came from α/√r.
-        key: of the random A; B is zero. Of an embedding B is random and A zero, as in PEFT.
+        key: of the initial A; B is zero. Of an embedding B is random and A zero, as in PEFT.
 
     Attributes:
         base_layer: the layer.
@@ -57,14 +58,15 @@ class LoRALayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output with the update."""
-        base, a, b = self.base_layer, self.lora_A, self.lora_B
+        base: Any = self.base_layer
+        a, b = self.lora_A, self.lora_B
         out: Tensor = base(x)
         if isinstance(base, nn.Embedding):
             return out + self.scaling * functional.linear(functional.embedding(x, a.mT), b)
         if isinstance(base, nn.Linear):
             return out + self.scaling * functional.linear(functional.linear(x, a), b)
         # the padding mode is the layer's: its own forward is asked for A x, with A for its weight and no bias
-        inner = base._conv_forward(x, a.reshape(-1, *base.weight.shape[1:]), None)  # type: ignore[operator,index]
+        inner = base._conv_forward(x, a.reshape(-1, *base.weight.shape[1:]), None)
         rank = a.shape[0]
         convolve = next(f for kind, f in _CONVOLVE.items() if isinstance(base, kind))
         return out + self.scaling * convolve(inner, b.reshape(-1, rank, *[1] * (inner.ndim - 2)))
@@ -90,7 +92,7 @@ def add_lora(
             expression for whole names, or ``"all"``.
         rslora: scale by α/√r instead of α/r.
         trainable: names of submodules that are trained whole, such as a head.
-        key: of the random A; by default ``Key((0,))``.
+        key: of the initial A; by default ``Key((0,))``.
 
     Returns:
         The module; its output is at first the original's exactly.
@@ -112,36 +114,36 @@ def add_lora(
         and not any(n.startswith(f"{a}.") for a in inside)
         and not _is_within(n, trainable)
     }
-    chosen = [n for n in layers if _matches(n, target_modules)]
-    if not chosen:
+    targets = [n for n in layers if _matches(n, target_modules)]
+    if not targets:
         there = Counter(n.rsplit(".", 1)[-1] for n in layers)
-        told = ", ".join(f"{n} × {c}" for n, c in there.items()) or "none"
+        available = ", ".join(f"{n} × {c}" for n, c in there.items()) or "none"
         raise TaskError(
-            f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: {told}"
+            f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: {available}"
         )
     for parameter in made.parameters():
         parameter.requires_grad_(False)
     wrapped: dict[int, LoRALayer] = {}
-    for name in chosen:
+    for name in targets:
         layer = layers[name]
         if getattr(layer, "groups", 1) > 1:
             raise TaskError(
                 f"layer {name} is a convolution with groups, whose LoRA is not one product B A; leave it out"
             )
         shape = layer.weight.shape
-        most = min(shape[0], math.prod(shape[1:]))
-        if rank > most:
+        max_rank = min(shape[0], math.prod(shape[1:]))
+        if rank > max_rank:
             raise TaskError(
-                f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {most}"
+                f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {max_rank}"
             )
         wrapped[id(layer)] = LoRALayer(layer, rank, scaling, rslora, key / name)
     names = [n for n, m in made.named_modules(remove_duplicate=False) if id(m) in wrapped]
-    held = {n: made.get_submodule(n) for n in names}
+    originals = {n: made.get_submodule(n) for n in names}
     for name in names:
         # a layer that the module uses under two names gets one pair of factors under both
         if name == "":
-            return wrapped[id(held[name])]
-        made.set_submodule(name, wrapped[id(held[name])])
+            return wrapped[id(originals[name])]
+        made.set_submodule(name, wrapped[id(originals[name])])
     for name in trainable:
         for parameter in _submodule(made, name).parameters():
             parameter.requires_grad_(True)

@@ -5,13 +5,13 @@ one of a convolution is the same of the weight folded to a matrix, so stride, pa
 stay those of the layer. All of them are additive in the weight, so the mixture w + Σ_c π_c U_c V_cᵀ is one
 weight, and a mixed model one forward pass, whatever C is.
 
-Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the numbers that rank r takes:
+Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the parameter count of rank r:
 
-    balanced    one kernel axis to O, the other to I, so that rows + columns is least            (c_min k_max + c_max k_min) r
-    filter      O k2 × I k1 at the rank O r: r filters of two steps for every output             (O k2 + I k1) O r       (eq. 39)
-    channel     O k1 k2 × I, or O × I k1 k2 where that is less                                   (c_min k1 k2 + c_max) r (eq. 38)
-    reshaped    O k1 k2 × I                                                                      (O k1 k2 + I) r         (eq. 41)
-    input       O × I k1 k2                                                                  (O + I k1 k2) r         (Table 4)
+    balanced    one kernel axis to O, the other to I, so that rows + columns is least  (c_min k_max + c_max k_min) r
+    filter      O k2 × I k1 at the rank O r: r filters of two steps for every output   (O k2 + I k1) O r       (eq. 39)
+    channel     O k1 k2 × I, or O × I k1 k2 where that is less                         (c_min k1 k2 + c_max) r (eq. 38)
+    reshaped    O k1 k2 × I                                                            (O k1 k2 + I) r         (eq. 41)
+    input       O × I k1 k2                                                            (O + I k1 k2) r         (Table 4)
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class Fold:
         return matrix.reshape([self.shape[i] for i in order]).permute(back)
 
     def rank(self, asked: float) -> int:
-        """The rank for an integer ≥ 1, or for a budget ρ in (0, 1): the largest with r (rows + columns) ≤ ρ numel, at least 1.
+        """The rank for an integer ≥ 1, or for a budget ρ in (0, 1).
+
+        Of a budget it is the largest r ≥ 1 with r (rows + columns) ≤ ρ numel.
 
         Raises:
             ConfigError: if it is neither.
@@ -149,7 +151,7 @@ def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced")
 def initial_pairs(
     fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = torch.float32, random: Factor = "u"
 ) -> Pairs:
-    """C updates that are zero: one factor is drawn from ±√(6 / columns), as the weight itself would be; the other is zero.
+    """C initial updates of zero: one factor is uniform in ±√(6 / columns), the other is zero.
 
     Args:
         fold: of the weight.
@@ -157,13 +159,13 @@ def initial_pairs(
         count: C.
         key: of the draw; each c has its own.
         dtype: of the weight.
-        random: which factor is drawn; by default U, as in the paper.
+        random: which factor is random; by default U, as in the paper.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
-    drawn, zero = (columns, rows) if random == "v" else (rows, columns)
-    draws = [torch.rand(drawn, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
+    random_rows, zero = (columns, rows) if random == "v" else (rows, columns)
+    samples = [torch.rand(random_rows, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
     one, other = (
-        (2 * torch.stack(draws) - 1) * math.sqrt(6 / columns),
+        (2 * torch.stack(samples) - 1) * math.sqrt(6 / columns),
         torch.zeros(count, zero, r, dtype=dtype),
     )
     return Pairs(other, one) if random == "v" else Pairs(one, other)
@@ -188,7 +190,7 @@ def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
 
 
 def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
-    """G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms: for convolutions only the size is put right (appendix D)."""
+    """G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms, for convolutions (appendix D)."""
 
     def scaled(g: Tensor, other: Tensor) -> Tensor:
         size: Tensor = torch.linalg.matrix_norm(other.mT @ other, keepdim=True)
@@ -198,7 +200,7 @@ def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pa
 
 
 def center_pairs(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
-    """Move the mean update into the base: w + E_c[U_c V_cᵀ], and the best rank-r factors of what is left (appendix E, eq. 37).
+    """Move the mean update into the base: w + E_c[U_c V_cᵀ], and rank-r factors of the rest (eq. 37).
 
     Args:
         w: the folded weight ``[rows, columns]``.
@@ -231,7 +233,7 @@ Statistics = tuple[Tensor, Tensor]
 def reparameterize(
     gamma: Tensor, beta: Tensor, main: Statistics, own: Statistics, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """γ_i and β_i that the adaptor's own BatchNorm must be given, so that γ_i, β_i are offsets of the main one (eq. 42).
+    """γ_i and β_i of the adaptor's own BatchNorm such that γ_i, β_i are offsets of the main one (eq. 42).
 
     With them BN(x; γ, β) + BN_i(x; γ_i', β_i') = x̂ (γ + γ_i) + β + β_i, where x̂ is normalized by the main
     statistics.
@@ -294,7 +296,7 @@ class OffsetAdaptor(nn.Module):
 
 
 class BatchNormAdaptor(OffsetAdaptor):
-    """The γ_c ``[C, d]`` of a BatchNorm's adaptors, each of which normalizes by running statistics of its own (app. F.2)."""
+    """γ_c ``[C, d]`` of a BatchNorm's adaptors, each with running statistics of its own (app. F.2)."""
 
     running_mean: Tensor
     running_var: Tensor

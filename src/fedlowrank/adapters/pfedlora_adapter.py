@@ -1,4 +1,4 @@
-"""The adapter of pFedLoRA: two linear layers of small width beside a model's head (Yi et al., section 4.3)."""
+"""The adapter of pFedLoRA: two narrow linear layers beside a model's head (Yi et al., section 4.3)."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter)
     params = [p.detach().cpu() for p in model.head_of(model.initial).values()]
     if len(layers) not in (1, 2) or len(params) != 2 * len(layers):
         raise TaskError(
-            f"start = 'svd' needs a head of one or two linear layers with biases; {model.name} has {len(layers)} and "
-            f"{len(params)} parameters. Use start = 'random'."
+            f"start = 'svd' needs a head of one or two linear layers with biases; {model.name} has "
+            f"{len(layers)} and {len(params)} parameters. Use start = 'random'."
         )
     w, bias = params[0], params[1]
     f = compute_svd(w)

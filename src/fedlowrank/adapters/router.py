@@ -52,7 +52,8 @@ class Router:
         check_choices(self)
         if not (0 <= self.lr < math.inf and 0 < self.temperature < math.inf and 0 <= self.noise < math.inf):
             raise ConfigError(
-                f"router: lr and noise must be >= 0 and temperature > 0; they are {self.lr}, {self.noise}, {self.temperature}"
+                f"router: lr and noise must be >= 0 and temperature > 0; they are {self.lr}, {self.noise}, "
+                f"{self.temperature}"
             )
         if self.adapt < 0 or (self.top is not None and self.top < 1):
             raise ConfigError(
@@ -61,8 +62,8 @@ class Router:
 
         if self.top == 1 and self.descends:
             raise ConfigError(
-                "router: top = 1 mixes one cluster with the share 1 whatever θ is, so θ has no gradient and is never "
-                "learned; use top >= 2, or update = 'mfl'"
+                "router: top = 1 mixes one cluster with the share 1 whatever θ is, so θ has no gradient and "
+                "is never learned; use top >= 2, or update = 'mfl'"
             )
 
     @property

@@ -8,7 +8,7 @@ from .lora import lora_of
 
 
 def full_state_dict(model: Model, params: Params) -> Params:
-    """All tensors of a model's state dict: those of a client, and the module's own for everything that no client changes.
+    """The state dict of a client's model; tensors that no client changes are the module's own.
 
     Frozen tensors are not copied: every client's state holds the module's own. LoRA factors get the rank of
     the module's slots, see :meth:`fedlowrank.adapters.lora.LoRA.match_module_ranks`.

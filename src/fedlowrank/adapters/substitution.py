@@ -47,7 +47,7 @@ def set_submodule(root: nn.Module, path: str, leaf: nn.Module) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, as ``named_parameters`` lists them; also of a replica made by ``nn.DataParallel``."""
+    """Parameters by name, as of ``named_parameters``; also those of an ``nn.DataParallel`` replica."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, layer in module.named_modules():
@@ -84,10 +84,12 @@ def substitute_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> It
     undo: list[Callable[[], None]] = []
     try:
         for layer in module.modules():
-            held = _parameter_table(layer)
-            own = {local: by_id[id(p)] for local, p in held.items() if id(p) in by_id}
+            own_parameters = _parameter_table(layer)
+            own = {local: by_id[id(p)] for local, p in own_parameters.items() if id(p) in by_id}
             if own:
-                undo.append(_replace_parameters(layer, _Substitutes({**held, **own}, set(own), outside)))
+                undo.append(
+                    _replace_parameters(layer, _Substitutes({**own_parameters, **own}, set(own), outside))
+                )
         yield
     finally:
         for restore in reversed(undo):
@@ -96,7 +98,7 @@ def substitute_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> It
 
 @contextmanager
 def add_forward_hooks(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
-    """Within it the modules have these forward hooks as well, called with keywords and before the user's own."""
+    """Add forward hooks to modules within a block; they get keywords and run before the user's hooks."""
     handles = []
     try:
         for layer, hook in hooks:
@@ -116,9 +118,10 @@ def refuse_gradient_checkpointing(module: nn.Module) -> None:
     for name, m in module.named_modules():
         if getattr(m, "gradient_checkpointing", False) is True:
             raise TaskError(
-                f"{name or 'the module'} ({type(m).__name__}) has gradient_checkpointing on: its layers would be run "
-                "again in the backward pass without the adaptors, and the gradients be wrong. Switch it off; to save "
-                "memory call torch.utils.checkpoint.checkpoint on this wrapper as a whole."
+                f"{name or 'the module'} ({type(m).__name__}) has gradient_checkpointing on: its layers "
+                "would be run again in the backward pass without the adaptors, and the gradients be wrong. "
+                "Switch it off; to save memory call torch.utils.checkpoint.checkpoint on this wrapper as a "
+                "whole."
             )
 
 
@@ -147,10 +150,11 @@ class _Substitutes(dict[str, Tensor | None]):
         while frame is not None and frame is not self.outside:
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 raise TaskError(
-                    f"a part of the module that reads {name!r} of an adapted layer is run by torch.utils.checkpoint, which would "
-                    "run it again in the backward pass without the adaptors, and the gradients be wrong. Switch activation "
-                    "checkpointing inside the module off; to save memory call torch.utils.checkpoint.checkpoint on this wrapper "
-                    "as a whole."
+                    f"a part of the module that reads {name!r} of an adapted layer is run by "
+                    "torch.utils.checkpoint, which would run it again in the backward pass without the "
+                    "adaptors, and the gradients be wrong. Switch activation checkpointing inside the "
+                    "module off; to save memory call torch.utils.checkpoint.checkpoint on this wrapper as a "
+                    "whole."
                 )
             frame = frame.f_back
 

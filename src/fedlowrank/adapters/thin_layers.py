@@ -27,7 +27,7 @@ from ..core.tree import Params
 from ..linalg.matricize import LowRank, matricize, matrix_shape, unmatricize
 
 TRANSFER_COST = 160
-"""Multiplications that one number between two thin layers costs as much as: 135 to 210 measured, 64 to 512 channels."""
+"""Multiplications that cost as much as one value between two thin layers; 135 to 210 measured."""
 
 
 class CompressedLayer(nn.Module):
@@ -67,7 +67,7 @@ class CompressedLayer(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole weight, made dense: for convolutions, and for code that reads it and does not call the layer."""
+        """The dense weight, for convolutions and for code that reads the weight without calling the layer."""
         if not len(self.right):
             return self.sparse()
         w = unmatricize(matricize(self.left) @ matricize(self.right), self.shape)
@@ -132,7 +132,7 @@ KINDS: dict[type, type] = {
 
 
 def count_multiplications(layer: Any, rank: int) -> int:
-    """Multiplications for one place of the output by thin layers, and what it costs to go from one to the other."""
+    """Multiplications of thin layers for one output position, with the cost of the values between them."""
     rows, columns = matrix_shape(layer.shape if isinstance(layer, CompressedLayer) else layer.weight.shape)
     # the first convolution makes the rows that the second one strides over, too
     times = layer.stride[0] * layer.groups if isinstance(layer, _ConvNd) else 1
@@ -140,7 +140,7 @@ def count_multiplications(layer: Any, rank: int) -> int:
 
 
 def compressed_tensors(factors: LowRank, rest: Tensor) -> Params:
-    """Tensors of a :class:`CompressedLayer`, from the factors of its matrix and what is to be its sparse tensor."""
+    """Tensors of a :class:`CompressedLayer` from the factors of its matrix and its sparse tensor."""
     shape, rank = rest.shape, factors.rank
     return {
         "left": unmatricize(factors.left, torch.Size((shape[0], rank, *shape[2:3], 1)[: rest.ndim])),
@@ -159,7 +159,7 @@ def sparse_indices(mask: Tensor) -> Params:
 
 
 def count_index_bytes(count: int, shape: torch.Size) -> tuple[int, int]:
-    """Bytes that say where ``count`` values are: as int32 indices with a start for each row; and as a bit for each place."""
+    """Bytes of the positions of ``count`` values: as int32 indices with row starts, and as a bitmask."""
     return 4 * (count + shape[0] + 1) if count else 0, -(-shape.numel() // 8)
 
 

@@ -1,4 +1,6 @@
-"""Factor pairs on a lossy wire: what a receiver gets is what the server must later subtract, so both go through here.
+"""Factor pairs on a lossy wire.
+
+What a receiver gets is what the server must later subtract, so both use these functions.
 
 The receiver gets factors of the type that the sender's had: a client trains in the type of its module.
 """
@@ -100,7 +102,7 @@ def pack_factors(pairs: Mapping[str, Pair], wire: Wire) -> PackedFactors:
 
 
 def unpack_factors(packed: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
-    """The factors that the receiver of :func:`pack_factors` works with, in the type that they were packed from.
+    """The factors that the receiver of :func:`pack_factors` works with, in their original dtype.
 
     Raises:
         TaskError: if a type has a name that is not in :data:`DTYPES`.
@@ -161,6 +163,6 @@ def _quantize_factor(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tenso
 
 def _range_error(name: str, factor: str, wire: str) -> TaskError:
     return TaskError(
-        f"{factor} of the layer {name!r} holds values that are not finite, or too large for {wire}; lower the learning "
-        "rate, clip the gradient, or set the wire to 'float32'."
+        f"{factor} of the layer {name!r} holds values that are not finite, or too large for {wire}; lower "
+        "the learning rate, clip the gradient, or set the wire to 'float32'."
     )

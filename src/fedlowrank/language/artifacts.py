@@ -153,8 +153,9 @@ def read_adapter(folder: Path, digest: str | None = None) -> SavedAdapter:
         )
     if None not in (digest, own) and digest != own:
         raise DataError(
-            f"{folder} holds adapters for another base: {settings.get('base_model_name_or_path')!r} with digest {own}, "
-            f"and the base here has {digest}. Load the base, in the dtype and quantization, that they were trained on."
+            f"{folder} holds adapters for another base: {settings.get('base_model_name_or_path')!r} with "
+            f"digest {own}, and the base here has {digest}. Load the base, in the dtype and quantization, "
+            "that they were trained on."
         )
     saved = settings.pop("modules_to_save", None) or ()
     known = import_library("peft", "a LoRA adapter").LoraConfig.__dataclass_fields__
@@ -174,8 +175,8 @@ def read_adapter(folder: Path, digest: str | None = None) -> SavedAdapter:
     pairs, head = _split_tensors(folder, tensors)
     if head and not saved:
         raise DataError(
-            f"{folder / WEIGHTS} replaces weights of the base, such as {next(iter(head))!r}; save the adapter with "
-            "save_embedding_layers=False"
+            f"{folder / WEIGHTS} replaces weights of the base, such as {next(iter(head))!r}; save the "
+            "adapter with save_embedding_layers=False"
         )
     wrong = [n for n, pair in pairs.items() if pair.rank != config.r]
     if wrong:
@@ -238,33 +239,6 @@ def merge_update(
     return made
 
 
-def write_merged(
-    folder: Path,
-    model: Any,
-    tokenizer: Any,
-    update: Mapping[str, Pair | Tensor],
-    scale: float = 1.0,
-    head: Mapping[str, Tensor] | None = None,
-) -> Path:
-    """Write :func:`merge_update` as an ordinary folder of ``transformers``, with the tokenizer.
-
-    Args:
-        folder: made if it does not exist.
-        model: see :func:`merge_update`, as ``update``, ``scale`` and ``head``.
-        tokenizer: of the base.
-        update: factors or matrices by layer.
-        scale: s.
-        head: tensors to replace the base's.
-
-    Returns:
-        The folder.
-
-    Raises:
-        TaskError: as :func:`merge_update`.
-    """
-    return save_model(folder, merge_update(model, update, scale, head), tokenizer)
-
-
 def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
     """Write a whole model as an ordinary folder of ``transformers``, with its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -319,7 +293,7 @@ def _exported(
 
 
 def _modules_to_save(head: Mapping[str, Tensor]) -> list[str]:
-    """Modules that hold the head's tensors, and the two names that PEFT's class for classification always adds."""
+    """Modules of the head's tensors, and the two names that PEFT's class for classification adds."""
     modules = dict.fromkeys(name.rpartition(".")[0] for name in head)
     # PEFT takes every module whose name ends in one of these
     covered = [m for m in modules if any(part.endswith(HEAD_NAMES) for part in m.split("."))]

@@ -1,4 +1,4 @@
-"""The frozen base of a language model: how it is loaded, what is new in it, and a digest to know it again by."""
+"""The frozen base of a language model: how it is loaded, which parts are new, and a digest of its weights."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class LoadedBase:
 def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
     """Load a model and its tokenizer.
 
-    Weights that the files do not hold, such as a new classification head, are drawn from the key by the rules
+    Weights that the files do not hold, such as a new classification head, are initialized from the key by the rules
     of the model's own code; torch's global generator is as before.
 
     Args:
@@ -140,7 +140,8 @@ def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
     # Files of any kind may lie in a folder, and the parsers of a dozen libraries raise what they like.
     except Exception as error:
         raise DataError(
-            f"transformers cannot load a {base.task} model from {base.path!r}: {type(error).__name__}: {error}"
+            f"transformers cannot load a {base.task} model from {base.path!r}: {type(error).__name__}: "
+            f"{error}"
         ) from error
     new = sorted({*found["missing_keys"], *(str(row[0]) for row in found["mismatched_keys"])})
     head, notes = _new_parts(model, base, new)
@@ -184,12 +185,12 @@ def digest_weights(model: nn.Module, without: Collection[str] = ()) -> str:
 
 
 def head_modules(model: Any) -> tuple[str, ...]:
-    """Names of the modules that make up a classification model's head: all that have weights outside its body.
+    """Names of the modules of a classification model's head: all that have weights outside its body.
 
     Empty for models of other kinds.
 
     Raises:
-        TaskError: if a classification model keeps its body under a name that cannot be told.
+        TaskError: if a classification model keeps its body under a name that is unknown.
     """
     if not type(model).__name__.endswith("ForSequenceClassification"):
         return ()
@@ -199,8 +200,8 @@ def head_modules(model: Any) -> tuple[str, ...]:
     }
     if body not in children:
         raise TaskError(
-            f"{type(model).__name__} has no submodule {body!r}, so its head cannot be told from its body; it has "
-            f"{', '.join(children)}"
+            f"{type(model).__name__} has no submodule {body!r}, so its head cannot be told from its body; it "
+            f"has {', '.join(children)}"
         )
     return tuple(name for name in children if name != body)
 
@@ -211,7 +212,8 @@ def _where(base: Base) -> tuple[str, bool]:
     if where.exists():
         if not (where / "config.json").is_file():
             raise DataError(
-                f"{base.path!r} holds no config.json, so it is no model folder of transformers (save_pretrained)."
+                f"{base.path!r} holds no config.json, so it is no model folder of transformers "
+                "(save_pretrained)."
             )
         return str(where), True
     # Anything that looks like a path should not be asked for on the hub when it is merely misspelt.
@@ -238,7 +240,7 @@ def _quantization(library: Any, base: Base) -> Any:
 
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """Without the library's own table of missing weights, which :class:`LoadedBase` notes, and without its progress bars."""
+    """Silence the library's progress bars and table of missing weights, which :class:`LoadedBase` notes."""
     log = library.utils.logging
     before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
@@ -259,14 +261,14 @@ def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...],
     notes = []
     if in_body and base.task == "causal":
         raise DataError(
-            f"{base.path!r} lacks {len(in_body)} weights of a {type(model).__name__}, such as {in_body[0]!r}; it is "
-            "the folder of another kind of model."
+            f"{base.path!r} lacks {len(in_body)} weights of a {type(model).__name__}, such as "
+            f"{in_body[0]!r}; it is the folder of another kind of model."
         )
     weights = model.state_dict()
     if len(in_body) > len(weights) // 2:
         raise DataError(
-            f"{base.path!r} lacks {len(in_body)} of the {len(weights)} weights of a {type(model).__name__}, such as "
-            f"{in_body[0]!r}; it is the folder of another kind of model."
+            f"{base.path!r} lacks {len(in_body)} of the {len(weights)} weights of a {type(model).__name__}, "
+            f"such as {in_body[0]!r}; it is the folder of another kind of model."
         )
     if in_head:
         notes.append(f"The head ({', '.join(head)}) is new: {', '.join(in_head)} drawn from the run's key.")
@@ -276,7 +278,8 @@ def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...],
         )
     if in_body:
         notes.append(
-            f"The files lack {', '.join(in_body)}: drawn from the run's key, and trained and kept with the head."
+            f"The files lack {', '.join(in_body)}: drawn from the run's key, and trained and kept with the "
+            "head."
         )
     modules = dict.fromkeys(n.rpartition(".")[0] for n in in_body)
     return (*head, *modules), notes
@@ -289,15 +292,16 @@ def _pad(model: Any, tokenizer: Any, base: Base) -> list[str]:
         other = tokenizer.eos_token or tokenizer.unk_token
         if other is None:
             raise DataError(
-                f"the tokenizer of {base.path!r} has no token for padding, end of text or unknown words; set its "
-                "pad_token and save it."
+                f"the tokenizer of {base.path!r} has no token for padding, end of text or unknown words; set "
+                "its pad_token and save it."
             )
         tokenizer.pad_token = other
         notes.append(f"The tokenizer has no padding token: {other!r} pads.")
     if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
         raise DataError(
-            f"the padding token {tokenizer.pad_token!r} of {base.path!r} has the id {tokenizer.pad_token_id}, but the "
-            f"model has {model.get_input_embeddings().num_embeddings} embeddings; set another pad_token and save it."
+            f"the padding token {tokenizer.pad_token!r} of {base.path!r} has the id "
+            f"{tokenizer.pad_token_id}, but the model has {model.get_input_embeddings().num_embeddings} "
+            "embeddings; set another pad_token and save it."
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     return notes

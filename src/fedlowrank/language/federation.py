@@ -1,4 +1,4 @@
-"""A federation of language models from an experiment's tables: one shared base, clients as trees of factors."""
+"""A federation of language models from an experiment's tables: one frozen base, clients with LoRA factors."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Language:
         def write(name: str, model: ModelParts) -> None:
             if rank is not None:
                 written.append(folders.write_truncated(folder / name, model, rank))
-            elif model.client is not None and len(model.moved) == len(model.factors):
+            elif model.client is not None and len(model.weight_updates) == len(model.factors):
                 written.extend(folders.write_on_common(folder, name, model))
             else:
                 written.append(folders.write(folder / name, model))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,14 +31,14 @@ class ModelParts:
 
     Attributes:
         factors: of every layer; their scale is the slot's.
-        moved: what was added to the base's weights ``[d, k]``, by layer; empty for a plain adapter.
+        weight_updates: what was added to the base's weights ``[d, k]``, by layer; empty for a plain adapter.
         head: parameters of the head by their names in the base.
         round: rounds completed.
         client: whose it is, or None for the server's.
     """
 
     factors: Factors
-    moved: dict[str, Tensor]
+    weight_updates: dict[str, Tensor]
     head: Params
     round: int
     client: int | None
@@ -46,8 +46,8 @@ class ModelParts:
     def update(self, name: str, scale: float) -> Pair | Tensor:
         """All that is added to the weight of a layer."""
         pair = self.factors[name]
-        if name in self.moved:
-            return self.moved[name] + pair.dense().float() * scale
+        if name in self.weight_updates:
+            return self.weight_updates[name] + pair.dense().float() * scale
         return Pair(pair.b * scale, pair.a)
 
 
@@ -66,12 +66,14 @@ class AdapterFolders:
 
     def model(self, params: Params, round: int, client: int | None) -> ModelParts:
         """A model from its parameters."""
-        moved = {}
-        for name, site in self._lora.layers.items():
-            if site.weight in params:
-                update = (params[site.weight].float() - self._lora.base[site.weight].float()).detach()
-                moved[name] = (update.mT if site.transposed else update).reshape(site.shape)
-        return ModelParts(self._language.factors(params), moved, self._language.head(params), round, client)
+        weight_updates = {}
+        for name, layer in self._lora.layers.items():
+            if layer.weight in params:
+                update = (params[layer.weight].float() - self._lora.base[layer.weight].float()).detach()
+                weight_updates[name] = (update.mT if layer.transposed else update).reshape(layer.shape)
+        return ModelParts(
+            self._language.factors(params), weight_updates, self._language.head(params), round, client
+        )
 
     def write(self, folder: Path, model: ModelParts) -> Path:
         """Write a model by itself.
@@ -79,29 +81,29 @@ class AdapterFolders:
         A layer whose weight moved is kept whole, every other one as factors. If all weights moved it is a
         whole model.
         """
-        if len(model.moved) == len(model.factors):
+        if len(model.weight_updates) == len(model.factors):
             return self.write_whole(folder, model)
-        kept = {n: p for n, p in model.factors.items() if n not in model.moved}
+        factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
         whole: Params = {}
-        for name in model.moved:
+        for name in model.weight_updates:
             layer = self._layer(name)
             for own, value in layer.state_dict().items():
                 whole[f"{name}.{own}"] = value
             whole[f"{name}.weight"] = self._weight(name, model)
-        return self._adapter(folder, kept, self._lora.scale, model, whole=whole)
+        return self._adapter(folder, factors, self._lora.scale, model, whole=whole)
 
     def write_truncated(self, folder: Path, model: ModelParts, rank: int) -> Path:
-        """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` in the folder tell its errors."""
+        """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` report its errors."""
         parts = {n: truncate_update(model.update(n, self._lora.scale), rank) for n in model.factors}
         self._adapter(folder, {n: t.pair for n, t in parts.items()}, 1.0, model)
-        told = {
+        errors = {
             "rank": rank,
             "error": relative_error(parts.values()),
             "layers": {n: t.error for n, t in parts.items()},
         }
         beside = json.loads((folder / METADATA).read_text())
-        (folder / METADATA).write_text(json.dumps({**beside, "truncation": told}, indent=2, sort_keys=True))
-        (folder / "README.md").write_text(_readme(self._language.loaded.name, told))
+        (folder / METADATA).write_text(json.dumps({**beside, "truncation": errors}, indent=2, sort_keys=True))
+        (folder / "README.md").write_text(_readme(self._language.loaded.name, errors))
         return folder
 
     def write_whole(self, folder: Path, model: ModelParts) -> Path:
@@ -123,10 +125,10 @@ class AdapterFolders:
         """
         written = []
         if not self._common:
-            made = merge_update(self._language.model, model.moved)
+            made = merge_update(self._language.model, model.weight_updates)
             written.append(save_model(folder / COMMON, made, self._language.loaded.tokenizer))
-            self._common, self._common_digest = model.moved, digest_weights(made)
-        elif any(not torch.equal(w, self._common[n]) for n, w in model.moved.items()):
+            self._common, self._common_digest = model.weight_updates, digest_weights(made)
+        elif any(not torch.equal(w, self._common[n]) for n, w in model.weight_updates.items()):
             return [self.write_whole(folder / name, model)]
         base = str((folder / COMMON).resolve())
         where = self._adapter(
@@ -167,17 +169,18 @@ class AdapterFolders:
         return layer
 
     def _weight(self, name: str, model: ModelParts) -> Tensor:
-        site, update = self._lora.layers[name], model.update(name, self._lora.scale)
-        weight = self._lora.base[site.weight].detach()
+        layer, update = self._lora.layers[name], model.update(name, self._lora.scale)
+        weight = self._lora.base[layer.weight].detach()
         assert isinstance(update, Tensor)
-        return (weight.float() + site.reshape_update(update)).to(weight.dtype)
+        return (weight.float() + layer.reshape_update(update)).to(weight.dtype)
 
 
-def _readme(base: str, told: dict[str, object]) -> str:
-    rows = "\n".join(f"| {name} | {error:.3g} |" for name, error in dict(told["layers"]).items())  # type: ignore[call-overload]
+def _readme(base: str, errors: dict[str, Any]) -> str:
+    rows = "\n".join(f"| {name} | {error:.3g} |" for name, error in errors["layers"].items())
     return (
-        f"# LoRA adapter of rank {told['rank']} for {base}\n\n"
+        f"# LoRA adapter of rank {errors['rank']} for {base}\n\n"
         f"It is the truncated singular value decomposition of an update of higher rank. Its relative error "
-        f"‖W - W_r‖_F / ‖W‖_F is {told['error']:.3g} over all layers, where W is what is added to the base's weights.\n\n"
+        f"‖W - W_r‖_F / ‖W‖_F is {errors['error']:.3g} over all layers, where W is what is added to the "
+        "base's weights.\n\n"
         f"| layer | relative error |\n| --- | --- |\n{rows}\n"
     )

@@ -1,4 +1,4 @@
-"""Small Llamas in the format of llama2.c ("legacy v0"), converted to an ordinary folder of ``transformers``."""
+"""Small Llamas in the format of llama2.c ("legacy v0"), converted to a folder of ``transformers``."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
         made: nn.Module = library.LlamaForCausalLM(config)
         return made
 
-    # the values drawn are all overwritten
+    # all initial values are overwritten
     llama: Any = build_module(make, Key((0,)))
     missing, unexpected = llama.load_state_dict(_state(shape, arrays), strict=False)
     lacking = set(missing) - ({"lm_head.weight"} if shape.tied else set())

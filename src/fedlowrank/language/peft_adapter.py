@@ -36,7 +36,7 @@ Head = Literal["shared", "personal", "frozen"]
 def attach_adapter(
     model: Any, config: Any, key: Key, head: Head = "shared", modules: tuple[str, ...] | None = None
 ) -> Any:
-    """Put a LoRA slot on every target layer of a base, in place. One factor is zero, so the model computes what the base does.
+    """Attach LoRA factors to the target layers of a base, in place; at first its outputs do not change.
 
     Args:
         model: a base without adapters; a ``transformers`` model or any module.
@@ -151,7 +151,7 @@ def initial_factors(
 
 
 def describe_adaptable_layers(model: Any) -> str:
-    """Short names of the layers that could be adapted, with how often each occurs: ``"key x 6, query x 6"``."""
+    """Short names of the layers that could be adapted, with their counts: ``"key x 6, query x 6"``."""
     short = Counter(
         n.rpartition(".")[2] for n, m in model.named_modules() if n and _adaptable_weight(m) is not None
     )
@@ -196,8 +196,9 @@ def _find_targets(model: Any, config: Any, names: Mapping[str, nn.Module]) -> li
     if unmatched or not found:
         what = ", ".join(map(repr, unmatched)) or repr(targets)
         raise TaskError(
-            f"target_modules: {what} matches no layer of the {type(model).__name__}"
-            f"{'' if unmatched else ' that is not excluded'}. Layers that can be adapted: {describe_adaptable_layers(model)}."
+            f"target_modules: {what} matches no layer of the "
+            f"{type(model).__name__}{'' if unmatched else ' that is not excluded'}. Layers that can be "
+            f"adapted: {describe_adaptable_layers(model)}."
         )
     return found
 

@@ -20,8 +20,8 @@ REFUSED_SETTINGS = {
     "trainable_token_indices": "it trains rows of the base's embedding",
     "target_parameters": "it adapts parameters that are no layer's weight; name layers in target_modules",
     "megatron_config": "layers of Megatron are split over processes",
-    "modules_to_save": "a classification head is trained without it: it is part of what a client trains, and the "
-    "setting for heads says whether it is shared, personal or frozen",
+    "modules_to_save": "a classification head is trained without it; the setting for heads says whether it is "
+    "shared, personal or frozen",
     "loftq_config": "LoftQ changes the base",
     "eva_config": "EVA draws A from data, which differ between clients",
     "corda_config": "CorDA changes the base",
@@ -63,13 +63,14 @@ def lora_config(fields: Mapping[str, Any] | Any) -> Any:
         raise ConfigError(f"lora: peft_type = {values['peft_type']!r}; only LORA is federated here")
     if values.get("bias", "none") != "none":
         raise ConfigError(
-            f"lora: bias = {values['bias']!r} cannot be used in federated training: it trains the base's biases."
+            f"lora: bias = {values['bias']!r} cannot be used in federated training: it trains the base's "
+            "biases."
         )
     initial = values.get("init_lora_weights", True)
     if is_gaussian_initial(initial) is None:
         raise ConfigError(
-            f"lora: init_lora_weights = {initial!r} cannot be used in federated training: an adapter must begin as "
-            "B = 0 on an unchanged base. Take true (Kaiming uniform) or 'gaussian'."
+            f"lora: init_lora_weights = {initial!r} cannot be used in federated training: an adapter must "
+            "begin as B = 0 on an unchanged base. Take true (Kaiming uniform) or 'gaussian'."
         )
     try:
         made = library.LoraConfig(**values)
@@ -86,7 +87,7 @@ def lora_config(fields: Mapping[str, Any] | Any) -> Any:
 
 
 def scale_of(config: Any, rank: int | None = None, alpha: float | None = None) -> float:
-    """The scale s of an update s·B A: α/r, or α/√r with ``use_rslora`` (Kalajdzievski, arXiv:2312.03732, eq. 8).
+    """The scale s of an update s·B A: α/r, or α/√r with rsLoRA (Kalajdzievski, arXiv:2312.03732, eq. 8).
 
     Args:
         config: a ``LoraConfig``.

@@ -1,4 +1,4 @@
-"""Really small language models with a tokenizer of their own, for demonstrations and tests without a download."""
+"""Tiny untrained language models with their own tokenizer, for demonstrations and tests."""
 
 from __future__ import annotations
 

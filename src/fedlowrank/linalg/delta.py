@@ -1,4 +1,4 @@
-"""The server's effective delta in federated LoRA: what is added to each frozen weight, and how a round changes it.
+"""The server's effective update in federated LoRA: what is added to each frozen weight.
 
 The delta W ``[d, k]`` of a weight is what uploads amount to once their scale is multiplied in, Σ w_b B_b A_b;
 α/r appears nowhere here. A round of FedHL (Peng et al., Algorithm 1, line 17) is W ← Σ_i p_i [W + s_i B_i A_i
@@ -7,7 +7,7 @@ matrix: the j-th singular value (j from 0) keeps the share 1 - Σ_{i: r_i > j} p
 as factors (:mod:`fedlowrank.linalg.stacking`). FlexLoRA, FLoRA and the exact average of factor pairs are the
 same sum without the first term, ``previous=0``.
 
-A delta is in one of three states, which give the same numbers:
+A delta is in one of three states, which give the same values:
 
 - exact: U diag(s) Vᵀ with all that is not rounding;
 - capped: the same, but at most ``cap`` triplets; the energy that was cut off is on record;
@@ -43,7 +43,7 @@ SentRanks = Mapping[str, Sequence[tuple[float, int]]]
 """By layer name, weights p_i and ranks r_i of the clients that were sent the truncation W^{r_i}."""
 
 VANISHING = 1e-12
-"""A singular value whose share is this part of all weights, or less, vanishes: its weights add up to one but for rounding."""
+"""A singular value vanishes if its share of all weights is at most this: it is rounding."""
 BATCH_ENTRIES = 2**20
 """Numbers of one factor of the stacks that are decomposed together; more layers are done in turn, to bound
 the memory. On a CPU, larger ones are no faster, and what one layer of a batch needs by its condition is done
@@ -119,7 +119,7 @@ class Delta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers d and k."""
+        """(d, k)."""
         return self.u.shape[0], self.v.shape[0]
 
     @property
@@ -210,7 +210,7 @@ def update_deltas(
         if delta.whole is not None or (auto and step.width * (d + k) > d * k):
             out[name] = _dense_step(step, previous)
         else:
-            key = (delta.shape, step.kept, step.width, delta.u.dtype, delta.u.device, delta.form.cap)
+            key = (delta.shape, step.kept_rank, step.width, delta.u.dtype, delta.u.device, delta.form.cap)
             groups.setdefault(key, []).append(step)
     for steps in groups.values():
         count = max(1, BATCH_ENTRIES // max(1, max(steps[0].delta.shape) * steps[0].width))
@@ -238,22 +238,22 @@ class _Step:
         for i, (_, pair) in enumerate(blocks):
             if pair.b.shape != (d, pair.rank) or pair.a.shape != (pair.rank, k):
                 raise TaskError(
-                    f"layer {name!r}, block {i}: B {tuple(pair.b.shape)} and A {tuple(pair.a.shape)} are no factors of an "
-                    f"update ({d}, {k}); expected (d, r) and (r, k)"
+                    f"layer {name!r}, block {i}: B {tuple(pair.b.shape)} and A {tuple(pair.a.shape)} are no "
+                    f"factors of an update ({d}, {k}); expected (d, r) and (r, k)"
                 )
-        self.taken = [0.0] * delta.rank
+        self.subtracted = [0.0] * delta.rank
         for p, rank in sent_ranks:
             _check_rank(delta, rank)
             for j in range(min(rank, delta.rank)):
-                self.taken[j] += p
+                self.subtracted[j] += p
         total = abs(previous) + sum(abs(p) for p, _ in sent_ranks)
-        shares = [previous - c for c in self.taken]
-        self.left = [j for j, share in enumerate(shares) if abs(share) > VANISHING * total]
-        self.shares = [shares[j] for j in self.left]
-        self.kept = len(self.left)
-        self.width = self.kept + sum(pair.rank for _, pair in self.blocks)
+        shares = [previous - c for c in self.subtracted]
+        self.remaining = [j for j, share in enumerate(shares) if abs(share) > VANISHING * total]
+        self.shares = [shares[j] for j in self.remaining]
+        self.kept_rank = len(self.remaining)
+        self.width = self.kept_rank + sum(pair.rank for _, pair in self.blocks)
 
-    def fill(self, left: Tensor, right: Tensor) -> None:
+    def write_blocks(self, left: Tensor, right: Tensor) -> None:
         """Write the blocks' weighted B and their A, both as rows, ``[M, d]`` and ``[M, k]``."""
         at = 0
         for w, pair in self.blocks:
@@ -261,26 +261,26 @@ class _Step:
             right[at : at + pair.rank].copy_(pair.a.detach())
             at += pair.rank
 
-    def broken(self) -> TaskError:
+    def overflow_error(self) -> TaskError:
         return TaskError(
-            f"the update of the layer {self.name!r} is not finite: a client uploaded a NaN, an infinity, or numbers whose "
-            "squares overflow. Lower the learning rate or clip the gradient (optimizer.clip)."
+            f"the update of the layer {self.name!r} is not finite: a client uploaded a NaN, an infinity, or "
+            "numbers whose squares overflow. Lower the learning rate or clip the gradient (optimizer.clip)."
         )
 
 
 def _factored_step(steps: list[_Step]) -> dict[str, Delta]:
     first = steps[0]
-    like, (d, k), m = first.delta.u, first.delta.shape, first.width - first.kept
+    like, (d, k), m = first.delta.u, first.delta.shape, first.width - first.kept_rank
     left, right = empty_rows(like, len(steps), m, d), empty_rows(like, len(steps), m, k)
     for i, step in enumerate(steps):
-        step.fill(left[i], right[i])
+        step.write_blocks(left[i], right[i])
         # no singular value can exceed this product, so nothing below overflows
         norms = torch.linalg.vector_norm(left[i], dtype=REAL) * torch.linalg.vector_norm(right[i], dtype=REAL)
         if not bool(norms.square().isfinite()):
-            raise step.broken()
-    u = _stack([_select_columns(step.delta.u, step.left) for step in steps])
-    v = _stack([_select_columns(step.delta.v, step.left) for step in steps])
-    s = torch.stack([step.delta.s[step.left] * step.delta.s.new_tensor(step.shares) for step in steps])
+            raise step.overflow_error()
+    u = _stack([_select_columns(step.delta.u, step.remaining) for step in steps])
+    v = _stack([_select_columns(step.delta.v, step.remaining) for step in steps])
+    s = torch.stack([step.delta.s[step.remaining] * step.delta.s.new_tensor(step.shares) for step in steps])
     out = {}
     found = add_low_rank(u, s, v, left.mT, right.mT, first.delta.form.cap)
     for step, (u1, s1, v1, cut) in zip(steps, found, strict=True):
@@ -304,16 +304,16 @@ def _stack(matrices: list[Tensor]) -> Tensor:
 
 
 def _dense_step(step: _Step, previous: float) -> Delta:
-    delta, m = step.delta, step.width - step.kept
+    delta, m = step.delta, step.width - step.kept_rank
     (d, k), like = delta.shape, delta.u
     left, right = like.new_empty(delta.rank + m, d), like.new_empty(delta.rank + m, k)
-    left[: delta.rank] = (delta.u * (delta.s * delta.s.new_tensor(step.taken)).to(like.dtype)).mT.neg()
+    left[: delta.rank] = (delta.u * (delta.s * delta.s.new_tensor(step.subtracted)).to(like.dtype)).mT.neg()
     right[: delta.rank] = delta.v.mT
-    step.fill(left[delta.rank :], right[delta.rank :])
+    step.write_blocks(left[delta.rank :], right[delta.rank :])
     whole = torch.addmm(delta.dense(), left.mT, right, beta=previous)
     energy = float(torch.linalg.vector_norm(whole, dtype=REAL).square())
     if not math.isfinite(energy):
-        raise step.broken()
+        raise step.overflow_error()
     u, s, v = leading_triplets(whole, delta.top, delta.v)
     return replace(delta, u=u, s=s, v=v, whole=whole, energy=energy, discarded=0.0)
 
@@ -323,8 +323,8 @@ def _check_rank(delta: Delta, rank: int) -> None:
         raise ConfigError(f"a rank must be a whole number of at least 0; it is {rank!r}")
     if rank > delta.rank and not delta.complete:
         raise ConfigError(
-            f"rank {rank} was asked for, but in the dense state only the leading {delta.top} triplets are known; give "
-            "start() the largest rank of a client as r_max, or use the form 'exact'"
+            f"rank {rank} was asked for, but in the dense state only the leading {delta.top} triplets are "
+            "known; give start() the largest rank of a client as r_max, or use the form 'exact'"
         )
 
 

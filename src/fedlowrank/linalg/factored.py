@@ -1,4 +1,4 @@
-"""Matrices as U diag(s) Vᵀ: truncation by energy, and updates of a model sent as factors where that is smaller."""
+"""Matrices as U diag(s) Vᵀ: truncation by energy, and updates sent as factors where these are smaller."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rank_of_energy(s: Tensor, energy: float) -> int:
 
 
 def compress_update(update: Params, energy: float) -> CompressedUpdate:
-    """A model's update as factors, each weight at the smallest rank that keeps the energy (FedKD, Wu et al., eq. 8).
+    """Compress an update: each weight at the smallest rank that keeps the energy (FedKD, Wu et al., eq. 8).
 
     A weight of two or more dimensions is a matrix of its first dimension by all others, so a convolution is
     ``[O, I·k1·k2]``. Where factors would be no smaller than the matrix, r (m + n + 1) ≥ m n, and for vectors,

@@ -12,7 +12,7 @@ from ..core.tree import Params, nbytes, tree
 from .factored import Factored
 
 Weights = dict[str, "Tensor | LowRank | Sparse"]
-"""Parameters of a model by name, each as it is, as factors of its matrix, or as the entries that are not zero."""
+"""Parameters of a model by name, each dense, as factors of its matrix, or as its nonzero entries."""
 
 
 @tree
@@ -44,7 +44,7 @@ class LowRank:
 
 @tree
 class Sparse:
-    """A tensor of which only the entries that are not zero are held.
+    """A tensor stored as its nonzero entries.
 
     Attributes:
         values: of these entries, in the order of the tensor's memory ``[n]``.
@@ -87,7 +87,7 @@ def unmatricize(matrix: Tensor, shape: torch.Size) -> Tensor:
 
 
 def pack_low_rank(factors: LowRank, shape: torch.Size) -> Tensor | LowRank:
-    """The factors where they are fewer numbers than the weight, r (rows + columns) < numel, else the weight."""
+    """The factors if they are smaller than the weight, r (rows + columns) < numel, else the weight."""
     if factors.rank * sum(matrix_shape(shape)) < shape.numel():
         return factors
     return unmatricize(factors.dense(), shape)
@@ -100,9 +100,9 @@ def to_sparse(w: Tensor) -> Sparse:
 
 
 def pack_sparse(w: Tensor) -> Tensor | Sparse:
-    """The entries that are not zero where these and a bit for every entry are fewer bytes than the weight, else the weight."""
-    held = to_sparse(w)
-    return held if nbytes(held) < nbytes(w) else w
+    """The nonzero entries and a bitmask if these are fewer bytes than the weight, else the weight."""
+    sparse = to_sparse(w)
+    return sparse if nbytes(sparse) < nbytes(w) else w
 
 
 def unpack_weights(weights: Weights, like: Params) -> Params:
@@ -117,11 +117,11 @@ def unpack_weights(weights: Weights, like: Params) -> Params:
 
 
 def count_parameters(parts: Sequence[Weights], like: Params) -> int:
-    """Count the numbers of a model that is the sum of ``parts``.
+    """Parameter count of a model that is the sum of ``parts``.
 
     Of each weight that is r (rows + columns) where it is given as factors, the entries that are not zero
     where it is :class:`Sparse`, and else all entries. A weight for which the sum over the parts exceeds its
-    entries is counted as held whole. So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2),
+    entries is counted as dense. So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2),
     but for that bound, without which its Table 5 has models above their dense size.
     """
     return sum(
@@ -151,9 +151,9 @@ class Measure:
     Attributes:
         rank: of the factors; of a dense weight the most it can have (1 for a vector).
         energy: squared Frobenius norm.
-        parameters: numbers held.
-        nonzeros: of the numbers held, those that are not zero.
-        nbytes: bytes held.
+        parameters: values stored.
+        nonzeros: nonzeros among them.
+        nbytes: bytes stored.
     """
 
     rank: int
@@ -164,7 +164,7 @@ class Measure:
 
 
 def measure(weights: Mapping[str, Tensor | LowRank | Sparse | Factored]) -> dict[str, Measure]:
-    """Rank, energy, numbers and bytes of every weight of a model, in whichever form it is."""
+    """Rank, energy, parameter count and bytes of every weight of a model, in whichever form it is."""
     return {n: _measure(w) for n, w in weights.items()}
 
 
@@ -177,5 +177,5 @@ def _measure(w: Tensor | LowRank | Sparse | Factored) -> Measure:
         shape, entries = (w.mask.shape, w.values) if isinstance(w, Sparse) else (w.shape, w)
         rank = min(matrix_shape(shape)) if len(shape) >= 2 else 1
         energy, parts = float(entries.double().square().sum()), [entries]
-    held, nonzero = (sum(f) for f in ((t.numel() for t in parts), (int(t.count_nonzero()) for t in parts)))
-    return Measure(rank, energy, held, nonzero, nbytes(w))
+    stored, nonzero = (sum(f) for f in ((t.numel() for t in parts), (int(t.count_nonzero()) for t in parts)))
+    return Measure(rank, energy, stored, nonzero, nbytes(w))

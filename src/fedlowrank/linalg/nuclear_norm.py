@@ -74,8 +74,8 @@ def apply_prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -
         return start
     if (bad := not_finite(params)) is not None:
         raise TaskError(
-            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the average. "
-            "Lower the learning rate."
+            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the "
+            "average. Lower the learning rate."
         )
     if norm == "sparse":
         shrunk = apply_prox_dense(params, c, norm, exclude)
@@ -88,7 +88,7 @@ def apply_prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -
 
 
 def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:
-    """:func:`apply_prox` in a form that can be taken after every step of many clients at once: no shape depends on data."""
+    """:func:`apply_prox` without data-dependent shapes, for steps batched over clients."""
     out = dict(params)
     for n in penalized_names(params, exclude):
         p = params[n]
@@ -101,7 +101,7 @@ def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, .
 
 
 def as_model_part(params: Params, norm: Norm) -> Weights:
-    """Parameters that were penalized as a part of a model: under the ℓ1 norm, of every tensor the entries that are not zero."""
+    """Penalized parameters as a part of a model; under the ℓ1 norm each tensor by its nonzero entries."""
     return {n: to_sparse(p) if norm == "sparse" else p for n, p in params.items()}
 
 
@@ -116,8 +116,8 @@ def warn_if_all_zero(title: str, before: PenalizedModel, after: PenalizedModel, 
 
 
 def _is_all_zero(model: PenalizedModel) -> bool:
-    held = [model.weights[n] for n in model.ranks]
-    return bool(held) and not any(_has_nonzero(w) for w in held)
+    weights = [model.weights[n] for n in model.ranks]
+    return bool(weights) and not any(_has_nonzero(w) for w in weights)
 
 
 def _has_nonzero(w: Tensor | LowRank | Sparse) -> bool:

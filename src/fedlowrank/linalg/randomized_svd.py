@@ -45,7 +45,7 @@ HALFWAY_POWER = 1 / 4
 half is not tried. They fall ever faster: of spectra that were proven in the end the slowest had come to the
 power 0.37, and noise to 0.08."""
 GROWTH = 1.2
-"""Factor by which the basis grows between two looks at its triplets: each is a decomposition of the projected matrix."""
+"""Factor by which the basis grows between two decompositions of the projected matrix."""
 
 
 def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets:
@@ -65,7 +65,8 @@ def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triple
         found = iterate_lanczos(w, rank, warm) or decompose_gram(w, rank)
         if found is None:
             logging.getLogger("fedlowrank").info(
-                "the %d leading singular triplets of a %d × %d matrix could be proven neither by iteration nor by its Gram "
+                "the %d leading singular triplets of a %d × %d matrix could be proven neither by iteration "
+                "nor by its Gram "
                 "matrix; computed by its full decomposition", rank, *w.shape
             )  # fmt: skip
     if found is None:
@@ -81,7 +82,10 @@ def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triple
 
 
 def iterate_lanczos(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets | None:
-    """:func:`leading_triplets` by iteration alone, with values that are rounding and without canonical signs; None if not proven."""
+    """:func:`leading_triplets` by iteration alone; None if they are not proven.
+
+    Values may be rounding, and signs are not canonical.
+    """
     (d, k), tolerance = w.shape, _tolerance(w)
     width = min(2 * rank + OVERSAMPLE, d, k)
     most = min(MAX_BLOCKS * width, d, k)
@@ -112,7 +116,7 @@ def iterate_lanczos(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplet
 
 
 def decompose_gram(w: Tensor, rank: int) -> Triplets | None:
-    """:func:`leading_triplets` from eigenvectors of the smaller Gram matrix, as by :func:`iterate_lanczos`; None if they are not accurate."""
+    """:func:`leading_triplets` from eigenvectors of the smaller Gram matrix; None if not accurate."""
     flip = w.shape[0] < w.shape[1]
     a = w.mT if flip else w
     gram = _gram(w)
@@ -142,7 +146,7 @@ def _residual(w: Tensor, u: Tensor, s: Tensor, v: Tensor) -> float:
 
 
 def _gram(w: Tensor) -> Tensor:
-    """WᵀW or WWᵀ, whichever is smaller, in float64; on the CPU only its lower triangle is right, for half the work."""
+    """The smaller of WᵀW and WWᵀ in float64; on the CPU only its lower triangle is computed."""
     a, wide = w.to(REAL), w.shape[0] < w.shape[1]
     if a.device.type != "cpu":
         return a @ a.mT if wide else a.mT @ a
@@ -151,12 +155,12 @@ def _gram(w: Tensor) -> Tensor:
 
 
 def _initial_block(width: int, k: int, warm: Tensor | None) -> Tensor:
-    drawn = torch.randn(k, width, generator=Key(("sketch", width, k)).generator(), dtype=REAL)
+    sample = torch.randn(k, width, generator=Key(("sketch", width, k)).generator(), dtype=REAL)
     if warm is None:
-        return drawn
+        return sample
     # at least the oversampling stays random, or a direction that is new would never enter
-    held = warm[:, : width - OVERSAMPLE].to(drawn)
-    return torch.cat([held, drawn[:, : width - held.shape[1]]], 1)
+    warm_columns = warm[:, : width - OVERSAMPLE].to(sample)
+    return torch.cat([warm_columns, sample[:, : width - warm_columns.shape[1]]], 1)
 
 
 def _is_complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> bool:
@@ -187,7 +191,7 @@ def _tau(dtype: torch.dtype) -> float:
 
 
 def _is_count_accurate(s: Tensor, rank: int, dtype: torch.dtype) -> bool:
-    """Whether the squares in a Gram matrix are off by less than τ of the last one: its rounding must not decide."""
+    """Whether rounding in the Gram matrix is below τ of the last squared singular value."""
     return 2 * _tau(dtype) * float(s[rank - 1]) ** 2 > 64 * torch.finfo(REAL).eps * float(s[0]) ** 2
 
 

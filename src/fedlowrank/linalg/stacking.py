@@ -27,13 +27,13 @@ from torch import Tensor
 REAL = torch.float64
 """Singular values, energies and cores are held in it, whatever the type of the factors."""
 WELL_CONDITIONED = 10.0
-"""‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses no more than rounding."""
+"""‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses only rounding."""
 SINGLE, PART = 1e4, 1e-4
 """Up to the one, and with at least the other as the share of their squared norms that the new columns have
 outside the old ones, a first pass in float32 is worth trying; the inverses of its triangular factors are
 harmless then."""
 BLOCK = 40
-"""Rows that a triangular solve takes at a time; the rest of it is a product of matrices, which takes half the time."""
+"""Rows of one triangular solve; the rest is a product of matrices, which takes half the time."""
 PAD = 8
 """Numbers between the rows of a buffer."""
 
@@ -96,7 +96,7 @@ def extend_basis(old: Tensor, given: Tensor) -> ExtendedBasis:
 
 
 _First = tuple[Tensor, Tensor, Tensor | None]
-"""Rows N, C ``[L, t, M]`` and an upper triangle T or None for the identity, with given = old[:, :t] C + Nᵀ T, in columns."""
+"""Rows N, C ``[L, t, M]`` and an upper triangle T (None: identity) with given = old[:, :t] C + Nᵀ T."""
 
 
 def _first_pass_float32(old: Tensor, given: Tensor) -> _First | None:
@@ -124,7 +124,7 @@ def _first_pass_float32(old: Tensor, given: Tensor) -> _First | None:
 
 
 def _first_pass(old: Tensor, given: Tensor) -> _First | None:
-    """The first pass in the dtype of the factors, or None if the columns are dependent to the accuracy of their Gram matrix."""
+    """The first pass in the dtype of the factors; None if the columns are numerically dependent."""
     c = (old.mT @ given.mT).to(REAL)
     rest = _subtract_projection(given, old, c)
     t, worst = _cholesky((rest @ rest.mT).to(REAL))
@@ -161,7 +161,7 @@ def _diagonal(s: Tensor) -> Tensor:
 
 
 def _cholesky(s: Tensor) -> tuple[Tensor, float]:
-    """T, upper triangular, with S = Tᵀ T, and the largest ‖·‖₁ of the inverses of the S scaled to unit diagonal.
+    """T, upper triangular, with S = Tᵀ T, and the largest ‖·‖₁ of the inverses of S scaled to unit diagonal.
 
     That norm is no less than the spectral one; it is NaN or infinite where there is no factor.
     """
@@ -275,7 +275,7 @@ def add_low_rank(
 
 
 def _canonical_signs(u: Tensor) -> Tensor:
-    """1 or -1 for each column, so that its largest entry by magnitude, the first of equals, becomes positive."""
+    """1 or -1 for each column that makes its largest entry by magnitude, the first of equals, positive."""
     if u.shape[1] == 0:
         return u.new_ones(0)
     high, low = u.amax(0), -u.amin(0)

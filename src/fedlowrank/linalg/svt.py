@@ -70,7 +70,7 @@ def threshold_singular_values(w: Tensor, c: float, how: Algorithm = "auto") -> L
 
 
 def threshold_all(ws: Sequence[Tensor], c: float, how: Algorithm = "auto") -> list[LowRank]:
-    """:func:`threshold_singular_values` of many matrices; on an accelerator those of one shape are decomposed together."""
+    """:func:`threshold_singular_values` of many matrices; an accelerator batches those of one shape."""
     _check_threshold(c)
     groups: dict[object, list[int]] = {}
     for i, w in enumerate(ws):
@@ -103,14 +103,14 @@ def _root_of_scale(w: Tensor) -> float:
     top = float(w.abs().amax()) if w.numel() else 0.0
     if not math.isfinite(top):
         raise TaskError(
-            f"a matrix of shape {[*w.shape]} holds a NaN or an infinity, so it has no singular values. "
-            "Check it with torch.isfinite; in training, lower the learning rate."
+            f"a matrix of shape {[*w.shape]} holds a NaN or an infinity, so it has no singular values. Check "
+            "it with torch.isfinite; in training, lower the learning rate."
         )
     return math.ldexp(1.0, math.frexp(top)[1] // 2)
 
 
 def threshold_dense(w: Tensor, c: float) -> Tensor:
-    """The prox of c‖·‖_* of matrices ``[..., m, n]`` as matrices: no shape depends on data, so it can be vectorized.
+    """The prox of c‖·‖_* of matrices ``[..., m, n]`` as dense matrices, without data-dependent shapes.
 
     Raises:
         ConfigError: if the threshold is negative or NaN.
@@ -185,7 +185,7 @@ def _gram(a: Tensor) -> Tensor:
 
 
 def _eigenpairs_above(h: Tensor, x: float) -> Eigenpairs:
-    """Eigenvalues, ascending, and eigenvectors of a symmetric matrix, given by its lower triangle: at least all above ``x``."""
+    """Eigenpairs, ascending, of a symmetric matrix given by its lower triangle: at least all above ``x``."""
     half = len(h) // 2
     # a principal submatrix has no more eigenvalues above x than the whole (Cauchy): so early models skip the
     # whole count

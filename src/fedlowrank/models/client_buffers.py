@@ -1,4 +1,4 @@
-"""Buffers that a client's forward passes change: they belong to the client, beside the state that its method keeps.
+"""Buffers that forward passes change: they belong to the client, beside its method's state.
 
 A module may update a buffer in ``forward``: a moving average, the vectors of ``spectral_norm``, a counter.
 Methods know nothing of buffers. So an engine gives every client buffers of its own, which start at the
@@ -45,7 +45,7 @@ def install_buffers(task: Task, kept: Any) -> tuple[Any, Task]:
 
 
 def collect_buffers(task: Task, state: Any) -> Any:
-    """What a client keeps: the method's state, and the buffers that the task's models have changed, if there are any."""
+    """What a client stores: the method's state, and the buffers that its models have changed, if any."""
     changed = {n: a.changed_buffers for n, a in task.architectures.items()}
     changed = {n: buffers for n, buffers in changed.items() if buffers}
     return StateWithBuffers(state, changed) if changed else state

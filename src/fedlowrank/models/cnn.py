@@ -1,4 +1,4 @@
-"""The CNNs of pFedLoRA (Yi et al., arXiv:2310.13283, Table 3) and their kin, for any input shape and number of classes."""
+"""The CNNs of pFedLoRA (Yi et al., arXiv:2310.13283, Table 3) and FLoRAL, for any input shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pool_relu(size: int) -> tuple[nn.MaxPool2d, nn.ReLU]:
 
 
 class CNN(nn.Module):
-    """conv → ReLU → max-pool → conv → ReLU → max-pool → FC1 → ReLU → FC2 → ReLU → FC3 (any number of hidden layers).
+    """conv → ReLU → max-pool → conv → ReLU → max-pool → FC1 → ReLU → ... → last FC.
 
     Kernels are 5×5 without padding, as in the paper. Images too small for two of those (below 16 pixels, such
     as 8×8 digits) keep the form with 3×3 kernels padded by one.

@@ -1,4 +1,4 @@
-"""Batch normalization without an owner of its running statistics: by the batch in training, by local statistics at inference.
+"""Batch normalization without running statistics: by the batch in training, by local data at inference.
 
 Running statistics are neither averaged nor sent. Where a client trains, a batch is normalized by itself.
 Where it infers, the statistics are those that its own training data give under the very parameters it infers
@@ -36,7 +36,7 @@ class FunctionalModule:
         without: dotted name of a submodule that passes its input on instead, such as the head.
         frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left
             alone.
-        left: what the module held before a backward pass, shared by all that call the same module.
+        backward_slots: what the module held before a backward pass, shared by all that call the same module.
 
     Attributes:
         names: of the running statistics, as in ``state_dict``.
@@ -47,14 +47,14 @@ class FunctionalModule:
         module: nn.Module,
         without: str | None = None,
         frozen: frozenset[nn.Module] = frozenset(),
-        left: SavedSlots | None = None,
+        backward_slots: SavedSlots | None = None,
     ) -> None:
         self._module = module
         self._stateless = Stateless(module)
         layers = {
             n: m
             for n, m in module.named_modules()
-            if _keeps(m) and m not in frozen and not _within(n, without)
+            if _has_statistics(m) and m not in frozen and not _within(n, without)
         }
         self._layers = list(layers.values())
         self.names = tuple(f"{n}.{s}".lstrip(".") for n in layers for s in ("running_mean", "running_var"))
@@ -63,7 +63,7 @@ class FunctionalModule:
         if without is not None:
             parent, _, leaf = without.rpartition(".")
             self._without = [(module.get_submodule(parent)._modules, leaf, nn.Identity())]
-        self._left: SavedSlots = [] if left is None else left
+        self._backward_slots: SavedSlots = [] if backward_slots is None else backward_slots
 
     def __call__(self, params: Params, x: Any, buffers: Params | None = None) -> Tensor:
         """Scores of inputs; a dict of inputs is passed as keyword arguments.
@@ -86,8 +86,8 @@ class FunctionalModule:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise TaskError(
-                "a batch of a single example cannot be normalized by itself. Choose a batch size that leaves no client a last "
-                "batch of one example, or a model without batch normalization."
+                "a batch of a single example cannot be normalized by itself. Choose a batch size that "
+                "leaves no client a last batch of one example, or a model without batch normalization."
             ) from error
         finally:
             restore(saved)
@@ -95,8 +95,8 @@ class FunctionalModule:
         scores = out if isinstance(out, Tensor) else getattr(out, "logits", None)
         if not isinstance(scores, Tensor):
             raise TaskError(
-                f"the model {type(self._module).__name__} returns a {type(out).__name__}, but it must return one tensor of "
-                "scores [b, classes]. Wrap it in a module whose forward returns that entry."
+                f"the model {type(self._module).__name__} returns a {type(out).__name__}, but it must return "
+                "one tensor of scores [b, classes]. Wrap it in a module whose forward returns that entry."
             )
         return scores
 
@@ -111,13 +111,13 @@ class FunctionalModule:
 
             def install(_: Tensor) -> None:
                 self.release()
-                self._install(self._with_aliases(params), self._left)
+                self._install(self._with_aliases(params), self._backward_slots)
 
             scores.register_hook(install)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Give the module its own tensors back after a backward pass."""
-        restore(self._left)
+        restore(self._backward_slots)
 
     def _with_aliases(self, params: Params) -> Params:
         tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
@@ -145,7 +145,7 @@ class FunctionalModule:
         }
 
     def statistics(self, params: Params, chunks: Chunks) -> Params:
-        """Running statistics that data have under these parameters: means over chunks of mean and unbiased variance.
+        """Running statistics of data under these parameters: means of the chunks' mean and unbiased variance.
 
         Args:
             params: of the module.
@@ -172,19 +172,19 @@ class FunctionalModule:
 
 
 def refuse_instance_statistics(name: str, module: nn.Module) -> None:
-    """Raise TaskError where an InstanceNorm keeps running statistics: it normalizes each example by itself in training."""
+    """Raise TaskError if an InstanceNorm keeps running statistics, which have no owner."""
     for layer, m in module.named_modules():
         if isinstance(m, _INSTANCE) and m.track_running_stats:
             raise TaskError(
-                f"model {name}: {layer} is an InstanceNorm with running statistics, which have no owner in a federation. "
-                "Set track_running_stats=False, or use GroupNorm."
+                f"model {name}: {layer} is an InstanceNorm with running statistics, which have no owner in a "
+                "federation. Set track_running_stats=False, or use GroupNorm."
             )
 
 
 def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
-    """Batch normalizations that stay in evaluation mode in training, because the module's own ``train`` sees to it."""
+    """Batch normalizations that the module's own ``train`` keeps in evaluation mode."""
     module.train()
-    frozen = frozenset(m for m in module.modules() if _keeps(m) and not m.training)
+    frozen = frozenset(m for m in module.modules() if _has_statistics(m) and not m.training)
     module.eval()
     return frozen
 
@@ -208,7 +208,7 @@ def zero_normalizations(params: Params, module: nn.Module) -> Params:
     return {n: torch.zeros_like(p) if n in names else p for n, p in params.items()}
 
 
-def _keeps(layer: nn.Module) -> bool:
+def _has_statistics(layer: nn.Module) -> bool:
     return isinstance(layer, _BATCH) and layer.running_mean is not None
 
 

@@ -47,7 +47,7 @@ class Stateless:
             restore(saved)
 
     def install(self, params: Params, saved: SavedSlots) -> None:
-        """Put tensors in place of parameters and buffers, and append what was there to ``saved``."""
+        """Put tensors in place of parameters and buffers, and append the former values to ``saved``."""
         for name, tensor in params.items():
             table, own = self._slots[name]
             saved.append((table, own, table[own]))
@@ -84,7 +84,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def keep_parameters_for_recomputation(module: nn.Module) -> Contexts:
-    """``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: recomputes with the parameters of the forward pass.
+    """``context_fn`` of :func:`torch.utils.checkpoint.checkpoint` that keeps the forward pass's parameters.
 
     ``functional_call`` has put the module's own parameters back by the time activations are computed again.
     """

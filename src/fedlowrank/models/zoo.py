@@ -19,7 +19,7 @@ from .vgg import VGG8
 Shape = tuple[int, ...]
 
 SIGNATURE = "factory(shape: tuple[int, ...], classes: int) -> torch.nn.Module"
-"""How a factory of one's own is called: the shape of one example, and the number of classes or of a regression's targets."""
+"""Signature of a user's factory: shape of one example, number of classes or of regression targets."""
 
 MODELS: dict[str, str] = {
     "cnn1": "CNN-1 of pFedLoRA: 2 convolutions (16, 32), FC 2000, FC 500",
@@ -32,7 +32,7 @@ MODELS: dict[str, str] = {
     "resnet18_tiny": "ResNet-18 of FedSLR for TinyImageNet: the same with a 7×7 stem and a max-pool",
     "resnet18_w16": "ResNet-18 with a quarter of the channels: 701,456 parameters for 10 classes",
     "cnn_floral": "CNN of FLoRAL: convolutions 5×5 of 32 and 3×3 of 64, FC 64: 87,178 parameters at 3×32×32",
-    "vgg8": "VGG-8 of FLoRAL: 5 convolutions, 2 × FC 512 with dropout: 1,264,388 parameters at 3×32×32, 100 classes",
+    "vgg8": "VGG-8 of FLoRAL: 5 convolutions, 2 × FC 512, dropout; 1,264,388 parameters at 3×32×32, 100 classes",
     "vgg8_bn": "VGG-8 with BatchNorm after each convolution",
     "linear": "one linear layer, with or without a constant by model.bias",
     "mlp": "multi-layer perceptron, hidden widths by model.hidden",

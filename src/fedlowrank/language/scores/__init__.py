@@ -1,4 +1,4 @@
-"""Scores of language models: what they write, graded as the field does it, with the decoding beside every number.
+"""Scores of language models on generated text, each with its decoding settings.
 
 Everything takes a model and a tokenizer of transformers as they are. Nothing heavy is imported until it is
 used.

@@ -60,8 +60,8 @@ class Decoding:
             )
         if not (0 < self.temperature < math.inf and 0 < self.top_p <= 1):
             raise ConfigError(
-                f"decoding: temperature must be > 0 and top_p in (0, 1]; they are {self.temperature} and {self.top_p}. "
-                "For the likeliest token each time set method to 'greedy'."
+                f"decoding: temperature must be > 0 and top_p in (0, 1]; they are {self.temperature} and "
+                f"{self.top_p}. For the likeliest token each time set method to 'greedy'."
             )
         if self.method == "greedy" and (self.temperature != 1 or self.top_p != 1):
             raise ConfigError(
@@ -87,7 +87,7 @@ class Decoding:
 
 
 def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decoding) -> list[str]:
-    """What the model writes after each prompt: the new text alone, without special tokens, cut at the stop strings.
+    """Generate the text after each prompt, without special tokens, truncated at the stop strings.
 
     Prompts are padded on the left by this function itself, so the tokenizer is used as it is and keeps its
     settings, and one without a pad token will do. The model is in evaluation mode meanwhile and goes back to
@@ -147,7 +147,7 @@ def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decodin
             rows = order[begin : begin + decoding.batch_size]
             x, mask = pad_left([tokens[i] for i in rows], pad)
             ended = _stops(tokenizer, [tokens[i] for i in rows], x.shape[1], decoding.stop)
-            with _drawn_from(decoding, number):
+            with _seed_sampling(decoding, number):
                 out = model.generate(
                     input_ids=x.to(device),
                     attention_mask=mask.to(device),
@@ -203,7 +203,7 @@ def _own_settings(model: torch.nn.Module, config: Callable[[], Any]) -> Iterator
 
 
 @contextlib.contextmanager
-def _drawn_from(decoding: Decoding, batch: int) -> Iterator[None]:
+def _seed_sampling(decoding: Decoding, batch: int) -> Iterator[None]:
     if decoding.method == "greedy":
         yield
         return
@@ -229,9 +229,9 @@ def _check_lengths(model: Any, tokens: Sequence[Sequence[int]], decoding: Decodi
     for i, row in enumerate(tokens):
         if limit is not None and len(row) + decoding.max_new_tokens > limit:
             raise DataError(
-                f"prompt {i} has {len(row)} tokens; with {decoding.max_new_tokens} new ones it exceeds the model's context "
-                f"of {limit}. Set prompt_tokens to {max(1, limit - decoding.max_new_tokens)} to cut prompts on the left, or "
-                "lower max_new_tokens."
+                f"prompt {i} has {len(row)} tokens; with {decoding.max_new_tokens} new ones it exceeds the "
+                f"model's context of {limit}. Set prompt_tokens to {max(1, limit - decoding.max_new_tokens)} "
+                "to cut prompts on the left, or lower max_new_tokens."
             )
 
 

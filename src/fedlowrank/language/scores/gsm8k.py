@@ -64,7 +64,7 @@ def flexible_extract(text: str) -> str:
 
 
 def is_exact_match(extracted: str, reference: str) -> bool:
-    """Whether lm_eval's ``exact_match`` of gsm8k takes the two for equal; the reference may be a whole solution."""
+    """Whether lm_eval's ``exact_match`` of gsm8k holds; the reference may be a whole solution."""
     for pattern in _IGNORED:
         extracted, reference = re.sub(pattern, "", extracted), re.sub(pattern, "", reference)
     return extracted.lower() == reference.lower()

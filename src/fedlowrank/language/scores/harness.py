@@ -1,4 +1,4 @@
-"""Evaluation by lm_eval (EleutherAI's lm-evaluation-harness) of a model in memory, on tasks in local files."""
+"""Evaluation of a model in memory by lm_eval (EleutherAI) on tasks in local files."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def evaluate_with_lm_eval(
     """Evaluate by tasks in lm_eval's YAML form; none of those that come with lm_eval is looked at.
 
     For an evaluation without network, a task reads local files: ``dataset_path: json`` with ``dataset_kwargs:
-    data_files:``. lm_eval seeds the global generators with its own defaults, so a score can be had again; afterwards they,
-    the mode of the model and the padding settings of the tokenizer are as before.
+    data_files:``. lm_eval seeds the global generators with its own defaults, so scores are
+    reproducible; afterwards they, the mode of the model and the padding of the tokenizer are as before.
 
     Args:
         model: a causal language model of transformers.

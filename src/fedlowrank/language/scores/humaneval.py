@@ -42,14 +42,14 @@ class GradedPrograms:
         ) / len(self.runs)
 
     def isolation(self) -> str:
-        """What held the programs in; one line for each way in which it differed between them."""
+        """Isolation of the programs; one line for each way in which it differed between them."""
         found = [run.isolation for runs in self.runs for run in runs]
         lines = sorted({"unknown: over too soon" if one is None else one.describe() for one in found})
         return " | ".join(lines)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+    """Unbiased estimate of pass@k: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
     Args:
         samples: n, completions of a problem.
@@ -69,7 +69,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def build_program(problem: Mapping[str, str], completion: str) -> str:
-    """The program that passes if the completion is right: the problem's prompt, the completion and the tests."""
+    """A program that passes if the completion is right: prompt, completion and tests."""
     return f"{problem['prompt']}{completion}\n{problem['test']}\ncheck({problem['entry_point']})\n"
 
 
@@ -97,7 +97,8 @@ def grade_completions(
     """
     if not problems or len(problems) != len(completions):
         raise DataError(
-            f"there are {len(problems)} problems and completions of {len(completions)}; all are needed, one at least."
+            f"there are {len(problems)} problems and completions of {len(completions)}; all are needed, one "
+            "at least."
         )
     for problem, samples in zip(problems, completions, strict=True):
         missing = [column for column in COLUMNS if not isinstance(problem.get(column), str)]

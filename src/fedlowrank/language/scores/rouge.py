@@ -24,7 +24,8 @@ def rouge_l_each(predictions: Sequence[str], references: Sequence[str], stemmer:
     """
     if not references or len(predictions) != len(references):
         raise DataError(
-            f"there are {len(predictions)} predictions and {len(references)} references; equally many are needed."
+            f"there are {len(predictions)} predictions and {len(references)} references; equally many are "
+            "needed."
         )
     scorer = import_library("rouge_score.rouge_scorer", "Rouge-L").RougeScorer(
         ["rougeL"], use_stemmer=stemmer

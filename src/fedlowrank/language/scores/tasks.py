@@ -15,7 +15,7 @@ from .records import read_records, text_of
 from .sandbox import Limits
 
 Format = Callable[[Mapping[str, str]], str]
-"""The prompt of an instruction record: ``instruction`` and ``input`` (may be empty) to all that stands before the answer.
+"""The prompt of an instruction record with ``instruction`` and ``input`` (may be empty).
 
 It should be the format of training.
 """
@@ -30,7 +30,7 @@ class Score:
         value: the headline number; shares are in [0, 1].
         count: records that it is a mean over; for perplexity, tokens.
         decoding: the settings by which text was generated, in words.
-        details: other numbers and settings on which they depend, by name.
+        details: other results and settings on which they depend, by name.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Gsm8k:
         grade: which convention is the headline: last, the last number as a number; strict or flexible, as
             lm_eval's two filters. The details hold all three.
         limit: only so many records, the first; None takes all.
-        decoding: greedy, unless told.
+        decoding: greedy, by default.
     """
 
     path: str
@@ -89,7 +89,8 @@ class Gsm8k:
         _check_limit(self.limit)
         if self.shots < 0 or (self.shots > 0) != (self.train_path is not None):
             raise ConfigError(
-                f"gsm8k: shots > 0 and train_path belong together; they are {self.shots} and {self.train_path!r}"
+                f"gsm8k: shots > 0 and train_path belong together; they are {self.shots} and "
+                f"{self.train_path!r}"
             )
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
@@ -129,7 +130,7 @@ class Dolly:
             alone.
         stemmer: whether words are reduced to their stems first.
         limit: only so many of these records, the first; None takes all.
-        decoding: greedy with 128 new tokens, unless told.
+        decoding: greedy with 128 new tokens, by default.
     """
 
     path: str
@@ -177,7 +178,7 @@ class HumanEval:
         k: pass@k for each of these; the headline is the first.
         limit: only so many problems, the first; None takes all.
         limits: of each program.
-        decoding: greedy, stopping where the function ends, unless told.
+        decoding: greedy, stopping where the function ends, by default.
     """
 
     path: str
