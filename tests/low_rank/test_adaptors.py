@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedlowrank.adapters.adapted_parameters import KINDS, AdaptedParameter, find_adapted_parameters
 from fedlowrank.adapters.budget import adaptor_warnings, compute_budget
-from fedlowrank.adapters.floral_adaptors import (
-    KINDS,
-    AdaptedParameter,
-    Adaptors,
-    center_adaptors,
-    find_adapted_parameters,
-    initial_adaptors,
-    mix_weights,
-    precondition_adaptors,
-)
 from fedlowrank.adapters.mixture import (
     Construction,
     Factor,
@@ -33,6 +24,13 @@ from fedlowrank.adapters.mixture import (
     choose_fold,
     precondition_matrix,
     reparameterize,
+)
+from fedlowrank.adapters.mixture_adaptors import (
+    Adaptors,
+    center_adaptors,
+    initial_adaptors,
+    mix_weights,
+    precondition_adaptors,
 )
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError

@@ -17,12 +17,9 @@ from torch.nn import functional
 
 import fedlowrank
 from fedlowrank import Floral
-from fedlowrank.adapters.floral_adaptors import (
-    find_adapted_parameters,
-    initial_adaptors,
-    precondition_adaptors,
-)
+from fedlowrank.adapters.adapted_parameters import find_adapted_parameters
 from fedlowrank.adapters.mixture import Pairs
+from fedlowrank.adapters.mixture_adaptors import initial_adaptors, precondition_adaptors
 from fedlowrank.adapters.router import Router
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError

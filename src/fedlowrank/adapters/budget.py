@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .floral_adaptors import AdaptedParameter, Include, kind_of
+from .adapted_parameters import AdaptedParameter, Include, kind_of
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,16 @@ def compute_budget(module: nn.Module, where: Mapping[str, AdaptedParameter], cou
 
 def adaptor_warnings(module: nn.Module, where: Mapping[str, AdaptedParameter]) -> list[str]:
     """The notes on adapted parameters with their names, and :func:`unadapted_warning`."""
-    said = {
+    names_by_note = {
         note: [n for n, adapted in where.items() if adapted.note == note]
         for note in (s.note for s in where.values())
         if note
     }
     rest = unadapted_warning(module, where)
-    return [*(f"{', '.join(names)}: {note}" for note, names in said.items()), *([rest] if rest else [])]
+    return [
+        *(f"{', '.join(names)}: {note}" for note, names in names_by_note.items()),
+        *([rest] if rest else []),
+    ]
 
 
 def unadapted_warning(

@@ -10,7 +10,7 @@ The weight is w + p: w as factors left · right of its scheme-2 matrix, p sparse
 In memory a sparse tensor always has indices, by which it computes. The bits are for the file;
 :func:`measure_size` counts as the file does.
 
-How the thin layers compute, and what that costs, is said in :mod:`fedlowrank.adapters.thin_layers`.
+For the computation of thin layers and its cost see :mod:`fedlowrank.adapters.thin_layers`.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
         return count_multiplications(layer, rank) + (
             SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0)
         )
-    places = min(count_index_bytes(count, rest.shape))
-    return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + places
+    index_bytes = min(count_index_bytes(count, rest.shape))
+    return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + index_bytes
 
 
 def _choose_form(
@@ -106,7 +106,7 @@ def deploy(
         merged = dense if p is None else dense + p
         parts = None if layer is None else _choose_form(layer, w, p, merged, layout)
         if parts is None:
-            # only the data of a parameter are replaced: whoever shares it goes on sharing it
+            # only the data of a parameter are replaced: shared parameters stay shared
             param.data = merged.detach().to(param.device, copy=True).contiguous()
         else:
             compress_layer(layer, parts)
@@ -158,7 +158,7 @@ def _check(params: Mapping[str, Tensor], weights: Mapping[str, Tensor | LowRank]
 def save_deployed(deployed: nn.Module, path: Path | str) -> None:
     """Write a deployed module's parameters and persistent buffers, what is shared once, without its code.
 
-    It is a safetensors file; its metadata, JSON, names the compressed layers and holds a checksum.
+    It is a safetensors file; its metadata, JSON, names the compressed layers and has a checksum.
 
     Raises:
         CheckpointError: if the file cannot be written; an old one is then untouched.
@@ -191,9 +191,7 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
         raise CheckpointError(f"{path} is damaged, or is no deployed model: {error!r}") from error
     if not sound or found["format"] not in FORMATS:
         raise CheckpointError(f"{path} is damaged, or not of the format {' or '.join(FORMATS)}")
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # initial values are thrown away; nobody else's draws may move for them
+    with torch.random.fork_rng(devices=[]):  # the factory's random initial values are overwritten
         made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
     made, modules = made.eval().requires_grad_(False), dict(made.named_modules())
     for name, shape in layers.items():
@@ -241,7 +239,7 @@ def _state(module: nn.Module, compressed: bool = True) -> Params:
 
     Args:
         module: any.
-        compressed: whether to include the compressed layers' own, their places in the form of fewer bytes.
+        compressed: whether to include the compressed layers' own, with their indices in the smaller form.
     """
     state: dict[int, tuple[str, Tensor]] = {}
     for name, t in module.state_dict(keep_vars=True).items():

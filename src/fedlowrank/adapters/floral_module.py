@@ -2,7 +2,7 @@
 
 Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors",
 arXiv:2410.03497. The federated method of the same name is :class:`fedlowrank.methods.Floral`; both use
-:mod:`fedlowrank.adapters.floral_adaptors`.
+:mod:`fedlowrank.adapters.mixture_adaptors`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
+from .adapted_parameters import KINDS, Include, Kind, find_adapted_parameters, find_norms_with_statistics
 from .budget import Budget, compute_budget, unadapted_warning
-from .floral_adaptors import (
-    KINDS,
-    Adaptors,
-    Include,
-    Kind,
-    center_adaptors,
-    find_adapted_parameters,
-    find_norms_with_statistics,
-    initial_adaptors,
-    mix_weights,
-    precondition_adaptors,
-)
 from .mixture import (
     EPS,
     BatchNormAdaptor,
@@ -45,6 +34,7 @@ from .mixture import (
     main_statistics,
     reparameterize,
 )
+from .mixture_adaptors import Adaptors, center_adaptors, initial_adaptors, mix_weights, precondition_adaptors
 from .router import Route, Router, parse_route
 from .substitution import (
     add_forward_hooks,
@@ -62,21 +52,15 @@ _LEARNED = Router()
 class Floral(nn.Module):
     """Any module with a mixture of C low-rank adaptors: each weight w becomes w + α Σ_c π_c a_c (§3.2).
 
-    The adaptors add to the weights, so a forward pass is one pass of the module with mixed weights, whatever
-    C is, and exact for any stride, padding, dilation, groups, shared weights, and layers used twice. At the
-    start it equals the module. Arguments and outputs are the module's own.
+    A forward pass is one pass of the module with mixed weights, whatever C is. It is exact for any stride,
+    padding, dilation, groups, shared weights and layers used twice, and equals the module at the start.
 
-    :attr:`base` is the module itself, not a copy, and its parameters train as well unless they are frozen
-    (``requires_grad_(False)``). Adaptors carry the names of what they adapt: ``adaptors.layer1.0.weight.u``.
-    What calls the base by another way than this module's forward (``model.base.generate(...)``) sees it
-    without adaptors: give it ``model.merge()``. Activation checkpointing inside the base is refused, because
-    it runs layers again in the backward pass, without adaptors; checkpoint the whole wrapper instead. Other
-    code that recomputes layers in the backward pass (reversible blocks, for example) is not recognized and
-    gets wrong gradients. A layer must read its weight as its own attribute; one kept in a Python list stays
-    what it previous.
-
-    A warning names the weight matrices that get no adaptors because their layer is of no known kind, such as
-    an LSTM.
+    :attr:`base` is the module itself, not a copy; its parameters train unless they are frozen. Adaptors carry
+    the names of what they adapt: ``adaptors.layer1.0.weight.u``. Code that bypasses this module's forward
+    (``model.base.generate(...)``) needs ``model.merge()``. Activation checkpointing inside the base is refused:
+    it would recompute layers without adaptors; checkpoint the whole wrapper instead. Other recomputation in
+    the backward pass (reversible blocks) is not recognized and gives wrong gradients. A layer must read its
+    weight as its own attribute. A warning names weight matrices without adaptors, such as those of an LSTM.
 
     Args:
         model: any module with linear layers, attention, convolutions, embeddings or normalizations.
@@ -271,7 +255,7 @@ class Floral(nn.Module):
     def center_(self, weights: Sequence[float] | Tensor | None = None) -> None:
         """Move the mean adaptor into the base (appendix E).
 
-        The merged model of every mixture stays what it is, but for what the rank cannot hold (offsets lose
+        The merged model of every mixture stays what it is, but for what exceeds the rank (offsets lose
         nothing). Adaptors of frozen parameters are residual alone.
 
         Args:

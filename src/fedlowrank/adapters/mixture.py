@@ -157,7 +157,7 @@ def initial_pairs(
         fold: of the weight.
         rank: an integer, or a budget; see :meth:`Fold.rank`.
         count: C.
-        key: of the draw; each c has its own.
+        key: source of randomness; each c has a subkey.
         dtype: of the weight.
         random: which factor is random; by default U, as in the paper.
     """
@@ -208,8 +208,8 @@ def center_pairs(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pair
         weights: of the mean ``[C]``, adding up to 1.
 
     Returns:
-        The base, and updates that share their singular values evenly between the factors. What rank r cannot
-        hold is lost. Where a singular value is nothing but rounding, U is zero and V a unit vector: with both
+        The base, and updates that share their singular values evenly between the factors. What exceeds rank r
+        is lost. Where a singular value is nothing but rounding, U is zero and V a unit vector: with both
         at zero no gradient would ever move them again.
     """
     mean, dense = pairs.mixed(weights), _at_least_float32(pairs.dense())

@@ -36,14 +36,17 @@ class PFedLoRAAdapter:
 
 
 def initial_adapter(inputs: int, width: int, classes: int, key: Key) -> PFedLoRAAdapter:
-    """Values as ``nn.Linear`` draws them: uniform within ±1/√fan-in."""
+    """Initial values as of ``nn.Linear``: uniform in ±1/√fan-in."""
     generator = key.generator()
 
-    def draw(fan_in: int, *shape: int) -> Tensor:
+    def sample(fan_in: int, *shape: int) -> Tensor:
         return torch.empty(*shape).uniform_(-1, 1, generator=generator).div_(fan_in**0.5)
 
     return PFedLoRAAdapter(
-        draw(inputs, width, inputs), draw(inputs, width), draw(width, classes, width), draw(width, classes)
+        sample(inputs, width, inputs),
+        sample(inputs, width),
+        sample(width, classes, width),
+        sample(width, classes),
     )
 
 

@@ -35,7 +35,7 @@ class Router:
             gradient needs two at least.
         keep: whether a client keeps θ from round to round; else it learns it anew from 0. The MFL update
             needs no θ kept.
-        adapt: steps in which a client that holds no θ learns it before it infers, all else frozen; 0 mixes
+        adapt: steps in which a client that holds no θ learns it before inference, all else frozen; 0 mixes
             evenly. The MFL update takes no steps; a client finds its π before it infers as before it trains.
     """
 

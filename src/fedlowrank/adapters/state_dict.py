@@ -10,7 +10,7 @@ from .lora import lora_of
 def full_state_dict(model: Model, params: Params) -> Params:
     """The state dict of a client's model; tensors that no client changes are the module's own.
 
-    Frozen tensors are not copied: every client's state holds the module's own. LoRA factors get the rank of
+    Frozen tensors are not copied: every client's state has the module's own. LoRA factors get the rank of
     the module's slots, see :meth:`fedlowrank.adapters.lora.LoRA.match_module_ranks`.
 
     Args:

@@ -60,7 +60,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def lock_module(module: nn.Module) -> Iterator[None]:
-    """One thread at a time; the others wait."""
+    """Let one thread at a time use a module; the others wait."""
     # setdefault is one step, so that two threads cannot make two locks
     with _LOCKS.setdefault(module, threading.RLock()):
         yield
@@ -68,7 +68,7 @@ def lock_module(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def substitute_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it the parameters named have other values, wherever the module holds them.
+    """Substitute parameters within a block, wherever the module uses them.
 
     Args:
         module: any module.
@@ -165,7 +165,7 @@ def _is_replica(layer: nn.Module) -> bool:
 
 def _parameter_table(layer: nn.Module) -> Mapping[str, Tensor | None]:
     if _is_replica(layer):
-        # what a replica still holds as parameters are those that are None, and substitutes
+        # a replica's own table has only None entries and substitutes
         return {**cast(Mapping[str, Tensor | None], layer._former_parameters), **layer._parameters}
     return layer._parameters
 

@@ -107,8 +107,8 @@ class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]
             there, nothing = (torch.empty(s, dtype=x.dtype, device="meta") for s in (x.shape, self.shape))
             zero = x.new_zeros(self._conv_forward(there, nothing, None).shape)
             return zero if self.bias is None else zero + self.bias.view(-1, *[1] * n)
-        places = x.numel() // self.in_channels // math.prod(self.stride)
-        if len(self.values) and self.shape.numel() * rank <= places * count_multiplications(self, rank):
+        positions = x.numel() // self.in_channels // math.prod(self.stride)
+        if len(self.values) and self.shape.numel() * rank <= positions * count_multiplications(self, rank):
             return self._conv_forward(x, self.weight, self.bias)
         z = across._conv_forward(x.reshape(-1, self.shape[1], *x.shape[-n:]), self.right, None)
         z = z.reshape(*x.shape[: -n - 1], self.groups * rank, *z.shape[-n:])
@@ -166,7 +166,7 @@ def count_index_bytes(count: int, shape: torch.Size) -> tuple[int, int]:
 def compress_layer(layer: Any, parts: Params) -> None:
     """Turn a plain layer into a compressed one.
 
-    The object stays, so whoever holds it or hooks it has the new layer.
+    The object stays the same, with its references and hooks.
     """
     shape, device = layer.weight.shape, layer.weight.device
     if type(layer) is not nn.Linear:

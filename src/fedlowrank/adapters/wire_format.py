@@ -163,6 +163,6 @@ def _quantize_factor(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tenso
 
 def _range_error(name: str, factor: str, wire: str) -> TaskError:
     return TaskError(
-        f"{factor} of the layer {name!r} holds values that are not finite, or too large for {wire}; lower "
+        f"{factor} of the layer {name!r} has values that are not finite, or too large for {wire}; lower "
         "the learning rate, clip the gradient, or set the wire to 'float32'."
     )

@@ -39,8 +39,8 @@ class SavedAdapter:
         config: the ``LoraConfig`` of the folder, ``modules_to_save`` left out.
         head: tensors of a classification head by their names in the base; empty if the folder has none.
         base_name: the base, as the folder names it.
-        digest: of the base's weights, or None if the folder does not say.
-        round: that the adapter was kept after, counted from 0, or None.
+        digest: of the base's weights, or None if unknown.
+        round: after which the adapter was saved, counted from 0, or None.
         client: whose it is, or None for the server's.
         notes: what could not be checked, each a sentence.
     """
@@ -72,7 +72,7 @@ def write_adapter(
 ) -> Path:
     """Write an adapter folder as PEFT does: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    All layers get one rank r, the largest, smaller ones being filled with zeros; α = r and no rsLoRA, with
+    All layers get one rank r, the largest, smaller ones zero-padded; α = r and no rsLoRA, with
     the scale in B, so that no reader has to know the scale that was trained with. Beside them lies
     ``fedlowrank.json``.
 
@@ -132,7 +132,7 @@ def read_adapter(folder: Path, digest: str | None = None) -> SavedAdapter:
     """Read an adapter folder, of :func:`write_adapter` or of PEFT itself.
 
     Args:
-        folder: that holds it.
+        folder: of the adapter.
         digest: of the base that it is meant for, or None not to compare.
 
     Raises:

@@ -40,7 +40,7 @@ class Base:
         attention: auto, what transformers takes; or eager, sdpa, flash_attention_2. For short texts on a CPU
             eager is several times faster to train than torch's fused kernel, whose backward pass works in
             long blocks.
-        gradient_checkpointing: activations are computed again in the backward pass instead of being kept,
+        gradient_checkpointing: activations are computed again in the backward pass instead of being stored,
             with the parameters that were given to the forward pass (:mod:`fedlowrank.models.stateless`).
         revision: branch, tag or commit of a name on the hub, or None for its main branch.
         offline: do not ask the hub, even for a name; what was downloaded before is found.
@@ -73,7 +73,7 @@ class LoadedBase:
         digest: :func:`digest_weights` of its weights.
         head: names of the modules to be trained as a whole: the classification head, and modules of the body
             that the files do not hold. Empty for a causal model.
-        notes: what was done that the settings do not say, each a sentence.
+        notes: warnings on what was done beyond the settings, each a sentence.
     """
 
     model: Any

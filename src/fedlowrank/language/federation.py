@@ -94,7 +94,7 @@ class Language:
     def write(self, run: Run, folder: Path, merged: bool = False, rank: int | None = None) -> list[Path]:
         """Standard adapter folders of the server and of every client, as they stand.
 
-        Layers whose base weight moved are kept whole in the adapter's folder. Where the whole base moved
+        Layers whose base weight changed are stored whole in the adapter's folder. If the whole base changed
         (FLoRA and FedEx-LoRA, merged), it is written once, to ``base``, and clients are adapters for it.
 
         Args:

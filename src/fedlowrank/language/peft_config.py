@@ -23,7 +23,7 @@ REFUSED_SETTINGS = {
     "modules_to_save": "a classification head is trained without it; the setting for heads says whether it is "
     "shared, personal or frozen",
     "loftq_config": "LoftQ changes the base",
-    "eva_config": "EVA draws A from data, which differ between clients",
+    "eva_config": "EVA initializes A from data, which differ between clients",
     "corda_config": "CorDA changes the base",
     "lora_ga_config": "LoRA-GA changes the base",
     "use_qalora": "its A has a row of pooled inputs",

@@ -52,7 +52,7 @@ for all of them."""
 
 @tree
 class DeltaForm:
-    """How the server holds a delta.
+    """How the server stores a delta.
 
     Attributes:
         kind: exact, capped or dense, see the module; or auto, exact while the stacked width (rank kept +
@@ -144,7 +144,7 @@ def initial_deltas(
 
     Args:
         shapes: (d, k) of every adapted weight, by layer name.
-        form: how to hold them.
+        form: how to store them.
         r_max: the largest rank of a client.
         device: where they live and are computed.
 
@@ -182,7 +182,7 @@ def update_deltas(
 
     Args:
         deltas: W by layer name.
-        blocks: (w_b, pair) of every layer; a layer that is left out has none. The weight holds the scale of
+        blocks: (w_b, pair) of every layer; a layer that is left out has none. The weight includes the scale of
             the upload. It may be negative: so a server subtracts what it sent over a lossy wire
             (:mod:`fedlowrank.adapters.wire_format`), to the last bit. Pairs of any floating-point type, on
             any device; they are computed in the dtype and on the device of W.
@@ -201,7 +201,7 @@ def update_deltas(
     for given in (blocks, sent_ranks):
         for name in given:
             if name not in deltas:
-                raise TaskError(f"the server holds no layer {name!r}. {did_you_mean(name, deltas)}")
+                raise TaskError(f"the server has no layer {name!r}. {did_you_mean(name, deltas)}")
     out: dict[str, Delta] = {}
     groups: dict[tuple[object, ...], list[_Step]] = {}
     for name, delta in deltas.items():

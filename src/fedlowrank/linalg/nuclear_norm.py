@@ -33,7 +33,7 @@ class PenalizedModel:
 
     Attributes:
         weights: of its parameters, as factors or as entries that are not zero where these are fewer.
-        ranks: of every penalized weight, of those kept whole too; the full one where none was computed.
+        ranks: of every penalized weight, also of dense ones; the full rank where none was computed.
     """
 
     weights: Weights
@@ -106,7 +106,7 @@ def as_model_part(params: Params, norm: Norm) -> Weights:
 
 
 def warn_if_all_zero(title: str, before: PenalizedModel, after: PenalizedModel, round: int) -> None:
-    """Say once, in the round in which it happens, that every penalized weight has become zero."""
+    """Warn in the round in which the last penalized weight becomes zero."""
     if _is_all_zero(after) and not _is_all_zero(before):
         logging.getLogger("fedlowrank").warning(
             "%s: after round %d every penalized weight is zero; choose a smaller lam or eta_g",

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 REAL = torch.float64
-"""Singular values, energies and cores are held in it, whatever the type of the factors."""
+"""Dtype of singular values, energies and cores, for any dtype of the factors."""
 WELL_CONDITIONED = 10.0
 """‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses only rounding."""
 SINGLE, PART = 1e4, 1e-4
@@ -149,7 +149,7 @@ def _second_pass(old: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> Exte
 
 
 def _subtract_projection(rows: Tensor, old: Tensor, c: Tensor) -> Tensor:
-    """``rows`` less what C says of them in the leading old columns, in a tensor of its own."""
+    """``rows`` minus their projection, given by C, on the leading old columns, as a new tensor."""
     out = empty_rows(rows, *rows.shape)
     if c.shape[1] == 0:
         return out.copy_(rows)

@@ -24,18 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..adapters.adapted_parameters import KINDS, AdaptedParameter, Kind, find_trained_adapted_parameters
 from ..adapters.budget import adaptor_warnings
-from ..adapters.floral_adaptors import (
-    KINDS,
-    AdaptedParameter,
-    Kind,
-    center_adaptors,
-    find_trained_adapted_parameters,
-    initial_adaptors,
-    mix_weights,
-    precondition_adaptors,
-)
 from ..adapters.mixture import Construction, Factor
+from ..adapters.mixture_adaptors import center_adaptors, initial_adaptors, mix_weights, precondition_adaptors
 from ..adapters.router import Router
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean

@@ -15,17 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..adapters.adapted_parameters import KINDS, Kind, find_trained_adapted_parameters
 from ..adapters.budget import adaptor_warnings
-from ..adapters.floral_adaptors import (
-    KINDS,
-    Adaptors,
-    Kind,
-    find_trained_adapted_parameters,
-    initial_adaptors,
-    mix_weights,
-    precondition_adaptors,
-)
 from ..adapters.mixture import Construction
+from ..adapters.mixture_adaptors import Adaptors, initial_adaptors, mix_weights, precondition_adaptors
 from ..core.client_model import ClientModel
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task

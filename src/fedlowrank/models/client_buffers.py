@@ -28,20 +28,20 @@ class StateWithBuffers:
     buffers: dict[str, Params]
 
 
-def install_buffers(task: Task, kept: Any) -> tuple[Any, Task]:
+def install_buffers(task: Task, client_state: Any) -> tuple[Any, Task]:
     """Separate what a client keeps into the method's state and a task whose models use the client's buffers.
 
     Args:
         task: as the server sees it.
-        kept: the state of a method, or a :class:`StateWithBuffers`.
+        client_state: the state of a method, or a :class:`StateWithBuffers`.
     """
     buffers: dict[str, Params] = {}
-    if isinstance(kept, StateWithBuffers):
-        kept, buffers = kept.state, kept.buffers
+    if isinstance(client_state, StateWithBuffers):
+        client_state, buffers = client_state.state, client_state.buffers
     if not any(a.buffers for a in task.architectures.values()):
-        return kept, task
+        return client_state, task
     models = {n: a.with_buffers(buffers.get(n, {})) for n, a in task.architectures.items()}
-    return kept, dataclasses.replace(task, architectures=models)
+    return client_state, dataclasses.replace(task, architectures=models)
 
 
 def collect_buffers(task: Task, state: Any) -> Any:

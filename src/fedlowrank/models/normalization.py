@@ -36,7 +36,7 @@ class FunctionalModule:
         without: dotted name of a submodule that passes its input on instead, such as the head.
         frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left
             alone.
-        backward_slots: what the module held before a backward pass, shared by all that call the same module.
+        backward_slots: the module's slots before a backward pass, shared by all that call the same module.
 
     Attributes:
         names: of the running statistics, as in ``state_dict``.
@@ -71,7 +71,7 @@ class FunctionalModule:
         Args:
             params: parameters, and statistics of batch normalizations or none.
             x: inputs.
-            buffers: further buffers by name; what ``forward`` makes of them is put in their places.
+            buffers: further buffers by name; replaced by what ``forward`` makes of them.
         """
         self.release()
         saved: SavedSlots = []

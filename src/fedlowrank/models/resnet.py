@@ -15,7 +15,7 @@ GROUPS = 2
 
 @dataclass(frozen=True)
 class ResNetSize:
-    """What tells the ResNets of :data:`RESNETS` apart: channels of the first stage, and the stem."""
+    """Settings of a ResNet: channels of the first stage, and whether the stem is large."""
 
     width: int = 64
     large: bool = False

@@ -1,7 +1,7 @@
 """Modules whose behavior is known: made of PyTorch's own layers, or of this package's, and of nothing else.
 
 The engines have shortcuts: a step that is taken in the backward pass, clients trained in one batched call.
-They are exact only for a module that does the same in training as in evaluation, draws no random number, has
+They are exact only for a module that does the same in training as in evaluation, uses no random numbers, has
 no hook and changes nothing but its output. That cannot be seen from outside for a module with a ``forward``
 of the user's, so a shortcut runs only where :func:`is_standard` holds. All other modules are trained by plain
 steps, one client after another.

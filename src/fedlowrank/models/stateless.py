@@ -15,7 +15,7 @@ Slot = tuple[dict[str, Any], str]
 """A module's table of parameters, buffers or submodules, and a name in it."""
 
 SavedSlots = list[tuple[dict[str, Any], str, Any]]
-"""Slots and what they held."""
+"""Slots and their former values."""
 
 
 class Stateless:
@@ -54,7 +54,7 @@ class Stateless:
             table[own] = tensor
 
     def current(self, name: str) -> Tensor:
-        """The tensor that the module holds now under a name."""
+        """The current tensor of a name."""
         table, own = self._slots[name]
         tensor: Tensor = table[own]
         return tensor
@@ -69,7 +69,7 @@ def restore(saved: SavedSlots) -> None:
 
 @contextlib.contextmanager
 def exchange_slots(slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Within it the slots hold the given values; afterwards their former ones."""
+    """Exchange the values of slots within a block, and restore the former ones."""
     saved: SavedSlots = []
     try:
         for table, own, value in slots:

@@ -42,10 +42,10 @@ MODELS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which models the clients hold.
+    """Which models the clients have.
 
     Attributes:
-        names: client k holds the (k mod number)-th of these, a list: a built-in model, or
+        names: client k has the (k mod number)-th of these, a list: a built-in model, or
             ``"package.module:factory"`` of one's own. The factory is called as ``factory(shape, classes)``
             and returns a ``torch.nn.Module``; ``shape`` is that of one example, such as (3, 32, 32), and
             ``classes`` the number of classes (of a regression, of targets).
@@ -120,6 +120,6 @@ def _user_factory(name: str, shape: Shape, classes: int) -> Callable[[], nn.Modu
     except TypeError as error:
         raise ConfigError(f"{wanted}: {error}") from error
     except ValueError:
-        # code without a signature that Python can show; the call itself will tell
+        # code without a signature that Python can show; calling it shows
         pass
     return lambda: factory(shape, classes)

@@ -32,8 +32,8 @@ class Decoding:
         prompt_tokens: longer prompts lose tokens on the left; None refuses a prompt that does not fit the
             model.
         special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt.
-            False for prompts that hold them already, as those of a chat template do.
-        key: for sampling: where the draws come from.
+            False for prompts that have them already, as those of a chat template do.
+        key: for sampling: source of randomness.
     """
 
     max_new_tokens: int = 256
@@ -140,7 +140,7 @@ def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decodin
         }
     device = next(model.parameters()).device
     texts = [""] * len(prompts)
-    # prompts of like length together, the longest first: little padding, and a lack of memory shows at once
+    # sorted by length, the longest first: little padding, and a lack of memory shows at once
     order = sorted(range(len(prompts)), key=lambda i: -len(tokens[i]))
     with evaluating(model), _own_settings(model, transformers.GenerationConfig), torch.no_grad():
         for number, begin in enumerate(range(0, len(order), decoding.batch_size)):

@@ -72,7 +72,7 @@ class Gsm8k:
             chain-of-thought form.
         train_path: file whose first records are the shots; commonly the published training part.
         grade: which convention is the headline: last, the last number as a number; strict or flexible, as
-            lm_eval's two filters. The details hold all three.
+            lm_eval's two filters. The details have all three.
         limit: only so many records, the first; None takes all.
         decoding: greedy, by default.
     """
