@@ -179,7 +179,7 @@ def test_fedavg_of_a_frozen_base_is_fedavg_of_what_is_after_it() -> None:
 
 def test_new_initial_values_leave_them_as_they_are() -> None:
     model = Architecture("net", Net(), EXAMPLE)
-    other = model.redrawn(Key((5,)))
+    other = model.reinitialize(Key((5,)))
     assert other.keys() == model.initial.keys()
     assert not any(torch.equal(t, model.initial[n]) for n, t in other.items())
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..core.errors import TaskError
 from ..core.tree import Params
 from ..linalg.pair import Pair
+from ..models.stateless import is_within
 
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the names of the base model."""
@@ -190,8 +191,11 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
     """
     found, seen = {}, set()
     for name, layer in module.named_modules():
-        inside = head is not None and (name == head or name.startswith(f"{head}."))
-        if inside or not isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd)) or id(layer.weight) in seen:
+        if (
+            is_within(name, head)
+            or not isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))
+            or id(layer.weight) in seen
+        ):
             continue
         seen.add(id(layer.weight))
         shape = tuple(layer.weight.shape)

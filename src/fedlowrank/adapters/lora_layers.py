@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
+from ..models.stateless import is_within
 
 ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 """Layers that can be wrapped; convolutions without groups."""
@@ -112,7 +113,7 @@ def add_lora(
         for n, m in made.named_modules()
         if isinstance(m, ADAPTABLE)
         and not any(n.startswith(f"{a}.") for a in inside)
-        and not _is_within(n, trainable)
+        and not any(is_within(n, t) for t in trainable)
     }
     targets = [n for n in layers if _matches(n, target_modules)]
     if not targets:
@@ -156,10 +157,6 @@ def _matches(name: str, target: str | Sequence[str]) -> bool:
     if isinstance(target, str):
         return re.fullmatch(target, name) is not None
     return any(name == t or name.endswith(f".{t}") for t in target)
-
-
-def _is_within(name: str, parts: Sequence[str]) -> bool:
-    return any(name == p or name.startswith(f"{p}.") for p in parts)
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module:

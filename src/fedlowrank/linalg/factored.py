@@ -34,6 +34,11 @@ class Factored:
         return (self.u * self.s) @ self.v.mT
 
 
+def canonical_signs(u: Tensor) -> Tensor:
+    """1 or -1 for each column ``[1, r]`` that makes its largest entry by magnitude positive."""
+    return torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)
+
+
 def compute_svd(w: Tensor) -> Factored:
     """The whole singular value decomposition of a matrix ``[m, n]``, with canonical signs.
 
@@ -41,8 +46,7 @@ def compute_svd(w: Tensor) -> Factored:
     factors.
     """
     u, s, vt = torch.linalg.svd(w, full_matrices=False)
-    at = u.abs().argmax(0, keepdim=True)
-    sign = torch.where(u.gather(0, at) < 0, -1.0, 1.0).to(w.dtype)
+    sign = canonical_signs(u)
     return Factored(u * sign, s, vt.mT * sign)
 
 

@@ -25,7 +25,7 @@ from scipy.linalg.blas import dsyrk
 from torch import Tensor
 
 from ..core.key import Key
-from .factored import compute_svd
+from .factored import canonical_signs, compute_svd
 from .stacking import REAL, orthogonalize, rounding_floor
 from .svt import count_above
 
@@ -76,7 +76,7 @@ def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triple
     kept = int((s > rounding_floor((w.shape[0], w.shape[1]), w.dtype) * s[:1]).sum())
     u, v = u[:, :kept], v[:, :kept]
     if kept:
-        sign = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)
+        sign = canonical_signs(u)
         u, v = u * sign, v * sign
     return u.contiguous(), s[:kept].clone(), v.contiguous()
 

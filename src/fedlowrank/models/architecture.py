@@ -145,7 +145,7 @@ class Architecture:
         """The parameters with the client's own statistics and changed buffers, as saved for inference."""
         changed = self.changed_buffers
         known = self.module.state_dict().keys() if changed else ()
-        return {**self.complete(params), **{n: b for n, b in changed.items() if n in known}}
+        return {**self.add_statistics(params), **{n: b for n, b in changed.items() if n in known}}
 
     def _check_split(self, example: Any) -> None:
         wrong = TaskError(
@@ -171,7 +171,7 @@ class Architecture:
         with _PROBE.global_generators():
             return self.apply(self.initial | self._code.neutral(), x)
 
-    def redrawn(self, key: Key) -> Params:
+    def reinitialize(self, key: Key) -> Params:
         """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""
 
         def again() -> nn.Module:
@@ -206,7 +206,7 @@ class Architecture:
 
         Parameters that are not given are those of the module: the frozen ones.
         """
-        return self._run(self._code, self.complete(params), x)
+        return self._run(self._code, self.add_statistics(params), x)
 
     def _run(self, code: FunctionalModule, params: Params, x: Any, prefix: str = "") -> Tensor:
         buffers = (
@@ -226,7 +226,7 @@ class Architecture:
             code.keep_for_backward(scores, params)
         return scores
 
-    def complete(self, params: Params) -> Params:
+    def add_statistics(self, params: Params) -> Params:
         """The parameters with the statistics of the client's training data, where the client is known."""
         if self._chunks is None or not self.statistics or self.statistics[0] in params:
             return params
@@ -239,7 +239,7 @@ class Architecture:
         self._completed = [*self._completed[-3:], (params, whole)]
         return whole
 
-    def locally(self, chunks: Chunks) -> Architecture:
+    def with_local_statistics(self, chunks: Chunks) -> Architecture:
         """The same at a client that infers: batch normalizations use the statistics of its training data."""
         if not self.statistics:
             return self
@@ -250,12 +250,12 @@ class Architecture:
     def represent(self, params: Params, x: Any) -> Tensor:
         """Representation ``[b, width]`` of inputs ``[b, ...]``; uses the body's parameters only."""
         self._need_head()
-        return self._run(self._body, self.body_of(self.complete(params)), x)
+        return self._run(self._body, self.body_of(self.add_statistics(params)), x)
 
     def head(self, params: Params, r: Tensor) -> Tensor:
         """Scores ``[b, classes]`` of representations ``[b, width]``; uses the head's parameters only."""
         prefix = f"{self.head_name}."
-        own = self.head_of(self.complete(params))
+        own = self.head_of(self.add_statistics(params))
         return self._run(self._head_code, {n[len(prefix) :]: p for n, p in own.items()}, r, prefix)
 
     def head_of(self, params: Params) -> Params:

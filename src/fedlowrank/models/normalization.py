@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.errors import TaskError
 from ..core.tree import Params
-from .stateless import SavedSlots, Stateless, restore
+from .stateless import SavedSlots, Stateless, is_within, restore
 
 _BATCH = nn.modules.batchnorm._BatchNorm
 _NAME = re.compile(r"Norm(\dd)?$")
@@ -54,7 +54,7 @@ class FunctionalModule:
         layers = {
             n: m
             for n, m in module.named_modules()
-            if _has_statistics(m) and m not in frozen and not _within(n, without)
+            if _has_statistics(m) and m not in frozen and not is_within(n, without)
         }
         self._layers = list(layers.values())
         self.names = tuple(f"{n}.{s}".lstrip(".") for n in layers for s in ("running_mean", "running_var"))
@@ -187,10 +187,6 @@ def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
     frozen = frozenset(m for m in module.modules() if _has_statistics(m) and not m.training)
     module.eval()
     return frozen
-
-
-def _within(name: str, part: str | None) -> bool:
-    return part is not None and (name == part or name.startswith(f"{part}."))
 
 
 def zero_normalizations(params: Params, module: nn.Module) -> Params:

@@ -60,6 +60,11 @@ class Stateless:
         return tensor
 
 
+def is_within(name: str, module: str | None) -> bool:
+    """Whether a dotted name is that of a module, or of something inside it; never if there is no module."""
+    return module is not None and (name == module or name.startswith(f"{module}."))
+
+
 def restore(saved: SavedSlots) -> None:
     """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
     while saved:

@@ -211,7 +211,7 @@ def local_model(
     known = server is not None or down is None
     state, task = install_buffers(task, state)
     view = client_view(federation, task, round, info, trainer)
-    view = replace(view, model=view.model.locally(lambda: (b.x for b in trainer.data.chunks())))
+    view = replace(view, model=view.model.with_local_statistics(lambda: (b.x for b in trainer.data.chunks())))
     with torch.inference_mode(False):
         message = tree.canonical(method.download(server, info)) if known else down
         made = method.client_model(state, message, view)
