@@ -73,12 +73,12 @@ def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triple
         f = compute_svd(w)
         found = f.u[:, :rank], f.s[:rank].to(REAL), f.v[:, :rank]
     u, s, v = found
-    kept = int((s > rounding_floor((w.shape[0], w.shape[1]), w.dtype) * s[:1]).sum())
-    u, v = u[:, :kept], v[:, :kept]
-    if kept:
+    new_rank = int((s > rounding_floor((w.shape[0], w.shape[1]), w.dtype) * s[:1]).sum())
+    u, v = u[:, :new_rank], v[:, :new_rank]
+    if new_rank:
         sign = canonical_signs(u)
         u, v = u * sign, v * sign
-    return u.contiguous(), s[:kept].clone(), v.contiguous()
+    return u.contiguous(), s[:new_rank].clone(), v.contiguous()
 
 
 def iterate_lanczos(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets | None:

@@ -258,8 +258,8 @@ def add_low_rank(
     ranks = (values > least[:, None]).sum(-1).tolist()
     out = []
     for i, rank in enumerate(ranks):
-        kept = rank if cap is None else min(rank, cap)
-        xi, yi = x[i, :, :kept], yt[i, :kept].mT
+        new_rank = rank if cap is None else min(rank, cap)
+        xi, yi = x[i, :, :new_rank], yt[i, :new_rank].mT
         # a clone, as it would else keep the columns that are dropped alive
         u1 = (
             bases[0].times(i, xi)
@@ -270,7 +270,7 @@ def add_low_rank(
         u1.mul_(sign)
         yi = yi * sign
         v1 = bases[1].times(i, yi) if bases else yi.to(v.dtype, memory_format=torch.contiguous_format)
-        out.append((u1, values[i, :kept].clone(), v1, values[i, kept:rank].clone()))
+        out.append((u1, values[i, :new_rank].clone(), v1, values[i, new_rank:rank].clone()))
     return out
 
 
