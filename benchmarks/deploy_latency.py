@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlowrank.adapters.deployment import Layout, compare_latency, deploy, size_of
+from fedlowrank.adapters.deployment import Layout, compare_latency, deploy, measure_size
 from fedlowrank.core.key import Key
 from fedlowrank.core.tree import Params, add
-from fedlowrank.linalg.matricize import LowRank, Weights, matricize, pack, unpack
-from fedlowrank.models.architecture import build
+from fedlowrank.linalg.matricize import LowRank, Weights, matricize, pack_low_rank, unpack_weights
+from fedlowrank.models.architecture import build_module
 from fedlowrank.models.zoo import ModelSettings
 
 MILLIONS, WHOLE = (7.33, 6.56, 5.54, 3.09, 1.27), 11.17
@@ -48,7 +48,9 @@ def keep(share: float, full: dict[str, LowRank], params: Params) -> Weights:
     out: Weights = dict(params)
     for name, f in full.items():
         r = round(share * f.rank)
-        out[name] = pack(LowRank(f.left[:, :r].contiguous(), f.right[:r].contiguous()), params[name].shape)
+        out[name] = pack_low_rank(
+            LowRank(f.left[:, :r].contiguous(), f.right[:r].contiguous()), params[name].shape
+        )
     return out
 
 
@@ -87,7 +89,7 @@ def arms(
         part = millions / WHOLE
         weights = keep(share_of(part * total, full, params), full, params)
         for what, p in (("w    ", None), ("w + p", sparse)):
-            dense = unpack(weights, params)
+            dense = unpack_weights(weights, params)
             for layout in LAYOUTS:
                 yield (
                     f"{part:4.0%} {what} {layout}",
@@ -98,7 +100,7 @@ def arms(
 
 def table(name: str, options: argparse.Namespace) -> None:
     factory = ModelSettings((name,)).factories((3, 32, 32), 10)[name]
-    module, generator = build(factory, Key((0,))).eval(), torch.Generator().manual_seed(0)
+    module, generator = build_module(factory, Key((0,))).eval(), torch.Generator().manual_seed(0)
     x = torch.randn(options.batch, 3, 32, 32, generator=generator)
     models, errors = {"dense": module}, {"dense": 0.0}
     for arm, deployed, dense in arms(module, options.density, generator):
@@ -111,9 +113,9 @@ def table(name: str, options: argparse.Namespace) -> None:
     print(
         f"{'':20} {'numbers':>11} {'bytes':>11} {'of dense':>8}   {'ms':>7} {'quartiles':>16} {'of dense':>8} {'error':>8}"
     )
-    whole = size_of(module)
+    whole = measure_size(module)
     for arm, t in times.items():
-        size = size_of(models[arm])
+        size = measure_size(models[arm])
         between = f"[{t.lower:.2f}, {t.upper:.2f}]"
         print(
             f"{arm:20} {size.parameters:11,} {size.nbytes:11,} {size.nbytes / whole.nbytes:8.2f}   {t.median:7.2f} "

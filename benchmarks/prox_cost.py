@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedlowrank.linalg.matricize import matricize
-from fedlowrank.linalg.svt import shrink_all
+from fedlowrank.linalg.svt import threshold_all
 
 THRESHOLD = 1e-3
 
@@ -66,9 +66,9 @@ def main() -> None:
     torch.set_num_threads(1)
     for name, make in (("early", early), ("late", late)):
         weights = make(torch.Generator().manual_seed(0))
-        factors = shrink_all(weights, THRESHOLD)
+        factors = threshold_all(weights, THRESHOLD)
         arms: dict[str, Callable[[], object]] = {
-            "prox": lambda ws=weights: shrink_all(ws, THRESHOLD),
+            "prox": lambda ws=weights: threshold_all(ws, THRESHOLD),
             "svd float32": lambda ws=weights: [torch.linalg.svd(w, full_matrices=False) for w in ws],
             "svd float64": lambda ws=weights: [torch.linalg.svd(w.double(), full_matrices=False) for w in ws],
         }

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fedlowrank.core.key import Key
-from fedlowrank.linalg.delta import Delta, Form, advance, split, start, truncation
+from fedlowrank.linalg.delta import Delta, DeltaForm, initial_deltas, split_svd, truncate_delta, update_deltas
 from fedlowrank.linalg.pair import Pair
 
 RANKS = (32, 24, 20, 16, 16, 12, 12, 12, 8, 8)
@@ -48,7 +48,7 @@ def uploads(
     for rank in RANKS:
         b, a = (torch.randn(s, generator=generator) / n**0.5 for s, n in (((d, rank), d), ((rank, k), k)))
         fall = 0.7 ** torch.arange(rank) if kind == "falling" else torch.ones(rank)
-        sent = split(truncation(at, 0 if kind == "noise" else rank), rank)
+        sent = split_svd(truncate_delta(at, 0 if kind == "noise" else rank), rank)
         scale = 0.1 if at.rank and kind != "noise" else 1.0
         out.append(
             (SHARE, Pair(sent.b.float() + scale * fall * b, sent.a.float() + scale * fall[:, None] * a))
@@ -93,7 +93,7 @@ def row(what: str, layers: int, seconds: float, memory: float, note: str) -> str
 
 def rounds(count: int, shape: tuple[int, int], kind: str) -> list[str]:
     """The default form over rounds, as lines of a table."""
-    key, state = Key(("server rounds",)), start({"w": shape}, Form(), max(RANKS))
+    key, state = Key(("server rounds",)), initial_deltas({"w": shape}, DeltaForm(), max(RANKS))
     lines = ["| round | width | state | CPU s | memory, GiB |", "| ---: | ---: | --- | ---: | ---: |"]
     print("\n".join(lines))
     held = {} if kind == "noise" else {"w": [(SHARE, rank) for rank in RANKS]}
@@ -102,7 +102,7 @@ def rounds(count: int, shape: tuple[int, int], kind: str) -> list[str]:
         # what all clients hold vanishes, so the least of their ranks does not count
         width = state["w"].rank - (min(RANKS) if held and i else 0) + sum(RANKS)
         wide = "" if state["w"].state == "dense" else str(width)
-        work = partial(advance, state, blocks, held=held)
+        work = partial(update_deltas, state, blocks, held=held)
         state, seconds, memory = measured(work)
         lines.append(f"| {i + 1} | {wide} | {state['w'].state} | {seconds:.2f} | {memory:.2f} |")
         print(lines[-1], flush=True)
@@ -128,9 +128,9 @@ def main() -> None:
     key, size = Key(("server step",)), given.size
     # the libraries' own buffers are not the step's
     small = {"w": (512, 512)}
-    advance(
-        start(small, Form("exact"), 32),
-        {"w": uploads("w", (512, 512), start(small, Form("exact"), 32)["w"], key)},
+    update_deltas(
+        initial_deltas(small, DeltaForm("exact"), 32),
+        {"w": uploads("w", (512, 512), initial_deltas(small, DeltaForm("exact"), 32)["w"], key)},
     )
     if given.rounds:
         lines = rounds(given.rounds, (size, given.columns or size), given.uploads)
@@ -146,20 +146,22 @@ def main() -> None:
     ]
     print("\n".join(lines))
 
-    zero = start(dict.fromkeys(names, (size, size)), Form("exact"), max(RANKS))
+    zero = initial_deltas(dict.fromkeys(names, (size, size)), DeltaForm("exact"), max(RANKS))
     first = {name: uploads(name, (size, size), zero[name], key / 0) for name in names}
-    state, seconds, memory = measured(lambda first=first: advance(zero, first))
+    state, seconds, memory = measured(lambda first=first: update_deltas(zero, first))
     truth = dense_sum(first[names[0]], torch.float64)
     note = f"rank {state[names[0]].rank}; relative difference to the matrix {difference(state[names[0]], truth):.1e}"
     lines.append(row("first, factored, float64", given.layers, seconds, memory, note))
 
     sent = state[names[0]].dense()
     for share, rank in ((SHARE, r) for r in RANKS):
-        sent -= share * truncation(state[names[0]], rank).dense()
+        sent -= share * truncate_delta(state[names[0]], rank).dense()
     second = {name: uploads(name, (size, size), state[name], key / 1) for name in names}
     del first
     held = {name: [(SHARE, rank) for rank in RANKS] for name in names}
-    after, seconds, memory = measured(lambda state=state, second=second: advance(state, second, held=held))
+    after, seconds, memory = measured(
+        lambda state=state, second=second: update_deltas(state, second, sent_ranks=held)
+    )
     sent += dense_sum(second[names[0]], torch.float64)
     note = f"rank {after[names[0]].rank}; relative difference to the matrix {difference(after[names[0]], sent):.1e}"
     lines.append(row("second, factored, float64", given.layers, seconds, memory, note))

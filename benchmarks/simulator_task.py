@@ -28,7 +28,7 @@ def transformer() -> Any:
     from torch import Tensor, nn
     from torch.nn import functional
 
-    from fedlowrank.adapters.lora_layers import lora
+    from fedlowrank.adapters.lora_layers import add_lora
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -55,7 +55,7 @@ def transformer() -> Any:
             out: Tensor = self.head(self.blocks(self.embedding(x.long())).mean(-2))
             return out
 
-    return lora(Transformer(), 4, 8, target_modules=["q", "v"], trainable=["head"])
+    return add_lora(Transformer(), 4, 8, target_modules=["q", "v"], trainable=["head"])
 
 
 def subject(name: str) -> Any:

@@ -66,19 +66,19 @@ def test_the_file_is_the_client_s_model(
     dense = run.state.server.w.dense(run.task.common_model("").initial)
     if series == "mixed":
         dense = {n: w + run.state.clients[1].p[n] for n, w in dense.items()}
-    made = deploy.load(module, out)
+    made = deploy.load_deployed(module, out)
     with torch.inference_mode():
         torch.testing.assert_close(made(x), functional_call(module, dense, (x,)), rtol=1e-4, atol=1e-5)
     whole = sum(p.numel() for p in dense.values())
     assert f"{whole:,}" in said
-    assert deploy.size_of(made).nbytes < 4 * whole
+    assert deploy.measure_size(made).nbytes < 4 * whole
     assert out.stat().st_size < 4 * whole
 
 
 def test_the_model_travels_to_another_process_and_its_class(folder: Path) -> None:
     run = run_of(folder)
     made = simulate(run.method, run.federation, rounds=1).deploy(0, "gkr")
-    assert any(isinstance(m, thin.Compressed) for m in made.modules())
+    assert any(isinstance(m, thin.CompressedLayer) for m in made.modules())
     assert isinstance(made, type(run.task.model(run.federation.infos[0]).module))
 
 

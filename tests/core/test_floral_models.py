@@ -10,14 +10,14 @@ from torch import nn
 
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.models.architecture import Architecture, architecture_of, build
+from fedlowrank.models.architecture import Architecture, build_architecture, build_module
 from fedlowrank.models.zoo import MODELS, ModelSettings
 
 CIFAR = (3, 32, 32)
 
 
 def model(name: str, shape: tuple[int, ...] = CIFAR, classes: int = 10, **kwargs: Any) -> nn.Module:
-    return build(ModelSettings((name,), **kwargs).factories(shape, classes)[name], Key((0,)))
+    return build_module(ModelSettings((name,), **kwargs).factories(shape, classes)[name], Key((0,)))
 
 
 def count(module: nn.Module) -> int:
@@ -132,4 +132,4 @@ def test_models_for_images_refuse_other_shapes() -> None:
         with pytest.raises(ConfigError, match="takes images"):
             model(name, (10,))
         (factory,) = ModelSettings((name,)).factories(CIFAR, 10).values()
-        assert architecture_of(name, factory, torch.zeros(1, *CIFAR), None, Key((0,))).width in (64, 512)
+        assert build_architecture(name, factory, torch.zeros(1, *CIFAR), None, Key((0,))).width in (64, 512)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.adapters.lora import lora_of
-from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.adapters.lora_layers import add_lora
 from fedlowrank.core import tree
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
@@ -72,7 +72,7 @@ def test_they_are_no_part_of_the_initial_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [Net, lambda: lora(Net(), 2, target_modules=["base.0", "middle"], trainable=["head"])]
+    "make", [Net, lambda: add_lora(Net(), 2, target_modules=["base.0", "middle"], trainable=["head"])]
 )
 def test_one_tensor_serves_all_code(make: Any) -> None:
     module = make()
@@ -96,7 +96,7 @@ def test_one_tensor_serves_all_code(make: Any) -> None:
 
 
 def test_sites_of_adapters_are_the_base_itself() -> None:
-    wrapped = lora(Net(), 2, target_modules=["base.0"])
+    wrapped = add_lora(Net(), 2, target_modules=["base.0"])
     for module, name in ((Net(), "base.0.weight"), (wrapped, "base.0.base_layer.weight")):
         held = lora_of(Architecture("net", module, EXAMPLE, "head")).base[name]
         assert held.data_ptr() == dict(module.named_parameters())[name].data_ptr()
@@ -179,7 +179,7 @@ def test_fedavg_of_a_frozen_base_is_fedavg_of_what_is_after_it() -> None:
 
 def test_new_initial_values_leave_them_as_they_are() -> None:
     model = Architecture("net", Net(), EXAMPLE)
-    other = model.redrawn(Key((5,)))
+    other = model.reinitialize(Key((5,)))
     assert other.keys() == model.initial.keys()
     assert not any(torch.equal(t, model.initial[n]) for n, t in other.items())
 

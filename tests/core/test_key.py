@@ -16,7 +16,7 @@ from fedlowrank.core.key import Key
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
-from fedlowrank.models.architecture import build
+from fedlowrank.models.architecture import build_module
 from methods.setting import alike, run_of, unlike
 
 NAMES = st.one_of(st.integers(-5, 5), st.sampled_from(["", "0", "1", "-1", "a", "b", '"', "[", ",", "1, 2"]))
@@ -97,8 +97,8 @@ def test_building_a_model_and_running_one_with_dropout_moves_no_global_generator
 
     torch.manual_seed(1)
     before = global_state()
-    a = build(net, Key((0,)))
-    b = build(net, Key((1,)))
+    a = build_module(net, Key((0,)))
+    b = build_module(net, Key((1,)))
     assert not torch.equal(a[0].weight, b[0].weight)
     rng = np.random.default_rng(0)
     clients = [(rng.normal(size=(20, 12)).astype(np.float32), rng.integers(0, 4, 20)) for _ in range(2)]
@@ -111,9 +111,9 @@ def test_building_a_model_and_running_one_with_dropout_moves_no_global_generator
 
 def test_a_model_is_built_from_its_key_alone() -> None:
     torch.manual_seed(1)
-    a = build(lambda: torch.nn.Linear(3, 2), Key((0,)))
+    a = build_module(lambda: torch.nn.Linear(3, 2), Key((0,)))
     torch.manual_seed(99)
-    b = build(lambda: torch.nn.Linear(3, 2), Key((0,)))
+    b = build_module(lambda: torch.nn.Linear(3, 2), Key((0,)))
     assert torch.equal(a.weight, b.weight)
 
 

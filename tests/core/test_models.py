@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.data.federation import Federation
-from fedlowrank.models.architecture import Architecture, build
+from fedlowrank.models.architecture import Architecture, build_module
 from fedlowrank.models.cnn import CNN, FAMILY
 from fedlowrank.models.mlp import MLP
 
@@ -30,7 +30,7 @@ IMAGE = (3, 32, 32)
 
 
 def cnn(name: str, shape: tuple[int, int, int] = IMAGE, classes: int = 10, **kwargs: Any) -> CNN:
-    return build(lambda: CNN(shape, classes, *FAMILY[name], **kwargs), Key((0,)))
+    return build_module(lambda: CNN(shape, classes, *FAMILY[name], **kwargs), Key((0,)))
 
 
 def by_hand(name: str, shape: tuple[int, int, int], classes: int, kernel: int, padding: int) -> int:

@@ -135,7 +135,7 @@ def test_the_split_at_the_head_holds_with_a_normalization_in_the_body() -> None:
     net = Net()
     made = Architecture("net", net, torch.zeros(1, 4))
     x = clients([30])[0][0]
-    local = made.locally(lambda: [x])
+    local = made.with_local_statistics(lambda: [x])
     whole = local.apply(made.initial, x[:3])
     torch.testing.assert_close(local.head(made.initial, local.represent(made.initial, x[:3])), whole)
     np.testing.assert_allclose(whole.detach().numpy(), by_hand(made.initial, x, x[:3]), atol=1e-5)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.key import Key
-from fedlowrank.models.architecture import Architecture, build
+from fedlowrank.models.architecture import Architecture, build_module
 from fedlowrank.models.resnet import RESNETS, ResNet18
 from fedlowrank.models.zoo import MODELS, ModelSettings
 
@@ -24,7 +24,7 @@ def count(module: nn.Module) -> int:
 
 
 def small(large: bool = False, shape: tuple[int, int, int] = CIFAR, classes: int = 10) -> ResNet18:
-    return build(lambda: ResNet18(shape, classes, width=4, large=large), Key((0,)))
+    return build_module(lambda: ResNet18(shape, classes, width=4, large=large), Key((0,)))
 
 
 def images(*shape: int) -> Tensor:

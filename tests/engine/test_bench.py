@@ -13,7 +13,7 @@ from fedlowrank.cli.main import main
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.engines import Sequential
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.models.architecture import build
+from fedlowrank.models.architecture import build_module
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.testing import bench
 from fedlowrank.testing.bench import SUBJECTS, federation, markdown, rows, time_rounds
@@ -47,7 +47,7 @@ def test_the_bare_loop_takes_the_same_steps(name: str) -> None:
     for place, (name_of, p) in enumerate(run.state.server.items()):
         mean = (ends[1][place] + ends[2][place]) / 2
         torch.testing.assert_close(p, mean, rtol=1e-4, atol=1e-5, msg=name_of)
-    assert [p.shape for p in build(subject.plain, fed.key).parameters()] == [
+    assert [p.shape for p in build_module(subject.plain, fed.key).parameters()] == [
         p.shape for p in run.state.server.values()
     ]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank import simulate
-from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.adapters.lora_layers import add_lora
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.methods import METHODS
@@ -52,7 +52,7 @@ def _made(kind: str) -> nn.Module:
         return base
     base.second.weight = nn.Parameter(base.second.weight.detach().clone())
     if kind == "ours":
-        return lora(base, 2, 3.0, target_modules=["line", "first", "second"], trainable=("head",))
+        return add_lora(base, 2, 3.0, target_modules=["line", "first", "second"], trainable=("head",))
     import peft
 
     config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["first", "second"], modules_to_save=None)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.adapters.lora_layers import add_lora
 from fedlowrank.core import tree
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
-from fedlowrank.linalg.delta import Form
+from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.simulation.run import Run, RunSettings
@@ -38,7 +38,7 @@ def small() -> nn.Module:
 
 def wrapped() -> nn.Module:
     """The model with layers of LoRA of rank 2 and a scale of 3/2."""
-    module = lora(small(), 2, 3.0, trainable=("head",))
+    module = add_lora(small(), 2, 3.0, trainable=("head",))
     module.head_name = "head"  # type: ignore[assignment]
     return module
 
@@ -91,7 +91,9 @@ def test_all_ranks_are_trained_together_and_each_is_what_it_is_alone(
 
 def test_residuals_of_unequal_ranks_are_filled_up_too() -> None:
     on = federation(small)
-    method = METHODS["fedhl"](residual=True, form=Form(kind="exact"), batch_size=8, optimizer=SGD(lr=0.1))
+    method = METHODS["fedhl"](
+        residual=True, form=DeltaForm(kind="exact"), batch_size=8, optimizer=SGD(lr=0.1)
+    )
     engine = Counting()
     one, other = (Run(method, on, RunSettings(rounds=3), e) for e in (Sequential(), engine))
     for _ in range(3):

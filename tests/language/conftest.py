@@ -50,12 +50,12 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpt2(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Path:
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-    from fedlowrank.models.architecture import build
+    from fedlowrank.models.architecture import build_module
 
     tokenizer = AutoTokenizer.from_pretrained(llama)
     size = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": len(tokenizer)}
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     folder = tmp_path_factory.mktemp("gpt2")
-    build(lambda: GPT2LMHeadModel(GPT2Config(**size, **ends)), Key((1,))).save_pretrained(folder)
+    build_module(lambda: GPT2LMHeadModel(GPT2Config(**size, **ends)), Key((1,))).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

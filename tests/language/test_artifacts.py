@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fedlowrank.core.errors import DataError, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.language.adapt import attach, layers, lora_config, parameters, scale_of, set_scale
-from fedlowrank.language.artifacts import merged, read_adapter, write_adapter, write_merged
-from fedlowrank.language.base import Base, load
+from fedlowrank.language.artifacts import merge_update, read_adapter, save_model, write_adapter
+from fedlowrank.language.base import Base, load_base
+from fedlowrank.language.peft_adapter import attach_adapter
+from fedlowrank.language.peft_config import lora_config, scale_of
 from fedlowrank.linalg.pair import Pair
 
-from .test_adapt import Mixed, X, by_hand, random_factors
+from .test_peft_adapter import Mixed, X, by_hand, layers, parameters, random_factors, set_scale
 
 KEY = Key((5,))
 CLASSES = ("a", "b", "c")
@@ -36,9 +37,9 @@ MODELS = {
 
 def live(folder, fields, task="causal", targets=None):
     """A model with a slot, random factors of another rank than the slot's, their scale, and the scores they give."""
-    loaded = load(Base(str(folder), task), CLASSES if task == "classification" else (), KEY)
+    loaded = load_base(Base(str(folder), task), CLASSES if task == "classification" else (), KEY)
     config = lora_config(fields | {"target_modules": targets})
-    model = attach(loaded.model, config, KEY, "shared", loaded.head)
+    model = attach_adapter(loaded.model, config, KEY, "shared", loaded.head)
     factors = random_factors(layers(model), 3)
     scale = scale_of(config, 3) / 10
     set_scale(model, scale)
@@ -88,7 +89,7 @@ def test_peft_loads_a_classifier_with_its_head(bert, fields, tmp_path):
 
 def test_a_new_part_of_the_body_travels_with_the_head(bert, tmp_path):
     folder = tmp_path / "base"
-    load(Base(str(bert), "classification"), CLASSES, KEY).model.bert.save_pretrained(folder)
+    load_base(Base(str(bert), "classification"), CLASSES, KEY).model.bert.save_pretrained(folder)
     AutoTokenizer.from_pretrained(bert).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     save_file(
@@ -107,7 +108,7 @@ def test_a_new_part_of_the_body_travels_with_the_head(bert, tmp_path):
 
 
 def test_a_frozen_head_of_the_files_needs_not_travel(bert, tmp_path):
-    first = load(Base(str(bert), "classification"), CLASSES, KEY)
+    first = load_base(Base(str(bert), "classification"), CLASSES, KEY)
     first.model.save_pretrained(tmp_path / "base")
     first.tokenizer.save_pretrained(tmp_path / "base")
     loaded, model, factors, scale, out = live(tmp_path / "base", PLAIN, "classification", MODELS["bert"])
@@ -153,9 +154,9 @@ def test_the_files_are_those_that_peft_writes(llama, tmp_path):
 
 
 def test_the_revision_is_kept_and_named_targets_too(llama, tmp_path):
-    loaded = load(Base(str(llama)), (), KEY)
+    loaded = load_base(Base(str(llama)), (), KEY)
     config = lora_config({"r": 2, "target_modules": r".*\.v_proj", "revision": "v1.0"})
-    model = attach(loaded.model, config, KEY)
+    model = attach_adapter(loaded.model, config, KEY)
     factors = random_factors(layers(model), 2)
     write_adapter(tmp_path, factors, 1.0, model.peft_config["default"], "x", "d")
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -171,7 +172,7 @@ def test_the_revision_is_kept_and_named_targets_too(llama, tmp_path):
 
 def test_embeddings_and_convolutions_go_through_files(tmp_path):
     config = lora_config({"r": 2, "lora_alpha": 2, "target_modules": ["line", "seen", "image", "turned"]})
-    model = attach(Mixed(), config, KEY)
+    model = attach_adapter(Mixed(), config, KEY)
     where = layers(model)
     factors = random_factors(where, 3)
     write_adapter(tmp_path, factors, 0.5, model.peft_config["default"], "mixed", "d", layers=where)
@@ -182,8 +183,8 @@ def test_embeddings_and_convolutions_go_through_files(tmp_path):
         again = PeftModel.from_pretrained(Mixed(), tmp_path)
     assert torch.allclose(again(X), expected, rtol=1e-4, atol=1e-3)
     back = read_adapter(tmp_path)
-    assert torch.allclose(merged(Mixed(), back.pairs, back.scale)(X), expected, rtol=1e-4, atol=1e-3)
-    assert torch.allclose(merged(model, factors, 0.5)(X), expected, rtol=1e-4, atol=1e-3)
+    assert torch.allclose(merge_update(Mixed(), back.pairs, back.scale)(X), expected, rtol=1e-4, atol=1e-3)
+    assert torch.allclose(merge_update(model, factors, 0.5)(X), expected, rtol=1e-4, atol=1e-3)
 
 
 @settings(max_examples=25, deadline=None)
@@ -235,11 +236,11 @@ def test_a_folder_of_peft_itself_is_read_with_its_scale(llama, tmp_path, stable)
     assert back.scale == pytest.approx(3 if stable else 1.5)
     assert back.config.r == 4
     assert torch.allclose(
-        scores(merged(load(Base(str(llama)), (), KEY).model, back.pairs, back.scale)),
+        scores(merge_update(load_base(Base(str(llama)), (), KEY).model, back.pairs, back.scale)),
         scores(theirs),
         atol=1e-5,
     )
-    slot = attach(load(Base(str(llama)), (), KEY).model, back.config, KEY)
+    slot = attach_adapter(load_base(Base(str(llama)), (), KEY).model, back.config, KEY)
     assert [p.requires_grad for n, p in slot.named_parameters() if "lora_" in n] == [True] * 4
 
 
@@ -255,24 +256,24 @@ def test_a_merged_folder_computes_what_the_live_model_does(name, request, tmp_pa
         given = parameters(layers(model), factors) | {f"base_model.model.{n}": t for n, t in head.items()}
         with torch.inference_mode():
             out = functional_call(model, given, kwargs={"input_ids": IDS}).logits
-    write_merged(tmp_path, model, loaded.tokenizer, factors, scale, head)
+    save_model(tmp_path, merge_update(model, factors, scale, head), loaded.tokenizer)
     kind = AutoModelForSequenceClassification if head else AutoModelForCausalLM
     assert torch.allclose(scores(kind.from_pretrained(tmp_path)), out, atol=1e-5)
     assert (
         AutoTokenizer.from_pretrained(tmp_path)("the fox").input_ids == loaded.tokenizer("the fox").input_ids
     )
     assert torch.equal(scores(model), before)
-    plain = load(Base(str(folder), task), CLASSES if head else (), KEY).model
+    plain = load_base(Base(str(folder), task), CLASSES if head else (), KEY).model
     dense = {n: scale * pair.dense() for n, pair in factors.items()}
-    assert torch.allclose(scores(merged(plain, dense, 1.0, head)), out, atol=1e-5)
+    assert torch.allclose(scores(merge_update(plain, dense, 1.0, head)), out, atol=1e-5)
 
 
 def test_a_delta_is_added_in_full_precision(llama):
-    model = load(Base(str(llama), dtype="bfloat16"), (), KEY).model
+    model = load_base(Base(str(llama), dtype="bfloat16"), (), KEY).model
     name = "model.layers.0.self_attn.v_proj"
     weight = model.get_submodule(name).weight.detach().clone()
     pair = Pair(torch.full((16, 1), 0.37), torch.full((1, 32), 0.41))
-    made = merged(model, {name: pair}, 0.013).get_submodule(name).weight
+    made = merge_update(model, {name: pair}, 0.013).get_submodule(name).weight
     expected = (weight.double() + 0.013 * 0.37 * 0.41).to(torch.bfloat16)
     assert made.dtype == torch.bfloat16
     # where the exact sum lies halfway between two bfloat16 numbers, float32 may round to the other
@@ -281,22 +282,22 @@ def test_a_delta_is_added_in_full_precision(llama):
 
 
 def test_what_cannot_be_merged_is_said(llama):
-    model = load(Base(str(llama)), (), KEY).model
+    model = load_base(Base(str(llama)), (), KEY).model
     pair = Pair(torch.ones(16, 1), torch.ones(1, 32))
     name = "model.layers.0.self_attn.v_proj"
     with pytest.raises(TaskError, match="Did you mean"):
-        merged(model, {"model.layers.0.self_attn.v_projj": pair})
+        merge_update(model, {"model.layers.0.self_attn.v_projj": pair})
     with pytest.raises(TaskError, match=r"\[16, 32\] does not fit .*q_proj, \[32, 32\]"):
-        merged(model, {"model.layers.0.self_attn.q_proj": pair})
+        merge_update(model, {"model.layers.0.self_attn.q_proj": pair})
     with pytest.raises(TaskError, match=r"no tensor 'score\.weight'"):
-        merged(model, {name: pair}, head={"score.weight": torch.ones(2, 2)})
+        merge_update(model, {name: pair}, head={"score.weight": torch.ones(2, 2)})
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(TaskError, match="one tensor"):
-        merged(model, {"lm_head": Pair(torch.ones(1, 1), torch.ones(1, 32))})
+        merge_update(model, {"lm_head": Pair(torch.ones(1, 1), torch.ones(1, 32))})
     packed = Mixed()
     packed.line.weight = torch.nn.Parameter(torch.zeros(7, 5, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(TaskError, match="without quantize"):
-        merged(packed, {"line": Pair(torch.ones(7, 1), torch.ones(1, 5))})
+        merge_update(packed, {"line": Pair(torch.ones(7, 1), torch.ones(1, 5))})
 
 
 def test_folders_that_are_no_adapters(tmp_path, llama):
@@ -353,7 +354,7 @@ def test_pairs_that_are_no_factors_are_refused(tmp_path):
         write_adapter(tmp_path, {}, 1.0, config, "x", "d")
     with pytest.raises(TaskError, match="no factors of one matrix"):
         write_adapter(tmp_path, {"line": Pair(torch.ones(4, 2), torch.ones(1, 4))}, 1.0, config, "x", "d")
-    where = layers(attach(Mixed(), config, KEY))
+    where = layers(attach_adapter(Mixed(), config, KEY))
     with pytest.raises(TaskError, match="no layer 'turned'"):
         write_adapter(
             tmp_path, random_factors({"turned": where["line"]}, 1), 1.0, config, "x", "d", layers=where

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
-from fedlowrank.language.base import Base, digest, head_modules, load
+from fedlowrank.language.base import Base, digest_weights, head_modules, load_base
 from fedlowrank.language.tiny import build_tiny
 
 from .conftest import TEXTS
@@ -27,7 +27,7 @@ def copied(folder, tmp_path):
 
 def test_the_package_imports_without_the_libraries():
     code = (
-        "import sys, fedlowrank, fedlowrank.language, fedlowrank.language.base, fedlowrank.language.adapt, "
+        "import sys, fedlowrank, fedlowrank.language, fedlowrank.language.base, fedlowrank.language.peft_adapter, "
         "fedlowrank.language.artifacts, fedlowrank.language.tiny, fedlowrank.language.llama2c; "
         "print([m for m in ('transformers', 'peft', 'tokenizers') if m in sys.modules])"
     )
@@ -36,7 +36,7 @@ def test_the_package_imports_without_the_libraries():
 
 
 def test_a_tiny_llama_is_what_its_files_say(llama):
-    loaded = load(Base(str(llama)), (), KEY)
+    loaded = load_base(Base(str(llama)), (), KEY)
     stored = load_file(llama / "model.safetensors")
     state = loaded.model.state_dict()
     assert type(loaded.model).__name__ == "LlamaForCausalLM"
@@ -48,7 +48,7 @@ def test_a_tiny_llama_is_what_its_files_say(llama):
 
 
 def test_the_attention_is_the_one_asked_for_and_computes_the_same(llama):
-    made = {kind: load(Base(str(llama), attention=kind), (), KEY).model for kind in ("eager", "sdpa")}
+    made = {kind: load_base(Base(str(llama), attention=kind), (), KEY).model for kind in ("eager", "sdpa")}
     x = torch.randint(0, 40, (3, 11), generator=KEY.generator())
     assert {kind: m.config._attn_implementation for kind, m in made.items()} == {
         "eager": "eager",
@@ -58,7 +58,7 @@ def test_the_attention_is_the_one_asked_for_and_computes_the_same(llama):
 
 
 def test_the_digest_is_a_hash_of_all_weights(llama):
-    loaded = load(Base(str(llama)), (), KEY)
+    loaded = load_base(Base(str(llama)), (), KEY)
     made = hashlib.blake2b(digest_size=16)
     for name, t in sorted(load_file(llama / "model.safetensors").items()):
         made.update(f"{name}|{t.dtype}|{list(t.shape)}|".encode() + t.numpy().tobytes())
@@ -71,24 +71,28 @@ def test_one_changed_weight_is_another_base(llama, tmp_path, name):
     weights = load_file(folder / "model.safetensors")
     weights[name].view(-1)[-1] += 1e-3
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    assert load(Base(str(folder)), (), KEY).digest != load(Base(str(llama)), (), KEY).digest
+    assert load_base(Base(str(folder)), (), KEY).digest != load_base(Base(str(llama)), (), KEY).digest
 
 
 def test_the_dtype_is_part_of_the_digest_and_names_and_shapes_are(llama):
-    whole, half = (load(Base(str(llama), dtype=d), (), KEY) for d in ("float32", "bfloat16"))
+    whole, half = (load_base(Base(str(llama), dtype=d), (), KEY) for d in ("float32", "bfloat16"))
     assert half.model.dtype == torch.bfloat16
     assert whole.digest != half.digest
-    assert load(Base(str(llama), dtype="auto"), (), KEY).digest == whole.digest
+    assert load_base(Base(str(llama), dtype="auto"), (), KEY).digest == whole.digest
     one, other = torch.nn.Linear(2, 6, bias=False), torch.nn.Linear(3, 4, bias=False)
     for layer in (one, other):
         torch.nn.init.ones_(layer.weight)
-    assert digest(one) != digest(other)
+    assert digest_weights(one) != digest_weights(other)
 
 
 def test_a_new_head_comes_from_the_key_alone(bert):
     before = torch.random.get_rng_state()
     base = Base(str(bert), "classification")
-    a, b, c = load(base, CLASSES, KEY), load(base, CLASSES, KEY), load(base, CLASSES, Key((8,)))
+    a, b, c = (
+        load_base(base, CLASSES, KEY),
+        load_base(base, CLASSES, KEY),
+        load_base(base, CLASSES, Key((8,))),
+    )
     assert torch.equal(before, torch.random.get_rng_state())
     assert a.model.classifier.weight.shape == (3, 32)
     assert torch.equal(a.model.classifier.weight, b.model.classifier.weight)
@@ -100,7 +104,7 @@ def test_a_new_head_comes_from_the_key_alone(bert):
 
 
 def test_a_decoder_classifies_by_its_last_token_that_is_no_padding(llama):
-    loaded = load(Base(str(llama), "classification"), CLASSES, KEY)
+    loaded = load_base(Base(str(llama), "classification"), CLASSES, KEY)
     assert loaded.head == head_modules(loaded.model) == ("score",)
     tok = loaded.tokenizer
     with torch.inference_mode():
@@ -110,15 +114,15 @@ def test_a_decoder_classifies_by_its_last_token_that_is_no_padding(llama):
 
 
 def test_the_head_of_the_files_is_kept_where_it_fits_and_replaced_where_not(bert, tmp_path):
-    first = load(Base(str(bert), "classification"), CLASSES, KEY)
+    first = load_base(Base(str(bert), "classification"), CLASSES, KEY)
     first.model.save_pretrained(tmp_path)
     first.tokenizer.save_pretrained(tmp_path)
     base = Base(str(tmp_path), "classification")
-    same = load(base, CLASSES, Key((9,)))
+    same = load_base(base, CLASSES, Key((9,)))
     assert torch.equal(same.model.classifier.weight, first.model.classifier.weight)
     assert "one of the files" in same.notes[0]
     assert same.digest != first.digest
-    other = load(base, ("a", "b"), Key((9,)))
+    other = load_base(base, ("a", "b"), Key((9,)))
     assert other.model.classifier.weight.shape == (2, 32)
     assert "is new" in other.notes[0]
     assert other.digest == first.digest
@@ -133,7 +137,7 @@ def test_a_part_of_the_body_that_the_files_lack_is_drawn_from_the_key_and_belong
         {"format": "pt"},
     )
     base = Base(str(folder), "classification")
-    a, b = load(base, CLASSES, KEY), load(base, CLASSES, Key((8,)))
+    a, b = load_base(base, CLASSES, KEY), load_base(base, CLASSES, Key((8,)))
     assert a.head == ("classifier", "bert.pooler.dense")
     assert any("bert.pooler.dense.weight" in note for note in a.notes)
     assert not torch.equal(a.model.bert.pooler.dense.weight, b.model.bert.pooler.dense.weight)
@@ -145,13 +149,13 @@ def test_a_tokenizer_without_padding_is_said_and_mended(llama, tmp_path):
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({n: v for n, v in settings.items() if n != "pad_token"}))
-    loaded = load(Base(str(folder)), (), KEY)
+    loaded = load_base(Base(str(folder)), (), KEY)
     assert loaded.tokenizer.pad_token == "</s>"
     assert loaded.model.config.pad_token_id == 2
     assert "'</s>' pads" in loaded.notes[0]
     path.write_text(json.dumps({n: v for n, v in settings.items() if not n.endswith("_token")}))
     with pytest.raises(DataError, match="no token for padding"):
-        load(Base(str(folder)), (), KEY)
+        load_base(Base(str(folder)), (), KEY)
 
 
 def test_a_padding_token_beyond_the_embeddings_is_refused(llama, tmp_path):
@@ -162,14 +166,14 @@ def test_a_padding_token_beyond_the_embeddings_is_refused(llama, tmp_path):
     tokenizer.add_special_tokens({"pad_token": "<new>"})
     tokenizer.save_pretrained(folder)
     with pytest.raises(DataError, match=r"<new>.*embeddings"):
-        load(Base(str(folder)), (), KEY)
+        load_base(Base(str(folder)), (), KEY)
 
 
 def test_checkpointing_changes_no_gradient_within_a_functional_call_or_after_it(llama):
     """The pass that is repeated must see the parameters that were given, not those that the module holds by then."""
     gradients = []
     for checkpointing in (False, True):
-        model = load(Base(str(llama), gradient_checkpointing=checkpointing), (), KEY).model.train()
+        model = load_base(Base(str(llama), gradient_checkpointing=checkpointing), (), KEY).model.train()
         name = "model.layers.0.mlp.gate_proj.weight"
         leaf = dict(model.named_parameters())[name].detach().clone().mul_(1.5).requires_grad_()
         calls = []
@@ -210,22 +214,22 @@ def test_checkpointing_changes_no_gradient_within_a_functional_call_or_after_it(
 )
 def test_settings_that_cannot_be(base, classes, error, words):
     with pytest.raises(error, match=words):
-        load(Base(**base), classes, KEY)
+        load_base(Base(**base), classes, KEY)
 
 
 def test_folders_that_hold_no_such_model(llama, bert, tmp_path):
     with pytest.raises(DataError, match=r"no config\.json"):
-        load(Base(str(tmp_path)), (), KEY)
+        load_base(Base(str(tmp_path)), (), KEY)
     with pytest.raises(DataError, match="another kind of model"):
-        load(Base(str(bert)), (), KEY)
+        load_base(Base(str(bert)), (), KEY)
     folder = copied(llama, tmp_path)
     (folder / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(DataError, match="transformers cannot load a causal model"):
-        load(Base(str(folder)), (), KEY)
+        load_base(Base(str(folder)), (), KEY)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "unheard-of"}))
     with pytest.raises(DataError, match="unheard-of"):
-        load(Base(str(folder)), (), KEY)
+        load_base(Base(str(folder)), (), KEY)
 
 
 def test_quantizing_without_its_library_names_the_extra(llama, monkeypatch):
@@ -240,13 +244,13 @@ def test_quantizing_without_its_library_names_the_extra(llama, monkeypatch):
         lambda name, *a: None if name == "bitsandbytes" else usual(name, *a),
     )
     with pytest.raises(ConfigError, match=r"fedlowrank\[quantize\]"):
-        load(Base(str(llama), quantize="4bit"), (), KEY)
+        load_base(Base(str(llama), quantize="4bit"), (), KEY)
 
 
 def test_a_missing_library_names_the_extra(monkeypatch, llama):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(DataError, match=r"fedlowrank\[language\]"):
-        load(Base(str(llama)), (), KEY)
+        load_base(Base(str(llama)), (), KEY)
 
 
 @pytest.mark.parametrize("task", ["causal", "classification"])
@@ -261,7 +265,7 @@ def test_a_tiny_model_is_a_function_of_its_key_and_texts(tmp_path, task):
 
 
 def test_the_tiny_tokenizer_writes_any_text(llama):
-    tok = load(Base(str(llama)), (), KEY).tokenizer
+    tok = load_base(Base(str(llama)), (), KEY).tokenizer
     for text in ("the quick fox", "  two spaces", "Ünïcode 日本 🙂\n\ttab", ""):
         ids = tok(text).input_ids
         assert ids[0] == tok.bos_token_id

@@ -30,7 +30,7 @@ def test_every_parameter_of_a_language_model_is_adapted(which: str, request: pyt
         warnings.simplefilter("error")
         model = Floral(base, rank=2, num_clusters=2).eval()
     assert list(model.adapted()) == [n for n, _ in base.named_parameters()]
-    kinds = {row.name: row.spot.kind for row in model.parameter_budget().rows}
+    kinds = {row.name: row.parameter.kind for row in model.parameter_budget().rows}
     norms = {n for n, k in kinds.items() if k == "norm"}
     assert {n for n in kinds if "norm" in n or "ln_" in n} == norms != set()
     assert all(

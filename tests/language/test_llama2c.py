@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedlowrank.core.errors import DataError
-from fedlowrank.language.llama2c import convert
+from fedlowrank.language.llama2c import convert_llama2c
 
 DIM, HIDDEN, LAYERS, HEADS, KV, LENGTH = 24, 20, 2, 6, 3, 16
 PIECES = ["he", " t", "th", "the", " the", "ll", "hell", "llo", "ab", "bc", "abc", " a", "!"]
@@ -119,13 +119,13 @@ def encode(tokens, text):
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     folder = tmp_path_factory.mktemp("small")
-    return convert(*write(folder, arrays(0, True)), folder / "made")
+    return convert_llama2c(*write(folder, arrays(0, True)), folder / "made")
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_random_model_gives_the_scores_of_the_format(tmp_path, tied):
     w = arrays(3, tied)
-    convert(*write(tmp_path, w, tied), tmp_path / "made")
+    convert_llama2c(*write(tmp_path, w, tied), tmp_path / "made")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made").eval()
     assert model.config.tie_word_embeddings is tied
     ids = np.random.default_rng(1).integers(0, VOCABULARY, LENGTH)
@@ -212,7 +212,7 @@ def test_files_that_are_not_of_the_format(tmp_path, damage, words):
     model, tokenizer = write(tmp_path, arrays(0, True))
     damage(model, tokenizer)
     with pytest.raises(DataError, match=words):
-        convert(model, tokenizer, tmp_path / "made")
+        convert_llama2c(model, tokenizer, tmp_path / "made")
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +221,7 @@ def stories(real, tmp_path_factory):
     if not where.is_dir():
         pytest.skip("there is no folder stories260K among the real data")
     folder = tmp_path_factory.mktemp("stories")
-    return where, convert(where / "stories260K.bin", where / "tok512.bin", folder)
+    return where, convert_llama2c(where / "stories260K.bin", where / "tok512.bin", folder)
 
 
 @pytest.mark.data

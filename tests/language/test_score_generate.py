@@ -7,7 +7,7 @@ import torch
 
 from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.language.scores.generate import Decoding, complete, cut
+from fedlowrank.language.scores.generate import Decoding, complete_prompts, truncate_at_stop
 
 from .test_score_models import byte_tokenizer, gpt2, greedy, llama, space_tokenizer
 
@@ -32,13 +32,13 @@ def expected(model, tokenizer, prompts, count):
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_greedy_is_the_likeliest_token_one_by_one_in_batches_of_any_size(tokenizer, make, batch_size):
     model = make(len(tokenizer))
-    texts = complete(model, tokenizer, PROMPTS, Decoding(15, batch_size=batch_size))
+    texts = complete_prompts(model, tokenizer, PROMPTS, Decoding(15, batch_size=batch_size))
     assert texts == expected(model, tokenizer, PROMPTS, 15)
     assert len(set(texts)) == len(texts)
 
 
 def test_no_prompt_gives_no_text(model, tokenizer):
-    assert complete(model, tokenizer, [], Decoding(3)) == []
+    assert complete_prompts(model, tokenizer, [], Decoding(3)) == []
 
 
 def test_settings_saved_with_the_model_change_nothing_and_stay(tokenizer):
@@ -55,7 +55,7 @@ def test_settings_saved_with_the_model_change_nothing_and_stay(tokenizer):
         no_repeat_ngram_size=1,
     )
     model.generation_config = saved
-    assert complete(model, tokenizer, PROMPTS, Decoding(10)) == plain
+    assert complete_prompts(model, tokenizer, PROMPTS, Decoding(10)) == plain
     assert model.generation_config is saved
     assert saved.num_beams == 3
 
@@ -67,7 +67,7 @@ def test_settings_saved_with_the_model_do_not_narrow_sampling(tokenizer):
         0.01,
         0.01,
     )
-    texts = complete(model, tokenizer, ["the"] * 30, Decoding(1, "sample", batch_size=30))
+    texts = complete_prompts(model, tokenizer, ["the"] * 30, Decoding(1, "sample", batch_size=30))
     assert len(set(texts)) > 10
 
 
@@ -81,12 +81,12 @@ def test_an_adapter_of_peft_is_used_and_its_base_left_as_it_was(tokenizer):
     model = peft.get_peft_model(
         base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     )
-    assert complete(model, tokenizer, PROMPTS, Decoding(8)) == plain
+    assert complete_prompts(model, tokenizer, PROMPTS, Decoding(8)) == plain
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
                 p.copy_(torch.linspace(-3, 3, p.numel()).reshape(p.shape))
-    adapted = complete(model, tokenizer, PROMPTS, Decoding(8))
+    adapted = complete_prompts(model, tokenizer, PROMPTS, Decoding(8))
     assert adapted == expected(model, tokenizer, PROMPTS, 8)
     assert adapted != plain
     assert base.generation_config is saved
@@ -113,7 +113,7 @@ def test_a_text_ends_before_the_end_token(where):
         decoding = Decoding(12, stop=("<end>",) if where == "stop" else ())
         if where == "stop":
             tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
-    assert complete(model, tokenizer, ["the", "quick"], decoding)[0] == tokenizer.decode(ids[:at])
+    assert complete_prompts(model, tokenizer, ["the", "quick"], decoding)[0] == tokenizer.decode(ids[:at])
 
 
 def test_texts_are_cut_at_stop_strings_and_generation_ends_there(model, tokenizer):
@@ -121,7 +121,7 @@ def test_texts_are_cut_at_stop_strings_and_generation_ends_there(model, tokenize
     stop = tuple(text[len(text) // 3 :][:3] for text in whole)
     calls = []
     hook = model.register_forward_hook(lambda *_: calls.append(1))
-    texts = complete(model, tokenizer, PROMPTS[:2], Decoding(40, stop=stop))
+    texts = complete_prompts(model, tokenizer, PROMPTS[:2], Decoding(40, stop=stop))
     hook.remove()
     assert texts == [min((text.split(s)[0] for s in stop), key=len) for text in whole]
     assert all(len(text) < len(long) for text, long in zip(texts, whole, strict=True))
@@ -129,9 +129,9 @@ def test_texts_are_cut_at_stop_strings_and_generation_ends_there(model, tokenize
 
 
 def test_cut_takes_the_first_place_of_any_string():
-    assert cut("abcabd", ["bd", "ca"]) == "ab"
-    assert cut("abc", ["x"]) == "abc"
-    assert cut("abc", []) == "abc"
+    assert truncate_at_stop("abcabd", ["bd", "ca"]) == "ab"
+    assert truncate_at_stop("abc", ["x"]) == "abc"
+    assert truncate_at_stop("abc", []) == "abc"
 
 
 def test_modes_and_tokenizer_are_as_before(tokenizer):
@@ -140,13 +140,13 @@ def test_modes_and_tokenizer_are_as_before(tokenizer):
     model.model.layers[0].eval()
     before = {name: module.training for name, module in model.named_modules()}
     tokenizer.padding_side = "right"
-    texts = complete(model, tokenizer, PROMPTS, Decoding(6))
+    texts = complete_prompts(model, tokenizer, PROMPTS, Decoding(6))
     assert texts == expected(model.eval(), tokenizer, PROMPTS, 6)
     model.train()
     model.model.layers[0].eval()
     with pytest.raises(DataError):
-        complete(model, tokenizer, ["the"], Decoding(300))
-    complete(model, tokenizer, PROMPTS, Decoding(2))
+        complete_prompts(model, tokenizer, ["the"], Decoding(300))
+    complete_prompts(model, tokenizer, PROMPTS, Decoding(2))
     assert {name: module.training for name, module in model.named_modules()} == before
     assert (tokenizer.padding_side, tokenizer.pad_token) == ("right", None)
     assert not any(p.grad is not None for p in model.parameters())
@@ -157,21 +157,21 @@ def test_sampling_draws_from_the_key_alone(tokenizer):
     decoding = Decoding(12, "sample", batch_size=2, key=Key((3, "eval")))
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = complete(model, tokenizer, PROMPTS, decoding)
+    first = complete_prompts(model, tokenizer, PROMPTS, decoding)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert complete(model, tokenizer, PROMPTS, decoding) == first
+    assert complete_prompts(model, tokenizer, PROMPTS, decoding) == first
     other = Decoding(12, "sample", batch_size=2, key=Key((4, "eval")))
-    assert complete(model, tokenizer, PROMPTS, other) != first
+    assert complete_prompts(model, tokenizer, PROMPTS, other) != first
     # each batch has draws of its own
-    twice = complete(model, tokenizer, ["the"] * 4, decoding)
+    twice = complete_prompts(model, tokenizer, ["the"] * 4, decoding)
     assert twice[:2] != twice[2:]
 
 
 def test_sampling_little_is_greedy(model, tokenizer):
     plain = expected(model, tokenizer, PROMPTS, 8)
-    assert complete(model, tokenizer, PROMPTS, Decoding(8, "sample", temperature=1e-4)) == plain
-    assert complete(model, tokenizer, PROMPTS, Decoding(8, "sample", top_p=1e-6)) == plain
+    assert complete_prompts(model, tokenizer, PROMPTS, Decoding(8, "sample", temperature=1e-4)) == plain
+    assert complete_prompts(model, tokenizer, PROMPTS, Decoding(8, "sample", top_p=1e-6)) == plain
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 1.0), (1.5, 1.0), (1.0, 0.6)])
@@ -187,7 +187,7 @@ def test_sampling_follows_the_distribution(tokenizer, temperature, top_p):
     q = np.zeros_like(p)
     q[kept] = p[kept] / p[kept].sum()
     n = 3000
-    texts = complete(
+    texts = complete_prompts(
         model, tokenizer, ["the"] * n, Decoding(1, "sample", temperature, top_p, batch_size=1000)
     )
     texts_of = [tokenizer.decode([i]) for i in range(len(q))]
@@ -201,15 +201,15 @@ def test_sampling_follows_the_distribution(tokenizer, temperature, top_p):
 def test_long_prompts_are_refused_or_cut_on_the_left(model, tokenizer):
     long = "the quick brown fox " * 100
     with pytest.raises(DataError, match=r"prompt 1 has .* context of 256.*prompt_tokens to 246"):
-        complete(model, tokenizer, ["the", long], Decoding(10))
+        complete_prompts(model, tokenizer, ["the", long], Decoding(10))
     tail = tokenizer(long)["input_ids"][-20:]
-    cut_ = complete(model, tokenizer, [long], Decoding(10, prompt_tokens=20))
+    cut_ = complete_prompts(model, tokenizer, [long], Decoding(10, prompt_tokens=20))
     assert cut_ == [tokenizer.decode(greedy(model, tail, 10))]
 
 
 def test_a_prompt_without_tokens_is_refused(model, tokenizer):
     with pytest.raises(DataError, match="has no token"):
-        complete(model, tokenizer, ["the", ""], Decoding(3))
+        complete_prompts(model, tokenizer, ["the", ""], Decoding(3))
 
 
 def test_an_encoder_and_decoder_is_refused(tokenizer):
@@ -224,7 +224,7 @@ def test_an_encoder_and_decoder_is_refused(tokenizer):
         "vocab_size": len(tokenizer),
     }
     with pytest.raises(TaskError, match="causal"):
-        complete(T5ForConditionalGeneration(T5Config(**sizes)), tokenizer, ["the"], Decoding(3))
+        complete_prompts(T5ForConditionalGeneration(T5Config(**sizes)), tokenizer, ["the"], Decoding(3))
 
 
 def test_the_space_between_prompt_and_text_is_kept():
@@ -235,7 +235,7 @@ def test_the_space_between_prompt_and_text_is_kept():
         ids = tokenizer(prompt)["input_ids"]
         new = greedy(model, ids, 6)
         spelt = "".join(words[i] for i in new if i != 0).replace("▁", " ")
-        assert complete(model, tokenizer, [prompt], Decoding(6)) == [spelt]
+        assert complete_prompts(model, tokenizer, [prompt], Decoding(6)) == [spelt]
     # at least one of the texts must begin with a space, or nothing was tested
     begins = [words[greedy(model, tokenizer(p)["input_ids"], 1)[0]] for p in ("x", "x x")]
     if not any(word.startswith("▁") for word in begins):
@@ -243,7 +243,7 @@ def test_the_space_between_prompt_and_text_is_kept():
             model.lm_head.weight[4] = (
                 10 * model.lm_head.weight[greedy(model, tokenizer("x")["input_ids"], 1)[0]]
             )
-        assert complete(model, tokenizer, ["x"], Decoding(1)) == [" return"]
+        assert complete_prompts(model, tokenizer, ["x"], Decoding(1)) == [" return"]
 
 
 def test_a_stop_string_that_is_no_token_does_not_make_the_unknown_token_an_end():
@@ -255,7 +255,7 @@ def test_a_stop_string_that_is_no_token_does_not_make_the_unknown_token_an_end()
     calls = []
     assert 0 in greedy(model, tokenizer("x")["input_ids"], 1)
     hook = model.register_forward_hook(lambda *_: calls.append(1))
-    complete(model, tokenizer, ["x"], Decoding(7, stop=("zzz",)))
+    complete_prompts(model, tokenizer, ["x"], Decoding(7, stop=("zzz",)))
     hook.remove()
     assert len(calls) == 7
 
@@ -274,7 +274,7 @@ def test_special_tokens_of_the_tokenizer_are_added_or_not_and_a_closing_one_is_n
     for special, ids in ((True, [begin, *bare]), (False, bare)):
         new = greedy(model, ids, 9)
         assert end not in new
-        found = complete(model, tokenizer, ["the"], Decoding(9, special_tokens=special))
+        found = complete_prompts(model, tokenizer, ["the"], Decoding(9, special_tokens=special))
         assert found == [tokenizer.decode(new, skip_special_tokens=True)]
 
 

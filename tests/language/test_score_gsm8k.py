@@ -40,7 +40,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("text", "answer", "last", "strict", "flexible"), TABLE)
 def test_conventions(text, answer, last, strict, flexible):
-    found = gsm8k.score([text], [answer])
+    found = gsm8k.grade_answers([text], [answer])
     assert (found.last, found.strict, found.flexible) == ([last], [strict], [flexible])
 
 
@@ -63,7 +63,7 @@ def test_the_table_is_what_lm_eval_says():
 
 
 def test_rates_are_means():
-    found = gsm8k.score(["#### 1", "it is 2", "3", "5"], ["1", "2", "3", "4"])
+    found = gsm8k.grade_answers(["#### 1", "it is 2", "3", "5"], ["1", "2", "3", "4"])
     assert found.rates() == {"last": 0.75, "strict": 0.25, "flexible": 0.75}
 
 
@@ -79,33 +79,33 @@ def test_a_number_is_found_however_it_is_written(whole, cents, dollar, after):
     value = float(f"{sign}{size}.{cents:02d}")
     written = f"first 7, then the answer is {sign}{dollar}{size:,}.{cents:02d}{after}"
     assert float(gsm8k.last_number(written)) == value
-    assert gsm8k.score([written], [f"#### {sign}{size}.{cents:02d}"]).last == [True]
-    assert gsm8k.score([written], [f"#### {sign}{size}.{(cents + 1) % 100:02d}"]).last == [False]
+    assert gsm8k.grade_answers([written], [f"#### {sign}{size}.{cents:02d}"]).last == [True]
+    assert gsm8k.grade_answers([written], [f"#### {sign}{size}.{(cents + 1) % 100:02d}"]).last == [False]
 
 
 @settings(deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_can_be_graded(text):
-    found = gsm8k.score([text], ["#### 4"])
+    found = gsm8k.grade_answers([text], ["#### 4"])
     assert len(found.last) == len(found.strict) == len(found.flexible) == 1
 
 
 def test_few_shots_come_first_and_in_order():
     shots = [{"question": f"q{i}?", "answer": f"because\n#### {i}"} for i in range(8)]
-    prompt = gsm8k.few_shot("and now?", shots)
+    prompt = gsm8k.build_few_shot_prompt("and now?", shots)
     pieces = [piece for i in range(8) for piece in (f"q{i}?", f"because\n#### {i}")] + ["and now?"]
     at = [prompt.index(piece) for piece in pieces]
     assert at == sorted(at)
     assert prompt.count("Question:") == prompt.count("Answer:") == 9
     assert prompt.endswith("and now?\nAnswer:")
     with pytest.raises(ConfigError):
-        gsm8k.few_shot("and now?", [])
+        gsm8k.build_few_shot_prompt("and now?", [])
 
 
 def test_what_cannot_be_graded_is_refused():
     for completions, answers in (([], []), (["1"], ["1", "2"]), (["1"], ["#### none"])):
         with pytest.raises(DataError):
-            gsm8k.score(completions, answers)
+            gsm8k.grade_answers(completions, answers)
 
 
 @pytest.mark.data
@@ -114,7 +114,7 @@ def test_real_solutions_are_right_by_every_convention(real):
         with gzip.open(real / "gsm8k" / f"{name}.jsonl.gz", "rt", encoding="utf-8") as lines:
             answers = [json.loads(line)["answer"] for line in lines]
         numbers = [answer.split("####")[1].strip() for answer in answers]
-        found = gsm8k.score(answers, answers)
+        found = gsm8k.grade_answers(answers, answers)
         assert found.rates() == {"last": 1.0, "strict": 1.0, "flexible": 1.0}
-        shifted = gsm8k.score([f"#### {float(n.replace(',', '')) + 1:g}" for n in numbers], answers)
+        shifted = gsm8k.grade_answers([f"#### {float(n.replace(',', '')) + 1:g}" for n in numbers], answers)
         assert shifted.rates()["last"] == 0.0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedlowrank.core.errors import ConfigError, DataError
-from fedlowrank.language.scores.generate import Decoding, complete
+from fedlowrank.language.scores.generate import Decoding, complete_prompts
 from fedlowrank.language.scores.harness import evaluate_with_lm_eval, lm_eval_model
 
 from .test_score_models import byte_tokenizer, llama
@@ -43,7 +43,7 @@ def test_a_task_over_a_local_file(tmp_path, monkeypatch):
     model = llama(len(tokenizer)).train()
     questions = ["the quick", "brown fox", "def add(", "lazy", "jumps over"]
     # three of the five references are what the model does write
-    texts = complete(model, tokenizer, questions, Decoding(8))
+    texts = complete_prompts(model, tokenizer, questions, Decoding(8))
     answers = [text if i < 3 else "something else" for i, text in enumerate(texts)]
     (tmp_path / "test.jsonl").write_text(
         "".join(

@@ -34,7 +34,7 @@ def test_nothing_runs_unless_asked(tmp_path):
         with pytest.raises(ConfigError, match="no security boundary"):
             run_program(f"open({str(mark)!r}, 'w')", execute=execute)
         with pytest.raises(ConfigError, match="no security boundary"):
-            humaneval.score([PROBLEM], [["    return 2 * x\n"]], execute=execute)
+            humaneval.grade_completions([PROBLEM], [["    return 2 * x\n"]], execute=execute)
     assert not mark.exists()
 
 
@@ -56,7 +56,7 @@ def test_nothing_runs_unless_asked(tmp_path):
     ],
 )
 def test_how_completions_end(completion, outcome, message):
-    found = humaneval.score([PROBLEM], [[completion]], execute=True, limits=QUICK)
+    found = humaneval.grade_completions([PROBLEM], [[completion]], execute=True, limits=QUICK)
     assert found.runs[0][0].outcome == outcome
     assert found.runs[0][0].message.startswith(message)
     assert found.pass_at(1) == (outcome == "passed")
@@ -198,7 +198,7 @@ def test_what_held_it_in_is_told():
     assert "no network" in held
     assert "no further processes" in held
     assert missing == "own process namespace; as user: nobody"
-    found = humaneval.score([PROBLEM], [["    return 2 * x\n"] * 2], execute=True, limits=QUICK)
+    found = humaneval.grade_completions([PROBLEM], [["    return 2 * x\n"] * 2], execute=True, limits=QUICK)
     assert found.isolation() == found.runs[0][0].isolation.describe()
 
 
@@ -234,7 +234,7 @@ def test_pass_at_k_refuses_numbers_that_do_not_fit():
 
 def test_several_samples_of_several_problems():
     right, wrong = "    return 2 * x\n", "    return x\n"
-    found = humaneval.score(
+    found = humaneval.grade_completions(
         [PROBLEM, PROBLEM], [[right, wrong, wrong], [wrong] * 3], execute=True, limits=QUICK
     )
     assert found.correct() == [1, 0]
@@ -246,7 +246,7 @@ def test_what_cannot_be_scored_is_refused():
     without = {name: text for name, text in PROBLEM.items() if name != "test"}
     for problems, samples in (([], []), ([PROBLEM], []), ([PROBLEM], [[]]), ([without], [["x"]])):
         with pytest.raises(DataError):
-            humaneval.score(problems, samples, execute=True)
+            humaneval.grade_completions(problems, samples, execute=True)
 
 
 @pytest.mark.data
@@ -255,7 +255,9 @@ def test_the_canonical_solutions_pass(real):
         problems = [json.loads(line) for line in lines]
     assert len(problems) == 164
     # some solutions define helpers or print, which a completion cut at the stop strings could not
-    found = humaneval.score(problems, [[p["canonical_solution"]] for p in problems], execute=True, stop=())
+    found = humaneval.grade_completions(
+        problems, [[p["canonical_solution"]] for p in problems], execute=True, stop=()
+    )
     assert [p["task_id"] for p, (r,) in zip(problems, found.runs, strict=True) if not r.passed] == []
-    empty = humaneval.score(problems, [["    pass\n"] for _ in problems], execute=True)
+    empty = humaneval.grade_completions(problems, [["    pass\n"] for _ in problems], execute=True)
     assert empty.pass_at(1) == 0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, DataError
-from fedlowrank.language.scores.perplexity import Labeled, Likelihood, label, likelihood
+from fedlowrank.language.scores.perplexity import Labeled, Likelihood, label_tokens, measure_likelihood
 
 from .test_score_models import byte_tokenizer, gpt2, llama
 
@@ -58,14 +58,14 @@ row = st.lists(st.tuples(st.integers(0, 200), st.booleans()), min_size=2, max_si
 )
 def test_it_is_the_mean_of_each_token_alone_whatever_batch_and_padding(rows, make, batch_size, pads):
     nll, tokens = by_hand(MODELS[make], rows)
-    found = likelihood(MODELS[make], padded(rows, pads), batch_size)
+    found = measure_likelihood(MODELS[make], padded(rows, pads), batch_size)
     assert found.tokens == tokens
     assert found.nll == pytest.approx(nll, rel=1e-4)
     assert found.perplexity == pytest.approx(math.exp(nll), rel=1e-3)
 
 
 def test_labels_cover_the_text_and_the_end_alone():
-    made = label(TOKENIZER, ["the quick", ""], [" brown fox", "def add"], end=True)
+    made = label_tokens(TOKENIZER, ["the quick", ""], [" brown fox", "def add"], end=True)
     end = TOKENIZER.eos_token_id
     for i, (prompt, text) in enumerate([("the quick", " brown fox"), ("", "def add")]):
         before, after = TOKENIZER(prompt)["input_ids"], [*TOKENIZER(text)["input_ids"], end]
@@ -73,13 +73,13 @@ def test_labels_cover_the_text_and_the_end_alone():
         assert made.x[i][made.mask[i] == 1].tolist() == before + after
         assert made.mask[i, :n].tolist() == [1] * n
         assert made.y[i].tolist() == [-100] * len(before) + after + [-100] * (made.y.shape[1] - n)
-    plain = label(TOKENIZER, ["the quick"], [" brown fox"])
+    plain = label_tokens(TOKENIZER, ["the quick"], [" brown fox"])
     assert end not in plain.x
     assert plain.x.dtype == plain.mask.dtype == plain.y.dtype == torch.int64
 
 
 def test_a_context_cuts_on_the_right():
-    whole, short = (label(TOKENIZER, ["the"], [" quick brown fox"], n) for n in (None, 4))
+    whole, short = (label_tokens(TOKENIZER, ["the"], [" quick brown fox"], n) for n in (None, 4))
     for a, b in zip(vars(whole).values(), vars(short).values(), strict=True):
         assert torch.equal(a[:, :4], b)
 
@@ -93,16 +93,16 @@ def test_special_tokens_stand_before_the_prompt_only():
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<begin> $A <end>", special_tokens=[("<begin>", begin), ("<end>", end)]
     )
-    assert label(tokenizer, ["the"], [" fox"]).x.tolist() == [[begin, *prompt, *text]]
+    assert label_tokens(tokenizer, ["the"], [" fox"]).x.tolist() == [[begin, *prompt, *text]]
     # the begin token predicts the first one of a text that stands alone
-    assert label(tokenizer, [""], [" fox"]).y.tolist() == [[-100, *text]]
+    assert label_tokens(tokenizer, [""], [" fox"]).y.tolist() == [[-100, *text]]
 
 
 def test_the_mode_is_as_before_and_dropout_is_off():
     model = llama(len(TOKENIZER), attention_dropout=0.5)
     model.train()
-    data = label(TOKENIZER, [""], ["the quick brown fox"])
-    found = likelihood(model, data)
+    data = label_tokens(TOKENIZER, [""], ["the quick brown fox"])
+    found = measure_likelihood(model, data)
     assert model.training
     tokens = TOKENIZER("the quick brown fox")["input_ids"]
     assert found.nll == pytest.approx(by_hand(model, [(tokens, [True] * len(tokens))])[0], rel=1e-5)
@@ -112,7 +112,7 @@ def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary():
     model = llama(len(TOKENIZER))
     with torch.no_grad():
         model.lm_head.weight.zero_()
-    found = likelihood(model, label(TOKENIZER, ["", "a"], ["the quick brown fox", "b"]))
+    found = measure_likelihood(model, label_tokens(TOKENIZER, ["", "a"], ["the quick brown fox", "b"]))
     assert found.perplexity == pytest.approx(len(TOKENIZER), rel=1e-6)
     assert Likelihood(1e4, 3).perplexity == math.inf
 
@@ -121,16 +121,16 @@ def test_what_has_no_likelihood_is_refused():
     model = MODELS[llama]
     x = torch.tensor([[1, 2, 3]])
     with pytest.raises(DataError, match="mask is 0"):
-        likelihood(model, Labeled(x, torch.tensor([[1, 1, 0]]), x))
+        measure_likelihood(model, Labeled(x, torch.tensor([[1, 1, 0]]), x))
     with pytest.raises(DataError, match="no token counts"):
-        likelihood(model, Labeled(x, torch.ones_like(x), torch.tensor([[1, -100, -100]])))
+        measure_likelihood(model, Labeled(x, torch.ones_like(x), torch.tensor([[1, -100, -100]])))
     with pytest.raises(ConfigError):
-        likelihood(model, Labeled(x, torch.ones_like(x), x), 0)
+        measure_likelihood(model, Labeled(x, torch.ones_like(x), x), 0)
     with pytest.raises(DataError, match="no token of any text"):
-        label(TOKENIZER, ["the quick brown"], [" fox"], 2)
+        label_tokens(TOKENIZER, ["the quick brown"], [" fox"], 2)
     with pytest.raises(DataError):
-        label(TOKENIZER, ["a", "b"], ["c"])
+        label_tokens(TOKENIZER, ["a", "b"], ["c"])
     with pytest.raises(ConfigError):
-        label(TOKENIZER, ["a"], ["b"], 1)
+        label_tokens(TOKENIZER, ["a"], ["b"], 1)
     with pytest.raises(ConfigError, match="no end token"):
-        label(byte_tokenizer(), ["a"], ["b"], end=True)
+        label_tokens(byte_tokenizer(), ["a"], ["b"], end=True)

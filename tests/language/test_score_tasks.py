@@ -6,8 +6,17 @@ import pytest
 
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, DataError
-from fedlowrank.language.scores import TASKS, Decoding, Dolly, Gsm8k, HumanEval, Perplexity, Score, complete
-from fedlowrank.language.scores.perplexity import label, likelihood
+from fedlowrank.language.scores import (
+    TASKS,
+    Decoding,
+    Dolly,
+    Gsm8k,
+    HumanEval,
+    Perplexity,
+    Score,
+    complete_prompts,
+)
+from fedlowrank.language.scores.perplexity import label_tokens, measure_likelihood
 
 from .test_score_models import Scripted, byte_tokenizer, llama
 
@@ -147,13 +156,15 @@ def test_perplexity_of_texts_and_of_answers(tmp_path, tokenizer):
         [{"text": "the quick brown", "q": "lazy", "more": "dog"}, {"text": "fox", "q": "a", "more": None}],
     )
     score = Perplexity(path).score(model, tokenizer, asked)
-    plain = likelihood(model, label(tokenizer, ["", ""], ["the quick brown", "fox"]))
+    plain = measure_likelihood(model, label_tokens(tokenizer, ["", ""], ["the quick brown", "fox"]))
     assert (score.value, score.count) == (pytest.approx(plain.perplexity), plain.tokens)
     assert math.log(score.value) == pytest.approx(score.details["nll"])
     score = Perplexity(path, instruction="q", input="more", end=True, batch_size=1).score(
         model, tokenizer, asked
     )
-    given = likelihood(model, label(tokenizer, ["[lazy|dog]", "[a|]"], ["the quick brown", "fox"], end=True))
+    given = measure_likelihood(
+        model, label_tokens(tokenizer, ["[lazy|dog]", "[a|]"], ["the quick brown", "fox"], end=True)
+    )
     assert (score.value, score.count) == (pytest.approx(given.perplexity), given.tokens)
     assert given.nll != pytest.approx(plain.nll)
 
@@ -170,7 +181,7 @@ def test_a_real_model_goes_through_a_task(tmp_path, tokenizer):
     """A reference that is what the model writes scores 1; the model itself is a random one."""
     model = llama(len(tokenizer))
     prompt = asked({"instruction": "say", "input": "it"})
-    text = complete(model, tokenizer, [prompt], Decoding(30))[0] + " word"
+    text = complete_prompts(model, tokenizer, [prompt], Decoding(30))[0] + " word"
     path = write(tmp_path / "dolly.jsonl", [{"instruction": "say", "context": "it", "response": text}])
     score = Dolly(path, decoding=Decoding(30)).score(model, tokenizer, asked)
     assert isinstance(score, Score)

@@ -13,26 +13,24 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedlowrank.adapters.budget import adaptor_remarks, budget
-from fedlowrank.adapters.floral_adaptors import (
-    KINDS,
-    Adaptors,
-    Spot,
-    adaptors,
-    centered,
-    mix,
-    preconditioned,
-    spots,
-)
+from fedlowrank.adapters.adapted_parameters import KINDS, AdaptedParameter, find_adapted_parameters
+from fedlowrank.adapters.budget import adaptor_warnings, compute_budget
 from fedlowrank.adapters.mixture import (
     Construction,
     Factor,
     Pairs,
     as_offsets,
-    center,
-    fold_of,
-    precondition,
+    center_pairs,
+    choose_fold,
+    precondition_matrix,
     reparameterize,
+)
+from fedlowrank.adapters.mixture_adaptors import (
+    Adaptors,
+    center_adaptors,
+    initial_adaptors,
+    mix_weights,
+    precondition_adaptors,
 )
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
@@ -48,8 +46,10 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=REAL)
 
 
-def shaken(where: dict[str, Spot], count: int, construction: Construction = "balanced") -> Adaptors:
-    made = adaptors(where, count, KEY, construction, torch.zeros(0, dtype=REAL))
+def shaken(
+    where: dict[str, AdaptedParameter], count: int, construction: Construction = "balanced"
+) -> Adaptors:
+    made = initial_adaptors(where, count, KEY, construction, torch.zeros(0, dtype=REAL))
     return tree.map(lambda t: randn(*t.shape, seed=t.numel()), made)
 
 
@@ -100,25 +100,26 @@ LAYERS: list[tuple[nn.Module, dict[str, str]]] = [
 
 @pytest.mark.parametrize(("layer", "kinds"), LAYERS, ids=lambda v: type(v).__name__)
 def test_what_each_layer_offers(layer: nn.Module, kinds: dict[str, str]) -> None:
-    found = spots(layer, 2)
+    found = find_adapted_parameters(layer, 2)
     assert {name: s.kind for name, s in found.items()} == kinds
     parameters = dict(layer.named_parameters())
     for name, s in found.items():
         assert s.shape == parameters[name].shape
         assert (s.rank == 0) == (s.kind in ("bias", "norm"))
-        a = adaptors(found, 3, KEY)[name]
-        assert 3 * s.numbers == sum(t.numel() for _, t in tree.leaves(a))
+        a = initial_adaptors(found, 3, KEY)[name]
+        assert 3 * s.parameter_count == sum(t.numel() for _, t in tree.leaves(a))
         assert s.layer == name.rpartition(".")[0]
 
 
 def test_kinds_and_predicates_choose() -> None:
     m = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 3))
-    assert list(spots(m, 1)) == [n for n, _ in m.named_parameters()]
-    assert list(spots(m, 1, kinds=("norm", "linear"))) == ["1.weight", "1.bias", "2.weight"]
-    assert list(spots(m, 1, include=lambda name, layer: name == "2" and isinstance(layer, nn.Linear))) == [
-        "2.weight",
-        "2.bias",
-    ]
+    assert list(find_adapted_parameters(m, 1)) == [n for n, _ in m.named_parameters()]
+    assert list(find_adapted_parameters(m, 1, kinds=("norm", "linear"))) == ["1.weight", "1.bias", "2.weight"]
+    assert list(
+        find_adapted_parameters(
+            m, 1, include=lambda name, layer: name == "2" and isinstance(layer, nn.Linear)
+        )
+    ) == ["2.weight", "2.bias"]
 
 
 def test_shared_weights_and_layers_used_twice_are_adapted_once() -> None:
@@ -131,40 +132,45 @@ def test_shared_weights_and_layers_used_twice_are_adapted_once() -> None:
             self.head.weight = self.embed.weight
 
     m = Tied()
-    found = spots(m, 2)
+    found = find_adapted_parameters(m, 2)
     assert list(found) == ["embed.weight", "head.bias"]
     assert found["embed.weight"].kind == "embedding"
     assert found["embed.weight"].note == "shared with head"
     # asked for by either of its layers, it goes by its own name
-    assert list(spots(m, 2, kinds=("linear",))) == ["embed.weight"]
-    assert list(spots(m, 2, include=lambda name, _: name == "head")) == ["embed.weight", "head.bias"]
+    assert list(find_adapted_parameters(m, 2, kinds=("linear",))) == ["embed.weight"]
+    assert list(find_adapted_parameters(m, 2, include=lambda name, _: name == "head")) == [
+        "embed.weight",
+        "head.bias",
+    ]
 
 
 def test_ranks_budgets_and_what_is_said_about_them() -> None:
     m = nn.Sequential(nn.Linear(30, 20), nn.Linear(3, 20))
-    found = spots(m, 0.3)
+    found = find_adapted_parameters(m, 0.3)
     assert found["0.weight"].rank == int(0.3 * 600 / 50)
     assert found["0.weight"].note == ""
     assert found["1.weight"].rank == 1
     assert "below rank 1" in found["1.weight"].note
-    wide = spots(m, 8)
+    wide = find_adapted_parameters(m, 8)
     assert [s.rank for s in wide.values()] == [8, 0, 3, 0]
     assert wide["0.weight"].note == ""
     assert "rank 8 is more than the weight has; 3 taken" in wide["1.weight"].note
     # of one kernel axis and of matrices filter-wise construction is what the others are
-    assert spots(m, 2, "filter")["0.weight"].rank == 2
-    assert spots(nn.Conv2d(3, 2, 3), 1, "filter")["weight"].rank == 2
+    assert find_adapted_parameters(m, 2, "filter")["0.weight"].rank == 2
+    assert find_adapted_parameters(nn.Conv2d(3, 2, 3), 1, "filter")["weight"].rank == 2
 
 
 def test_the_table_adds_up() -> None:
     m = nn.Sequential(nn.Conv2d(1, 2, 3), nn.PReLU(), nn.Linear(30, 20))
-    b = budget(m, spots(m, 0.1), 4)
+    b = compute_budget(m, find_adapted_parameters(m, 0.1), 4)
     assert b.base == sum(p.numel() for p in m.parameters())
-    assert b.each == sum(t[0].numel() for _, t in tree.leaves(adaptors(spots(m, 0.1), 4, KEY)))
+    assert b.each == sum(
+        t[0].numel() for _, t in tree.leaves(initial_adaptors(find_adapted_parameters(m, 0.1), 4, KEY))
+    )
     assert b.added == 4 * b.each == sum(row.added for row in b.rows)
     assert b.rest == {"1.weight": (1,)}
     row = next(r for r in b.rows if r.name == "2.weight")
-    assert (row.spot.rank, row.spot.numbers, row.added, row.share) == (1, 50, 200, 50 / 600)
+    assert (row.parameter.rank, row.parameter.parameter_count, row.added, row.share) == (1, 50, 200, 50 / 600)
     text = str(b)
     assert [line.split() for line in text.splitlines()][3] == [
         "2.weight",
@@ -183,11 +189,11 @@ def test_the_table_adds_up() -> None:
 def test_remarks_name_small_layers_and_matrices_without_adaptors() -> None:
     m = nn.Sequential(nn.Linear(3, 4), nn.GRUCell(4, 5))
     share = 15 * (4 + 5) / sum(p.numel() for p in m.parameters())
-    assert adaptor_remarks(m, spots(m, 9)) == [
+    assert adaptor_warnings(m, find_adapted_parameters(m, 9)) == [
         "0.weight: rank 9 is more than the weight has; 3 taken",
         f"no adaptors for 1.weight_ih (GRUCell), 1.weight_hh (GRUCell): {share:.1%} of the parameters",
     ]
-    assert adaptor_remarks(m[0], spots(m[0], 1)) == []
+    assert adaptor_warnings(m[0], find_adapted_parameters(m[0], 1)) == []
 
 
 @pytest.mark.parametrize(
@@ -213,29 +219,29 @@ def test_remarks_name_small_layers_and_matrices_without_adaptors() -> None:
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_refusals(make: Any, options: dict[str, Any], error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        spots(make(), **{"rank": 1, **options})
+        find_adapted_parameters(make(), **{"rank": 1, **options})
 
 
 def test_adaptors_begin_at_zero_by_name_with_the_type_of_their_weight() -> None:
     m = nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4).double())
-    a = adaptors(spots(m, 2), 3, KEY, like=weights_of(m))
+    a = initial_adaptors(find_adapted_parameters(m, 2), 3, KEY, like=weights_of(m))
     one, other = a["0.weight"], a["1.weight"]
     assert isinstance(one, Pairs)
     assert isinstance(other, Pairs)
     assert (one.u.dtype, other.u.dtype) == (torch.float32, torch.float64)
     assert not torch.equal(one.u.double(), other.u)
     for pi in torch.eye(3):
-        mixed = mix(weights_of(m), a, pi)
+        mixed = mix_weights(weights_of(m), a, pi)
         assert all(torch.equal(mixed[n], p) and mixed[n].dtype == p.dtype for n, p in m.named_parameters())
     with pytest.raises(ConfigError, match="at least one"):
-        adaptors(spots(m, 2), 0, KEY)
+        initial_adaptors(find_adapted_parameters(m, 2), 0, KEY)
 
 
 def test_the_random_factor_is_the_one_asked_for_but_of_embeddings_v() -> None:
     m = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 4))
     expected: dict[Factor, tuple[Factor, Factor]] = {"u": ("v", "u"), "v": ("v", "v")}
     for random, drawn in expected.items():
-        a = adaptors(spots(m, 2), 2, KEY, random=random)
+        a = initial_adaptors(find_adapted_parameters(m, 2), 2, KEY, random=random)
         for name, factor in zip(("0.weight", "1.weight"), drawn, strict=True):
             other = "u" if factor == "v" else "v"
             assert bool(getattr(a[name], factor).all())
@@ -269,11 +275,11 @@ def test_the_mixed_weights_of_a_module_entry_by_entry(
     # 3·10 + 4 rows and columns of the one channel-wise way are less than 3 + 4·10 of the other
     m = nn.Sequential(nn.Conv2d(4, 3, (2, 5)), nn.Linear(3, 2), nn.GroupNorm(1, 3)).double()
     if construction == "balanced":
-        assert sum(fold_of((3, 4, 2, 5)).size) == min(3 * a + 4 * 10 // a for a in (1, 2, 5, 10))
-        rows = fold_of((3, 4, 2, 5)).rows
-    where = spots(m, 1 if construction == "filter" else 2, construction)
+        assert sum(choose_fold((3, 4, 2, 5)).size) == min(3 * a + 4 * 10 // a for a in (1, 2, 5, 10))
+        rows = choose_fold((3, 4, 2, 5)).rows
+    where = find_adapted_parameters(m, 1 if construction == "filter" else 2, construction)
     a, pi, w = shaken(where, 3, construction), torch.tensor([0.2, 0.5, 0.3], dtype=REAL), weights_of(m)
-    mixed = mix(w, a, pi, 0.7, construction)
+    mixed = mix_weights(w, a, pi, 0.7, construction)
     assert set(mixed) == set(w)
     for name, by in (("0.weight", rows), ("1.weight", (0,))):
         p = a[name]
@@ -295,18 +301,18 @@ def test_what_a_rank_takes_is_what_is_made(
 ) -> None:
     o, i, *k = shape
     m = nn.Conv2d(i, o, tuple(k), bias=False, dtype=REAL)
-    (s,) = spots(m, rank, construction).values()
-    (a,) = adaptors({"weight": s}, c, KEY, construction).values()
+    (s,) = find_adapted_parameters(m, rank, construction).values()
+    (a,) = initial_adaptors({"weight": s}, c, KEY, construction).values()
     assert isinstance(a, Pairs)
-    assert (a.rank, a.u.numel() + a.v.numel()) == (s.rank, c * s.numbers)
+    assert (a.rank, a.u.numel() + a.v.numel()) == (s.rank, c * s.parameter_count)
     assert a.rank <= min(a.u.shape[1], a.v.shape[1])
 
 
 def test_preconditioning_against_numpy() -> None:
     m = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(6, 5), nn.Embedding(7, 4)).double()
-    where = spots(m, 2)
+    where = find_adapted_parameters(m, 2)
     at, g = shaken(where, 3), tree.map(lambda t: t.cos(), shaken(where, 3))
-    made = preconditioned(weights_of(m), g, at, eps=1e-3)
+    made = precondition_adaptors(weights_of(m), g, at, eps=1e-3)
     for name, c in itertools.product(where, range(3)):
         a, b, d = at[name], g[name], made[name]
         if not isinstance(a, Pairs) or not isinstance(b, Pairs) or not isinstance(d, Pairs):
@@ -324,10 +330,13 @@ def test_preconditioning_against_numpy() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_decomposed_in_single(dtype: torch.dtype) -> None:
     p, g = (Pairs(randn(2, 6, 2, seed=s).to(dtype), randn(2, 5, 2, seed=s + 9).to(dtype)) for s in (0, 1))
-    made, exact = precondition(g, p), precondition(tree.map(Tensor.float, g), tree.map(Tensor.float, p))
+    made, exact = (
+        precondition_matrix(g, p),
+        precondition_matrix(tree.map(Tensor.float, g), tree.map(Tensor.float, p)),
+    )
     assert made.u.dtype == dtype
     torch.testing.assert_close(made.u.float(), exact.u, rtol=1e-2, atol=1e-3)
-    w, left = center(torch.zeros(6, 5, dtype=dtype), p, torch.full((2,), 0.5, dtype=dtype))
+    w, left = center_pairs(torch.zeros(6, 5, dtype=dtype), p, torch.full((2,), 0.5, dtype=dtype))
     assert (w.dtype, left.u.dtype) == (dtype, dtype)
 
 
@@ -337,17 +346,17 @@ def test_centering_keeps_every_merged_model_that_the_rank_can_hold(
     alpha: float, construction: Construction
 ) -> None:
     m = nn.Sequential(nn.Conv2d(6, 6, 3), nn.Linear(9, 8), nn.LayerNorm(8)).double()
-    where = spots(m, 1 if construction == "filter" else 2, construction)
+    where = find_adapted_parameters(m, 1 if construction == "filter" else 2, construction)
     a, w = shaken(where, 2, construction), weights_of(m)
     # two adaptors that share V: their differences from any mean have the rank of one
     a = {n: Pairs(p.u, p.v[:1].expand_as(p.v)) if isinstance(p, Pairs) else p for n, p in a.items()}
     shares = torch.tensor([0.25, 0.75], dtype=REAL)
-    base, left = centered(w, a, shares, alpha, construction)
+    base, left = center_adaptors(w, a, shares, alpha, construction)
     for pi in (*torch.eye(2, dtype=REAL), torch.tensor([0.6, 0.4], dtype=REAL)):
         torch.testing.assert_close(
-            mix(base, left, pi, alpha, construction), mix(w, a, pi, alpha, construction)
+            mix_weights(base, left, pi, alpha, construction), mix_weights(w, a, pi, alpha, construction)
         )
-    still = mix(base, left, shares, alpha, construction)
+    still = mix_weights(base, left, shares, alpha, construction)
     for name in where:
         torch.testing.assert_close(still[name], base[name])
         assert base[name].is_contiguous()
@@ -355,11 +364,11 @@ def test_centering_keeps_every_merged_model_that_the_rank_can_hold(
 
 
 def test_centering_loses_what_the_rank_cannot_hold_and_no_more() -> None:
-    a = shaken(spots(nn.Linear(9, 8).double(), 2), 3)
+    a = shaken(find_adapted_parameters(nn.Linear(9, 8).double(), 2), 3)
     w = {"weight": randn(8, 9), "bias": randn(8)}
     p = a["weight"]
     assert isinstance(p, Pairs)
-    base, left = centered(w, a, torch.full((3,), 1 / 3, dtype=REAL))
+    base, left = center_adaptors(w, a, torch.full((3,), 1 / 3, dtype=REAL))
     q = left["weight"]
     assert isinstance(q, Pairs)
     for c in range(3):

@@ -13,16 +13,25 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedlowrank.adapters.wire_format import Wire, pack, unpack
+from fedlowrank.adapters.wire_format import Wire, pack_factors, unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.linalg import delta as module
 from fedlowrank.linalg import randomized_svd as sketch
-from fedlowrank.linalg.delta import Delta, Form, advance, product_norms, split, start, tail_energy, truncation
+from fedlowrank.linalg.delta import (
+    Delta,
+    DeltaForm,
+    initial_deltas,
+    product_norms,
+    split_svd,
+    tail_energy,
+    truncate_delta,
+    update_deltas,
+)
 from fedlowrank.linalg.pair import Pair
 
 Matrix = np.ndarray
-STATES = (Form("exact"), Form("capped", cap=99), Form("dense"), Form("auto"))
+STATES = (DeltaForm("exact"), DeltaForm("capped", cap=99), DeltaForm("dense"), DeltaForm("auto"))
 CLOSE = 1e-10
 
 
@@ -83,10 +92,10 @@ def step(
     state: dict[str, Delta], clients: Sequence[tuple[float, float, Pair]], layer: str = "w"
 ) -> dict[str, Delta]:
     blocks = {layer: [(p * s, pair) for p, s, pair in clients]}
-    return advance(
+    return update_deltas(
         state,
         blocks,
-        held={layer: [(p, c.rank) for p, _, c in clients]},
+        sent_ranks={layer: [(p, c.rank) for p, _, c in clients]},
         previous=sum(p for p, _, _ in clients),
     )
 
@@ -113,7 +122,7 @@ def test_every_state_follows_the_dense_recursion(
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    states = [start({"w": shape}, form, 9) for form in STATES]
+    states = [initial_deltas({"w": shape}, form, 9) for form in STATES]
     w = np.zeros(shape)
     for _ in range(7):
         sampled = [i for i in range(len(ranks)) if rng.random() < 0.7] or [0]
@@ -139,7 +148,7 @@ def test_a_dense_state_that_is_iterated_follows_it_too() -> None:
     """Large enough for the iteration, with a spectrum that decays and one that does not."""
     for decay in (0.5, 0.97):
         rng = np.random.default_rng(3)
-        states, w = [start({"w": (130, 90)}, form, 6) for form in STATES], np.zeros((130, 90))
+        states, w = [initial_deltas({"w": (130, 90)}, form, 6) for form in STATES], np.zeros((130, 90))
         for _ in range(6):
             clients = []
             for p, rank in ((0.2, 6), (0.5, 3), (0.3, 1)):
@@ -154,7 +163,9 @@ def test_a_dense_state_that_is_iterated_follows_it_too() -> None:
 def test_the_order_of_clients_is_immaterial_and_equal_inputs_give_equal_factors() -> None:
     rng = np.random.default_rng(0)
     for form in STATES:
-        state = step(start({"w": (31, 24)}, form, 5), [(1.0, 1.0, Pair(rand(rng, 31, 9), rand(rng, 9, 24)))])
+        state = step(
+            initial_deltas({"w": (31, 24)}, form, 5), [(1.0, 1.0, Pair(rand(rng, 31, 9), rand(rng, 9, 24)))]
+        )
         clients = [
             (p, 2.0, Pair(rand(rng, 31, r), rand(rng, r, 24))) for p, r in ((0.5, 5), (0.2, 3), (0.3, 1))
         ]
@@ -165,31 +176,33 @@ def test_the_order_of_clients_is_immaterial_and_equal_inputs_give_equal_factors(
 
 
 @pytest.mark.parametrize("form", STATES)
-def test_with_equal_ranks_the_uploads_take_the_place_of_the_head_and_the_tail_stays(form: Form) -> None:
+def test_with_equal_ranks_the_uploads_take_the_place_of_the_head_and_the_tail_stays(form: DeltaForm) -> None:
     rng = np.random.default_rng(1)
     first = Pair(rand(rng, 30, 8), rand(rng, 8, 22))
-    state = step(start({"w": (30, 22)}, form, 4), [(1.0, 1.0, first)])
+    state = step(initial_deltas({"w": (30, 22)}, form, 4), [(1.0, 1.0, first)])
     clients = [(p, 0.5, Pair(rand(rng, 30, 4), rand(rng, 4, 22))) for p in (0.3, 0.7)]
     tail = product(first) - best(product(first), 4)
     assert off(step(state, clients)["w"], sum(p * s * product(c) for p, s, c in clients) + tail) < 1e-13
 
 
 @pytest.mark.parametrize("form", STATES)
-def test_previous_0_replaces_and_the_components_that_all_hold_vanish(form: Form) -> None:
+def test_previous_0_replaces_and_the_components_that_all_hold_vanish(form: DeltaForm) -> None:
     rng = np.random.default_rng(2)
-    state = advance(start({"w": (50, 40)}, form, 5), {"w": [(1.0, Pair(rand(rng, 50, 5), rand(rng, 5, 40)))]})
+    state = update_deltas(
+        initial_deltas({"w": (50, 40)}, form, 5), {"w": [(1.0, Pair(rand(rng, 50, 5), rand(rng, 5, 40)))]}
+    )
     new = Pair(rand(rng, 50, 2), rand(rng, 2, 40))
-    assert off(advance(state, {"w": [(-0.5, new)]}, previous=0.0)["w"], -0.5 * product(new)) < 1e-13
-    turned = advance(state, {}, held={"w": [(1.0, 3)]}, previous=0.4)["w"]
+    assert off(update_deltas(state, {"w": [(-0.5, new)]}, previous=0.0)["w"], -0.5 * product(new)) < 1e-13
+    turned = update_deltas(state, {}, sent_ranks={"w": [(1.0, 3)]}, previous=0.4)["w"]
     w = state["w"].dense().numpy()
     assert off(turned, 0.4 * w - best(w, 3)) < 1e-13
     tidy(turned)
     # ten times a tenth is not 1 in floating point
-    left = advance(state, {"w": [(1.0, new)]}, held={"w": [(0.1, 5)] * 10})["w"]
+    left = update_deltas(state, {"w": [(1.0, new)]}, sent_ranks={"w": [(0.1, 5)] * 10})["w"]
     assert left.rank == 2
-    gone = advance(state, {}, held={"w": [(0.1, 5)] * 10})["w"]
+    gone = update_deltas(state, {}, sent_ranks={"w": [(0.1, 5)] * 10})["w"]
     assert (gone.rank if form.kind != "dense" else gone.energy) == pytest.approx(0, abs=1e-25)
-    same = advance(
+    same = update_deltas(
         state,
         {"w": [(0.0, new), (1.0, Pair(new.b * 0, new.a)), (1.0, Pair(rand(rng, 50, 0), rand(rng, 0, 40)))]},
     )
@@ -201,21 +214,24 @@ def test_subtracting_all_there_is_leaves_nothing_and_not_its_rounding() -> None:
     rng = np.random.default_rng(3)
     for dtype, shape in (("float64", (60, 45)), ("float32", (60, 45)), ("float64", (6, 5))):
         pair = Pair(rand(rng, shape[0], 4), rand(rng, 4, shape[1]))
-        state = advance(start({"w": shape}, Form("exact", dtype=dtype), 4), {"w": [(1e6, pair)]})
-        assert advance(state, {"w": [(-1e6, pair)]})["w"].rank == 0
+        state = update_deltas(
+            initial_deltas({"w": shape}, DeltaForm("exact", dtype=dtype), 4), {"w": [(1e6, pair)]}
+        )
+        assert update_deltas(state, {"w": [(-1e6, pair)]})["w"].rank == 0
 
 
 def test_orthogonality_survives_many_rounds_close_to_the_servers_own_factors() -> None:
     rng = np.random.default_rng(4)
     state = step(
-        start({"w": (300, 200)}, Form("exact"), 4), [(1.0, 1.0, Pair(rand(rng, 300, 4), rand(rng, 4, 200)))]
+        initial_deltas({"w": (300, 200)}, DeltaForm("exact"), 4),
+        [(1.0, 1.0, Pair(rand(rng, 300, 4), rand(rng, 4, 200)))],
     )
     for _ in range(10):
-        sent = split(truncation(state["w"], 4), 4)
+        sent = split_svd(truncate_delta(state["w"], 4), 4)
         # new columns that lie in the span of the old ones but for 1e-8 of them
         left = Pair(sent.b + 1e-7 * rand(rng, 300, 4), rand(rng, 4, 200))
         right = Pair(rand(rng, 300, 4), sent.a + 1e-7 * rand(rng, 4, 200))
-        state = advance(state, {"w": [(1.0, left), (0.5, right)]})
+        state = update_deltas(state, {"w": [(1.0, left), (0.5, right)]})
     assert state["w"].rank > 40
     for f in (state["w"].u, state["w"].v):
         assert float((f.mT @ f - torch.eye(f.shape[1], dtype=f.dtype)).abs().max()) < 1e-13
@@ -223,29 +239,31 @@ def test_orthogonality_survives_many_rounds_close_to_the_servers_own_factors() -
 
 @pytest.mark.parametrize("wire", get_args(Wire))
 @pytest.mark.parametrize("form", STATES)
-def test_what_went_over_a_lossy_wire_is_subtracted_exactly(form: Form, wire: Wire) -> None:
+def test_what_went_over_a_lossy_wire_is_subtracted_exactly(form: DeltaForm, wire: Wire) -> None:
     rng = np.random.default_rng(5)
-    state, w, ideal = start({"w": (41, 29)}, form, 6), np.zeros((41, 29)), np.zeros((41, 29))
+    state, w, ideal = initial_deltas({"w": (41, 29)}, form, 6), np.zeros((41, 29)), np.zeros((41, 29))
     for _ in range(6):
         blocks: list[tuple[float, Pair]] = []
         change = np.zeros_like(w)
         for p, rank in ((0.5, 6), (0.3, 3), (0.2, 1)):
-            sent = unpack(pack({"w": split(truncation(state["w"], rank), rank)}, wire))["w"]
+            sent = unpack_factors(
+                pack_factors({"w": split_svd(truncate_delta(state["w"], rank), rank)}, wire)
+            )["w"]
             trained = Pair(
                 sent.b + 0.1 * rand(rng, 41, rank).float(), sent.a + 0.1 * rand(rng, rank, 29).float()
             )
-            back = unpack(pack({"w": trained}, wire))["w"]
+            back = unpack_factors(pack_factors({"w": trained}, wire))["w"]
             blocks += [(p, back), (-p, sent)]
             change += p * (product(back) - product(sent))
         w = w + change
-        state = advance(state, {"w": blocks})
+        state = update_deltas(state, {"w": blocks})
         ideal = best(w, form.cap or 99)
         assert off(state["w"], ideal) < CLOSE
 
 
 def test_the_cap_cuts_what_numpy_cuts_and_says_how_much() -> None:
     rng = np.random.default_rng(6)
-    state, w, total = start({"w": (34, 27)}, Form("capped"), 2), np.zeros((34, 27)), 0.0
+    state, w, total = initial_deltas({"w": (34, 27)}, DeltaForm("capped"), 2), np.zeros((34, 27)), 0.0
     assert state["w"].form.cap == 8
     for _ in range(6):
         clients = [(p, 1.0, upload(rng, w, r, 0.5)) for p, r in ((0.5, 6), (0.3, 4), (0.2, 5))]
@@ -264,28 +282,28 @@ def test_the_cap_cuts_what_numpy_cuts_and_says_how_much() -> None:
 @pytest.mark.parametrize("shape", [(72, 36), (36, 72), (48, 48)])
 def test_auto_is_exact_while_the_factors_are_no_larger_than_the_matrix(shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(7)
-    state = start({"w": shape}, Form(), 3)
+    state = initial_deltas({"w": shape}, DeltaForm(), 3)
     # of (d + k) widths 24 make d·k numbers in each of the three
     for rank, wanted in ((9, "exact"), (15, "exact"), (1, "dense"), (1, "dense")):
         before = state["w"].dense().clone().numpy()
         pair = Pair(rand(rng, shape[0], rank), rand(rng, rank, shape[1]))
         held = (state["w"].u.numel() + state["w"].v.numel()) + pair.b.numel() + pair.a.numel()
-        state = advance(state, {"w": [(1.0, pair)]})
+        state = update_deltas(state, {"w": [(1.0, pair)]})
         assert state["w"].state == wanted
         assert wanted == "dense" or held <= shape[0] * shape[1]
         assert off(state["w"], before + product(pair)) < 1e-13
         state = tree.decode(tree.encode(state))
     assert (state["w"].rank, state["w"].top) == (3, 3)
     # replacing the whole is narrow again, but a dense matrix stays one
-    assert advance(state, {}, previous=0.5)["w"].state == "dense"
+    assert update_deltas(state, {}, previous=0.5)["w"].state == "dense"
 
 
 def test_what_a_client_held_does_not_count_for_the_width_where_it_vanishes() -> None:
     rng = np.random.default_rng(15)
-    state = start({"w": (48, 48)}, Form(), 13)
+    state = initial_deltas({"w": (48, 48)}, DeltaForm(), 13)
     for _ in range(4):
         pair = Pair(rand(rng, 48, 13), rand(rng, 13, 48))
-        state = advance(state, {"w": [(1.0, pair)]}, held={"w": [(1.0, 13)]})
+        state = update_deltas(state, {"w": [(1.0, pair)]}, sent_ranks={"w": [(1.0, 13)]})
         assert (state["w"].state, state["w"].rank) == ("exact", 13)
 
 
@@ -303,11 +321,11 @@ def truncation_error(before: Matrix, after: Matrix, p: Sequence[float], ranks: S
 
 def test_a_default_run_never_decomposes_a_matrix_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with uploads whose spectrum falls, nor with flat ones: ten rounds far beyond the width at which W becomes dense."""
-    monkeypatch.setattr(sketch, "svd", lambda w: pytest.fail("decomposed in full"))
+    monkeypatch.setattr(sketch, "compute_svd", lambda w: pytest.fail("decomposed in full"))
     ranks, d, k = (8, 6, 4, 2), 200, 150
     for decay in (0.7, 1.0):
         rng = np.random.default_rng(16)
-        state = start({"w": (d, k)}, Form(), 8)
+        state = initial_deltas({"w": (d, k)}, DeltaForm(), 8)
         for i in range(10):
             # each round begins at the state's own W, for over rounds an error grows by what the gaps allow
             w, clients = state["w"].dense().numpy(), []
@@ -334,18 +352,21 @@ def test_truncation_is_the_best_of_its_rank() -> None:
     pair = Pair(rand(rng, 90, 7), rand(rng, 7, 70))
     w = product(pair)
     for form in STATES:
-        delta = advance(start({"w": (90, 70)}, form, 7), {"w": [(1.0, pair)]})["w"]
+        delta = update_deltas(initial_deltas({"w": (90, 70)}, form, 7), {"w": [(1.0, pair)]})["w"]
         for rank in range(8):
-            f = truncation(delta, rank)
+            f = truncate_delta(delta, rank)
             assert (f.rank, f.u.dtype, f.s.dtype) == (rank, torch.float64, torch.float64)
             np.testing.assert_allclose(f.dense().numpy(), best(w, rank), atol=1e-11)
         left = [np.sum(np.linalg.svd(w)[1][r:] ** 2) for r in range(8)]
         assert tail_energy(delta, list(range(8))) == pytest.approx(left, rel=1e-10, abs=1e-10)
-    few = advance(start({"w": (90, 70)}, Form("dense"), 3), {"w": [(1.0, pair)]})["w"]
-    for ask in (lambda: truncation(few, 4), lambda: tail_energy(few, [4])):
+    few = update_deltas(initial_deltas({"w": (90, 70)}, DeltaForm("dense"), 3), {"w": [(1.0, pair)]})["w"]
+    for ask in (lambda: truncate_delta(few, 4), lambda: tail_energy(few, [4])):
         with pytest.raises(ConfigError, match="leading 3 triplets"):
             ask()
-    assert truncation(advance(start({"w": (9, 7)}, Form("dense"), 3), {})["w"], 5).rank == 0
+    assert (
+        truncate_delta(update_deltas(initial_deltas({"w": (9, 7)}, DeltaForm("dense"), 3), {})["w"], 5).rank
+        == 0
+    )
 
 
 class Largest(TorchDispatchMode):
@@ -362,19 +383,19 @@ class Largest(TorchDispatchMode):
 
 def test_no_tensor_of_the_matrix_size_is_made_on_factors() -> None:
     rng, d, k = np.random.default_rng(9), 3000, 2900
-    for form in (Form("exact"), Form("capped"), Form("auto")):
-        state = start({"a": (d, k), "b": (d, k)}, form, 6)
+    for form in (DeltaForm("exact"), DeltaForm("capped"), DeltaForm("auto")):
+        state = initial_deltas({"a": (d, k), "b": (d, k)}, form, 6)
         with Largest() as largest:
             for _ in range(3):
                 blocks, held = {}, {}
                 for name in state:
-                    sent = {r: split(truncation(state[name], r), r) for r in (6, 2)}
+                    sent = {r: split_svd(truncate_delta(state[name], r), r) for r in (6, 2)}
                     noisy = {r: Pair(s.b + rand(rng, d, r), s.a + rand(rng, r, k)) for r, s in sent.items()}
                     blocks[name], held[name] = (
                         [(0.5, pair) for pair in noisy.values()],
                         [(0.5, r) for r in noisy],
                     )
-                state = advance(state, blocks, held=held)
+                state = update_deltas(state, blocks, sent_ranks=held)
                 tail_energy(state["a"], [1, 2])
                 product_norms([pair for _, pair in blocks["a"]])
         assert 0 < largest.numel < d * k / 50
@@ -383,16 +404,19 @@ def test_no_tensor_of_the_matrix_size_is_made_on_factors() -> None:
 def test_layers_are_batched_by_shape_and_come_out_as_alone() -> None:
     rng = np.random.default_rng(10)
     shapes = {"q": (40, 30), "v": (20, 30), "o": (40, 30), "still": (40, 30)}
-    state, alone = start(shapes, Form("exact"), 4), start(shapes, Form("exact"), 4)
+    state, alone = (
+        initial_deltas(shapes, DeltaForm("exact"), 4),
+        initial_deltas(shapes, DeltaForm("exact"), 4),
+    )
     for _ in range(3):
         blocks = {
             n: [(0.5, Pair(rand(rng, shapes[n][0], r), rand(rng, r, 30))) for r in (4, 2)]
             for n in ("v", "o", "q")
         }
         held = {n: [(0.5, 4), (0.5, 2)] for n in blocks}
-        state = advance(state, blocks, held=held)
+        state = update_deltas(state, blocks, sent_ranks=held)
         for n in blocks:
-            alone[n] = advance({n: alone[n]}, {n: blocks[n]}, held={n: held[n]})[n]
+            alone[n] = update_deltas({n: alone[n]}, {n: blocks[n]}, sent_ranks={n: held[n]})[n]
     assert list(state) == list(shapes)
     assert state["still"].rank == 0
     for n in shapes:
@@ -405,9 +429,9 @@ def test_layers_of_one_stacked_width_may_hold_different_ranks() -> None:
         n: [Pair(rand(rng, 30, r), rand(rng, r, 26)) for r in ranks]
         for n, ranks in (("a", (3, 1)), ("b", (1, 3)))
     }
-    state = start(dict.fromkeys(pairs, (30, 26)), Form("exact"), 3)
+    state = initial_deltas(dict.fromkeys(pairs, (30, 26)), DeltaForm("exact"), 3)
     for i in range(2):
-        state = advance(state, {n: [(1.0, both[i])] for n, both in pairs.items()})
+        state = update_deltas(state, {n: [(1.0, both[i])] for n, both in pairs.items()})
     assert max(off(state[n], product(one) + product(other)) for n, (one, other) in pairs.items()) < 1e-13
 
 
@@ -415,7 +439,7 @@ def test_the_tail_of_a_dense_matrix_that_has_none_is_not_negative() -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         blocks = {"w": [(1.0, Pair(rand(rng, 12, 3), rand(rng, 3, 10)))]}
-        delta = advance(start({"w": (12, 10)}, Form("dense"), 3), blocks)["w"]
+        delta = update_deltas(initial_deltas({"w": (12, 10)}, DeltaForm("dense"), 3), blocks)["w"]
         assert 0 <= tail_energy(delta, [3])[0] < 1e-13 * delta.energy
 
 
@@ -423,18 +447,20 @@ def test_more_layers_than_fit_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(11)
     names = [str(i) for i in range(5)]
     blocks = {n: [(1.0, Pair(rand(rng, 20, 2), rand(rng, 2, 12)))] for n in names}
-    monkeypatch.setattr(module, "BATCH", 20 * 2 * 2)
-    state = advance(start(dict.fromkeys(names, (20, 12)), Form("exact"), 2), blocks)
+    monkeypatch.setattr(module, "BATCH_ENTRIES", 20 * 2 * 2)
+    state = update_deltas(initial_deltas(dict.fromkeys(names, (20, 12)), DeltaForm("exact"), 2), blocks)
     assert max(off(state[n], product(blocks[n][0][1])) for n in names) < 1e-14
 
 
 def test_float32_holds_its_own_precision() -> None:
     rng = np.random.default_rng(12)
     for kind in ("exact", "capped", "dense"):
-        state, w = start({"w": (60, 48)}, Form(kind, dtype="float32"), 12), np.zeros((60, 48))
+        state, w = initial_deltas({"w": (60, 48)}, DeltaForm(kind, dtype="float32"), 12), np.zeros((60, 48))
         for _ in range(6):
             clients = [(p, 1.0, upload(rng, w, r, 0.3, torch.bfloat16)) for p, r in ((0.5, 12), (0.5, 5))]
             w = fedhl(w, clients)
             state = step(state, clients)
             assert off(state["w"], w) < 1e-4
-        assert {t.dtype for t in (state["w"].u, state["w"].v, truncation(state["w"], 3).s)} == {torch.float32}
+        assert {t.dtype for t in (state["w"].u, state["w"].v, truncate_delta(state["w"], 3).s)} == {
+            torch.float32
+        }

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.linalg.delta import (
-    Form,
-    advance,
+    DeltaForm,
+    initial_deltas,
     product_norm,
     product_norms,
-    split,
-    start,
+    split_svd,
     tail_energy,
-    truncation,
+    truncate_delta,
+    update_deltas,
 )
-from fedlowrank.linalg.factored import svd
+from fedlowrank.linalg.factored import compute_svd
 from fedlowrank.linalg.pair import Pair
-from fedlowrank.linalg.stacking import add_stack, orthogonal_to
+from fedlowrank.linalg.stacking import add_low_rank, orthogonalize
 
-STATES = (Form("exact"), Form("capped", cap=9), Form("dense"), Form("auto"))
+STATES = (DeltaForm("exact"), DeltaForm("capped", cap=9), DeltaForm("dense"), DeltaForm("auto"))
 
 
 def rand(rng: np.random.Generator, d: int, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -51,7 +51,7 @@ def test_new_columns_near_the_span_of_the_old_are_made_orthogonal(near: float, w
     basis = torch.from_numpy(np.linalg.qr(rng.normal(size=(2, 40, 9)))[0])
     inside = basis @ torch.from_numpy(rng.normal(size=(2, 9, width)))
     new = inside + near * torch.from_numpy(rng.normal(size=(2, 40, width)))
-    q, c = orthogonal_to(basis, new)
+    q, c = orthogonalize(basis, new)
     whole = torch.cat([basis, q], -1)
     torch.testing.assert_close(whole @ c, new, rtol=0, atol=1e-13)
     torch.testing.assert_close(
@@ -66,7 +66,7 @@ def test_a_stack_wider_than_the_matrix_keeps_small_components_orthogonal(shape: 
     u, v = (torch.from_numpy(np.linalg.qr(rng.normal(size=(1, n, 6)))[0]) for n in shape)
     s = torch.from_numpy(np.geomspace(1, 1e-11, 6))[None]
     left, right = (torch.from_numpy(rng.normal(size=(1, n, 8))) for n in shape)
-    ((u1, s1, v1, _),) = add_stack(u, s, v, left * 10.0 ** -torch.arange(8), right * 10.0**-6, None)
+    ((u1, s1, v1, _),) = add_low_rank(u, s, v, left * 10.0 ** -torch.arange(8), right * 10.0**-6, None)
     for f in (u1, v1):
         torch.testing.assert_close(f.mT @ f, torch.eye(12, dtype=f.dtype), rtol=0, atol=1e-13)
     wanted = (u * s[:, None]) @ v.mT + (left * 10.0 ** -torch.arange(8)) @ (right * 10.0**-6).mT
@@ -81,8 +81,8 @@ def test_split_puts_the_singular_values_where_it_says_and_pads_with_zeros(
     d: int, k: int, rank: int, how: Any
 ) -> None:
     w = rand(np.random.default_rng(d + 7 * k), d, k)
-    f = svd(w)
-    pair = split(f, rank, how)
+    f = compute_svd(w)
+    pair = split_svd(f, rank, how)
     assert (pair.b.shape, pair.a.shape) == ((d, rank), (rank, k))
     np.testing.assert_allclose(product(pair), best(w.numpy(), rank), atol=1e-13)
     r = min(rank, d, k)
@@ -117,44 +117,56 @@ def good(d: int = 5, r: int = 2, k: int = 4) -> Pair:
 @pytest.mark.parametrize(
     ("ask", "error", "match"),
     [
-        (lambda s: Form("dens"), ConfigError, "Did you mean 'dense'"),  # type: ignore[arg-type]
-        (lambda s: Form(dtype="float16"), ConfigError, "Form.dtype"),  # type: ignore[arg-type]
-        (lambda s: Form("capped", cap=0), ConfigError, "at least 1"),
-        (lambda s: Form("exact", cap=5), ConfigError, "only kind = 'capped'"),
-        (lambda s: start({"w": (3, 4)}, Form(), 0), ConfigError, "r_max"),
-        (lambda s: start({"w": (3, 0)}, Form(), 1), TaskError, "'w' has a weight of shape"),
-        (lambda s: advance(s, {"layer.1": []}), TaskError, "no layer 'layer.1'. Did you mean 'layer.0'"),
-        (lambda s: advance(s, {}, held={"x": []}), TaskError, "no layer 'x'"),
+        (lambda s: DeltaForm("dens"), ConfigError, "Did you mean 'dense'"),  # type: ignore[arg-type]
+        (lambda s: DeltaForm(dtype="float16"), ConfigError, "Form.dtype"),  # type: ignore[arg-type]
+        (lambda s: DeltaForm("capped", cap=0), ConfigError, "at least 1"),
+        (lambda s: DeltaForm("exact", cap=5), ConfigError, "only kind = 'capped'"),
+        (lambda s: initial_deltas({"w": (3, 4)}, DeltaForm(), 0), ConfigError, "r_max"),
+        (lambda s: initial_deltas({"w": (3, 0)}, DeltaForm(), 1), TaskError, "'w' has a weight of shape"),
         (
-            lambda s: advance(s, {"layer.0": [(1.0, good()), (1.0, good(k=5))]}),
+            lambda s: update_deltas(s, {"layer.1": []}),
+            TaskError,
+            "no layer 'layer.1'. Did you mean 'layer.0'",
+        ),
+        (lambda s: update_deltas(s, {}, sent_ranks={"x": []}), TaskError, "no layer 'x'"),
+        (
+            lambda s: update_deltas(s, {"layer.0": [(1.0, good()), (1.0, good(k=5))]}),
             TaskError,
             "block 1: B .5, 2. and A .2, 5.",
         ),
         (
-            lambda s: advance(s, {"layer.0": [(1.0, Pair(torch.ones(5, 2), torch.ones(3, 4)))]}),
+            lambda s: update_deltas(s, {"layer.0": [(1.0, Pair(torch.ones(5, 2), torch.ones(3, 4)))]}),
             TaskError,
             "no factors",
         ),
-        (lambda s: advance(s, {"layer.0": [(float("nan"), good())]}), ConfigError, "weights must be finite"),
-        (lambda s: advance(s, {}, previous=float("inf")), ConfigError, "weights must be finite"),
-        (lambda s: advance(s, {}, held={"layer.0": [(1.0, -1)]}), ConfigError, "whole number of at least 0"),
-        (lambda s: truncation(s["layer.0"], -1), ConfigError, "at least 0"),
+        (
+            lambda s: update_deltas(s, {"layer.0": [(float("nan"), good())]}),
+            ConfigError,
+            "weights must be finite",
+        ),
+        (lambda s: update_deltas(s, {}, previous=float("inf")), ConfigError, "weights must be finite"),
+        (
+            lambda s: update_deltas(s, {}, sent_ranks={"layer.0": [(1.0, -1)]}),
+            ConfigError,
+            "whole number of at least 0",
+        ),
+        (lambda s: truncate_delta(s["layer.0"], -1), ConfigError, "at least 0"),
         (lambda s: tail_energy(s["layer.0"], [1, -2]), ConfigError, "at least 0"),
-        (lambda s: split(truncation(s["layer.0"], 1), 1, "b"), ConfigError, "split"),  # type: ignore[arg-type]
-        (lambda s: split(truncation(s["layer.0"], 1), -1), ConfigError, "at least 0"),
+        (lambda s: split_svd(truncate_delta(s["layer.0"], 1), 1, "b"), ConfigError, "split"),  # type: ignore[arg-type]
+        (lambda s: split_svd(truncate_delta(s["layer.0"], 1), -1), ConfigError, "at least 0"),
     ],
 )
 def test_what_cannot_be_is_refused(ask: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
-        ask(start({"layer.0": (5, 4)}, Form("exact"), 2))
+        ask(initial_deltas({"layer.0": (5, 4)}, DeltaForm("exact"), 2))
 
 
 @pytest.mark.parametrize("form", STATES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e200])
-def test_uploads_that_are_not_finite_are_refused_by_layer(form: Form, bad: float) -> None:
-    state = start({"fine": (30, 20), "broken": (30, 20)}, form, 2)
+def test_uploads_that_are_not_finite_are_refused_by_layer(form: DeltaForm, bad: float) -> None:
+    state = initial_deltas({"fine": (30, 20), "broken": (30, 20)}, form, 2)
     b = torch.ones(30, 2, dtype=torch.float64)
     b[3, 1] = bad
     pair = Pair(b, torch.ones(2, 20))
     with pytest.raises(TaskError, match="'broken' is not finite"):
-        advance(state, {"fine": [(1.0, good(30, 2, 20))], "broken": [(1.0, pair)]})
+        update_deltas(state, {"fine": [(1.0, good(30, 2, 20))], "broken": [(1.0, pair)]})

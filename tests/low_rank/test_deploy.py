@@ -21,14 +21,22 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedlowrank.adapters import thin_layers as layers
-from fedlowrank.adapters.deployment import Size, compare_latency, deploy, latency, load, save, size_of
-from fedlowrank.adapters.thin_layers import Compressed
+from fedlowrank.adapters.deployment import (
+    Size,
+    compare_latency,
+    deploy,
+    load_deployed,
+    measure_latency,
+    measure_size,
+    save_deployed,
+)
+from fedlowrank.adapters.thin_layers import CompressedLayer
 from fedlowrank.core.errors import CheckpointError, ConfigError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.tree import Params, decode, encode
 from fedlowrank.linalg.matricize import LowRank, Weights
-from fedlowrank.linalg.nuclear_norm import prox
-from fedlowrank.models.architecture import build
+from fedlowrank.linalg.nuclear_norm import apply_prox
+from fedlowrank.models.architecture import build_module
 from fedlowrank.models.resnet import ResNet18
 from fedlowrank.models.zoo import ModelSettings
 
@@ -45,7 +53,7 @@ def _one_thread():
 
 
 def zoo(name: str) -> nn.Module:
-    return build(ModelSettings((name,)).factories(IMAGE, 10)[name], Key((0,)))
+    return build_module(ModelSettings((name,)).factories(IMAGE, 10)[name], Key((0,)))
 
 
 def dense_of(w: Tensor | LowRank, shape: torch.Size) -> Tensor:
@@ -94,19 +102,21 @@ def mixture(module: nn.Module, share: float, density: float, seed: int = 0) -> t
     return weights, {n: spread((*p.shape,), density, g, p.dtype) for n, p in module.named_parameters()}
 
 
-def compressed(module: nn.Module) -> dict[str, Compressed]:
-    return {n: m for n, m in module.named_modules() if isinstance(m, Compressed)}
+def compressed(module: nn.Module) -> dict[str, CompressedLayer]:
+    return {n: m for n, m in module.named_modules() if isinstance(m, CompressedLayer)}
 
 
 def forced(layer: nn.Module, f: LowRank, p: Tensor | None) -> nn.Module:
     """The compressed form of a layer, whether or not it pays."""
     made = copy.deepcopy(layer)
     shape = made.weight.shape
-    layers.compress(made, layers.parts_of(f, torch.zeros(shape, dtype=f.left.dtype) if p is None else p))
+    layers.compress_layer(
+        made, layers.compressed_tensors(f, torch.zeros(shape, dtype=f.left.dtype) if p is None else p)
+    )
     return made.requires_grad_(False)
 
 
-def check_layer(layer: nn.Module, rank: int, density: float, x: Tensor, seed: int = 0) -> Compressed:
+def check_layer(layer: nn.Module, rank: int, density: float, x: Tensor, seed: int = 0) -> CompressedLayer:
     g = torch.Generator().manual_seed(seed)
     w = layer.weight
     f, p = draw((*w.shape,), rank, g), spread((*w.shape,), density, g)
@@ -242,9 +252,9 @@ def test_a_model_of_the_zoo(name, density, layout) -> None:
 
 
 def test_what_the_prox_of_fedslr_makes() -> None:
-    module = build(lambda: ResNet18(IMAGE, 10, width=8), Key((0,)))
+    module = build_module(lambda: ResNet18(IMAGE, 10, width=8), Key((0,)))
     params = {n: p.detach().double() for n, p in module.named_parameters()}
-    shrunk = prox(params, 1.5, "low_rank", ())
+    shrunk = apply_prox(params, 1.5, "low_rank", ())
     assert 0.2 < sum(isinstance(w, LowRank) for w in shrunk.weights.values()) / 21 <= 1
     x = torch.randn(2, *IMAGE, dtype=torch.float64)
     made = deploy(module.double(), shrunk.weights)
@@ -253,7 +263,7 @@ def test_what_the_prox_of_fedslr_makes() -> None:
         w.left.numel() + w.right.numel() if isinstance(w, LowRank) else w.numel()
         for w in shrunk.weights.values()
     )
-    assert size_of(made).parameters == held
+    assert measure_size(made).parameters == held
 
 
 def test_the_weights_given_stay_apart() -> None:
@@ -305,8 +315,8 @@ def test_the_form_has_the_least_bytes(make, dtype, rank, density, factored) -> N
     p = spread((*shape,), density, g, dtype)
     forms = bytes_of_forms(w, p, shape)
     made = deploy(layer, {"weight": w}, {"weight": p})
-    assert size_of(made).nbytes == min(forms.values())
-    assert isinstance(made, Compressed) == (forms["dense"] > min(forms.values()))
+    assert measure_size(made).nbytes == min(forms.values())
+    assert isinstance(made, CompressedLayer) == (forms["dense"] > min(forms.values()))
     torch.testing.assert_close(made.weight, dense_of(w, shape) + p, rtol=2e-2, atol=2e-2)
 
 
@@ -322,7 +332,7 @@ def test_every_form_occurs() -> None:
         ("full rank", draw((30, 40), 30, g, torch.float32), None),
     ):  # fmt: skip
         made = deploy(layer, {"weight": w}, None if extra is None else {"weight": extra})
-        thick = not isinstance(made, Compressed)
+        thick = not isinstance(made, CompressedLayer)
         found[name] = None if thick else (len(made.right), len(made.values) > 0)
     assert found == {
         "factors": (3, False), "both": (3, True), "sparse": (0, True), "dense": None, "nothing": (0, False),
@@ -362,9 +372,9 @@ def test_places_are_written_as_indices_or_as_bits_whichever_is_smaller(
     w[at] = torch.randn(count, generator=torch.Generator().manual_seed(1))
     w = w.view(layer.weight.shape)
     made = deploy(layer, {"weight": w})
-    save(made, tmp_path / "model")
+    save_deployed(made, tmp_path / "model")
     held = data_in(tmp_path / "model")
-    assert size_of(made).nbytes == sum(t.nbytes for t in held.values())
+    assert measure_size(made).nbytes == sum(t.nbytes for t in held.values())
     if form is None:
         assert {*held} == {"weight"}
         return
@@ -374,9 +384,9 @@ def test_places_are_written_as_indices_or_as_bits_whichever_is_smaller(
         found = np.zeros(w.shape, np.float32)
         found[mask] = held["values"].numpy()
         np.testing.assert_array_equal(found, w.numpy())
-    back = load(layer, tmp_path / "model")
+    back = load_deployed(layer, tmp_path / "model")
     assert torch.equal(back.weight, w)
-    assert size_of(back) == size_of(made)
+    assert measure_size(back) == measure_size(made)
 
 
 def test_files_that_were_written_before_there_were_masks_are_read(tmp_path: Path) -> None:
@@ -389,17 +399,17 @@ def test_files_that_were_written_before_there_were_masks_are_read(tmp_path: Path
     (tmp_path / "old").write_bytes(
         encode({"format": "fedlowrank.deployed.1", "sha256": digest, "body": body})
     )
-    assert torch.equal(load(layer, tmp_path / "old")(x), made(x))
-    save(made, tmp_path / "new")
+    assert torch.equal(load_deployed(layer, tmp_path / "old")(x), made(x))
+    save_deployed(made, tmp_path / "new")
     assert "mask" in data_in(tmp_path / "new")
-    assert torch.equal(load(layer, tmp_path / "new")(x), made(x))
+    assert torch.equal(load_deployed(layer, tmp_path / "new")(x), made(x))
 
 
 @pytest.mark.parametrize("change", ["missing", "bits", "shape"])
 def test_a_mask_that_does_not_fit_its_values_is_refused(change: str, tmp_path: Path) -> None:
     layer, w = nn.Linear(30, 20, bias=False), torch.ones(20, 30)
     w[:, 5:] = 0
-    save(deploy(layer, {"weight": w}), tmp_path / "model")
+    save_deployed(deploy(layer, {"weight": w}), tmp_path / "model")
     body = decode((tmp_path / "model").read_bytes())["body"]
     mask = body["state"].pop("mask")
     if change != "missing":
@@ -409,7 +419,7 @@ def test_a_mask_that_does_not_fit_its_values_is_refused(change: str, tmp_path: P
         encode({"format": "fedlowrank.deployed.2", "sha256": digest, "body": body})
     )
     with pytest.raises(CheckpointError, match=r"bad is damaged: layer '' has no (mask|'indices')"):
-        load(layer, tmp_path / "bad")
+        load_deployed(layer, tmp_path / "bad")
 
 
 def flops(module: nn.Module, x: Tensor) -> int:
@@ -435,7 +445,7 @@ def test_fast_is_thin_only_where_that_saves_work(make, shape) -> None:
         f = draw((*layer.weight.shape,), rank, g, torch.float32)
         weights: Weights = {"weight": f, "bias": layer.bias}
         made = deploy(layer, weights, layout="fast")
-        thin[rank] = isinstance(made, Compressed)
+        thin[rank] = isinstance(made, CompressedLayer)
         assert not thin[rank] or flops(made, x) < flops(layer, x)
         if isinstance(layer, nn.Conv2d):  # any sparse part is computed as a dense convolution
             p = spread((*layer.weight.shape,), 0.01, g, torch.float32)
@@ -451,7 +461,7 @@ def test_fast_keeps_a_sparse_linear_layer_where_few_values_are_left() -> None:
     found = [
         isinstance(
             deploy(layer, {"weight": f}, {"weight": spread((64, 64), d, g, torch.float32)}, "fast"),
-            Compressed,
+            CompressedLayer,
         )
         for d in (0.02, 0.4)
     ]
@@ -465,7 +475,7 @@ def test_rows_strided_over_are_work() -> None:
     for stride in (1, 4):
         layer = nn.Conv2d(128, 128, 3, stride, 1, bias=False)
         weights: Weights = {"weight": draw((128, 128, 3, 3), 90, g, torch.float32)}
-        found.append([isinstance(deploy(layer, weights, layout=how), Compressed) for how in LAYOUTS])
+        found.append([isinstance(deploy(layer, weights, layout=how), CompressedLayer) for how in LAYOUTS])
     assert found == [[True, True], [True, False]]
 
 
@@ -515,7 +525,7 @@ def _double(module: nn.Module, args: Any, out: Tensor) -> Tensor:
 
 
 def odd(seed: int = 0) -> nn.Module:
-    return build(Odd, Key((seed,))).double()
+    return build_module(Odd, Key((seed,))).double()
 
 
 def test_layers_of_other_kinds_and_shared_weights_are_dense_and_right() -> None:
@@ -529,7 +539,7 @@ def test_layers_of_other_kinds_and_shared_weights_are_dense_and_right() -> None:
     assert {*compressed(made)} == wanted
     assert made.twice is made.again
     assert made.head.weight is made.embedding.weight
-    assert isinstance(made.unregistered[0], Compressed)
+    assert isinstance(made.unregistered[0], CompressedLayer)
 
 
 def test_a_forward_of_its_own_keeps_a_layer_dense() -> None:
@@ -549,7 +559,7 @@ def test_a_weight_shared_by_two_layers_stays_shared() -> None:
     torch.testing.assert_close(made(x), truth(module, weights, sparse, x), rtol=1e-10, atol=1e-10)
     assert not compressed(made)
     assert made[0].weight is made[1].weight
-    assert size_of(made).parameters == 144 + 24
+    assert measure_size(made).parameters == 144 + 24
 
 
 def test_a_normalized_weight_is_dense() -> None:
@@ -569,29 +579,29 @@ def test_a_file_brings_back_the_same_bits(name, layout, tmp_path: Path) -> None:
     module = zoo(name)
     weights, sparse = mixture(module, 0.3, 0.02)
     made, x = deploy(module, weights, sparse, layout), torch.randn(3, *IMAGE)
-    save(made, tmp_path / "model.safetensors")
+    save_deployed(made, tmp_path / "model.safetensors")
     state = torch.get_rng_state()
     for start in (module, lambda: ModelSettings((name,)).factories(IMAGE, 10)[name]()):
-        back = load(start, tmp_path / "model.safetensors")
+        back = load_deployed(start, tmp_path / "model.safetensors")
         assert torch.equal(back(x), made(x))
         assert {n: type(m) for n, m in back.named_modules()} == {n: type(m) for n, m in made.named_modules()}
-        assert size_of(back) == size_of(made)
+        assert measure_size(back) == measure_size(made)
         assert not back.training
         assert not any(p.requires_grad for p in back.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert not compressed(module)
     assert module.training
     size = (tmp_path / "model.safetensors").stat().st_size
-    held = size_of(made).nbytes
+    held = measure_size(made).nbytes
     assert held < size < held + 25_000
     if layout == "small":
-        assert size < 0.6 * size_of(module).nbytes
+        assert size < 0.6 * measure_size(module).nbytes
 
 
 def test_the_file_is_read_without_this_package(tmp_path: Path) -> None:
     module = zoo("cnn")
     made = deploy(module, *mixture(module, 0.3, 0.02))
-    save(made, tmp_path / "model")
+    save_deployed(made, tmp_path / "model")
     with safetensors.safe_open(tmp_path / "model", "pt") as file:
         text = json.dumps(json.loads(file.metadata()["tree"]))
         assert all(name in text for name in compressed(made))
@@ -604,8 +614,8 @@ def test_odd_models_and_other_types_come_back(dtype, tmp_path: Path) -> None:
     module = odd().to(dtype)
     made, x = deploy(module, *mixture(module, 0.4, 0.01)), torch.arange(30).view(3, 10)
     made.shift.fill_(0.5)
-    save(made, tmp_path / "model")
-    back = load(odd(1), tmp_path / "model")
+    save_deployed(made, tmp_path / "model")
+    back = load_deployed(odd(1), tmp_path / "model")
     assert torch.equal(back(x), made(x))
     assert back.head.weight is back.embedding.weight
     assert back(x).dtype == dtype
@@ -631,14 +641,14 @@ def test_a_deployed_model_is_a_module_as_any(tmp_path: Path) -> None:
 def test_one_layer_is_a_model(tmp_path: Path) -> None:
     layer = nn.Linear(30, 20)
     made, x = deploy(layer, *mixture(layer, 0.4, 0.01)), torch.randn(4, 30)
-    save(made, tmp_path / "model")
-    assert isinstance(made, Compressed)
-    assert torch.equal(load(layer, tmp_path / "model")(x), made(x))
+    save_deployed(made, tmp_path / "model")
+    assert isinstance(made, CompressedLayer)
+    assert torch.equal(load_deployed(layer, tmp_path / "model")(x), made(x))
 
 
 def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
     layer = nn.Linear(30, 20)
-    save(deploy(layer, *mixture(layer, 0.4, 0.01)), tmp_path / "model")
+    save_deployed(deploy(layer, *mixture(layer, 0.4, 0.01)), tmp_path / "model")
     data = (tmp_path / "model").read_bytes()
     other = safetensors.torch.save({"weight": torch.zeros(3)})
     flipped = [bytes([*data[:i], data[i] ^ 8, *data[i + 1 :]]) for i in range(0, len(data), 97)]
@@ -646,20 +656,20 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
     for bad in (*flipped, *cut, other, b"nonsense" * 9):
         (tmp_path / "bad").write_bytes(bad)
         with pytest.raises(CheckpointError, match="bad"):
-            load(layer, tmp_path / "bad")
+            load_deployed(layer, tmp_path / "bad")
     with pytest.raises(CheckpointError, match=r"cannot read.*missing"):
-        load(layer, tmp_path / "missing")
+        load_deployed(layer, tmp_path / "missing")
     with pytest.raises(CheckpointError, match="cannot write"):
-        save(layer, tmp_path / "no" / "folder")
+        save_deployed(layer, tmp_path / "no" / "folder")
 
 
 def test_a_file_of_a_later_format_is_refused(tmp_path: Path, monkeypatch) -> None:
     layer = nn.Linear(30, 20)
     with monkeypatch.context() as patch:
         patch.setattr("fedlowrank.adapters.deployment.FORMATS", ("fedlowrank.deployed.3",))
-        save(layer, tmp_path / "model")
+        save_deployed(layer, tmp_path / "model")
     with pytest.raises(CheckpointError, match=r"deployed\.2 or fedlowrank\.deployed\.1"):
-        load(layer, tmp_path / "model")
+        load_deployed(layer, tmp_path / "model")
 
 
 @pytest.mark.parametrize(
@@ -676,9 +686,9 @@ def test_a_file_of_a_later_format_is_refused(tmp_path: Path, monkeypatch) -> Non
 )
 def test_a_file_of_another_architecture_is_refused(make, message, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(30, 20), nn.LayerNorm(20))
-    save(deploy(module, *mixture(module, 0.4, 0.01)), tmp_path / "model")
+    save_deployed(deploy(module, *mixture(module, 0.4, 0.01)), tmp_path / "model")
     with pytest.raises(TaskError, match=message):
-        load(make, tmp_path / "model")
+        load_deployed(make, tmp_path / "model")
 
 
 def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
@@ -690,7 +700,7 @@ def test_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:
             pass
 
     with pytest.raises(TaskError, match="_extra_state"):
-        save(Stateful(3, 3), tmp_path / "model")
+        save_deployed(Stateful(3, 3), tmp_path / "model")
 
 
 # ---- what does not fit
@@ -738,7 +748,7 @@ def test_size_of_any_module() -> None:
     module[1].weight = module[0].weight
     nn.init.zeros_(module[0].bias)
     # 9 + 3 + 3 + 6 numbers, of which 3 biases and the 3 of the norm are zero; running mean, variance and an int64 count
-    assert size_of(module) == Size(21, 21 - 6, 21 * 4 + 6 * 4 + 8)
+    assert measure_size(module) == Size(21, 21 - 6, 21 * 4 + 6 * 4 + 8)
 
 
 class Logged(nn.Module):
@@ -766,15 +776,15 @@ def test_arms_take_turns() -> None:
         assert 0 <= t.lower <= t.median <= t.upper
     assert found["b"].median > 5 * found["a"].median
     log.clear()
-    one = latency(arms["a"], {"x": torch.eye(3)}, 1)
+    one = measure_latency(arms["a"], {"x": torch.eye(3)}, 1)
     assert log == ["a"] * 3
     assert one.lower == one.median == one.upper
     with pytest.raises(ConfigError, match="repeats"):
-        latency(arms["a"], torch.eye(3), 0)
+        measure_latency(arms["a"], torch.eye(3), 0)
 
 
 def test_threads_are_given_back_after_an_error() -> None:
     torch.set_num_threads(2)
     with pytest.raises(RuntimeError):
-        latency(nn.Linear(3, 3), torch.ones(4))
+        measure_latency(nn.Linear(3, 3), torch.ones(4))
     assert torch.get_num_threads() == 2

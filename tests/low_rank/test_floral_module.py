@@ -17,8 +17,9 @@ from torch.nn import functional
 
 import fedlowrank
 from fedlowrank import Floral
-from fedlowrank.adapters.floral_adaptors import adaptors, preconditioned, spots
+from fedlowrank.adapters.adapted_parameters import find_adapted_parameters
 from fedlowrank.adapters.mixture import Pairs
+from fedlowrank.adapters.mixture_adaptors import initial_adaptors, precondition_adaptors
 from fedlowrank.adapters.router import Router
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
@@ -214,8 +215,8 @@ def test_modes_and_devices_reach_the_base() -> None:
 
 def test_the_adaptors_are_those_of_the_federated_method() -> None:
     model = Floral(network(), rank=0.2, num_clusters=2, seed=5)
-    where = spots(model.base, 0.2)
-    wanted = adaptors(where, 2, Key((5,)) / "adaptors", like=torch.zeros(0, dtype=REAL))
+    where = find_adapted_parameters(model.base, 0.2)
+    wanted = initial_adaptors(where, 2, Key((5,)) / "adaptors", like=torch.zeros(0, dtype=REAL))
     assert tree.equal(tree.map(Tensor.detach, model.adapted()), wanted)
     assert fedlowrank.METHODS["floral"] is not Floral
     assert issubclass(Floral, nn.Module)
@@ -245,7 +246,7 @@ def test_preconditioning_in_place(i: int, o: int, rank: float, clusters: int, wi
     assert a.v.grad is not None
     g = Pairs(a.u.grad.clone(), a.v.grad.clone())
     offset = model.adapted()["bias"].grad.clone()
-    wanted = preconditioned({"weight": model.base.weight}, {"weight": g}, {"weight": a})["weight"]
+    wanted = precondition_adaptors({"weight": model.base.weight}, {"weight": g}, {"weight": a})["weight"]
     assert isinstance(wanted, Pairs)
     if without == 1:
         a.u.grad = None

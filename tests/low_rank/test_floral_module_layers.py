@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import Floral
-from fedlowrank.adapters.mixture import Construction, Pairs, fold_of
+from fedlowrank.adapters.mixture import Construction, Pairs, choose_fold
 
 torch.set_num_threads(1)
 ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped", "input")
@@ -49,7 +49,7 @@ def by_hand(model: Floral, *args: Any, **kwargs: Any) -> Tensor:
         for name, p in layer.named_parameters():
             a = model.adapted()[name]
             if isinstance(a, Pairs):
-                fold = fold_of(tuple(p.shape), model.construction)
+                fold = choose_fold(tuple(p.shape), model.construction)
                 p.data = fold.unfold(a.u[c] @ a.v[c].T).detach().clone()
             else:
                 p.data = a[c].detach().clone()

@@ -354,7 +354,7 @@ class Conv1D(nn.Module):
 
 def test_a_norm_by_its_name() -> None:
     model = shake(Floral(MyRMSNorm(4).double(), num_clusters=2))
-    assert {n: s.kind for n, s in model._spots.items()} == {"weight": "norm"}
+    assert {n: s.kind for n, s in model._adapted.items()} == {"weight": "norm"}
     x = randn(3, 4)
     weight = mixed_by_hand(model, torch.softmax(model.theta, 0))["weight"]
     torch.testing.assert_close(model(x), weight * functional.rms_norm(x, (4,), eps=0.0), **TINY)
@@ -384,5 +384,9 @@ def test_a_conv1d_of_gpt2_learns_as_the_linear_layer_that_it_is(rank: float) -> 
     for m in models:
         m.center_()
     torch.testing.assert_close(stored.weight.T, linear.weight, **TINY)
-    (first, second) = (next(iter(m._spots.values())) for m in models)
-    assert (first.kind, first.rank, first.numbers) == (second.kind, second.rank, second.numbers)
+    (first, second) = (next(iter(m._adapted.values())) for m in models)
+    assert (first.kind, first.rank, first.parameter_count) == (
+        second.kind,
+        second.rank,
+        second.parameter_count,
+    )

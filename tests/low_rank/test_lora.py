@@ -15,11 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedlowrank.adapters.lora import LoRA, find_lora, first, lora_of, padded, rest_of, undiluted
-from fedlowrank.adapters.lora_layers import LoRALayer, lora
+from fedlowrank.adapters.lora import (
+    LoRA,
+    average_present_components,
+    find_lora,
+    lora_of,
+    parameters_beside_factors,
+)
+from fedlowrank.adapters.lora_layers import LoRALayer, add_lora
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
-from fedlowrank.linalg.pair import Factors, Pair
+from fedlowrank.linalg.pair import Factors, Pair, truncate_pair, zero_pad_pair
 from fedlowrank.models.architecture import Architecture
 
 torch.set_num_threads(1)
@@ -91,7 +97,7 @@ def made(kind: str, how: str, rank: int = 2, alpha: float = 3.0) -> tuple[Two, n
     if how == "plain":
         return plain, plain
     if how == "ours":
-        return plain, lora(plain, rank, alpha, target_modules=["one", "two"])
+        return plain, add_lora(plain, rank, alpha, target_modules=["one", "two"])
     return plain, of_peft(plain, rank, alpha)
 
 
@@ -135,25 +141,25 @@ def test_factors_of_any_rank_are_the_weight_with_their_product(kind: str, how: s
     for rank, scale in ((1, 1.5), (3, 0.7), (3, 1.0)):
         factors = random_factors(found, rank)
         copied = changed(plain, kind, product(factors, scale))
-        out = functional_call(module, found.place(factors, scale), (x,))
+        out = functional_call(module, found.insert_factors(factors, scale), (x,))
         torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-12)
         assert float((out - plain(x)).detach().abs().max()) > 1e-2
         # with a second adapter that is frozen, of another rank and a scale of 1
         frozen = random_factors(found, 2, seed=5)
         both = product(factors, scale)
         sums = {n: both[n] + u for n, u in product(frozen, 1.0).items()}
-        out = functional_call(module, found.place(factors, scale, frozen), (x,))
+        out = functional_call(module, found.insert_factors(factors, scale, frozen), (x,))
         torch.testing.assert_close(out, changed(plain, kind, sums)(x), rtol=0, atol=1e-12)
         empty = {n: Pair(p.b[:, :0], p.a[:0]) for n, p in frozen.items()}
-        out = functional_call(module, found.place(factors, scale, empty), (x,))
+        out = functional_call(module, found.insert_factors(factors, scale, empty), (x,))
         torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-12)
         # on weights that have moved
         away = {n: torch.from_numpy(u) for n, u in product(random_factors(found, 1, seed=7), 2.0).items()}
-        moved = found.moved(away)
+        moved = found.add_to_weights(away)
         sums = {n: both[n] + u.numpy() for n, u in away.items()}
-        out = functional_call(module, found.place(factors, scale, moved=moved), (x,))
+        out = functional_call(module, found.insert_factors(factors, scale, weights=moved), (x,))
         torch.testing.assert_close(out, changed(plain, kind, sums)(x), rtol=0, atol=1e-12)
-        updates = found.updates(factors, scale)
+        updates = {n: pair.dense() * scale for n, pair in factors.items()}
         for n, u in product(factors, scale).items():
             np.testing.assert_allclose(updates[n].numpy(), u, rtol=0, atol=1e-14)
     # nothing was changed in place
@@ -168,8 +174,10 @@ def test_gradients_reach_the_factors(how: str) -> None:
     factors = random_factors(found, 2)
     pair = factors["one"]
     b, a = pair.b.requires_grad_(), pair.a.requires_grad_()
-    functional_call(module, found.place(factors, 0.7), (x,)).square().sum().backward()
-    copied = changed(plain, "linear", {n: u.detach().numpy() for n, u in found.updates(factors, 0.7).items()})
+    functional_call(module, found.insert_factors(factors, 0.7), (x,)).square().sum().backward()
+    copied = changed(
+        plain, "linear", {n: (pair.dense() * 0.7).detach().numpy() for n, pair in factors.items()}
+    )
     copied(x).square().sum().backward()
     grad = copied.one.weight.grad
     torch.testing.assert_close(b.grad, 0.7 * grad @ a.detach().mT, rtol=0, atol=1e-11)
@@ -194,11 +202,11 @@ class Tied(nn.Module):
 def test_tied_weights_are_one_site_and_move_together(shared: bool) -> None:
     module, x = Tied(shared), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
     found = find_lora(module, "head")
-    assert list(found.sites) == ["one"]
+    assert list(found.layers) == ["one"]
     factors, copied = random_factors(found, 2), copy.deepcopy(module)
     copied.one.weight.data += 0.5 * factors["one"].dense()
     assert copied.other.weight is copied.one.weight
-    out = functional_call(module, found.place(factors, 0.5), (x,))
+    out = functional_call(module, found.insert_factors(factors, 0.5), (x,))
     torch.testing.assert_close(out, copied(x), rtol=0, atol=1e-13)
 
 
@@ -206,7 +214,7 @@ def test_a_layer_under_two_names_keeps_its_own_weight() -> None:
     module, x = Tied(True), torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).double()
     before = module.one.weight.detach().clone()
     model = Architecture("tied", module, x)
-    model.apply(lora_of(model).place(random_factors(lora_of(model), 2), 0.5), x)
+    model.apply(lora_of(model).insert_factors(random_factors(lora_of(model), 2), 0.5), x)
     assert torch.equal(module.one.weight, before)
     assert isinstance(module.one.weight, nn.Parameter)
 
@@ -215,11 +223,16 @@ def test_an_architecture_finds_its_sites_once() -> None:
     module = Tied(False)
     model = Architecture("tied", module, torch.zeros(1, 4).double(), "head")
     assert lora_of(model) is lora_of(model)
-    assert list(lora_of(model).sites) == ["one"]
-    assert sorted(rest_of(model)) == ["head.bias", "head.weight"]
-    wrapped = Architecture("wrapped", lora(module, 2, trainable=["head"]), torch.zeros(1, 4).double(), "head")
-    assert sorted(rest_of(wrapped)) == ["head.bias", "head.weight"]
-    assert rest_of(Architecture("none", nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4))) == {}
+    assert list(lora_of(model).layers) == ["one"]
+    assert sorted(parameters_beside_factors(model)) == ["head.bias", "head.weight"]
+    wrapped = Architecture(
+        "wrapped", add_lora(module, 2, trainable=["head"]), torch.zeros(1, 4).double(), "head"
+    )
+    assert sorted(parameters_beside_factors(wrapped)) == ["head.bias", "head.weight"]
+    assert (
+        parameters_beside_factors(Architecture("none", nn.Sequential(nn.Linear(4, 2)), torch.zeros(1, 4)))
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -257,7 +270,7 @@ def test_one_scale_and_one_adapter() -> None:
     found = find_lora(wrapped, None)
     assert found.rslora
     assert found.scale == pytest.approx(4 / 2**0.5, rel=1e-15)
-    assert found.sites["two"].weight == "base_model.model.two.base_layer.weight"
+    assert found.layers["two"].weight == "base_model.model.two.base_layer.weight"
     import peft
 
     wrapped.add_adapter("more", peft.LoraConfig(r=1, target_modules=["one"]))
@@ -287,7 +300,7 @@ def test_ranks_fit_every_layer() -> None:
 def test_a_is_drawn_by_name_within_one_over_the_root_of_its_width() -> None:
     found = find_lora(nn.ModuleDict({"a": nn.Linear(400, 30), "b": nn.Linear(400, 30)}), None)
     state = torch.get_rng_state()
-    drawn, again, other = (found.draw(20, Key((s,))) for s in (0, 0, 1))
+    drawn, again, other = (found.initial_factors(20, Key((s,))) for s in (0, 0, 1))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(drawn[n].a, again[n].a) for n in drawn)
     assert not torch.equal(drawn["a"].a, drawn["b"].a)
@@ -298,7 +311,10 @@ def test_a_is_drawn_by_name_within_one_over_the_root_of_its_width() -> None:
     assert abs(a.mean()) < 1e-3
     # that of a uniform distribution of this width
     assert a.std() == pytest.approx(1 / 20 / 3**0.5, rel=0.02)
-    assert found.draw(2, Key((0,)), torch.zeros(1, dtype=torch.bfloat16))["a"].a.dtype == torch.bfloat16
+    assert (
+        found.initial_factors(2, Key((0,)), torch.zeros(1, dtype=torch.bfloat16))["a"].a.dtype
+        == torch.bfloat16
+    )
 
 
 def test_moved_weights_keep_the_finer_type() -> None:
@@ -306,7 +322,7 @@ def test_moved_weights_keep_the_finer_type() -> None:
         layer = nn.Linear(5, 4).to(base)
         found = find_lora(nn.ModuleDict({"a": layer}), None)
         u = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).to(update) * 0.01
-        w = found.moved({"a": u})["a.weight"]
+        w = found.add_to_weights({"a": u})["a.weight"]
         assert w.dtype == base
         # rounded once, to the type of the weight
         assert torch.equal(w, (layer.weight.detach().double() + u.double()).to(base))
@@ -323,13 +339,13 @@ def test_moved_weights_keep_the_finer_type() -> None:
 def test_padding_keeps_the_product_and_is_undone(d: int, k: int, r: int, more: int, seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     pair = Pair(torch.randn(d, r, generator=g), torch.randn(r, k, generator=g))
-    wide = padded(pair, r + more)
+    wide = zero_pad_pair(pair, r + more)
     assert wide.rank == r + more
     torch.testing.assert_close(wide.dense(), pair.dense())
-    back = first(wide, r)
+    back = truncate_pair(wide, r)
     assert torch.equal(back.b, pair.b)
     assert torch.equal(back.a, pair.a)
-    assert padded(pair, max(r - 1, 0)) is pair
+    assert zero_pad_pair(pair, max(r - 1, 0)) is pair
 
 
 def test_means_over_the_holders_alone() -> None:
@@ -338,12 +354,12 @@ def test_means_over_the_holders_alone() -> None:
         Pair(torch.full((2, r), v).double(), torch.full((r, 3), -v).double()) for r, v in ((1, 1.0), (3, 4.0))
     ]
     weights = [1.0, 3.0]
-    wide = [padded(p, 4) for p in replies]
+    wide = [zero_pad_pair(p, 4) for p in replies]
     mean_b, mean_a = (
         sum(w * getattr(p, f) for w, p in zip(weights, wide, strict=True)) / 4 for f in ("b", "a")
     )
     means = {"l": Pair(mean_b, mean_a)}
-    found = undiluted(
+    found = average_present_components(
         means,
         {"l": Pair(b.nan_to_num(9), a.nan_to_num(8))},
         torch.tensor([4.0, 3.0, 3.0, 0.0], dtype=torch.float64),

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.adapters.lora import find_lora
-from fedlowrank.adapters.lora_layers import lora
-from fedlowrank.adapters.wire_format import unpack
+from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core.errors import TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.core.optimizer import SGD
@@ -84,7 +84,7 @@ def alike(ours: Tensor, peft: Tensor) -> None:
 @pytest.mark.parametrize("name", ["words", "fc"])
 def test_factors_begin_as_peft_draws_them(name: str, initial: Any) -> None:
     wrapped = by_peft(Reader(), initial=initial)
-    pair = find_lora(wrapped, "head").draw(RANK, Key((0,)))[name]
+    pair = find_lora(wrapped, "head").initial_factors(RANK, Key((0,)))[name]
     b, a = theirs(wrapped, name)
     alike(pair.b, b)
     alike(pair.a, a)
@@ -97,7 +97,7 @@ def test_factors_begin_as_peft_draws_them(name: str, initial: Any) -> None:
 
 
 def test_our_layers_begin_as_peft_draws_them() -> None:
-    made, wrapped = lora(Reader(), RANK, trainable=("head",)), by_peft(Reader())
+    made, wrapped = add_lora(Reader(), RANK, trainable=("head",)), by_peft(Reader())
     for name in ("words", "fc"):
         layer: Any = made.get_submodule(name)
         b, a = theirs(wrapped, name)
@@ -139,7 +139,7 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
     with torch.random.fork_rng():
         torch.manual_seed(0)
         base = Reader(12, 6, 5)
-    module = lora(base, 2, trainable=("head",)) if how == "ours" else by_peft(base, 2, "gaussian")
+    module = add_lora(base, 2, trainable=("head",)) if how == "ours" else by_peft(base, 2, "gaussian")
     federation = reading(module, "head" if how == "ours" else "base_model.model.head")
     method = kind(
         tuning=Tuning(rank=2, head="frozen"), optimizer=SGD(lr=0.5, weight_decay=0.01), batch_size=4
@@ -154,8 +154,8 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
     torch.testing.assert_close(scores(), first)
     if kind in (FedHL, FlexLoRA, HetLoRA, FedIT):
         down = run.method.download(run.state.server, info)
-        sent = unpack(getattr(down, "message", down).factors)
-        drawn = find_lora(module, "head").draw(2, run.task.key / "lora")
+        sent = unpack_factors(getattr(down, "message", down).factors)
+        drawn = find_lora(module, "head").initial_factors(2, run.task.key / "lora")
         for name in ("words", "fc"):
             assert torch.equal(sent[name].b, drawn[name].b)
             assert torch.equal(sent[name].a, drawn[name].a)
@@ -164,12 +164,12 @@ def test_every_method_trains_an_embedding_from_there(kind: Any, how: str) -> Non
         run.step()
     assert float((scores() - first).abs().max()) > 1e-2
     assert nn.functional.cross_entropy(scores(), y) < nn.functional.cross_entropy(first, y) - 1e-3
-    site, params = find_lora(module, "head").sites["words"], run.personal(info)
+    site, params = find_lora(module, "head").layers["words"], run.personal(info)
     assert bool(params[str(site.a)].any()) or not torch.equal(params[site.weight], base.words.weight)
 
 
 def test_ffa_refuses_an_embedding() -> None:
-    federation = reading(lora(Reader(12, 6, 5), 2, trainable=("head",)))
+    federation = reading(add_lora(Reader(12, 6, 5), 2, trainable=("head",)))
     with pytest.raises(
         TaskError, match="freezes A, which for an embedding begins at zero, so words would not learn"
     ):

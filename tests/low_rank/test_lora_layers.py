@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.adapters.lora_layers import LoRALayer, lora
+from fedlowrank.adapters.lora_layers import LoRALayer, add_lora
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key
 
@@ -59,7 +59,7 @@ def test_at_the_start_the_output_is_the_original_bit_for_bit() -> None:
     plain = net()
     before = copy.deepcopy(plain.state_dict())
     state = torch.get_rng_state()
-    made = lora(plain, 2)
+    made = add_lora(plain, 2)
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(made(tokens()), plain(tokens()))
     # the module that was given stays as it is, its parameters trainable, and shares nothing with the copy
@@ -71,7 +71,7 @@ def test_at_the_start_the_output_is_the_original_bit_for_bit() -> None:
 
 def test_with_factors_it_is_the_weight_with_their_product() -> None:
     plain = net().double()
-    made = lora(plain, 2, 3.0, rslora=True)
+    made = add_lora(plain, 2, 3.0, rslora=True)
     draw = torch.Generator().manual_seed(2)
     copied = copy.deepcopy(plain)
     for name in wrapped(made):
@@ -99,7 +99,7 @@ def test_with_factors_it_is_the_weight_with_their_product() -> None:
     [(None, False, 1.0), (6.0, False, 3.0), (6.0, True, 6 / 2**0.5), (None, True, 2**0.5)],
 )
 def test_the_scale(alpha: float | None, rslora: bool, scale: float) -> None:
-    made = lora(net(), 2, alpha, rslora=rslora)
+    made = add_lora(net(), 2, alpha, rslora=rslora)
     assert all(made.get_submodule(n).scaling == pytest.approx(scale, rel=1e-15) for n in wrapped(made))
     assert all(made.get_submodule(n).rslora == rslora for n in wrapped(made))
 
@@ -118,35 +118,35 @@ def test_the_scale(alpha: float | None, rslora: bool, scale: float) -> None:
     ],
 )
 def test_what_is_chosen(target: str | Sequence[str], chosen: list[str]) -> None:
-    assert wrapped(lora(net(), 2, target_modules=target)) == chosen
+    assert wrapped(add_lora(net(), 2, target_modules=target)) == chosen
 
 
 @pytest.mark.parametrize("target", ["fc1", ["c1"], ["norm"], "block", r"blockxfc1", []])
 def test_where_nothing_matches_it_says_what_there_is(target: str | list[str]) -> None:
     with pytest.raises(TaskError) as error:
-        lora(net(), 2, target_modules=target)
+        add_lora(net(), 2, target_modules=target)
     told = str(error.value)
     assert f"target_modules = {target!r} matches no layer" in told
     assert told.endswith("there are: words × 1, fc1 × 1, fc11 × 1, line × 1, image × 1, cube × 1, 0 × 1")
 
 
 def test_only_the_factors_and_what_is_named_are_trained() -> None:
-    made = lora(net(), 2, target_modules=["fc1", "fc11"], trainable=["head", "block.norm"])
+    made = add_lora(net(), 2, target_modules=["fc1", "fc11"], trainable=["head", "block.norm"])
     trained = {n for n, p in made.named_parameters() if p.requires_grad}
     assert trained == {
         *(f"block.{n}.lora_{f}" for n in ("fc1", "fc11") for f in "AB"),
         *("head.0.weight", "head.0.bias", "block.norm.weight", "block.norm.bias"),
     }
     # what is trained whole has no factors, even if it is asked for
-    assert wrapped(lora(net(), 2, trainable=["head"])) == ALL[:-1]
+    assert wrapped(add_lora(net(), 2, trainable=["head"])) == ALL[:-1]
     with pytest.raises(TaskError, match=r"there is no submodule 'heads'; the module has \['block', 'cube'"):
-        lora(net(), 2, trainable=["heads"])
+        add_lora(net(), 2, trainable=["heads"])
     with pytest.raises(TaskError, match="matches no layer"):
-        lora(net(), 2, target_modules=["0"], trainable=["head"])
+        add_lora(net(), 2, target_modules=["0"], trainable=["head"])
 
 
 def test_factors_have_the_layers_shapes_and_type_and_come_from_the_key() -> None:
-    made, again, other = (lora(net().double(), 2, key=Key((s,))) for s in (4, 4, 5))
+    made, again, other = (add_lora(net().double(), 2, key=Key((s,))) for s in (4, 4, 5))
     shapes = {"words": (6, 13), "block.fc1": (5, 6), "line": (5, 12), "image": (3, 6), "cube": (3, 4)}
     for name, (d, k) in shapes.items():
         layer = made.get_submodule(name)
@@ -161,8 +161,8 @@ def test_factors_have_the_layers_shapes_and_type_and_come_from_the_key() -> None
         assert bool((drawn < 0).any())
         assert torch.equal(drawn, getattr(again.get_submodule(name), random))
         assert not torch.equal(drawn, getattr(other.get_submodule(name), random))
-    assert torch.equal(lora(net(), 2).line.lora_A, lora(net(), 2, key=Key((0,))).line.lora_A)
-    half = lora(nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)}).to(torch.bfloat16), 2)
+    assert torch.equal(add_lora(net(), 2).line.lora_A, add_lora(net(), 2, key=Key((0,))).line.lora_A)
+    half = add_lora(nn.ModuleDict({"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)}).to(torch.bfloat16), 2)
     assert half["a"].lora_A.dtype == torch.bfloat16
     assert not torch.equal(half["a"].lora_A, half["b"].lora_A)
 
@@ -180,7 +180,7 @@ class Twice(nn.Module):
 
 
 def test_a_layer_under_two_names_gets_one_pair() -> None:
-    made = lora(Twice(), 2)
+    made = add_lora(Twice(), 2)
     assert made.one is made.again
     assert isinstance(made.one, LoRALayer)
     assert len([n for n, _ in made.named_parameters() if "lora_" in n]) == 4
@@ -196,11 +196,11 @@ def test_a_layer_under_two_names_gets_one_pair() -> None:
 
 
 def test_a_lone_layer_and_layers_that_are_left_alone() -> None:
-    alone = lora(nn.Linear(4, 3), 2)
+    alone = add_lora(nn.Linear(4, 3), 2)
     assert isinstance(alone, LoRALayer)
     # attention reads the weights of its output layer itself, so a wrapped one would have no effect
     attention = nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2), "line": nn.Linear(4, 3)})
-    assert wrapped(lora(attention, 2)) == ["line"]
+    assert wrapped(add_lora(attention, 2)) == ["line"]
 
 
 @pytest.mark.parametrize(
@@ -221,8 +221,8 @@ def test_a_lone_layer_and_layers_that_are_left_alone() -> None:
 )
 def test_what_is_refused(module: Any, rank: int, error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
-        lora(module(), rank)
+        add_lora(module(), rank)
 
 
 def test_the_largest_rank_is_allowed() -> None:
-    assert wrapped(lora(net(), 3, trainable=["head"])) == ALL[:-1]
+    assert wrapped(add_lora(net(), 3, trainable=["head"])) == ALL[:-1]

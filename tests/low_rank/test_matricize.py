@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from fedlowrank.core import tree
-from fedlowrank.linalg.factored import svd, truncate
+from fedlowrank.linalg.factored import compute_svd, truncate_svd
 from fedlowrank.linalg.matricize import (
     LowRank,
     Sparse,
     Weights,
+    count_parameters,
     matricize,
     matrix_shape,
     measure,
-    numbers,
-    pack,
+    pack_low_rank,
     pack_sparse,
-    sparse_of,
+    to_sparse,
     unmatricize,
-    unpack,
+    unpack_weights,
 )
-from fedlowrank.linalg.nuclear_norm import prox, prox_in_step
-from fedlowrank.linalg.svt import shrink
+from fedlowrank.linalg.nuclear_norm import apply_prox, apply_prox_dense
+from fedlowrank.linalg.svt import threshold_singular_values
 
 sizes = st.integers(1, 4)
 
@@ -68,7 +68,7 @@ def test_factors_are_two_thinner_convolutions() -> None:
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(6, 4, 3, 5, dtype=torch.float64, generator=generator)
     x = torch.randn(2, 4, 9, 11, dtype=torch.float64, generator=generator)
-    f = shrink(matricize(w), 4.0)
+    f = threshold_singular_values(matricize(w), 4.0)
     assert 0 < f.rank < 18
     first = f.right.reshape(f.rank, 4, 1, 5)
     second = f.left.reshape(6, 3, f.rank).permute(0, 2, 1)[..., None]
@@ -80,10 +80,10 @@ def test_factors_are_packed_where_they_are_fewer_numbers() -> None:
     shape = torch.Size((6, 12))
     for rank, packed in ((0, True), (3, True), (4, False), (6, False)):  # 4 · 18 = 72 = 6 · 12
         f = LowRank(torch.randn(6, rank), torch.randn(rank, 12))
-        found = pack(f, shape)
+        found = pack_low_rank(f, shape)
         assert isinstance(found, LowRank) == packed
         like = {"w": torch.empty(shape)}
-        assert torch.equal(unpack({"w": found}, like)["w"], f.dense())
+        assert torch.equal(unpack_weights({"w": found}, like)["w"], f.dense())
 
 
 def test_factors_survive_their_bytes_even_of_rank_zero() -> None:
@@ -96,13 +96,17 @@ def test_factors_survive_their_bytes_even_of_rank_zero() -> None:
 def test_measure() -> None:
     w = torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]])
     found = measure(
-        {"w": w, "b": torch.tensor([0.0, 2.0]), "f": shrink(torch.diag(torch.tensor([3.0, 5.0, 1.0])), 1.0)}
+        {
+            "w": w,
+            "b": torch.tensor([0.0, 2.0]),
+            "f": threshold_singular_values(torch.diag(torch.tensor([3.0, 5.0, 1.0])), 1.0),
+        }
     )
     assert (found["w"].rank, found["w"].energy, found["w"].parameters, found["w"].nonzeros) == (2, 25.0, 6, 2)
     assert (found["b"].rank, found["b"].energy, found["b"].nonzeros, found["b"].nbytes) == (1, 4.0, 1, 8)
     assert (found["f"].rank, found["f"].parameters, found["f"].nonzeros, found["f"].nbytes) == (2, 12, 4, 48)
     assert found["f"].energy == pytest.approx(16 + 4)
-    svd_of = measure({"d": truncate(svd(torch.diag(torch.tensor([3.0, 5.0, 1.0]))), 2)})["d"]
+    svd_of = measure({"d": truncate_svd(compute_svd(torch.diag(torch.tensor([3.0, 5.0, 1.0]))), 2)})["d"]
     assert (svd_of.rank, svd_of.parameters, svd_of.nonzeros, svd_of.nbytes) == (2, 14, 6, 56)
     assert svd_of.energy == pytest.approx(25 + 9)
 
@@ -112,16 +116,16 @@ def test_the_prox_of_a_model_leaves_vectors_and_excluded_weights(norm) -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = {"conv": (4, 3, 3, 3), "scale": (4,), "head.weight": (5, 6), "head.weight_v": (5, 6)}
     params = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
-    found = prox(params, 1.0, norm, ("head.weight",))
+    found = apply_prox(params, 1.0, norm, ("head.weight",))
     dense = found.dense(params)
     assert list(found.ranks) == ["conv", "head.weight_v"]
     for name in ("scale", "head.weight"):
         assert torch.equal(dense[name], params[name])
     assert not torch.allclose(dense["head.weight_v"], params["head.weight_v"])
-    in_step = prox_in_step(params, 1.0, norm, ("head.weight",))
+    in_step = apply_prox_dense(params, 1.0, norm, ("head.weight",))
     for name, p in in_step.items():
         torch.testing.assert_close(dense[name], p)
-    assert prox(params, 0.0, norm, ()).weights == params
+    assert apply_prox(params, 0.0, norm, ()).weights == params
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,12 +141,12 @@ def test_of_a_sparse_weight_the_entries_are_held_where_that_is_smaller(
     smaller = 4 * there + math.ceil(w.size / 8) < 4 * w.size
     assert isinstance(held, Sparse) == smaller
     message = tree.decode(tree.encode({"w": held}))
-    back = unpack(message, {"w": torch.from_numpy(w)})["w"]
+    back = unpack_weights(message, {"w": torch.from_numpy(w)})["w"]
     np.testing.assert_array_equal(back.numpy(), w)
     if smaller:
         assert tree.numel(message) == there
         assert measure({"w": held})["w"].parameters == there
-        assert numbers([{"w": held}], {"w": torch.from_numpy(w)}) == there
+        assert count_parameters([{"w": held}], {"w": torch.from_numpy(w)}) == there
 
 
 def test_of_a_dense_weight_all_entries_are_counted_of_a_sparse_one_those_that_are_not_zero() -> None:
@@ -151,8 +155,8 @@ def test_of_a_dense_weight_all_entries_are_counted_of_a_sparse_one_those_that_ar
     few[0, :3] = 1
     dense: Weights = {"a": torch.zeros(4, 5), "b": torch.tensor([1.0, 0, 0, 0, 0, 0])}
     factors: Weights = {"a": LowRank(torch.zeros(4, 1), torch.ones(1, 5)), "b": torch.zeros(6)}
-    sparse: Weights = {"a": sparse_of(few), "b": sparse_of(torch.eye(6)[0])}
-    assert numbers([dense], like) == 20 + 6
-    assert numbers([factors], like) == 9 + 6
-    assert numbers([sparse], like) == 3 + 1
-    assert numbers([factors, sparse], like) == 12 + 6
+    sparse: Weights = {"a": to_sparse(few), "b": to_sparse(torch.eye(6)[0])}
+    assert count_parameters([dense], like) == 20 + 6
+    assert count_parameters([factors], like) == 9 + 6
+    assert count_parameters([sparse], like) == 3 + 1
+    assert count_parameters([factors, sparse], like) == 12 + 6

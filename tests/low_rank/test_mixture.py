@@ -17,10 +17,10 @@ from fedlowrank.adapters.mixture import (
     Factor,
     Fold,
     Pairs,
-    begin,
-    center,
-    fold_of,
-    precondition,
+    center_pairs,
+    choose_fold,
+    initial_pairs,
+    precondition_matrix,
 )
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
@@ -44,7 +44,7 @@ def pairs(fold: Fold, rank: int, count: int = 3, seed: int = 0) -> Pairs:
 @settings(max_examples=60, deadline=None)
 @given(st.tuples(sizes, sizes, sizes, sizes), st.sampled_from(ALL))
 def test_folding_loses_nothing(shape: tuple[int, int, int, int], construction: Construction) -> None:
-    fold = fold_of(shape, construction)
+    fold = choose_fold(shape, construction)
     w = torch.arange(int(np.prod(shape))).reshape(shape)
     assert fold.fold(w).shape == fold.size
     assert torch.equal(fold.unfold(fold.fold(w)), w)
@@ -76,7 +76,7 @@ def two_steps(
 @pytest.mark.parametrize("shape", [(4, 3, 3, 5), (3, 6, 2, 2), (5, 5, 1, 3)])
 @pytest.mark.parametrize(("stride", "padding"), [((1, 1), (0, 0)), ((2, 1), (1, 2))])
 def test_an_update_is_two_convolutions_one_after_the_other(construction, shape, stride, padding) -> None:
-    fold = fold_of(shape, construction)
+    fold = choose_fold(shape, construction)
     p = pairs(fold, 2, count=1)
     x = torch.randn(2, shape[1], 9, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     merged = functional.conv2d(
@@ -88,7 +88,7 @@ def test_an_update_is_two_convolutions_one_after_the_other(construction, shape, 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 5), st.integers(1, 5))
 def test_numbers_for_a_rank_are_those_of_the_paper(o: int, i: int, k1: int, k2: int) -> None:
-    per_rank = {c: sum((f := fold_of((o, i, k1, k2), c)).size) * f.times for c in ALL}
+    per_rank = {c: sum((f := choose_fold((o, i, k1, k2), c)).size) * f.times for c in ALL}
     low, high = min(o, i), max(o, i)
     assert per_rank["balanced"] == low * max(k1, k2) + high * min(k1, k2)
     assert per_rank["filter"] == (o * k2 + i * k1) * o
@@ -112,7 +112,7 @@ def test_numbers_for_a_rank_are_those_of_the_paper(o: int, i: int, k1: int, k2: 
 def test_each_factor_of_a_balanced_update_has_an_axis_of_the_kernel(
     shape: tuple[int, ...], size: set[int]
 ) -> None:
-    fold = fold_of(shape)
+    fold = choose_fold(shape)
     assert set(fold.size) == size
     if len(shape) > 3:
         assert len(fold.rows) > 1
@@ -122,7 +122,7 @@ def test_each_factor_of_a_balanced_update_has_an_axis_of_the_kernel(
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.floats(0.001, 0.999))
 def test_a_budget_is_used_up_and_never_exceeded_but_for_rank_one(m: int, n: int, budget: float) -> None:
-    r = fold_of((m, n)).rank(budget)
+    r = choose_fold((m, n)).rank(budget)
     assert r >= 1
     assert r == 1 or r * (m + n) <= budget * m * n * (1 + 1e-6)
     assert (r + 1) * (m + n) > budget * m * n * (1 - 1e-6)
@@ -131,13 +131,13 @@ def test_a_budget_is_used_up_and_never_exceeded_but_for_rank_one(m: int, n: int,
 @pytest.mark.parametrize("asked", [0, -1, 2.5, 1.5, float("nan"), float("inf")])
 def test_a_rank_is_a_whole_number_or_a_budget(asked: float) -> None:
     with pytest.raises(ConfigError, match="budget"):
-        fold_of((4, 5)).rank(asked)
+        choose_fold((4, 5)).rank(asked)
 
 
 @pytest.mark.parametrize("random", ["u", "v"])
 def test_updates_begin_at_zero_and_differ_between_clusters(random: Factor) -> None:
-    fold = fold_of((20, 30))
-    p = begin(fold, 3, 4, KEY, random=random)
+    fold = choose_fold((20, 30))
+    p = initial_pairs(fold, 3, 4, KEY, random=random)
     assert not p.dense().any()
     drawn: Tensor = getattr(p, random)
     # the range of a weight of 30 inputs, whichever factor is drawn
@@ -146,19 +146,19 @@ def test_updates_begin_at_zero_and_differ_between_clusters(random: Factor) -> No
     for a, b in itertools.combinations(range(4), 2):
         assert not torch.equal(drawn[a], drawn[b])
     # a cluster's draw does not depend on how many there are
-    assert torch.equal(getattr(begin(fold, 3, 2, KEY, random=random), random), drawn[:2])
-    assert tree.equal(begin(fold, 3, 4, KEY, random=random), p)
+    assert torch.equal(getattr(initial_pairs(fold, 3, 2, KEY, random=random), random), drawn[:2])
+    assert tree.equal(initial_pairs(fold, 3, 4, KEY, random=random), p)
 
 
 def test_the_mixture_is_the_weighted_sum() -> None:
-    p, pi = pairs(fold_of((6, 5)), 2), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    p, pi = pairs(choose_fold((6, 5)), 2), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     wanted = sum(float(pi[c]) * p.u[c].numpy() @ p.v[c].numpy().T for c in range(3))
     np.testing.assert_allclose(p.mixed(pi).numpy(), wanted, rtol=1e-12)
 
 
 def test_the_preconditioner_is_the_papers() -> None:
-    at, g = pairs(fold_of((6, 5)), 2), pairs(fold_of((6, 5)), 2, seed=1)
-    made = precondition(g, at)
+    at, g = pairs(choose_fold((6, 5)), 2), pairs(choose_fold((6, 5)), 2, seed=1)
+    made = precondition_matrix(g, at)
     for c in range(3):
         u, v = at.u[c].numpy(), at.v[c].numpy()
         eye = 1e-5 * np.eye(2)
@@ -168,17 +168,17 @@ def test_the_preconditioner_is_the_papers() -> None:
 
 def test_factors_so_large_that_the_gram_matrix_is_singular_give_no_finite_step() -> None:
     large = torch.full((1, 3, 2), 1e12, dtype=torch.float64)
-    found = precondition(Pairs(torch.ones_like(large), torch.ones_like(large)), Pairs(large, large))
+    found = precondition_matrix(Pairs(torch.ones_like(large), torch.ones_like(large)), Pairs(large, large))
     assert not any(bool(t.isfinite().any()) for t in (found.u, found.v))
 
 
 def test_a_preconditioned_step_does_not_depend_on_how_the_factors_share_their_size() -> None:
-    base = pairs(fold_of((6, 5)), 2)
+    base = pairs(choose_fold((6, 5)), 2)
     slope = torch.randn(3, 6, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
     def change(scale: float) -> torch.Tensor:
         at = Pairs(base.u * scale, base.v / scale)
-        step = precondition(Pairs(slope @ at.v, slope.mT @ at.u), at, eps=0.0)
+        step = precondition_matrix(Pairs(slope @ at.v, slope.mT @ at.u), at, eps=0.0)
         # to first order in the learning rate
         return step.u @ at.v.mT + at.u @ step.v.mT
 
@@ -201,7 +201,7 @@ def test_centering_changes_no_mixture_that_the_rank_can_hold() -> None:
         torch.randn(6, 5, generator=g, dtype=torch.float64),
         torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
     )
-    base, centered = center(w, p, weights)
+    base, centered = center_pairs(w, p, weights)
     torch.testing.assert_close(base + centered.mixed(weights), w + p.mixed(weights))
     for c in range(3):
         torch.testing.assert_close(base + centered.dense()[c], w + p.dense()[c])
@@ -212,8 +212,8 @@ def test_centering_changes_no_mixture_that_the_rank_can_hold() -> None:
 
 
 def test_centering_a_matrix_thinner_than_the_rank_keeps_the_shape() -> None:
-    p = pairs(fold_of((2, 5)), 4)
-    _, centered = center(
+    p = pairs(choose_fold((2, 5)), 4)
+    _, centered = center_pairs(
         torch.zeros(2, 5, dtype=torch.float64), p, torch.full((3,), 1 / 3, dtype=torch.float64)
     )
     assert centered.u.shape == p.u.shape
@@ -225,7 +225,7 @@ def test_centering_equal_updates_leaves_them_able_to_learn() -> None:
     u, v = torch.randn(1, 6, 2, generator=g), torch.randn(1, 5, 2, generator=g)
     pairs = Pairs(u.expand(3, -1, -1).clone(), v.expand(3, -1, -1).clone())
     w = torch.randn(6, 5, generator=g)
-    base, left = center(w, pairs, torch.full((3,), 1 / 3))
+    base, left = center_pairs(w, pairs, torch.full((3,), 1 / 3))
     torch.testing.assert_close(base, w + u[0] @ v[0].T)
     assert float(left.dense().abs().max()) < 1e-5
     # the gradient of U is G V: it vanishes only if V does

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedlowrank.linalg import randomized_svd as sketch
-from fedlowrank.linalg.randomized_svd import by_gram, iterated, leading
+from fedlowrank.linalg.randomized_svd import decompose_gram, iterate_lanczos, leading_triplets
 
 Matrix = np.ndarray
 
@@ -31,7 +31,7 @@ def test_leading_triplets_whatever_the_spectrum(
     s = 3 * decay ** np.arange(90)
     w, _, v = with_spectrum(s, *((90, 160) if flip else (160, 90)), seed)
     # the worst warm start there is: singular vectors of the other end
-    u1, s1, v1 = leading(w, rank, torch.from_numpy(v[:, -rank:].copy()) if warm else None)
+    u1, s1, v1 = leading_triplets(w, rank, torch.from_numpy(v[:, -rank:].copy()) if warm else None)
     np.testing.assert_allclose(s1.numpy(), s[:rank], rtol=1e-5)
     # the best error there is, ties or not
     left = float(torch.linalg.matrix_norm(w - (u1 * s1) @ v1.mT))
@@ -41,14 +41,14 @@ def test_leading_triplets_whatever_the_spectrum(
 def test_the_iteration_is_used_where_it_pays_and_says_when_it_fails(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fedlowrank")
     falling, _, _ = with_spectrum(0.7 ** np.arange(90), 150, 90, 0)
-    assert iterated(falling, 5) is not None
-    leading(falling, 5)
+    assert iterate_lanczos(falling, 5) is not None
+    leading_triplets(falling, 5)
     assert not caplog.records
     # the last of the five is 1e-6 of the first, which a Gram matrix does not tell from those after it
     low, _, _ = with_spectrum(np.r_[1, 1e-6 * np.linspace(1, 0.9, 89)], 150, 90, 0)
-    assert iterated(low, 5) is None
-    assert by_gram(low, 5) is None
-    _, s, _ = leading(low, 5)
+    assert iterate_lanczos(low, 5) is None
+    assert decompose_gram(low, 5) is None
+    _, s, _ = leading_triplets(low, 5)
     np.testing.assert_allclose(s.numpy(), np.linalg.svd(low.numpy())[1][:5], rtol=1e-9)
     assert "full decomposition" in caplog.text
 
@@ -58,18 +58,20 @@ def test_the_iteration_is_used_where_it_pays_and_says_when_it_fails(caplog: pyte
 def test_flat_spectra_need_no_full_decomposition(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sketch, "svd", lambda w: pytest.fail("decomposed in full"))
+    monkeypatch.setattr(sketch, "compute_svd", lambda w: pytest.fail("decomposed in full"))
     # what the server holds after rounds of random uploads: a plateau, then a drop to a long tail; and noise alone
     plateau = np.r_[np.linspace(1, 0.6, 40), np.linspace(0.05, 1e-3, 260)]
     noise = np.linalg.svd(np.random.default_rng(6).normal(size=(300, 300)))[1] / 20
     rtol = 1e-12 if dtype == torch.float64 else 1e-5
     for s, by_iteration in ((plateau, True), (noise, False)):
         w, u, v = with_spectrum(s, *shape, 7)
-        assert (iterated(w.to(dtype), 10) is not None) == by_iteration
+        assert (iterate_lanczos(w.to(dtype), 10) is not None) == by_iteration
         with pytest.MonkeyPatch.context() as patch:
             if by_iteration:
-                patch.setattr(sketch, "by_gram", lambda w, rank: pytest.fail("eigenvectors of a Gram matrix"))
-            found = leading(w.to(dtype), 10)
+                patch.setattr(
+                    sketch, "decompose_gram", lambda w, rank: pytest.fail("eigenvectors of a Gram matrix")
+                )
+            found = leading_triplets(w.to(dtype), 10)
         np.testing.assert_allclose(found[1].numpy(), s[:10], rtol=rtol)
         for one, true in ((found[0], u), (found[2], v)):
             assert one.dtype == dtype
@@ -80,17 +82,17 @@ def test_flat_spectra_need_no_full_decomposition(
 
 def test_what_will_not_converge_is_given_up_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
     columns: list[int] = []
-    true = sketch.orthogonal_to
+    true = sketch.orthogonalize
 
     def counted(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         columns.append(new.shape[-1])
         return true(basis, new)
 
-    monkeypatch.setattr(sketch, "orthogonal_to", counted)
+    monkeypatch.setattr(sketch, "orthogonalize", counted)
     w = torch.from_numpy(np.random.default_rng(10).normal(size=(600, 500)))
-    assert iterated(w, 10) is None
+    assert iterate_lanczos(w, 10) is None
     # for both sides, half of the blocks
-    assert sum(columns) == (2 * 10 + sketch.OVERSAMPLE) * sketch.BLOCKS
+    assert sum(columns) == (2 * 10 + sketch.OVERSAMPLE) * sketch.MAX_BLOCKS
 
 
 @pytest.mark.parametrize(
@@ -109,8 +111,8 @@ def test_eigenvectors_of_a_gram_matrix_are_not_believed_where_squaring_lost_them
 ) -> None:
     w, _, _ = with_spectrum(np.r_[1, 0.5, last, np.full(57, last / 100)], 80, 60, 8)
     for one in (w, w.mT):
-        assert (by_gram(one.to(dtype), 3) is not None) == believed
-        assert by_gram(one.to(dtype), 2) is not None
+        assert (decompose_gram(one.to(dtype), 3) is not None) == believed
+        assert decompose_gram(one.to(dtype), 2) is not None
 
 
 def test_no_gram_matrix_is_made_where_the_basis_holds_all_that_matters(
@@ -118,18 +120,18 @@ def test_no_gram_matrix_is_made_where_the_basis_holds_all_that_matters(
 ) -> None:
     monkeypatch.setattr(sketch, "_gram", lambda w: pytest.fail("a Gram matrix"))
     w, _, _ = with_spectrum(0.8 ** np.arange(200), 240, 200, 11)
-    assert iterated(w, 5) is not None
+    assert iterate_lanczos(w, 5) is not None
 
 
 def test_a_look_that_comes_too_early_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The estimate of a residual is only a reason to compute it."""
     w, _, _ = with_spectrum(0.9 ** np.arange(200), 240, 200, 9)
-    wanted = iterated(w, 4)
+    wanted = iterate_lanczos(w, 4)
     assert wanted is not None
     residuals = [1.0]
     true = sketch._residual
     monkeypatch.setattr(sketch, "_residual", lambda *given: residuals.pop() if residuals else true(*given))
-    again = iterated(w, 4)
+    again = iterate_lanczos(w, 4)
     assert not residuals
     assert again is not None
     np.testing.assert_allclose(again[1].numpy(), wanted[1].numpy(), rtol=1e-12)
@@ -142,15 +144,15 @@ def test_a_new_direction_beside_converged_ones_is_not_missed(monkeypatch: pytest
     def blind(width: int, k: int, warm: Tensor | None) -> Tensor:
         return torch.from_numpy(np.c_[v[:, :1], v[:, 2:4], v[:, 4 : width + 1]].copy())
 
-    monkeypatch.setattr("fedlowrank.linalg.randomized_svd._begin", blind)
-    assert iterated(w, 3) is None
-    _, s, _ = leading(w, 3)
+    monkeypatch.setattr("fedlowrank.linalg.randomized_svd._initial_block", blind)
+    assert iterate_lanczos(w, 3) is None
+    _, s, _ = leading_triplets(w, 3)
     np.testing.assert_allclose(s.numpy(), [10, 9, 8], rtol=1e-12)
 
 
 def test_a_matrix_of_less_rank_has_fewer_triplets() -> None:
     for dtype in (torch.float64, torch.float32):
         w, _, _ = with_spectrum(np.array([5.0, 3.0]), 120, 100, 2)
-        u, s, v = leading(w.to(dtype), 6)
+        u, s, v = leading_triplets(w.to(dtype), 6)
         assert (u.shape, s.shape, v.shape, s.dtype) == ((120, 2), (2,), (100, 2), torch.float64)
-        assert leading(w.to(dtype) * 0, 6)[1].shape == (0,)
+        assert leading_triplets(w.to(dtype) * 0, 6)[1].shape == (0,)

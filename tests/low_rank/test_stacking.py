@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fedlowrank.linalg import stacking as module
-from fedlowrank.linalg.delta import Form, advance, split, start, truncation
+from fedlowrank.linalg.delta import DeltaForm, initial_deltas, split_svd, truncate_delta, update_deltas
 from fedlowrank.linalg.pair import Pair
-from fedlowrank.linalg.stacking import Extended, add_stack, extend
+from fedlowrank.linalg.stacking import ExtendedBasis, add_low_rank, extend_basis
 
 N, R, M = 300, 20, 50
-ALL = ["_rough", "_careful", "orthogonal_to"]
+ALL = ["_first_pass_float32", "_first_pass", "orthogonalize"]
 Change = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
 
@@ -31,7 +31,7 @@ def conditioned(rng: np.random.Generator, condition: float, shape: tuple[int, ..
     return out
 
 
-def check(old: Tensor, new: np.ndarray, found: Extended, error: float = 1e-13) -> None:
+def check(old: Tensor, new: np.ndarray, found: ExtendedBasis, error: float = 1e-13) -> None:
     """[old Q] is orthonormal and gives the columns back, each to rounding of its own length."""
     width = old.shape[-1] + new.shape[-1]
     for i in range(len(new)):
@@ -73,7 +73,7 @@ def test_any_condition(condition: float, wanted: int, r: int, ways: list[str]) -
     rng = np.random.default_rng(0)
     old, new = basis(rng, r=r), conditioned(rng, condition)
     given = rows(new)
-    check(old, new, extend(old, given))
+    check(old, new, extend_basis(old, given))
     assert ways == ALL[:wanted]
     assert torch.equal(given, rows(new))
 
@@ -86,7 +86,7 @@ def test_a_triangle_whose_inverse_is_large(c: float) -> None:
     kahan = s ** np.arange(M)[:, None] * (np.eye(M) - c * np.triu(np.ones((M, M)), 1))
     old = basis(rng)
     new = np.linalg.qr(rng.normal(size=(2, N, M)))[0] @ kahan
-    check(old, new, extend(old, rows(new)))
+    check(old, new, extend_basis(old, rows(new)))
 
 
 @pytest.mark.parametrize("power", range(0, 17, 2))
@@ -96,7 +96,7 @@ def test_any_nearness_to_some_of_the_old_columns(power: int, lean: int) -> None:
     old = basis(rng)
     inside = old[..., :lean].numpy() @ rng.normal(size=(2, lean, M))
     new = inside + 10.0**-power * conditioned(rng, 30.0)
-    check(old, new, extend(old, rows(new)))
+    check(old, new, extend_basis(old, rows(new)))
 
 
 @pytest.mark.parametrize("where", ["first", "last", "all"])
@@ -110,8 +110,8 @@ def test_near_the_leading_columns_or_the_last_float32_is_enough(
     new = strength * old[..., at].numpy() @ rng.normal(size=(2, at.stop - at.start, M)) + 0.02 * conditioned(
         rng, 3.0
     )
-    check(old, new, extend(old, rows(new)))
-    assert ways == ["_rough"]
+    check(old, new, extend_basis(old, rows(new)))
+    assert ways == ["_first_pass_float32"]
 
 
 def zero(new: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -157,7 +157,7 @@ def lengths(new: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def test_columns_that_no_gram_matrix_can_do(change: Change, r: int) -> None:
     rng = np.random.default_rng(3)
     old, new = basis(rng, r=r), change(conditioned(rng, 10.0), rng)
-    found = extend(old, rows(new))
+    found = extend_basis(old, rows(new))
     # numpy's norms of the shortest and longest would be 0 and infinite; a power of two is taken out exactly
     largest = np.abs(new).max()
     scale = 2.0 ** -round(np.log2(largest)) if largest else 1.0
@@ -167,18 +167,20 @@ def test_columns_that_no_gram_matrix_can_do(change: Change, r: int) -> None:
 def test_what_the_first_pass_leaves_is_measured(monkeypatch: pytest.MonkeyPatch, ways: list[str]) -> None:
     """A first pass that did nothing must not go unnoticed, alone in its batch or not."""
     rng = np.random.default_rng(4)
-    monkeypatch.setattr(module, "_rough", lambda old, given: (given, old.new_zeros(len(old), 0, M), None))
+    monkeypatch.setattr(
+        module, "_first_pass_float32", lambda old, given: (given, old.new_zeros(len(old), 0, M), None)
+    )
     old = basis(rng)
     new = conditioned(rng, 2.0)
-    check(old, new, extend(old, rows(new)))
+    check(old, new, extend_basis(old, rows(new)))
     assert ways == []
     for bad in (
         conditioned(rng, 100.0),
         5 * old.numpy() @ rng.normal(size=(2, R, M)) + conditioned(rng, 2.0),
     ):
         new[1] = bad[1]
-        check(old, new, extend(old, rows(new)))
-        assert ways == ["_careful"]
+        check(old, new, extend_basis(old, rows(new)))
+        assert ways == ["_first_pass"]
         ways.clear()
 
 
@@ -187,7 +189,7 @@ def test_float32_factors(condition: float) -> None:
     rng = np.random.default_rng(5)
     old = basis(rng).float()
     new = conditioned(rng, condition).astype(np.float32)
-    check(old, new, extend(old, rows(new)), error=4e-6)
+    check(old, new, extend_basis(old, rows(new)), error=4e-6)
 
 
 @pytest.mark.parametrize("shape", [(90, 70), (70, 90), (64, 64)])
@@ -198,7 +200,7 @@ def test_widths_up_to_the_matrix_and_above(shape: tuple[int, int], width: int) -
     s = np.geomspace(1, 1e-9, R)
     left, right = (conditioned(rng, 50.0, (2, n, width)) for n in shape)
     wanted = (u.numpy() * s) @ v.numpy().swapaxes(1, 2) + left @ right.swapaxes(1, 2)
-    found = add_stack(u, torch.from_numpy(s).expand(2, -1), v, rows(left).mT, rows(right).mT, None)
+    found = add_low_rank(u, torch.from_numpy(s).expand(2, -1), v, rows(left).mT, rows(right).mT, None)
     for (u1, s1, v1, _), w in zip(found, wanted, strict=True):
         values = np.linalg.svd(w)[1]
         assert len(s1) == (R + width if R + width < min(shape) else int((values > 1e-14).sum()))
@@ -214,13 +216,13 @@ def test_steps_of_fedhl_from_float32_uploads(shape: tuple[int, int], noise: floa
     """From the server's own factors, with noise, against the recursion on the matrix; ranks as Householder's QRs have them."""
     rng, ranks = np.random.default_rng(7), (16, 8, 8, 4)
     share = 1 / len(ranks)
-    state = start({"w": shape}, Form("exact"), max(ranks))
+    state = initial_deltas({"w": shape}, DeltaForm("exact"), max(ranks))
     for step in range(4):
         before = state["w"].dense().numpy()
         after, blocks = before.copy(), []
         for rank in ranks:
-            triplets = truncation(state["w"], rank)
-            sent = split(triplets, rank)
+            triplets = truncate_delta(state["w"], rank)
+            sent = split_svd(triplets, rank)
             b, a = (
                 x + (noise if step else 1.0) * torch.from_numpy(rng.normal(size=x.shape))
                 for x in (sent.b, sent.a)
@@ -230,10 +232,10 @@ def test_steps_of_fedhl_from_float32_uploads(shape: tuple[int, int], noise: floa
             after += share * (pair.b.double().numpy() @ pair.a.double().numpy() - triplets.dense().numpy())
         held = {"w": [(share, r) for r in ranks]}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_rough", lambda old, given: None)
-            patch.setattr(module, "_careful", lambda old, given: None)
-            slow = advance(state, {"w": blocks}, held=held)["w"]
-        state = advance(state, {"w": blocks}, held=held)
+            patch.setattr(module, "_first_pass_float32", lambda old, given: None)
+            patch.setattr(module, "_first_pass", lambda old, given: None)
+            slow = update_deltas(state, {"w": blocks}, sent_ranks=held)["w"]
+        state = update_deltas(state, {"w": blocks}, sent_ranks=held)
         delta = state["w"]
         scale = max(np.linalg.norm(before, 2), np.linalg.norm(after, 2))
         for one, other in ((delta, after), (delta, slow.dense().numpy())):
@@ -247,18 +249,18 @@ def test_steps_of_fedhl_from_float32_uploads(shape: tuple[int, int], noise: floa
 
 def test_of_entries_of_one_magnitude_the_first_sets_the_sign() -> None:
     u = torch.tensor([[0.5, -0.5, 0.1, -0.7], [-0.5, 0.5, -0.6, 0.7], [0.0, 0.1, 0.5, 0.0]])
-    assert module._signs(u).tolist() == [1, -1, -1, -1]
-    assert module._signs(u[:, 2:3]).tolist() == [-1]
-    assert module._signs(u[:, :0]).shape == (0,)
+    assert module._canonical_signs(u).tolist() == [1, -1, -1, -1]
+    assert module._canonical_signs(u[:, 2:3]).tolist() == [-1]
+    assert module._canonical_signs(u[:, :0]).shape == (0,)
 
 
 def test_triplets_left_with_gaps_between_them() -> None:
     rng = np.random.default_rng(8)
     pair = Pair(torch.from_numpy(rng.normal(size=(40, 6))), torch.from_numpy(rng.normal(size=(6, 30))))
-    state = advance(start({"w": (40, 30)}, Form("exact"), 6), {"w": [(1.0, pair)]})
+    state = update_deltas(initial_deltas({"w": (40, 30)}, DeltaForm("exact"), 6), {"w": [(1.0, pair)]})
     w = pair.b.numpy() @ pair.a.numpy()
     u, s, vt = np.linalg.svd(w, full_matrices=False)
     keep = np.array([1.0, 0, 0, 1, 1, 1])
-    found = advance(state, {}, held={"w": [(1.0, 3), (-1.0, 1)]})["w"]
+    found = update_deltas(state, {}, sent_ranks={"w": [(1.0, 3), (-1.0, 1)]})["w"]
     assert found.rank == 4
     np.testing.assert_allclose(found.dense().numpy(), (u[:, :6] * s[:6] * keep) @ vt[:6], rtol=0, atol=1e-13)

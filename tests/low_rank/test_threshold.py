@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.linalg import svt as threshold
-from fedlowrank.linalg.factored import svd
+from fedlowrank.linalg.factored import compute_svd
 from fedlowrank.linalg.nuclear_norm import Norm
-from fedlowrank.linalg.nuclear_norm import prox as prox_of_model
-from fedlowrank.linalg.svt import count_above, shrink, shrink_all, shrink_dense, soft
+from fedlowrank.linalg.nuclear_norm import apply_prox as prox_of_model
+from fedlowrank.linalg.svt import (
+    count_above,
+    soft_threshold,
+    threshold_all,
+    threshold_dense,
+    threshold_singular_values,
+)
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -56,7 +62,7 @@ def gap(found: torch.Tensor, wanted: np.ndarray) -> float:
 @QUICK
 @given(matrices(), thresholds)
 def test_in_float64_it_is_numpys(w: np.ndarray, c: float) -> None:
-    found = shrink(torch.from_numpy(w), c)
+    found = threshold_singular_values(torch.from_numpy(w), c)
     assert gap(found.dense(), reference(w, c)) <= 1e-13 * (1 + np.abs(w).max()) * len(w)
     values = np.linalg.svd(w)[1]
     # one at the threshold, up to rounding, may be counted or not
@@ -67,12 +73,12 @@ def test_in_float64_it_is_numpys(w: np.ndarray, c: float) -> None:
 @given(matrices(), thresholds)
 def test_in_float32_it_is_numpys_to_the_rounding_of_float32(w: np.ndarray, c: float) -> None:
     single = torch.from_numpy(w).float()
-    found = shrink(single, c)
+    found = threshold_singular_values(single, c)
     assert found.left.dtype == found.right.dtype == torch.float32
     top = np.linalg.norm(w, 2)
     # of the float32 matrix: what is lost by rounding the input is none of the prox's doing
     assert gap(found.dense(), reference(single.double().numpy(), c)) <= 2e-6 * top
-    assert gap(shrink_dense(single, c), reference(single.double().numpy(), c)) <= 1e-5 * top + 1e-12
+    assert gap(threshold_dense(single, c), reference(single.double().numpy(), c)) <= 1e-5 * top + 1e-12
 
 
 @QUICK
@@ -84,7 +90,7 @@ def test_by_gram_and_by_the_whole_decomposition_agree(m: int, n: int, share: flo
         of_values(rng, m, n, np.sort(top * 10.0 ** rng.uniform(-6, 0, size=min(m, n)))[::-1])
     ).float()
     c = share * float(torch.linalg.matrix_norm(w.double(), 2))
-    fast, sure = shrink(w, c, "gram"), shrink(w, c, "svd")
+    fast, sure = threshold_singular_values(w, c, "gram"), threshold_singular_values(w, c, "svd")
     assert fast.rank == sure.rank
     bound = 4 * torch.finfo(torch.float32).eps * top
     assert float((fast.dense() - sure.dense()).abs().max()) <= bound
@@ -99,12 +105,12 @@ def test_a_threshold_too_small_for_a_gram_matrix_is_left_to_the_whole_decomposit
     w = torch.from_numpy(of_values(np.random.default_rng(0), 9, 5, s))
     c = 3e-5
     with pytest.raises(ArithmeticError, match="Gram"):
-        shrink(w.to(dtype), c, "gram")
-    found = shrink(w.to(dtype), c)
+        threshold_singular_values(w.to(dtype), c, "gram")
+    found = threshold_singular_values(w.to(dtype), c)
     if dtype == torch.float64:
         assert found.rank == 3
         np.testing.assert_allclose(found.s.numpy(), s[:3] - c, rtol=1e-9)
-    assert torch.equal(found.left, shrink(w.to(dtype), c, "svd").left)
+    assert torch.equal(found.left, threshold_singular_values(w.to(dtype), c, "svd").left)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -118,9 +124,9 @@ def test_a_value_at_the_threshold_becomes_zero(dtype: torch.dtype, rotated: bool
     if rotated and dtype == torch.float64:
         w = torch.from_numpy(of_values(np.random.default_rng(1), 6, 4, s.numpy()))
     with pytest.raises(ArithmeticError, match="too close"):
-        shrink(w, c, "gram")
-    assert shrink(w, c).rank == 1
-    assert shrink(w, c * (1 - 1e-4)).rank == 3
+        threshold_singular_values(w, c, "gram")
+    assert threshold_singular_values(w, c).rank == 1
+    assert threshold_singular_values(w, c * (1 - 1e-4)).rank == 3
 
 
 def test_a_large_matrix_of_few_survivors_is_decomposed_only_above_the_threshold(
@@ -139,7 +145,7 @@ def test_a_large_matrix_of_few_survivors_is_decomposed_only_above_the_threshold(
     plain = threshold.eigh
     monkeypatch.setattr(threshold, "eigh", spy)
     for matrix in (w, w.mT):
-        fast, sure = shrink(matrix, 0.01), shrink(matrix, 0.01, "svd")
+        fast, sure = threshold_singular_values(matrix, 0.01), threshold_singular_values(matrix, 0.01, "svd")
         assert fast.rank == sure.rank == 30
         assert float((fast.dense() - sure.dense()).abs().max()) < 1e-6
     assert found == [30, 30]
@@ -155,8 +161,15 @@ def test_a_survivor_missed_by_the_partial_decomposition_is_noticed(monkeypatch: 
         return values[1:], vectors[:, 1:]
 
     monkeypatch.setattr(threshold, "eigh", forgetful)
-    assert shrink(w, 0.01).rank == 20
-    assert float((shrink(w, 0.01).dense() - shrink(w, 0.01, "svd").dense()).abs().max()) < 1e-6
+    assert threshold_singular_values(w, 0.01).rank == 20
+    assert (
+        float(
+            (threshold_singular_values(w, 0.01).dense() - threshold_singular_values(w, 0.01, "svd").dense())
+            .abs()
+            .max()
+        )
+        < 1e-6
+    )
 
 
 @QUICK
@@ -173,7 +186,7 @@ def test_inertia_counts_the_eigenvalues_above(n: int, seed: int, x: float) -> No
 @given(matrices(), st.sampled_from([1e-3, 0.1, 1.0, 3.0]))
 def test_the_result_satisfies_the_condition_of_optimality(w: np.ndarray, c: float) -> None:
     """(W - X) / c is a subgradient of the nuclear norm at X: spectral norm at most 1, and ⟨·, X⟩ = ‖X‖_*."""
-    x = shrink(torch.from_numpy(w), c).dense().numpy()
+    x = threshold_singular_values(torch.from_numpy(w), c).dense().numpy()
     g = (w - x) / c
     slack = 1e-10 * (1 + np.linalg.norm(w, 2) / c)
     assert np.linalg.norm(g, 2) <= 1 + slack
@@ -184,28 +197,28 @@ def test_the_result_satisfies_the_condition_of_optimality(w: np.ndarray, c: floa
 @given(matrices(), thresholds, st.integers(0, 2**32 - 1))
 def test_it_does_not_expand(w: np.ndarray, c: float, seed: int) -> None:
     other = w + np.random.default_rng(seed).normal(size=w.shape)
-    a, b = (shrink(torch.from_numpy(v), c).dense().numpy() for v in (w, other))
+    a, b = (threshold_singular_values(torch.from_numpy(v), c).dense().numpy() for v in (w, other))
     assert np.linalg.norm(a - b) <= np.linalg.norm(w - other) * (1 + 1e-10)
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (3, 5), (1, 4), (4, 1)])
 def test_rank_zero_has_factors_of_no_columns(shape: tuple[int, int]) -> None:
     for w in (torch.zeros(shape), torch.randn(shape, generator=torch.Generator().manual_seed(0))):
-        f = shrink(w, 100.0)
+        f = threshold_singular_values(w, 100.0)
         assert (f.left.shape, f.right.shape) == ((shape[0], 0), (0, shape[1]))
         assert torch.equal(f.dense(), torch.zeros(shape))
-    assert shrink(torch.zeros(shape), 0.0).rank == 0
+    assert threshold_singular_values(torch.zeros(shape), 0.0).rank == 0
 
 
 def test_a_threshold_of_zero_changes_nothing() -> None:
     w = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert gap(shrink(w, 0.0).dense(), w.numpy()) < 1e-14
+    assert gap(threshold_singular_values(w, 0.0).dense(), w.numpy()) < 1e-14
 
 
 def test_factors_are_balanced_descending_and_of_the_signs_of_svd() -> None:
     for shape in ((8, 5), (5, 8)):
         w = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-        f, whole = shrink(w, 0.5), svd(w)
+        f, whole = threshold_singular_values(w, 0.5), compute_svd(w)
         torch.testing.assert_close(f.s, whole.s[: f.rank] - 0.5)
         torch.testing.assert_close(f.right.square().sum(1), f.s)
         torch.testing.assert_close(f.left / f.s.sqrt(), whole.u[:, : f.rank])
@@ -215,21 +228,21 @@ def test_factors_are_balanced_descending_and_of_the_signs_of_svd() -> None:
 def test_many_at_once_are_those_one_by_one() -> None:
     generator = torch.Generator().manual_seed(0)
     ws = [torch.randn(s, generator=generator) for s in ((6, 4), (3, 9), (6, 4), (9, 3))]
-    for f, w in zip(shrink_all(ws, 0.8), ws, strict=True):
-        one = shrink(w, 0.8)
+    for f, w in zip(threshold_all(ws, 0.8), ws, strict=True):
+        one = threshold_singular_values(w, 0.8)
         assert torch.equal(f.left, one.left)
         assert torch.equal(f.right, one.right)
 
 
 @pytest.mark.parametrize("how", ["auto", "svd"])
 @pytest.mark.parametrize("size", [5e-324, 1e-310, 1e-200, 1e-160, 1e160, 1e200, 2.0**1020])
-def test_a_matrix_of_any_size_is_shrunk_as_one_of_size_one(size: float, how: threshold.How) -> None:
+def test_a_matrix_of_any_size_is_shrunk_as_one_of_size_one(size: float, how: threshold.Algorithm) -> None:
     s, c = np.array([3.0, 2.0, 0.75, 0.25]), 1.0
     u, v = np.array([[1, 1], [1, -1]]), np.array([[0, 1.0], [1, 0]])
     # Hadamard and permutation matrices: every product below is exact
     w = np.kron(u, u) / 2 * s @ np.kron(v, v)
     size = 8 * size if size < 1e-309 else size
-    found = shrink(torch.from_numpy(w * size), c * size, how)
+    found = threshold_singular_values(torch.from_numpy(w * size), c * size, how)
     assert found.rank == 2
     wanted = np.kron(u, u) / 2 * np.maximum(s - c, 0) @ np.kron(v, v)
     small = 2e-323 if size < 1e-300 else 0.0
@@ -244,12 +257,12 @@ def test_a_matrix_that_is_not_finite_is_refused_in_words(bad: float) -> None:
     w[1, 0] = bad
     for how in ("auto", "gram", "svd"):
         with pytest.raises(TaskError, match=r"shape \[3, 2\] holds a NaN or an infinity"):
-            shrink(w, 0.1, how)
+            threshold_singular_values(w, 0.1, how)
 
 
 @pytest.mark.parametrize("bad", [-1e-9, float("nan")])
 def test_a_negative_threshold_is_refused_in_words(bad: float) -> None:
-    for prox in (soft, shrink, shrink_dense):
+    for prox in (soft_threshold, threshold_singular_values, threshold_dense):
         with pytest.raises(ConfigError, match="threshold of a prox must be >= 0"):
             prox(torch.eye(3), bad)
 
@@ -265,4 +278,4 @@ def test_a_global_model_that_is_not_finite_is_named(norm: Norm) -> None:
 @given(st.lists(st.floats(-5, 5), max_size=9), thresholds)
 def test_soft_threshold(values: list[float], c: float) -> None:
     w = np.array(values)
-    assert gap(soft(torch.from_numpy(w), c), np.sign(w) * np.maximum(np.abs(w) - c, 0)) == 0
+    assert gap(soft_threshold(torch.from_numpy(w), c), np.sign(w) * np.maximum(np.abs(w) - c, 0)) == 0

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedlowrank.adapters.wire_format import Quantized, Rounded, Wire, pack, unpack
+from fedlowrank.adapters.wire_format import Quantized, Rounded, Wire, pack_factors, unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.linalg.pair import Pair
@@ -34,7 +34,7 @@ def pairs(draw: st.DrawFn) -> Pair:
 
 def through(pair: Pair, wire: Wire) -> Pair:
     # over the real bytes
-    return unpack(tree.decode(tree.encode(pack({"a.b": pair}, wire))))["a.b"]
+    return unpack_factors(tree.decode(tree.encode(pack_factors({"a.b": pair}, wire))))["a.b"]
 
 
 def slices(pair: Pair) -> list[np.ndarray]:
@@ -45,7 +45,7 @@ def slices(pair: Pair) -> list[np.ndarray]:
 @settings(max_examples=150, deadline=None)
 @given(pairs())
 def test_int8_is_off_by_at_most_half_a_scale_and_keeps_zeros(pair: Pair) -> None:
-    packed = pack({"w": pair}, "int8")["w"]
+    packed = pack_factors({"w": pair}, "int8")["w"]
     assert isinstance(packed, Quantized)
     assert {packed.b.dtype, packed.a.dtype} == {torch.int8}
     assert {packed.b_scale.dtype, packed.a_scale.dtype} == {torch.float32}
@@ -73,7 +73,7 @@ def test_a_second_passage_changes_nothing(pair: Pair, wire: Wire) -> None:
 def test_int8_by_hand() -> None:
     b = torch.tensor([[127.0, 0.0], [-1.4, 0.0], [63.5, 0.0], [0.4, 0.0]])
     a = torch.tensor([[0.0, 2.54, -1.27, 0.05], [1.0, 1.0, 0.0, -1.0]])
-    packed = pack({"w": Pair(b, a)}, "int8")["w"]
+    packed = pack_factors({"w": Pair(b, a)}, "int8")["w"]
     assert isinstance(packed, Quantized)
     # a column for each component of B, a row for each of A; halves to even
     assert packed.b.tolist() == [[127, 0], [-1, 0], [64, 0], [0, 0]]
@@ -111,14 +111,14 @@ def test_a_type_that_nobody_knows_is_refused() -> None:
     with pytest.raises(
         TaskError, match="layer 'w' are of type 'int64'; known are float64, float32, bfloat16"
     ):
-        unpack({"w": Rounded(torch.ones(3, 1), torch.ones(1, 2), "int64")})
+        unpack_factors({"w": Rounded(torch.ones(3, 1), torch.ones(1, 2), "int64")})
     with pytest.raises(TaskError, match="layer 'w' are of type int64"):
-        pack({"w": Pair(torch.ones(3, 1).long(), torch.ones(1, 2).long())}, "int8")
+        pack_factors({"w": Pair(torch.ones(3, 1).long(), torch.ones(1, 2).long())}, "int8")
 
 
 def test_sizes_on_the_wire() -> None:
     pair = {"w": Pair(torch.randn(700, 8), torch.randn(8, 500))}
-    sizes = {wire: tree.encoded_size(pack(pair, wire)) for wire in get_args(Wire)}
+    sizes = {wire: tree.encoded_size(pack_factors(pair, wire)) for wire in get_args(Wire)}
     numbers = 1200 * 8
     for wire, data in (("float32", 4 * numbers), ("bfloat16", 2 * numbers), ("int8", numbers + 2 * 8 * 4)):
         assert data < sizes[wire] < data + 600
@@ -135,10 +135,10 @@ def test_values_that_do_not_fit_are_refused_by_name() -> None:
             b = good.clone()
             b[1, 1] = bad
             with pytest.raises(TaskError, match=f"B of the layer 'x/y' .* {wire}"):
-                pack({"x/y": Pair(b, good.mT)}, wire)
+                pack_factors({"x/y": Pair(b, good.mT)}, wire)
             with pytest.raises(TaskError, match="A of the layer 'x/y'"):
-                pack({"x/y": Pair(good, b.mT)}, wire)
+                pack_factors({"x/y": Pair(good, b.mT)}, wire)
     with pytest.raises(TaskError, match="too large"):
-        pack({"w": Pair(good.double() * 1e200, good.mT)}, "int8")
+        pack_factors({"w": Pair(good.double() * 1e200, good.mT)}, "int8")
     with pytest.raises(ConfigError, match="Did you mean 'bfloat16'"):
-        pack({}, "bfloat")  # type: ignore[arg-type]
+        pack_factors({}, "bfloat")  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fedlowrank.adapters.lora import LoRA, find_lora, lora_of
-from fedlowrank.adapters.lora_layers import lora
-from fedlowrank.adapters.wire_format import pack, unpack
+from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.wire_format import pack_factors, unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
@@ -53,7 +53,7 @@ def test_simulated_clients_hold_the_tensors_of_the_server(
 ) -> None:
     # tensors below a megabyte are moved together in memory
     monkeypatch.setattr("fedlowrank.simulation.round_results.SMALL", 0)
-    wrapped = lora(Net(60, 60), 2, trainable=("head",))
+    wrapped = add_lora(Net(60, 60), 2, trainable=("head",))
     federation = Federation.from_arrays(arrays(), wrapped, classes=CLASSES, rank=[2] * 4)
     method = kind(tuning=Tuning(rank=2, wire=wire), optimizer=SGD(lr=0.1), batch_size=8)
     run = run_of(method, federation, rounds=3, evaluate_every=9)
@@ -72,7 +72,7 @@ def test_simulated_clients_hold_the_tensors_of_the_server(
         w = wrapped.get_parameter("body.0.base_layer.weight").numpy()
         total = sum(
             p["body.0"].b.double().numpy() @ p["body.0"].a.double().numpy()
-            for p in map(unpack, ledger.updates)
+            for p in map(unpack_factors, ledger.updates)
         )
         for found in merged:
             np.testing.assert_allclose(found.numpy(), w + total, rtol=0, atol=1e-6)
@@ -82,18 +82,18 @@ def test_factors_become_a_sum_where_they_outgrow_the_weights_the_same_at_every_c
     found, given = layer(), updates(12)
     steady = [Base({}, []) for _ in range(2)]
     for i, update in enumerate(given):
-        steady = [b.followed([pack(update, "float32")], "merged", found) for b in steady]
+        steady = [b.followed([pack_factors(update, "float32")], "merged", found) for b in steady]
         # 4 · (40 + 30) numbers an update, of which 4 are fewer than 40 · 30
         assert len(steady[0].stacks) == (i + 1) % 5
         assert tree.numel(steady[0]) <= 2 * D * K
         assert places(steady[0]) == places(steady[1])
-    late = Base({}, []).followed([pack(u, "float32") for u in given], "merged", found)
+    late = Base({}, []).followed([pack_factors(u, "float32") for u in given], "merged", found)
     assert tree.equal(late, steady[0])
     total = sum(u["a"].b.numpy() @ u["a"].a.numpy() for u in given)
     _, moved = late.beside("merged", found)
     np.testing.assert_allclose(moved["a.weight"].numpy(), found.base["a.weight"].numpy() + total, atol=1e-12)
     # stacked, they stay factors
-    beside = Base({}, []).followed([pack(u, "float32") for u in given], "stacked", found)
+    beside = Base({}, []).followed([pack_factors(u, "float32") for u in given], "stacked", found)
     frozen, nothing = beside.beside("stacked", found)
     np.testing.assert_allclose(frozen["a"].dense().numpy(), total, atol=1e-12)
     assert (len(beside.stacks), nothing, Base({}, []).beside("merged", found)) == (12, {}, ({}, {}))
@@ -102,7 +102,7 @@ def test_factors_become_a_sum_where_they_outgrow_the_weights_the_same_at_every_c
 def test_clients_with_other_updates_get_another_base() -> None:
     found, (first, second, third) = layer(), updates(3)
     bases = [
-        Base({}, []).followed([pack(u, "float32") for u in us], "merged", found)
+        Base({}, []).followed([pack_factors(u, "float32") for u in us], "merged", found)
         for us in ([first, second], [third])
     ]
 
@@ -121,7 +121,7 @@ def test_clients_with_other_updates_get_another_base() -> None:
 
 def test_small_updates_of_a_base_in_half_precision_are_not_lost() -> None:
     found, given = layer(torch.bfloat16), updates(50, dtype=torch.bfloat16, size=0.02)
-    base = Base({}, []).followed([pack(u, "float32") for u in given], "merged", found)
+    base = Base({}, []).followed([pack_factors(u, "float32") for u in given], "merged", found)
     total = sum(u["a"].b.double() @ u["a"].a.double() for u in given)
     start = found.base["a.weight"].double()
     moved = base.beside("merged", found)[1]["a.weight"]

@@ -21,7 +21,7 @@ from fedlowrank.engines import vectorized as vectorized
 from fedlowrank.engines.base import Engine
 from fedlowrank.engines.sequential import Sequential, Wire
 from fedlowrank.engines.vectorized import Vectorized
-from fedlowrank.linalg.matricize import LowRank, unpack
+from fedlowrank.linalg.matricize import LowRank, unpack_weights
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
 from fedlowrank.methods.lpgd import LPGD
@@ -206,7 +206,7 @@ def test_the_download_carries_factors_and_they_are_the_model() -> None:
     assert 0 < rank <= 5
     assert isinstance(down["body.0.weight"], LowRank)
     assert tree.numel(down["body.0.weight"]) == rank * (10 + 12)
-    for name, p in unpack(down, initial).items():
+    for name, p in unpack_weights(down, initial).items():
         torch.testing.assert_close(p, w_of(run)[name])
     assert tree.nbytes(down) < tree.nbytes(initial)
     record = run.step()
@@ -230,7 +230,7 @@ def test_a_sparse_global_model_travels_as_its_entries() -> None:
     record = run.step()
     assert record.parameters_down == len(SIZES) * (sum(entries.values()) + vectors)
     assert record.bytes_down < record.bytes_up
-    for name, p in unpack(down, w).items():
+    for name, p in unpack_weights(down, w).items():
         torch.testing.assert_close(p, w[name], rtol=0, atol=0)
 
 

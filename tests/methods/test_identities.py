@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from contract import Reply, personal, server_update
-from fedlowrank.adapters.lora import lora_of, rest_of
+from fedlowrank.adapters.lora import lora_of, parameters_beside_factors
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.method import ServerView
@@ -237,7 +237,7 @@ def test_training_changes_every_parameter_of_the_personal_model(name: str) -> No
         assert list(params) == list(initial) or set(params) == set(initial)
         model = federation.architectures[info.architecture]
         trained = (
-            {s.weight for s in lora_of(model).sites.values()} | set(rest_of(model))
+            {s.weight for s in lora_of(model).layers.values()} | set(parameters_beside_factors(model))
             if name in LORA
             else set(initial)
         )

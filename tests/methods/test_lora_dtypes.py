@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlowrank.adapters.lora_layers import lora
+from fedlowrank.adapters.lora_layers import add_lora
 from fedlowrank.core import tree
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
@@ -38,7 +38,7 @@ def data() -> Any:
 def federation(kind: Any, dtype: torch.dtype, wrapped: bool) -> Federation:
     def made() -> nn.Module:
         module = Net(9, 10, dtype=dtype)
-        return lora(module, 2, 3.0, trainable=("head",)) if wrapped else module
+        return add_lora(module, 2, 3.0, trainable=("head",)) if wrapped else module
 
     ranks = (1, 2, 3, 4) if kind in MIXED else (2, 2, 2, 2)
     return Federation.from_arrays(data(), made, classes=CLASSES, rank=ranks)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from contract import Reply, server_update
 from fedlowrank.adapters.lora import lora_of
-from fedlowrank.adapters.lora_layers import lora
-from fedlowrank.adapters.wire_format import unpack
+from fedlowrank.adapters.lora_layers import add_lora
+from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.key import Key
 from fedlowrank.core.method import Method, ServerView
@@ -25,7 +25,7 @@ from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import client_key, client_view
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.linalg.delta import Form, advance
+from fedlowrank.linalg.delta import DeltaForm, update_deltas
 from fedlowrank.linalg.pair import Pair
 from fedlowrank.methods.families.effective_delta import Weighing
 from fedlowrank.methods.families.lora import Scaling, Tuning
@@ -105,7 +105,7 @@ def wrapped(run: Run, rank: int, drawn: dict[str, Tensor], alpha: float | None =
     """The federation's network with our LoRA layers, A as drawn."""
     base = Net(9, 10)
     base.load_state_dict(run.federation.architectures["model"].initial)
-    made = lora(base, rank, alpha, trainable=("head",))
+    made = add_lora(base, rank, alpha, trainable=("head",))
     with torch.no_grad():
         for name, a in drawn.items():
             made.get_submodule(name).lora_A.copy_(a)
@@ -169,7 +169,7 @@ def test_flora_of_one_client_is_training_on_what_it_merged() -> None:
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01), AdamW(lr=0.01)])
 def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
     local = {**LOCAL, "optimizer": optimizer}
-    held = lora(Net(9, 10), 3, 5.0, trainable=("head",))
+    held = add_lora(Net(9, 10), 3, 5.0, trainable=("head",))
     a = run_of(FedIT(**local), federation([3] * 4, held), steps=0, participation=0.75, **QUIET)
     b = run_of(FedAvg(**local), federation([3] * 4, held), steps=0, participation=0.75, **QUIET)
     start = a.personal(a.federation.infos[0])
@@ -187,7 +187,7 @@ def test_fedit_is_fedavg_of_a_module_with_lora_layers(optimizer: Any) -> None:
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.05, momentum=0.5, weight_decay=0.01), AdamW(lr=0.01)])
 def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> None:
     local = {**LOCAL, "optimizer": optimizer}
-    held = lora(Net(9, 10), 3, alpha, trainable=("head",))
+    held = add_lora(Net(9, 10), 3, alpha, trainable=("head",))
     a, b = (
         run_of(kind(**local), federation([3] * 4, held), participation=0.75, **QUIET)
         for kind in (HetLoRA, FedIT)
@@ -203,12 +203,12 @@ def test_zero_padding_of_equal_ranks_is_fedit(alpha: float, optimizer: Any) -> N
 
 @pytest.mark.parametrize("scaling", ["equal", "alpha"])
 def test_clients_of_zero_padding_begin_at_the_a_that_was_drawn(scaling: Any) -> None:
-    held = lora(Net(9, 10), 4, 10.0, trainable=("head",))
+    held = add_lora(Net(9, 10), 4, 10.0, trainable=("head",))
     run = run_of(
         HetLoRA(tuning=Tuning(scaling=scaling), **LOCAL), federation(UNEQUAL, held), steps=0, **QUIET
     )
     for info, rank in zip(run.federation.infos, UNEQUAL, strict=True):
-        sent = unpack(run.method.download(run.state.server, info).factors)
+        sent = unpack_factors(run.method.download(run.state.server, info).factors)
         for n, a in drawn(run.federation.key / "init", 4).items():
             assert torch.equal(sent[n].a, a[:rank])
             assert sent[n].b.shape[1] == rank
@@ -275,7 +275,9 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
 
 
 def test_with_the_residual_every_client_begins_at_w() -> None:
-    run = run_of(FedHL(residual=True, form=Form("exact"), **LOCAL), federation(), participation=0.75, **QUIET)
+    run = run_of(
+        FedHL(residual=True, form=DeltaForm("exact"), **LOCAL), federation(), participation=0.75, **QUIET
+    )
     for k in range(4):
         close(scores(run, k), scores(run, k, "server"))
     plain = run_of(FedHL(**LOCAL), federation(), participation=0.75, **QUIET)
@@ -287,7 +289,7 @@ def test_with_the_residual_every_client_begins_at_w() -> None:
 
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])
 def test_at_the_configured_rank_both_scalings_are_one(kind: Any) -> None:
-    held = lora(Net(9, 10), 3, 2.0, trainable=("head",), rslora=True)
+    held = add_lora(Net(9, 10), 3, 2.0, trainable=("head",), rslora=True)
     a, b = (
         run_of(kind(tuning=Tuning(scaling=s), **LOCAL), federation([3] * 4, held), rounds=2, **QUIET)
         for s in ("equal", "alpha")
@@ -302,7 +304,7 @@ def test_at_the_configured_rank_both_scalings_are_one(kind: Any) -> None:
 
 @pytest.mark.parametrize(("rslora", "at_two"), [(False, 3.0), (True, 6 / 2**0.5)])
 def test_alpha_falls_by_the_rank_or_by_its_root(rslora: bool, at_two: float) -> None:
-    held = lora(Net(9, 10), 4, 6.0, trainable=("head",), rslora=rslora)
+    held = add_lora(Net(9, 10), 4, 6.0, trainable=("head",), rslora=rslora)
     model = federation([None] * 4, held).architectures["model"]
     assert Tuning(scaling="alpha").scaling_of(lora_of(model)).at(2) == pytest.approx(at_two, rel=1e-15)
     assert Tuning(scaling="equal").scaling_of(lora_of(model)).at(2) == pytest.approx(
@@ -354,7 +356,7 @@ def test_if_nobody_trains_fedhl_keeps_w_and_flexlora_does_not(wire: Any) -> None
     split=st.sampled_from(["sqrt", "B", "A"]),
     weighing=st.builds(Weighing, error=st.sampled_from(["relative", "absolute", "squared"]), per_layer=st.booleans(),
                        by_examples=st.booleans(), temperature=st.sampled_from([0.0, 1.0])),
-    form=st.sampled_from([Form("exact"), Form("dense"), Form("capped", cap=9), Form("auto")]),
+    form=st.sampled_from([DeltaForm("exact"), DeltaForm("dense"), DeltaForm("capped", cap=9), DeltaForm("auto")]),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_step_of_fedhl_adds_what_clients_changed(
@@ -364,7 +366,7 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
     wire: Any,
     split: Any,
     weighing: Weighing,
-    form: Form,
+    form: DeltaForm,
     seed: int,
 ) -> None:
     method = FedHL(
@@ -376,10 +378,10 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
         n: [(1.0, random_pair(rng, d, kept, k))]
         for n, (d, k) in lora_of(run.task.architectures["model"]).shapes.items()
     }
-    server = dataclasses.replace(run.state.server, delta=advance(run.state.server.delta, blocks))
+    server = dataclasses.replace(run.state.server, delta=update_deltas(run.state.server.delta, blocks))
     replies, changed = [], {n: [] for n in NAMES}
     for info in (run.federation.infos[k] for k in sorted(who)):
-        sent = unpack(method.download(server, info).message.factors)
+        sent = unpack_factors(method.download(server, info).message.factors)
         up = method.tuning.message(
             {
                 n: Pair(p.b + torch.from_numpy(rng.normal(size=p.b.shape)).to(p.b), p.a)
@@ -388,7 +390,7 @@ def test_a_step_of_fedhl_adds_what_clients_changed(
             server.rest,
         )
         replies.append(Reply(info, up))
-        arrived = unpack(up.factors)
+        arrived = unpack_factors(up.factors)
         for n in NAMES:
             change = arrived[n].b.double() @ arrived[n].a.double() - sent[n].b.double() @ sent[n].a.double()
             changed[n].append(8 / ranks[info.id] * change)

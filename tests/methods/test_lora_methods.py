@@ -20,7 +20,7 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_key
 from fedlowrank.engines.sequential import Sequential, Wire
 from fedlowrank.engines.vectorized import Vectorized
-from fedlowrank.linalg.delta import Form
+from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods.families.effective_delta import Weighing
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.methods.fedex_lora import FedExLoRA
@@ -269,9 +269,11 @@ def test_weights_of_eq_15(weighing: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [Form("exact"), Form("dense"), Form("capped", cap=12), Form("auto")], ids=lambda f: f.kind
+    "form",
+    [DeltaForm("exact"), DeltaForm("dense"), DeltaForm("capped", cap=12), DeltaForm("auto")],
+    ids=lambda f: f.kind,
 )
-def test_fedhl_with_equal_scales_in_every_form(form: Form) -> None:
+def test_fedhl_with_equal_scales_in_every_form(form: DeltaForm) -> None:
     run = go(FedHL(form=form, tuning=Tuning(rank=2), **LOCAL), Sequential, RANKS)
     ws, net, _ = reference.fedhl(setting_of(run, "equal"))
     updates_are(run, ws, net, RANKS, 1e-9)
@@ -289,7 +291,7 @@ def test_components_that_w_does_not_fill_begin_at_random(kind: Any) -> None:
 
 
 def test_the_residual_makes_clients_begin_at_w(engine: type[Engine]) -> None:
-    run = go(FedHL(residual=True, form=Form("exact"), tuning=TUNING, **LOCAL), engine, RANKS)
+    run = go(FedHL(residual=True, form=DeltaForm("exact"), tuning=TUNING, **LOCAL), engine, RANKS)
     ws, net, _ = reference.fedhl(setting_of(run), residual=True)
     for n, w in zip(NAMES, ws, strict=True):
         same(run.state.server.delta[n].dense(), w, close(engine))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from contract import Reply, server_update
-from fedlowrank.adapters.wire_format import unpack
+from fedlowrank.adapters.wire_format import unpack_factors
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.method import ServerView
@@ -188,7 +188,7 @@ def test_every_client_trains_at_its_own_rank(kind: Any) -> None:
 def test_a_client_of_full_rank_receives_w_itself(kind: Any) -> None:
     # with V in place of Vᵀ a layer that is not square could not even be multiplied; a square one would be wrong by 1.65
     run = go(kind, 2, ranks=(9, 2, 3, 4))
-    sent = unpack(
+    sent = unpack_factors(
         getattr(d := run.method.download(run.state.server, run.federation.infos[0]), "message", d).factors
     )
     for n in NAMES:

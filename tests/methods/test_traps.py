@@ -20,7 +20,14 @@ from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import client_view
 from fedlowrank.engines.sequential import Sequential, Wire
-from fedlowrank.linalg.factored import Factored, compress, decompress, rank_of_energy, svd, truncate
+from fedlowrank.linalg.factored import (
+    Factored,
+    compress_update,
+    compute_svd,
+    decompress_update,
+    rank_of_energy,
+    truncate_svd,
+)
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fd import FD
 from fedlowrank.methods.fedavg import FedAvg
@@ -276,7 +283,7 @@ def test_the_rank_is_the_smallest_that_keeps_the_energy() -> None:
 @pytest.mark.parametrize("energy", [0.5, 0.8, 0.95, 0.99])
 def test_compressed_matrices_are_the_best_of_their_rank(energy: float) -> None:
     w = matrix(3, 40, 30) + 0.1 * matrix(20, 40, 30, 1)
-    found = compress({"w": w}, energy)["w"]
+    found = compress_update({"w": w}, energy)["w"]
     assert isinstance(found, Factored)
     u, s, vt = np.linalg.svd(w.numpy(), full_matrices=False)
     r = found.rank
@@ -295,29 +302,31 @@ def test_matrices_are_sent_whole_where_factors_are_no_smaller() -> None:
         u, _ = torch.linalg.qr(matrix(12, 12, 12))
         v, _ = torch.linalg.qr(matrix(10, 10, 10, 1))
         w = u[:, :rank] @ v[:, :rank].T
-        found = compress({"w": w}, 0.999)["w"]
+        found = compress_update({"w": w}, 0.999)["w"]
         assert isinstance(found, Factored) == factored
         assert tree.numel(found) == (115 if factored else 120)
-        torch.testing.assert_close(decompress({"w": found}, {"w": w})["w"], w, rtol=0, atol=1e-12)
+        torch.testing.assert_close(decompress_update({"w": found}, {"w": w})["w"], w, rtol=0, atol=1e-12)
 
 
 def test_vectors_and_single_rows_are_sent_whole() -> None:
     update = {"bias": torch.randn(9), "scalar": torch.tensor(2.0), "row": torch.randn(1, 50)}
-    found = compress(update, 0.5)
+    found = compress_update(update, 0.5)
     assert all(found[n] is update[n] for n in update)
 
 
 def test_a_kernel_is_a_matrix_of_outputs_by_all_else() -> None:
     # [O, I, k1, k2] = [16, 8, 3, 3] of rank 2 as a 16 x 72 matrix, of full rank in any other reading
     kernel = matrix(2, 16, 72).reshape(16, 8, 3, 3)
-    found = compress({"w": kernel}, 0.9999)["w"]
+    found = compress_update({"w": kernel}, 0.9999)["w"]
     assert isinstance(found, Factored)
     assert (found.rank, found.u.shape, found.v.shape) == (2, (16, 2), (72, 2))
-    torch.testing.assert_close(decompress({"w": found}, {"w": kernel})["w"], kernel, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        decompress_update({"w": found}, {"w": kernel})["w"], kernel, rtol=0, atol=1e-10
+    )
 
 
 def test_an_update_of_zeros_keeps_rank_one() -> None:
-    found = compress({"w": torch.zeros(20, 20)}, 0.9)["w"]
+    found = compress_update({"w": torch.zeros(20, 20)}, 0.9)["w"]
     assert isinstance(found, Factored)
     assert found.rank == 1
     assert torch.equal(found.dense(), torch.zeros(20, 20))
@@ -325,12 +334,12 @@ def test_an_update_of_zeros_keeps_rank_one() -> None:
 
 def test_equal_matrices_have_equal_factors_whatever_signs_the_decomposition_picks() -> None:
     w = matrix(6, 8, 6)
-    f = svd(w)
+    f = compute_svd(w)
     at = f.u.abs().argmax(0)
     assert (f.u[at, torch.arange(6)] > 0).all()
     torch.testing.assert_close(f.dense(), w, rtol=0, atol=1e-12)
     assert (f.s[:-1] >= f.s[1:]).all()
-    assert truncate(f, 2).rank == 2
+    assert truncate_svd(f, 2).rank == 2
 
 
 @pytest.mark.parametrize("engine", [Sequential, Wire])

@@ -22,7 +22,7 @@ from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import AnyMethod, ClientJob, ClientResult
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.linalg.delta import Form
+from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.linalg.factored import Factored
 from fedlowrank.linalg.matricize import LowRank, Sparse
 from fedlowrank.methods import METHODS
@@ -149,9 +149,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "flora stacked": ("flora", {"keep": "stacked"}),
     "flora merged": ("flora", {"keep": "merged"}),
     "fedex stacked": ("fedex_lora", {"keep": "stacked"}),
-    "fedhl with the residual": ("fedhl", {"residual": True, "form": Form("exact")}),
-    "fedhl dense": ("fedhl", {"form": Form("dense")}),
-    "flexlora capped": ("flexlora", {"form": Form("capped", cap=2)}),
+    "fedhl with the residual": ("fedhl", {"residual": True, "form": DeltaForm("exact")}),
+    "fedhl dense": ("fedhl", {"form": DeltaForm("dense")}),
+    "flexlora capped": ("flexlora", {"form": DeltaForm("capped", cap=2)}),
     "hetlora per index by norm": ("hetlora", {"per_index": True, "weighting": "norm"}),
     "fedspa with fixed masks": ("fedspa", {"prune": 0.0}),
     "fedspa": ("fedspa", {"density": 0.6}),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedlowrank.core import tree
-from fedlowrank.linalg.delta import Form
+from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.linalg.pair import Pair
 
 from .trust_cases import CASES, at, judged, outline, paths, put, situation
@@ -100,7 +100,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "in a list": lambda v: [v],
     "in a dict": lambda v: {"a": v},
     "a class": lambda v: Pair(torch.ones(2, 2), torch.ones(2, 2)),
-    "a class of settings": lambda _: Form("exact"),
+    "a class of settings": lambda _: DeltaForm("exact"),
     "a deep tree": lambda v: functools.reduce(lambda inner, _: [inner], range(200), v),
 }
 TENSORS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -316,7 +316,7 @@ HAND_MADE: dict[str, bytes] = {
     "bools that are not packed": message("t", **{"": torch.ones(3, dtype=torch.bool)}),
     "a list as a plain value": message({"v": [1, [2, {"x": None}]]}),
     "a dict as a plain value": message({"v": {"a": 1}}),
-    "a class of unknown settings": message({"c": "fedlowrank.linalg.delta:Form", "d": {"kind": {"v": "no such"}}}),
+    "a class of unknown settings": message({"c": "fedlowrank.linalg.delta:DeltaForm", "d": {"kind": {"v": "no such"}}}),
     "a class that is none": message({"c": "os:system", "d": {"a": {"v": "true"}}}),
     "a number with too many digits": raw(json.dumps({"__metadata__": {"tree": '{"v":' + "9" * 5000 + "}"}}).encode()),
     "keys that stand twice": raw(

@@ -1,4 +1,4 @@
-"""What adaptors add to a module: the parameter budget ρ of FLoRAL (Almansoori et al., arXiv:2410.03497, §3.2), layer by layer."""
+"""The parameter budget of mixture adaptors, by layer (FLoRAL, arXiv:2410.03497, §3.2)."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .floral_adaptors import Include, Spot, kind_of
+from .adapted_parameters import AdaptedParameter, Include, kind_of
 
 
 @dataclass(frozen=True)
 class BudgetRow:
-    """What the adaptors of one parameter take.
+    """What the adaptors of one parameter add.
 
     Attributes:
         name: of the parameter.
-        spot: its layer, kind, shape, rank, and the numbers that each adaptor takes.
-        added: numbers that all C adaptors take.
-        share: numbers of one adaptor over those of the parameter; above 1 where a rank costs more than it saves.
+        parameter: its layer, kind, shape, rank and the parameter count of an adaptor.
+        added: parameter count of all C adaptors.
+        share: parameter count of one adaptor over that of the parameter; above 1 where a rank costs more than
+            it saves.
     """
 
     name: str
-    spot: Spot
+    parameter: AdaptedParameter
     added: int
     share: float
 
@@ -44,27 +45,32 @@ class Budget:
 
     @property
     def base(self) -> int:
-        """Numbers of the base, each parameter once."""
-        shapes = [row.spot.shape for row in self.rows] + list(self.rest.values())
+        """Parameter count of the base."""
+        shapes = [row.parameter.shape for row in self.rows] + list(self.rest.values())
         return sum(torch.Size(shape).numel() for shape in shapes)
 
     @property
     def each(self) -> int:
-        """Numbers that one cluster's adaptors take."""
-        return sum(row.spot.numbers for row in self.rows)
+        """Parameter count of one cluster's adaptors."""
+        return sum(row.parameter.parameter_count for row in self.rows)
 
     @property
     def added(self) -> int:
-        """Numbers that all adaptors take."""
+        """Parameter count of all adaptors."""
         return self.clusters * self.each
 
     def __str__(self) -> str:
         head = ("parameter", "kind", "shape", "rank", "an adaptor", f"all {self.clusters}", "share", "note")
         lines = [head]
         for row in self.rows:
-            s = row.spot
-            numbers = (str(s.rank) if s.rank else "", f"{s.numbers:,}", f"{row.added:,}", f"{row.share:.1%}")
-            lines.append((row.name, s.kind, _sizes(s.shape), *numbers, s.note))
+            s = row.parameter
+            counts = (
+                str(s.rank) if s.rank else "",
+                f"{s.parameter_count:,}",
+                f"{row.added:,}",
+                f"{row.share:.1%}",
+            )
+            lines.append((row.name, s.kind, _format_shape(s.shape), *counts, s.note))
         lines.append(
             ("total", "", "", "", f"{self.each:,}", f"{self.added:,}", f"{self.each / self.base:.1%}", "")
         )
@@ -74,35 +80,38 @@ class Budget:
             return text.rjust(width[i]) if 3 <= i <= 6 else text.ljust(width[i])
 
         table = ["  ".join(cell(text, i) for i, text in enumerate(line)).rstrip() for line in lines]
-        rest = ", ".join(f"{name} ({_sizes(shape)})" for name, shape in self.rest.items())
+        rest = ", ".join(f"{name} ({_format_shape(shape)})" for name, shape in self.rest.items())
         return "\n".join([*table, f"The base has {self.base:,} numbers. Not adapted: {rest or 'none'}."])
 
 
-def budget(module: nn.Module, where: Mapping[str, Spot], count: int) -> Budget:
-    """What C adaptors of the spots add to the module."""
+def compute_budget(module: nn.Module, where: Mapping[str, AdaptedParameter], count: int) -> Budget:
+    """What C adaptors of parameters add to the module."""
     rows = [
-        BudgetRow(name, s, count * s.numbers, s.numbers / torch.Size(s.shape).numel())
+        BudgetRow(name, s, count * s.parameter_count, s.parameter_count / torch.Size(s.shape).numel())
         for name, s in where.items()
     ]
     rest = {name: tuple(p.shape) for name, p in module.named_parameters() if name not in where}
     return Budget(tuple(rows), rest, count)
 
 
-def adaptor_remarks(module: nn.Module, where: Mapping[str, Spot]) -> list[str]:
-    """The notes of the spots, each with the names of its parameters, and what :func:`unadapted_remark` says."""
-    said = {
-        note: [n for n, spot in where.items() if spot.note == note]
+def adaptor_warnings(module: nn.Module, where: Mapping[str, AdaptedParameter]) -> list[str]:
+    """The notes on adapted parameters with their names, and :func:`unadapted_warning`."""
+    names_by_note = {
+        note: [n for n, adapted in where.items() if adapted.note == note]
         for note in (s.note for s in where.values())
         if note
     }
-    rest = unadapted_remark(module, where)
-    return [*(f"{', '.join(names)}: {note}" for note, names in said.items()), *([rest] if rest else [])]
+    rest = unadapted_warning(module, where)
+    return [
+        *(f"{', '.join(names)}: {note}" for note, names in names_by_note.items()),
+        *([rest] if rest else []),
+    ]
 
 
-def unadapted_remark(
-    module: nn.Module, where: Mapping[str, Spot], include: Include | None = None
+def unadapted_warning(
+    module: nn.Module, where: Mapping[str, AdaptedParameter], include: Include | None = None
 ) -> str | None:
-    """Names the weight matrices that get no adaptors though no setting leaves them out, with their share; None without any.
+    """A warning that names weight matrices without adaptors and their share; None if there is none.
 
     Args:
         module: any module.
@@ -125,5 +134,5 @@ def unadapted_remark(
     return f"no adaptors for {named}: {left / total:.1%} of the parameters"
 
 
-def _sizes(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "×".join(map(str, shape)) or "1"

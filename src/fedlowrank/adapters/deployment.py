@@ -1,16 +1,16 @@
 """Low-rank and sparse models for inference: thin layers, few bytes, and a file of them.
 
-A weight w + p, w as factors left · right of its scheme-2 matrix and p mostly zeros, takes the cheapest of these forms:
+The weight is w + p: w as factors left · right of its scheme-2 matrix, p sparse. The cheapest form wins:
 
-    dense              w + p: numel numbers
-    factors            x → right → left: r (rows + columns) numbers
-    factors, sparse    and p: the value of each entry, and where it is: an index of 4 bytes, and 4 bytes a row; or a bit for
-                       each place of the weight, where that is smaller. Rank 0 is sparse alone
+    dense              w + p: numel values
+    factors            x → right → left: r (rows + columns) values
+    factors, sparse    and p: its values and positions, an index of 4 bytes each and 4 bytes a row, or a
+                       bitmask of the weight if that is smaller. Rank 0 is sparse alone
 
-In memory a sparse tensor always has indices, by which it computes. The bits are for the file; :func:`size_of` counts as the
-file does.
+In memory a sparse tensor always has indices, by which it computes. The bits are for the file;
+:func:`measure_size` counts as the file does.
 
-How the thin layers compute, and what that costs, is said in :mod:`fedlowrank.adapters.thin_layers`.
+For the computation of thin layers and its cost see :mod:`fedlowrank.adapters.thin_layers`.
 """
 
 from __future__ import annotations
@@ -32,27 +32,35 @@ from ..core.errors import CheckpointError, ConfigError, TaskError, did_you_mean
 from ..core.files import as_checkpoint_error, write_atomically
 from ..core.tree import Params, TreeError, decode, encode, nbytes
 from ..linalg.matricize import LowRank, Sparse, Weights, matrix_shape, unmatricize
-from .thin_layers import KINDS, Compressed, bytes_of_places, compress, parts_of, places_of, work
+from .thin_layers import (
+    KINDS,
+    CompressedLayer,
+    compress_layer,
+    compressed_tensors,
+    count_index_bytes,
+    count_multiplications,
+    sparse_indices,
+)
 
 Layout = Literal["small", "fast"]
 FORMATS = ("fedlowrank.deployed.2", "fedlowrank.deployed.1")
 """Of a file: what is written, and what is read, too. The first form had no masks."""
 SPARSE = 4
-"""Multiplications of a dense layer that one of a sparse linear layer costs as much as: 2 to 4 measured at batch 20."""
+"""Dense multiplications that cost as much as one of a sparse linear layer; 2 to 4 measured at batch 20."""
 
 
 def _cost(layer: nn.Module, rank: int, rest: Tensor, layout: Layout) -> int:
     """Bytes, or work, of factors of that rank and a sparse tensor."""
     count = int(rest.count_nonzero())
     if layout == "fast":
-        return work(layer, rank) + (
+        return count_multiplications(layer, rank) + (
             SPARSE * count if isinstance(layer, nn.Linear) else rest.numel() * (count > 0)
         )
-    places = min(bytes_of_places(count, rest.shape))
-    return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + places
+    index_bytes = min(count_index_bytes(count, rest.shape))
+    return rest.element_size() * (rank * sum(matrix_shape(rest.shape)) + count) + index_bytes
 
 
-def _choose(
+def _choose_form(
     layer: nn.Module, w: Tensor | LowRank, p: Tensor | None, merged: Tensor, layout: Layout
 ) -> Params | None:
     """The parts of the cheapest form, or None if that is the dense one."""
@@ -62,7 +70,7 @@ def _choose(
         forms.append((w, torch.zeros_like(merged) if p is None else p))
     costs = [_cost(layer, f.rank, rest, layout) for f, rest in forms]
     dense = merged.numel() * (merged.element_size() if layout == "small" else 1)
-    return parts_of(*forms[costs.index(min(costs))]) if min(costs) < dense else None
+    return compressed_tensors(*forms[costs.index(min(costs))]) if min(costs) < dense else None
 
 
 def deploy(
@@ -70,15 +78,16 @@ def deploy(
 ) -> nn.Module:
     """A copy of a module for inference, with other parameters, each in its cheapest form.
 
-    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`Compressed`. All else is dense: vectors, embeddings,
-    layers of a subclass or with a forward of their own, and weights that several modules share, which stay shared.
+    ``nn.Linear``, ``nn.Conv1d`` and ``nn.Conv2d`` may become :class:`CompressedLayer`. All else is dense:
+    vectors, embeddings, layers of a subclass or with a forward of their own, and weights that several modules
+    share, which stay shared.
 
     Args:
         module: left as it is; the copy is in evaluation mode and needs no gradient.
         weights: all its parameters by name.
         sparse: what to add to all or some of them.
-        layout: ``small``, the form of least bytes; or ``fast``, of least work, as :data:`HOP` and :data:`SPARSE` weigh it,
-            where no convolution with a sparse part is thin. Ties are dense.
+        layout: ``small``, the form of least bytes; or ``fast``, of least work, as :data:`HOP` and
+            :data:`SPARSE` weigh it, where no convolution with a sparse part is thin. Ties are dense.
 
     Raises:
         TaskError: if names, shapes or types do not fit the module.
@@ -86,25 +95,25 @@ def deploy(
     """
     if layout not in ("small", "fast"):
         raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
-    made, private = copy.deepcopy(module).eval().requires_grad_(False), sparse or {}
-    params, layers = dict(made.named_parameters()), _layers(made)
+    made, sparse_parts = copy.deepcopy(module).eval().requires_grad_(False), sparse or {}
+    params, layers = dict(made.named_parameters()), _compressible_layers(made)
     # what of a tensor is zero is seen below, however it came
     given = {n: w.dense() if isinstance(w, Sparse) else w for n, w in weights.items()}
-    _check(params, given, private)
+    _check(params, given, sparse_parts)
     for name, param in params.items():
-        w, p, layer = given[name], private.get(name), layers.get(id(param))
+        w, p, layer = given[name], sparse_parts.get(name), layers.get(id(param))
         dense = unmatricize(w.dense(), param.shape) if isinstance(w, LowRank) else w
         merged = dense if p is None else dense + p
-        parts = None if layer is None else _choose(layer, w, p, merged, layout)
+        parts = None if layer is None else _choose_form(layer, w, p, merged, layout)
         if parts is None:
-            # only the data of a parameter are replaced: whoever shares it goes on sharing it
+            # only the data of a parameter are replaced: shared parameters stay shared
             param.data = merged.detach().to(param.device, copy=True).contiguous()
         else:
-            compress(layer, parts)
+            compress_layer(layer, parts)
     return made
 
 
-def _layers(module: nn.Module) -> dict[int, nn.Module]:
+def _compressible_layers(module: nn.Module) -> dict[int, nn.Module]:
     """Layers that can be compressed, by the identity of their weights."""
     owners: dict[int, list[tuple[str, nn.Module]]] = {}
     for m in module.modules():
@@ -146,26 +155,27 @@ def _check(params: Mapping[str, Tensor], weights: Mapping[str, Tensor | LowRank]
             )
 
 
-def save(deployed: nn.Module, path: Path | str) -> None:
+def save_deployed(deployed: nn.Module, path: Path | str) -> None:
     """Write a deployed module's parameters and persistent buffers, what is shared once, without its code.
 
-    It is a safetensors file; its metadata, JSON, names the compressed layers and holds a checksum.
+    It is a safetensors file; its metadata, JSON, names the compressed layers and has a checksum.
 
     Raises:
         CheckpointError: if the file cannot be written; an old one is then untouched.
         TaskError: if the module has state that is no tensor.
     """
-    layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, Compressed)}
+    layers = {n: [*m.shape] for n, m in deployed.named_modules() if isinstance(m, CompressedLayer)}
     body = {"layers": layers, "state": _state(deployed)}
     write_atomically(Path(path), encode({"format": FORMATS[0], "sha256": _digest(body), "body": body}))
 
 
-def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Module:
+def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Module:
     """Rebuild a deployed module from its file; its outputs are the same bit for bit.
 
     Args:
-        module: a plain one of the architecture that was deployed, left as it is; or a factory of such modules.
-        path: what :func:`save` wrote.
+        module: a plain one of the architecture that was deployed, left as it is; or a factory of such
+            modules.
+        path: what :func:`save_deployed` wrote.
 
     Raises:
         CheckpointError: if the file cannot be read, is damaged, or is no such file.
@@ -181,9 +191,7 @@ def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Mo
         raise CheckpointError(f"{path} is damaged, or is no deployed model: {error!r}") from error
     if not sound or found["format"] not in FORMATS:
         raise CheckpointError(f"{path} is damaged, or not of the format {' or '.join(FORMATS)}")
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # initial values are thrown away; nobody else's draws may move for them
+    with torch.random.fork_rng(devices=[]):  # the factory's random initial values are overwritten
         made = copy.deepcopy(module) if isinstance(module, nn.Module) else module()
     made, modules = made.eval().requires_grad_(False), dict(made.named_modules())
     for name, shape in layers.items():
@@ -193,7 +201,7 @@ def load(module: nn.Module | Callable[[], nn.Module], path: Path | str) -> nn.Mo
                 f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}"
             )
         try:
-            compress(layer, _parts_in(state, name, layer.weight.shape))
+            compress_layer(layer, _parts_in(state, name, layer.weight.shape))
         except LookupError as error:
             raise CheckpointError(f"{path} is damaged: layer {name!r} has no {error}") from error
     wanted = _state(made, compressed=False)
@@ -212,7 +220,7 @@ def _digest(body: Any) -> str:
 
 
 def _parts_in(state: Params, layer: str, shape: torch.Size) -> Params:
-    """Take the tensors of a compressed layer out of a file's state; its places may be written in either form."""
+    """The tensors of a compressed layer in a file's state, whose indices are int32 or a bitmask."""
 
     def take(name: str) -> Tensor:
         return state.pop(f"{layer}.{name}".lstrip("."))
@@ -223,7 +231,7 @@ def _parts_in(state: Params, layer: str, shape: torch.Size) -> Params:
     mask = take("mask")
     if mask.shape != shape or int(mask.count_nonzero()) != len(parts["values"]):
         raise LookupError("mask that fits its values")
-    return {**parts, **places_of(mask)}
+    return {**parts, **sparse_indices(mask)}
 
 
 def _state(module: nn.Module, compressed: bool = True) -> Params:
@@ -231,7 +239,7 @@ def _state(module: nn.Module, compressed: bool = True) -> Params:
 
     Args:
         module: any.
-        compressed: whether to include the compressed layers' own, their places in the form of fewer bytes.
+        compressed: whether to include the compressed layers' own, with their indices in the smaller form.
     """
     state: dict[int, tuple[str, Tensor]] = {}
     for name, t in module.state_dict(keep_vars=True).items():
@@ -242,10 +250,10 @@ def _state(module: nn.Module, compressed: bool = True) -> Params:
         state.setdefault(id(t), (name, t))
     found = dict(state.values())
     for name, layer in module.named_modules():
-        if not isinstance(layer, Compressed):
+        if not isinstance(layer, CompressedLayer):
             continue
-        own = {n: f"{name}.{n}".lstrip(".") for n in Compressed.__annotations__ if n != "shape"}
-        indices, bits = bytes_of_places(len(layer.values), layer.shape)
+        own = {n: f"{name}.{n}".lstrip(".") for n in CompressedLayer.__annotations__ if n != "shape"}
+        indices, bits = count_index_bytes(len(layer.values), layer.shape)
         drop = [*own] if not compressed else ["indices", "starts"] if bits < indices else []
         for n in drop:
             del found[own[n]]
@@ -259,9 +267,10 @@ class Size:
     """What a module amounts to, with what is shared counted once.
 
     Attributes:
-        parameters: numbers held in parameters; of a sparse tensor, its values.
+        parameters: values of all parameters; of a sparse tensor, its values.
         nonzeros: of these, how many are not zero.
-        nbytes: of parameters and persistent buffers, as :func:`save` writes them: a file without its header.
+        nbytes: of parameters and persistent buffers, as :func:`save_deployed` writes them: a file without its
+            header.
     """
 
     parameters: int
@@ -269,11 +278,13 @@ class Size:
     nbytes: int
 
 
-def size_of(module: nn.Module) -> Size:
-    """Numbers and bytes of any module."""
-    held = [*module.parameters()]
+def measure_size(module: nn.Module) -> Size:
+    """Parameter count and bytes of any module."""
+    parameters = [*module.parameters()]
     return Size(
-        sum(p.numel() for p in held), sum(int(p.count_nonzero()) for p in held), nbytes(_state(module))
+        sum(p.numel() for p in parameters),
+        sum(int(p.count_nonzero()) for p in parameters),
+        nbytes(_state(module)),
     )
 
 
@@ -286,7 +297,7 @@ class Latency:
     upper: float
 
 
-def latency(module: nn.Module, x: Any, repeats: int = 30) -> Latency:
+def measure_latency(module: nn.Module, x: Any, repeats: int = 30) -> Latency:
     """:func:`compare_latency` of one module."""
     return compare_latency({"": module}, x, repeats)[""]
 

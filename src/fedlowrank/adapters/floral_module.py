@@ -1,7 +1,8 @@
 """FLoRAL without a federation: one module with C mixed adaptors, for a plain PyTorch training loop.
 
-Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors", arXiv:2410.03497.
-The federated method of the same name is :class:`fedlowrank.methods.Floral`; both use :mod:`fedlowrank.adapters.floral_adaptors`.
+Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors",
+arXiv:2410.03497. The federated method of the same name is :class:`fedlowrank.methods.Floral`; both use
+:mod:`fedlowrank.adapters.mixture_adaptors`.
 """
 
 from __future__ import annotations
@@ -20,63 +21,46 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
-from .budget import Budget, budget, unadapted_remark
-from .floral_adaptors import (
-    KINDS,
-    Adaptors,
-    Include,
-    Kind,
-    adaptors,
-    centered,
-    mix,
-    norms_with_statistics,
-    preconditioned,
-    spots,
-)
+from .adapted_parameters import KINDS, Include, Kind, find_adapted_parameters, find_norms_with_statistics
+from .budget import Budget, compute_budget, unadapted_warning
 from .mixture import (
     EPS,
+    BatchNormAdaptor,
     Construction,
-    Factors,
-    Offsets,
-    OwnStatistics,
+    LowRankAdaptor,
+    OffsetAdaptor,
     Pairs,
     as_offsets,
     main_statistics,
     reparameterize,
 )
-from .router import Router
+from .mixture_adaptors import Adaptors, center_adaptors, initial_adaptors, mix_weights, precondition_adaptors
+from .router import Route, Router, parse_route
 from .substitution import (
-    exclusive,
+    add_forward_hooks,
     get_submodule,
+    lock_module,
     named_tensors,
     refuse_gradient_checkpointing,
     set_submodule,
-    substituted,
-    with_forward_hooks,
+    substitute_parameters,
 )
-
-Route = int | Sequence[float] | Tensor
-"""A cluster alone, or the shares of all C."""
 
 _LEARNED = Router()
 
 
 class Floral(nn.Module):
-    """Any module with a mixture of C low-rank adaptors: w + α Σ_c π_c a_c in place of every adapted weight w (section 3.2).
+    """Any module with a mixture of C low-rank adaptors: each weight w becomes w + α Σ_c π_c a_c (§3.2).
 
-    The adaptors add to the weights, so a forward pass is one pass of the module with mixed weights, whatever C is, and
-    exact for any stride, padding, dilation, groups, shared weights, and layers used twice. At the start it equals the
-    module. Arguments and outputs are the module's own.
+    A forward pass is one pass of the module with mixed weights, whatever C is. It is exact for any stride,
+    padding, dilation, groups, shared weights and layers used twice, and equals the module at the start.
 
-    :attr:`base` is the module itself, not a copy, and its parameters train as well unless they are frozen
-    (``requires_grad_(False)``). Adaptors carry the names of what they adapt: ``adaptors.layer1.0.weight.u``. What
-    calls the base by another way than this module's forward (``model.base.generate(...)``) sees it without adaptors: give
-    it ``model.merge()``. Activation checkpointing inside the base is refused, because it runs layers again in the backward
-    pass, without adaptors; checkpoint the whole wrapper instead. Other code that recomputes layers in the backward pass
-    (reversible blocks, for example) is not recognized and gets wrong gradients. A layer must read its weight as its own
-    attribute; one kept in a Python list stays what it was.
-
-    A warning names the weight matrices that get no adaptors because their layer is of no known kind, such as an LSTM.
+    :attr:`base` is the module itself, not a copy; its parameters train unless they are frozen. Adaptors carry
+    the names of what they adapt: ``adaptors.layer1.0.weight.u``. Code that bypasses this module's forward
+    (``model.base.generate(...)``) needs ``model.merge()``. Activation checkpointing inside the base is refused:
+    it would recompute layers without adaptors; checkpoint the whole wrapper instead. Other recomputation in
+    the backward pass (reversible blocks) is not recognized and gives wrong gradients. A layer must read its
+    weight as its own attribute. A warning names weight matrices without adaptors, such as those of an LSTM.
 
     Args:
         model: any module with linear layers, attention, convolutions, embeddings or normalizations.
@@ -85,16 +69,17 @@ class Floral(nn.Module):
         alpha: α.
         construction: of updates of convolutions; see :mod:`fedlowrank.adapters.mixture`.
         kinds: what is adapted: linear, convolution, embedding, bias, norm.
-        include: predicate of a layer's name and the layer: which are adapted. It is asked of the layers that hold
-            parameters, not of what contains them.
+        include: predicate of a layer's name and the layer: which are adapted. It is asked of the layers that
+            hold parameters, not of what contains them.
         exclude: predicate of the same form: which are not.
-        router: of θ: temperature, noise, top and routing. Its lr counts in :meth:`parameter_groups`; update, keep and adapt
-            are the federated method's.
-        reparameterize: whether γ, β of a BatchNorm are adapted with respect to the main statistics (eq. 42). Otherwise each
-            adaptor keeps running statistics of its own and BN(x; γ, β) + α Σ_c π_c BN_c(x; γ_c, β_c) is computed. These
-            start as the main ones, and batches count for the adaptors that have a share.
-        seed: of the random factors; torch's generator is not used. The router's noise does use it, as dropout does, so
-            that activation checkpointing replays the noise.
+        router: of θ: temperature, noise, top and routing. Its lr counts in :meth:`parameter_groups`; update,
+            keep and adapt are the federated method's.
+        reparameterize: whether γ, β of a BatchNorm are adapted with respect to the main statistics (eq. 42).
+            Otherwise each adaptor keeps running statistics of its own and BN(x; γ, β) + α Σ_c π_c BN_c(x;
+            γ_c, β_c) is computed. These start as the main ones, and batches count for the adaptors that have
+            a share.
+        seed: of the random factors; torch's generator is not used. The router's noise does use it, as dropout
+            does, so that activation checkpointing replays the noise.
 
     Attributes:
         base: the module.
@@ -131,16 +116,16 @@ class Floral(nn.Module):
     ) -> None:
         super().__init__()
         _check_settings(model, rank, num_clusters, alpha, router)
-        chosen = None if include is None and exclude is None else partial(_chosen, include, exclude)
-        self._spots = spots(model, rank, construction, tuple(kinds), chosen)
+        is_included = None if include is None and exclude is None else partial(_is_included, include, exclude)
+        self._adapted = find_adapted_parameters(model, rank, construction, tuple(kinds), is_included)
         self.base = model
         self.clusters, self.alpha, self.construction, self.router = num_clusters, alpha, construction, router
         self._route: list[float] | None = None
         # names of γ and β by layer, of BatchNorm layers whose adaptors have statistics of their own
-        self._own = {} if reparameterize else norms_with_statistics(model, self._spots)
+        self._own = {} if reparameterize else find_norms_with_statistics(model, self._adapted)
         weights = {name: p.detach() for name, p in self._weights().items()}
-        like = weights[next(iter(self._spots))]
-        if remark := unadapted_remark(model, self._spots, chosen):
+        like = weights[next(iter(self._adapted))]
+        if remark := unadapted_warning(model, self._adapted, is_included):
             hint = "Linear layers, attention, convolutions, embeddings and normalizations can have them"
             warnings.warn(
                 f"{remark}. {hint}; to silence this, exclude=... the others.", UserWarning, stacklevel=2
@@ -150,21 +135,21 @@ class Floral(nn.Module):
         )
         self.adaptors = nn.Module()
         layers = {gamma: layer for layer, (gamma, _) in self._own.items()}
-        for name, a in adaptors(
-            self._spots, num_clusters, Key((seed,)) / "adaptors", construction, weights
+        for name, a in initial_adaptors(
+            self._adapted, num_clusters, Key((seed,)) / "adaptors", construction, weights
         ).items():
             if isinstance(a, Pairs):
-                leaf: nn.Module = Factors(a)
+                leaf: nn.Module = LowRankAdaptor(a)
             else:
-                leaf = OwnStatistics(a, self._layer(layers[name])) if name in layers else Offsets(a)
+                leaf = BatchNormAdaptor(a, self._layer(layers[name])) if name in layers else OffsetAdaptor(a)
             set_submodule(self.adaptors, name, leaf)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the base makes of the arguments with its weights mixed.
 
         Raises:
-            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong because the base
-                uses activation checkpointing.
+            TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong
+                because the base uses activation checkpointing.
         """
         if self.training and torch.is_grad_enabled():
             refuse_gradient_checkpointing(self.base)
@@ -175,10 +160,13 @@ class Floral(nn.Module):
             (self._layer(layer), partial(self._add_term, node, beta, pi))
             for layer, node, beta in self._norms()
         ]
-        with exclusive(self.base):
-            mixed = mix(self._weights(), adapted, pi, self.alpha, self.construction)
+        with lock_module(self.base):
+            mixed = mix_weights(self._weights(), adapted, pi, self.alpha, self.construction)
             # both last for this pass alone, so that the base stays the module it was
-            with with_forward_hooks(hooks), substituted(self.base, {name: mixed[name] for name in adapted}):
+            with (
+                add_forward_hooks(hooks),
+                substitute_parameters(self.base, {name: mixed[name] for name in adapted}),
+            ):
                 return self.base(*args, **kwargs)
 
     @property
@@ -187,9 +175,10 @@ class Floral(nn.Module):
         return self._shares(noisy=False).detach()
 
     def route(self, to: Route | None) -> None:
-        """Fix π, or learn it again. A fixed route is part of the state dict; θ gets no gradient while it holds.
+        """Fix π, or learn it again. A fixed route is in the state dict; θ then gets no gradient.
 
-        In distributed training θ gets a gradient of zeros instead, for ``DistributedDataParallel`` waits for one.
+        In distributed training θ gets a gradient of zeros instead, for ``DistributedDataParallel`` waits for
+        one.
 
         Args:
             to: a cluster, for its one-hot; shares of all C; or None, to learn.
@@ -197,22 +186,22 @@ class Floral(nn.Module):
         Raises:
             ConfigError: if there is no such cluster, or the shares are not C numbers >= 0 that add up to 1.
         """
-        self._route = None if to is None else self._mixture(to)
+        self._route = None if to is None else parse_route(to, self.clusters)
 
     def merge(self, pi: Route | None = None) -> nn.Module:
-        """A plain module with the mixture in its weights: a copy of the base of the same type, shared weights still shared.
+        """A plain copy of the base with the mixture in its weights; shared weights stay shared.
 
         Args:
             pi: a cluster or shares of all C; by default what :attr:`pi` is now.
 
         Returns:
-            The module; it computes what this one does without noise. With statistics of BatchNorm adaptors of their own
-            that holds in evaluation mode.
+            The module; it computes what this one does without noise. With statistics of BatchNorm adaptors of
+            their own that holds in evaluation mode.
         """
-        shares = self.pi if pi is None else self.theta.new_tensor(self._mixture(pi))
+        shares = self.pi if pi is None else self.theta.new_tensor(parse_route(pi, self.clusters))
         with torch.no_grad():
             weights = self._weights()
-            mixed = mix(weights, self._offsets(self.adapted()), shares, self.alpha, self.construction)
+            mixed = mix_weights(weights, self._offsets(self.adapted()), shares, self.alpha, self.construction)
             merged = copy.deepcopy(self.base)
             for name, p in merged.named_parameters():
                 if name in mixed:
@@ -220,21 +209,26 @@ class Floral(nn.Module):
         return merged
 
     def adapted(self) -> Adaptors:
-        """The adaptors by name of the parameter: low-rank updates, or offsets ``[C, ...]``. The tensors are the parameters."""
+        """The adaptors by name of the parameter: low-rank updates, or offsets ``[C, ...]``.
+
+        The tensors are the parameters.
+        """
         found: Adaptors = {}
-        for name in self._spots:
+        for name in self._adapted:
             node = get_submodule(self.adaptors, name)
-            found[name] = Pairs(node.u, node.v) if isinstance(node, Factors) else cast(Tensor, node.offset)
+            found[name] = (
+                Pairs(node.u, node.v) if isinstance(node, LowRankAdaptor) else cast(Tensor, node.offset)
+            )
         return found
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Groups for an optimizer: all that trains, and θ with the router's learning rate and no weight decay."""
+        """Parameter groups for an optimizer: θ has the router's learning rate and no weight decay."""
         rest = [p for p in self.parameters() if p.requires_grad and p is not self.theta]
         return [{"params": rest}, {"params": [self.theta], "lr": self.router.lr, "weight_decay": 0.0}]
 
     def parameter_budget(self) -> Budget:
         """What the adaptors add, parameter by parameter; print it for a table."""
-        return budget(self.base, self._spots, self.clusters)
+        return compute_budget(self.base, self._adapted, self.clusters)
 
     @torch.no_grad()
     def precondition_(self, eps: float = EPS) -> None:
@@ -252,7 +246,7 @@ class Floral(nn.Module):
             if isinstance(a, Pairs) and not (a.u.grad is a.v.grad is None)
         }
         gradients: Adaptors = {n: Pairs(_gradient(a.u), _gradient(a.v)) for n, a in at.items()}
-        for name, made in preconditioned(self._weights(), gradients, dict(at), eps).items():
+        for name, made in precondition_adaptors(self._weights(), gradients, dict(at), eps).items():
             for p, g in ((at[name].u, cast(Pairs, made).u), (at[name].v, cast(Pairs, made).v)):
                 if p.grad is not None:
                     p.grad.copy_(g)
@@ -261,8 +255,8 @@ class Floral(nn.Module):
     def center_(self, weights: Sequence[float] | Tensor | None = None) -> None:
         """Move the mean adaptor into the base (appendix E).
 
-        The merged model of every mixture stays what it is, but for what the rank cannot hold (offsets lose nothing).
-        Adaptors of frozen parameters are left alone.
+        The merged model of every mixture stays what it is, but for what exceeds the rank (offsets lose
+        nothing). Adaptors of frozen parameters are residual alone.
 
         Args:
             weights: p(c) of the mean, C numbers that add up to 1; by default even.
@@ -271,25 +265,29 @@ class Floral(nn.Module):
             TaskError: if every adapted parameter is frozen.
             ConfigError: if the weights are not such.
         """
-        p = self._mixture([1 / self.clusters] * self.clusters if weights is None else weights)
+        p = parse_route([1 / self.clusters] * self.clusters if weights is None else weights, self.clusters)
         base, adapted = self._weights(), self.adapted()
         free = {name: a for name, a in self._offsets(adapted).items() if base[name].requires_grad}
         if not free:
             raise TaskError("there is nothing to center: every adapted parameter of the base is frozen")
-        moved, left = centered(base, free, self.theta.new_tensor(p), self.alpha, self.construction)
+        centered_base, residual = center_adaptors(
+            base, free, self.theta.new_tensor(p), self.alpha, self.construction
+        )
         for layer, node, _ in self._norms():
             gamma, beta = self._own[layer]
-            if gamma in left and beta in left:
-                bn, g, b = self._layer(layer), cast(Tensor, left[gamma]), cast(Tensor, left[beta])
-                left[gamma], left[beta] = reparameterize(g, b, main_statistics(bn), node.statistics, bn.eps)
-        for name, a in left.items():
-            base[name].copy_(moved[name])
-            was = adapted[name]
-            if isinstance(was, Pairs) and isinstance(a, Pairs):
-                was.u.copy_(a.u)
-                was.v.copy_(a.v)
+            if gamma in residual and beta in residual:
+                bn, g, b = self._layer(layer), cast(Tensor, residual[gamma]), cast(Tensor, residual[beta])
+                residual[gamma], residual[beta] = reparameterize(
+                    g, b, main_statistics(bn), node.statistics, bn.eps
+                )
+        for name, a in residual.items():
+            base[name].copy_(centered_base[name])
+            previous = adapted[name]
+            if isinstance(previous, Pairs) and isinstance(a, Pairs):
+                previous.u.copy_(a.u)
+                previous.v.copy_(a.v)
             else:
-                cast(Tensor, was).copy_(cast(Tensor, a))
+                cast(Tensor, previous).copy_(cast(Tensor, a))
 
     def get_extra_state(self) -> Tensor:
         """The fixed route ``[C]``, NaN without one: one tensor, as all the rest."""
@@ -312,7 +310,8 @@ class Floral(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings that the submodules do not show."""
-        return f"clusters={self.clusters}, alpha={self.alpha}, construction={self.construction!r}, router={self.router}"
+        shown = f"clusters={self.clusters}, alpha={self.alpha}, construction={self.construction!r}"
+        return f"{shown}, router={self.router}"
 
     def _shares(self, noisy: bool) -> Tensor:
         if self._route is not None:
@@ -327,42 +326,26 @@ class Floral(nn.Module):
             )
         if not noisy or self.router.noise == 0:
             return self.router.shares(self.theta)
-        # from torch's generator of the CPU, whose state activation checkpointing restores before it recomputes
+        # from torch's generator of the CPU, whose state activation checkpointing restores before it
+        # recomputes
         key = Key((int(torch.randint(2**62, ())),))
         return self.router.shares(self.theta + self.router.noises(key, 1, self.theta)[0])
 
-    def _mixture(self, to: Route) -> list[float]:
-        if isinstance(to, int):
-            if isinstance(to, bool) or not 0 <= to < self.clusters:
-                raise ConfigError(
-                    f"there is no cluster {to!r}; num_clusters is {self.clusters}, counted from 0"
-                )
-            return [float(c == to) for c in range(self.clusters)]
-        given = torch.as_tensor(to, dtype=torch.float64).detach()
-        # softmax in half precision adds up to 1 within a thousandth
-        if (
-            given.shape != (self.clusters,)
-            or not bool((given >= 0).all())
-            or abs(float(given.sum()) - 1) > 1e-3
-        ):
-            raise ConfigError(f"a mixture must be {self.clusters} numbers >= 0 that add up to 1; it is {to}")
-        return cast(list[float], (given / given.sum()).tolist())
-
     def _weights(self) -> Params:
         everything = named_tensors(self.base)
-        return {name: everything[name] for name in self._spots}
+        return {name: everything[name] for name in self._adapted}
 
     def _layer(self, name: str) -> _BatchNorm:
         return cast(_BatchNorm, get_submodule(self.base, name))
 
-    def _norms(self) -> Iterator[tuple[str, OwnStatistics, Tensor]]:
-        """BatchNorm layers whose adaptors have statistics of their own: name, γ_c with the statistics, β_c."""
+    def _norms(self) -> Iterator[tuple[str, BatchNormAdaptor, Tensor]]:
+        """Adapted BatchNorm layers with statistics per adaptor: name, γ_c with the statistics, β_c."""
         for layer, (gamma, beta) in self._own.items():
             node, other = (get_submodule(self.adaptors, name) for name in (gamma, beta))
-            yield layer, cast(OwnStatistics, node), cast(Tensor, other.offset)
+            yield layer, cast(BatchNormAdaptor, node), cast(Tensor, other.offset)
 
     def _offsets(self, adapted: Adaptors) -> Adaptors:
-        """The same with every BatchNorm's as offsets of the main γ and β, at the running statistics of now."""
+        """The same with each BatchNorm's adaptors as offsets of γ and β, by the current statistics."""
         found = dict(adapted)
         for layer, node, beta in self._norms():
             bn = self._layer(layer)
@@ -372,7 +355,7 @@ class Floral(nn.Module):
 
     def _add_term(
         self,
-        node: OwnStatistics,
+        node: BatchNormAdaptor,
         beta: Tensor,
         pi: Tensor,
         layer: _BatchNorm,
@@ -397,12 +380,12 @@ def _check_settings(model: nn.Module, rank: float, num_clusters: int, alpha: flo
         raise ConfigError(f"alpha must be > 0; it is {alpha}")
     if router.update != "gradient":
         raise ConfigError(
-            f"router: update = {router.update!r} needs the losses of all clusters after every round, which a plain loop does "
-            "not have; use 'gradient', or route(shares)"
+            f"router: update = {router.update!r} needs the losses of all clusters after every round, which a "
+            "plain loop does not have; use 'gradient', or route(shares)"
         )
 
 
-def _chosen(include: Include | None, exclude: Include | None, name: str, layer: nn.Module) -> bool:
+def _is_included(include: Include | None, exclude: Include | None, name: str, layer: nn.Module) -> bool:
     return (include is None or include(name, layer)) and not (exclude is not None and exclude(name, layer))
 
 

@@ -1,4 +1,7 @@
-"""LoRA layers of our own, for any module: y = W x + s·B (A x), on activations, over a frozen W (Hu et al. 2021)."""
+"""LoRA layers of our own, for any module: y = W x + s·B (A x), on activations, over a frozen W (Hu et al.
+
+2021).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from torch.nn import functional
 
 from ..core.errors import ConfigError, TaskError
 from ..core.key import Key
+from ..models.stateless import is_within
 
 ADAPTABLE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
 """Layers that can be wrapped; convolutions without groups."""
@@ -29,7 +34,7 @@ class LoRALayer(nn.Module):
         rank: r.
         scaling: s.
         rslora: whether s came from α/√r.
-        key: of the random A; B is zero. Of an embedding B is random and A zero, as in PEFT.
+        key: of the initial A; B is zero. Of an embedding B is random and A zero, as in PEFT.
 
     Attributes:
         base_layer: the layer.
@@ -54,20 +59,21 @@ class LoRALayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output with the update."""
-        base, a, b = self.base_layer, self.lora_A, self.lora_B
+        base: Any = self.base_layer
+        a, b = self.lora_A, self.lora_B
         out: Tensor = base(x)
         if isinstance(base, nn.Embedding):
             return out + self.scaling * functional.linear(functional.embedding(x, a.mT), b)
         if isinstance(base, nn.Linear):
             return out + self.scaling * functional.linear(functional.linear(x, a), b)
         # the padding mode is the layer's: its own forward is asked for A x, with A for its weight and no bias
-        inner = base._conv_forward(x, a.reshape(-1, *base.weight.shape[1:]), None)  # type: ignore[operator,index]
+        inner = base._conv_forward(x, a.reshape(-1, *base.weight.shape[1:]), None)
         rank = a.shape[0]
         convolve = next(f for kind, f in _CONVOLVE.items() if isinstance(base, kind))
         return out + self.scaling * convolve(inner, b.reshape(-1, rank, *[1] * (inner.ndim - 2)))
 
 
-def lora(
+def add_lora(
     module: nn.Module,
     rank: int,
     alpha: float | None = None,
@@ -83,11 +89,11 @@ def lora(
         module: left as it is.
         rank: r.
         alpha: α; by default r, a scale of 1.
-        target_modules: as PEFT reads it: names that equal a layer's or end it (``["fc1"]``), a regular expression for whole
-            names, or ``"all"``.
+        target_modules: as PEFT reads it: names that equal a layer's or end it (``["fc1"]``), a regular
+            expression for whole names, or ``"all"``.
         rslora: scale by α/√r instead of α/r.
         trainable: names of submodules that are trained whole, such as a head.
-        key: of the random A; by default ``Key((0,))``.
+        key: of the initial A; by default ``Key((0,))``.
 
     Returns:
         The module; its output is at first the original's exactly.
@@ -107,38 +113,38 @@ def lora(
         for n, m in made.named_modules()
         if isinstance(m, ADAPTABLE)
         and not any(n.startswith(f"{a}.") for a in inside)
-        and not _within(n, trainable)
+        and not any(is_within(n, t) for t in trainable)
     }
-    chosen = [n for n in layers if _matches(n, target_modules)]
-    if not chosen:
+    targets = [n for n in layers if _matches(n, target_modules)]
+    if not targets:
         there = Counter(n.rsplit(".", 1)[-1] for n in layers)
-        told = ", ".join(f"{n} × {c}" for n, c in there.items()) or "none"
+        available = ", ".join(f"{n} × {c}" for n, c in there.items()) or "none"
         raise TaskError(
-            f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: {told}"
+            f"target_modules = {target_modules!r} matches no layer that can be adapted; there are: {available}"
         )
     for parameter in made.parameters():
         parameter.requires_grad_(False)
     wrapped: dict[int, LoRALayer] = {}
-    for name in chosen:
+    for name in targets:
         layer = layers[name]
         if getattr(layer, "groups", 1) > 1:
             raise TaskError(
                 f"layer {name} is a convolution with groups, whose LoRA is not one product B A; leave it out"
             )
         shape = layer.weight.shape
-        most = min(shape[0], math.prod(shape[1:]))
-        if rank > most:
+        max_rank = min(shape[0], math.prod(shape[1:]))
+        if rank > max_rank:
             raise TaskError(
-                f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {most}"
+                f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {max_rank}"
             )
         wrapped[id(layer)] = LoRALayer(layer, rank, scaling, rslora, key / name)
     names = [n for n, m in made.named_modules(remove_duplicate=False) if id(m) in wrapped]
-    held = {n: made.get_submodule(n) for n in names}
+    originals = {n: made.get_submodule(n) for n in names}
     for name in names:
         # a layer that the module uses under two names gets one pair of factors under both
         if name == "":
-            return wrapped[id(held[name])]
-        made.set_submodule(name, wrapped[id(held[name])])
+            return wrapped[id(originals[name])]
+        made.set_submodule(name, wrapped[id(originals[name])])
     for name in trainable:
         for parameter in _submodule(made, name).parameters():
             parameter.requires_grad_(True)
@@ -151,10 +157,6 @@ def _matches(name: str, target: str | Sequence[str]) -> bool:
     if isinstance(target, str):
         return re.fullmatch(target, name) is not None
     return any(name == t or name.endswith(f".{t}") for t in target)
-
-
-def _within(name: str, parts: Sequence[str]) -> bool:
-    return any(name == p or name.startswith(f"{p}.") for p in parts)
 
 
 def _submodule(module: nn.Module, name: str) -> nn.Module:

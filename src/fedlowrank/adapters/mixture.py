@@ -1,17 +1,17 @@
 """Mixtures of low-rank updates of one weight: C pairs of factors, of which every client mixes a few.
 
-FLoRAL (Almansoori, Horváth, Takáč, arXiv:2410.03497, §3.2, appendices D to F). An update of a matrix is U Vᵀ; one of a
-convolution is the same of the weight folded to a matrix, so stride, padding, dilation and groups stay those of the layer.
-All of them are additive in the weight, so the mixture w + Σ_c π_c U_c V_cᵀ is one weight, and a mixed model one forward
-pass, whatever C is.
+FLoRAL (Almansoori, Horváth, Takáč, arXiv:2410.03497, §3.2, appendices D to F). An update of a matrix is U Vᵀ;
+one of a convolution is the same of the weight folded to a matrix, so stride, padding, dilation and groups
+stay those of the layer. All of them are additive in the weight, so the mixture w + Σ_c π_c U_c V_cᵀ is one
+weight, and a mixed model one forward pass, whatever C is.
 
-Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the numbers that rank r takes:
+Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the parameter count of rank r:
 
-    balanced    one kernel axis to O, the other to I, so that rows + columns is least            (c_min k_max + c_max k_min) r
-    filter      O k2 × I k1 at the rank O r: r filters of two steps for every output             (O k2 + I k1) O r       (eq. 39)
-    channel     O k1 k2 × I, or O × I k1 k2 where that is less                                   (c_min k1 k2 + c_max) r (eq. 38)
-    reshaped    O k1 k2 × I                                                                      (O k1 k2 + I) r         (eq. 41)
-    input       O × I k1 k2                                                                  (O + I k1 k2) r         (Table 4)
+    balanced    one kernel axis to O, the other to I, so that rows + columns is least  (c_min k_max + c_max k_min) r
+    filter      O k2 × I k1 at the rank O r: r filters of two steps for every output   (O k2 + I k1) O r       (eq. 39)
+    channel     O k1 k2 × I, or O × I k1 k2 where that is less                         (c_min k1 k2 + c_max) r (eq. 38)
+    reshaped    O k1 k2 × I                                                            (O k1 k2 + I) r         (eq. 41)
+    input       O × I k1 k2                                                            (O + I k1 k2) r         (Table 4)
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class Fold:
         return matrix.reshape([self.shape[i] for i in order]).permute(back)
 
     def rank(self, asked: float) -> int:
-        """The rank for an integer ≥ 1, or for a budget ρ in (0, 1): the largest with r (rows + columns) ≤ ρ numel, at least 1.
+        """The rank for an integer ≥ 1, or for a budget ρ in (0, 1).
+
+        Of a budget it is the largest r ≥ 1 with r (rows + columns) ≤ ρ numel.
 
         Raises:
             ConfigError: if it is neither.
@@ -109,18 +111,20 @@ class Fold:
             raise ConfigError(
                 f"rank must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; not {asked}"
             )
-        # exact fractions would say no more: ρ itself is a rounded number, so a hair above counts as at the bound
+        # exact fractions would say no more: ρ itself is a rounded number, so a hair above counts as at the
+        # bound
         return (
             max(1, math.floor(asked * math.prod(self.shape) / (sum(self.size) * self.times) + 1e-9))
             * self.times
         )
 
 
-def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
+def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
     """How a weight of two or more dimensions is folded; two dimensions are a matrix already.
 
     Args:
-        shape: of the weight, outputs and inputs first, then the kernel (of a transposed convolution inputs and outputs).
+        shape: of the weight, outputs and inputs first, then the kernel (of a transposed convolution inputs
+            and outputs).
         construction: of a convolution; see the module's docstring.
     """
     if len(shape) == 2:
@@ -131,7 +135,8 @@ def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> 
         return Fold(shape, (0, *list(kernel)[1:]), shape[0])
     everything: list[tuple[int, ...]] = [()]
     if construction == "balanced":
-        # both factors take an axis, also where one that takes all would be smaller (c_max / c_min > k_max): that is "channel"
+        # both factors take an axis, also where one that takes all would be smaller (c_max / c_min > k_max):
+        # that is "channel"
         most = len(kernel)
         counts = range(1, most) if most > 1 else range(2)
         everything = [c for n in counts for c in itertools.combinations(kernel, n)]
@@ -143,48 +148,49 @@ def fold_of(shape: tuple[int, ...], construction: Construction = "balanced") -> 
     return min(found, key=lambda f: sum(f.size))
 
 
-def begin(
+def initial_pairs(
     fold: Fold, rank: float, count: int, key: Key, dtype: torch.dtype = torch.float32, random: Factor = "u"
 ) -> Pairs:
-    """C updates that are zero: one factor is drawn from ±√(6 / columns), as the weight itself would be; the other is zero.
+    """C initial updates of zero: one factor is uniform in ±√(6 / columns), the other is zero.
 
     Args:
         fold: of the weight.
         rank: an integer, or a budget; see :meth:`Fold.rank`.
         count: C.
-        key: of the draw; each c has its own.
+        key: source of randomness; each c has a subkey.
         dtype: of the weight.
-        random: which factor is drawn; by default U, as in the paper.
+        random: which factor is random; by default U, as in the paper.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
-    drawn, zero = (columns, rows) if random == "v" else (rows, columns)
-    draws = [torch.rand(drawn, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
+    random_rows, zero = (columns, rows) if random == "v" else (rows, columns)
+    samples = [torch.rand(random_rows, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
     one, other = (
-        (2 * torch.stack(draws) - 1) * math.sqrt(6 / columns),
+        (2 * torch.stack(samples) - 1) * math.sqrt(6 / columns),
         torch.zeros(count, zero, r, dtype=dtype),
     )
     return Pairs(other, one) if random == "v" else Pairs(one, other)
 
 
-def precondition(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
+def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
     """G_U (VᵀV + εI)⁻¹ and G_V (UᵀU + εI)⁻¹, by a linear solve for all C at once (appendix D).
 
     So the step that U Vᵀ takes does not depend on how its size is shared between the factors.
     """
-    eye = eps * torch.eye(at.rank, dtype=_wide(at.u).dtype, device=at.u.device)
+    eye = eps * torch.eye(at.rank, dtype=_at_least_float32(at.u).dtype, device=at.u.device)
 
     def solved(g: Tensor, other: Tensor) -> Tensor:
         # the matrix is symmetric, so dividing from the right is solving for the transpose
-        gram = _wide(other).mT @ _wide(other)
-        # of a client that diverges ε may be lost beside the Gram matrix: a NaN, not an error that names no client
-        found: Tensor = torch.linalg.solve_ex(gram + eye, _wide(g).mT).result
+        gram = _at_least_float32(other).mT @ _at_least_float32(other)
+        # of a client that diverges ε may be lost beside the Gram matrix: a NaN, not an error that names no
+        # client
+        found: Tensor = torch.linalg.solve_ex(gram + eye, _at_least_float32(g).mT).result
         return found.mT.to(g.dtype)
 
     return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
 
 
 def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
-    """G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms: for convolutions only the size is put right (appendix D)."""
+    """G_U / (‖VᵀV‖ + ε) and G_V / (‖UᵀU‖ + ε) with Frobenius norms, for convolutions (appendix D)."""
 
     def scaled(g: Tensor, other: Tensor) -> Tensor:
         size: Tensor = torch.linalg.matrix_norm(other.mT @ other, keepdim=True)
@@ -193,8 +199,8 @@ def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pa
     return Pairs(scaled(gradient.u, at.v), scaled(gradient.v, at.u))
 
 
-def center(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
-    """Move the mean update into the base: w + E_c[U_c V_cᵀ], and the best rank-r factors of what is left (appendix E, eq. 37).
+def center_pairs(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
+    """Move the mean update into the base: w + E_c[U_c V_cᵀ], and rank-r factors of the rest (eq. 37).
 
     Args:
         w: the folded weight ``[rows, columns]``.
@@ -202,11 +208,11 @@ def center(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
         weights: of the mean ``[C]``, adding up to 1.
 
     Returns:
-        The base, and updates that share their singular values evenly between the factors. What rank r cannot hold is lost.
-        Where a singular value is nothing but rounding, U is zero and V a unit vector: with both at zero no gradient would
-        ever move them again.
+        The base, and updates that share their singular values evenly between the factors. What exceeds rank r
+        is lost. Where a singular value is nothing but rounding, U is zero and V a unit vector: with both
+        at zero no gradient would ever move them again.
     """
-    mean, dense = pairs.mixed(weights), _wide(pairs.dense())
+    mean, dense = pairs.mixed(weights), _at_least_float32(pairs.dense())
     u, s, vt = torch.linalg.svd(dense - mean, full_matrices=False)
     r = pairs.rank
     s = s[:, None, :r]
@@ -227,12 +233,14 @@ Statistics = tuple[Tensor, Tensor]
 def reparameterize(
     gamma: Tensor, beta: Tensor, main: Statistics, own: Statistics, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
-    """γ_i and β_i that the adaptor's own BatchNorm must be given, so that γ_i, β_i are offsets of the main one (eq. 42).
+    """γ_i and β_i of the adaptor's own BatchNorm such that γ_i, β_i are offsets of the main one (eq. 42).
 
-    With them BN(x; γ, β) + BN_i(x; γ_i', β_i') = x̂ (γ + γ_i) + β + β_i, where x̂ is normalized by the main statistics.
+    With them BN(x; γ, β) + BN_i(x; γ_i', β_i') = x̂ (γ + γ_i) + β + β_i, where x̂ is normalized by the main
+    statistics.
 
     Args:
-        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``. No gradient reaches it through β_i' (the paper's stop-gradient).
+        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``. No gradient reaches it through β_i' (the paper's
+            stop-gradient).
         beta: β_i, like it.
         main: mean and variance of the main BatchNorm ``[d]``.
         own: of the adaptor's, like ``gamma``.
@@ -271,7 +279,7 @@ def main_statistics(layer: _BatchNorm) -> Statistics:
     return cast(Tensor, layer.running_mean), cast(Tensor, layer.running_var)
 
 
-class Factors(nn.Module):
+class LowRankAdaptor(nn.Module):
     """C low-rank updates of one parameter."""
 
     def __init__(self, pairs: Pairs) -> None:
@@ -279,7 +287,7 @@ class Factors(nn.Module):
         self.u, self.v = nn.Parameter(pairs.u), nn.Parameter(pairs.v)
 
 
-class Offsets(nn.Module):
+class OffsetAdaptor(nn.Module):
     """C offsets of one parameter."""
 
     def __init__(self, offset: Tensor) -> None:
@@ -287,8 +295,8 @@ class Offsets(nn.Module):
         self.offset = nn.Parameter(offset)
 
 
-class OwnStatistics(Offsets):
-    """The γ_c ``[C, d]`` of a BatchNorm's adaptors, each of which normalizes by running statistics of its own (app. F.2)."""
+class BatchNormAdaptor(OffsetAdaptor):
+    """γ_c ``[C, d]`` of a BatchNorm's adaptors, each with running statistics of its own (app. F.2)."""
 
     running_mean: Tensor
     running_var: Tensor
@@ -330,6 +338,6 @@ class OwnStatistics(Offsets):
         return y
 
 
-def _wide(t: Tensor) -> Tensor:
+def _at_least_float32(t: Tensor) -> Tensor:
     # torch.linalg has no half precision
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t

@@ -1,4 +1,4 @@
-"""The adapter of pFedLoRA: two linear layers of small width beside a model's head (Yi et al., section 4.3)."""
+"""The adapter of pFedLoRA: two narrow linear layers beside a model's head (Yi et al., section 4.3)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.model import Model
 from ..core.tree import tree
-from ..linalg.factored import svd
+from ..linalg.factored import compute_svd
 
 
 @tree
-class Adapter:
+class PFedLoRAAdapter:
     """Linear(inputs → width) → [ReLU] → Linear(width → classes).
 
     Attributes:
@@ -35,25 +35,28 @@ class Adapter:
         return functional.linear(functional.relu(z) if relu else z, self.b, self.b_bias)
 
 
-def random_adapter(inputs: int, width: int, classes: int, key: Key) -> Adapter:
-    """Values as ``nn.Linear`` draws them: uniform within ±1/√fan-in."""
+def initial_adapter(inputs: int, width: int, classes: int, key: Key) -> PFedLoRAAdapter:
+    """Initial values as of ``nn.Linear``: uniform in ±1/√fan-in."""
     generator = key.generator()
 
-    def draw(fan_in: int, *shape: int) -> Tensor:
+    def sample(fan_in: int, *shape: int) -> Tensor:
         return torch.empty(*shape).uniform_(-1, 1, generator=generator).div_(fan_in**0.5)
 
-    return Adapter(
-        draw(inputs, width, inputs), draw(inputs, width), draw(width, classes, width), draw(width, classes)
+    return PFedLoRAAdapter(
+        sample(inputs, width, inputs),
+        sample(inputs, width),
+        sample(width, classes, width),
+        sample(width, classes),
     )
 
 
-def svd_adapter(model: Model, width: int, filler: Adapter) -> Adapter:
+def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter) -> PFedLoRAAdapter:
     """An adapter that begins as the rank-``width`` decomposition of a model's head.
 
-    For a head of one linear layer, W ≈ U Σ Vᵀ gives a = √Σ Vᵀ and b = U √Σ. For a head of two, W3 ∘ ReLU ∘ W2, the
-    first is decomposed, W2 ≈ U Σ Vᵀ, and b = W3 U √Σ, so that without the ReLU the adapter is the best such head. Where
-    the weight has less rank than the adapter has width, rows of ``a`` are left at random with zero columns of ``b``: they
-    change no output but can learn.
+    For a head of one linear layer, W ≈ U Σ Vᵀ gives a = √Σ Vᵀ and b = U √Σ. For a head of two, W3 ∘ ReLU ∘
+    W2, the first is decomposed, W2 ≈ U Σ Vᵀ, and b = W3 U √Σ, so that without the ReLU the adapter is the
+    best such head. Where the weight has less rank than the adapter has width, rows of ``a`` are left at
+    random with zero columns of ``b``: they change no output but can learn.
 
     Args:
         model: its initial parameters are used.
@@ -67,11 +70,11 @@ def svd_adapter(model: Model, width: int, filler: Adapter) -> Adapter:
     params = [p.detach().cpu() for p in model.head_of(model.initial).values()]
     if len(layers) not in (1, 2) or len(params) != 2 * len(layers):
         raise TaskError(
-            f"start = 'svd' needs a head of one or two linear layers with biases; {model.name} has {len(layers)} and "
-            f"{len(params)} parameters. Use start = 'random'."
+            f"start = 'svd' needs a head of one or two linear layers with biases; {model.name} has "
+            f"{len(layers)} and {len(params)} parameters. Use start = 'random'."
         )
     w, bias = params[0], params[1]
-    f = svd(w)
+    f = compute_svd(w)
     rank = min(width, f.rank)
     root = f.s[:rank].sqrt()
     a, b = filler.a.clone(), torch.zeros_like(filler.b)
@@ -81,4 +84,4 @@ def svd_adapter(model: Model, width: int, filler: Adapter) -> Adapter:
         w3, b3 = params[2], params[3]
         left, bias = w3 @ left, w3 @ bias + b3
     b[:, :rank] = left
-    return Adapter(a, torch.zeros_like(filler.a_bias), b, bias.clone())
+    return PFedLoRAAdapter(a, torch.zeros_like(filler.a_bias), b, bias.clone())

@@ -7,11 +7,11 @@ from ..core.tree import Params
 from .lora import lora_of
 
 
-def whole_state(model: Model, params: Params) -> Params:
-    """All tensors of a model's state dict: those of a client, and the module's own for everything that no client changes.
+def full_state_dict(model: Model, params: Params) -> Params:
+    """The state dict of a client's model; tensors that no client changes are the module's own.
 
-    Frozen tensors are not copied: every client's state holds the module's own. LoRA factors get the rank of the module's
-    slots, see :meth:`fedlowrank.adapters.lora.LoRA.in_slots`.
+    Frozen tensors are not copied: every client's state has the module's own. LoRA factors get the rank of
+    the module's slots, see :meth:`fedlowrank.adapters.lora.LoRA.match_module_ranks`.
 
     Args:
         model: the architecture.
@@ -19,7 +19,7 @@ def whole_state(model: Model, params: Params) -> Params:
     """
     state: Params = dict(model.module.state_dict())
     if any(n in state and t.shape != state[n].shape for n, t in params.items()):
-        params = lora_of(model).in_slots(params, state)
+        params = lora_of(model).match_module_ranks(params, state)
     state |= params
     first: dict[int, str] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):

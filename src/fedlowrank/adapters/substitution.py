@@ -1,9 +1,10 @@
 """Runs a module with other tensors in place of some of its parameters, and leaves the module as it was.
 
-``torch.func.functional_call`` does the same, but not in the cases that follow. A module that is registered under two names is
-left with the substitute in place of its parameter. Replicas made by ``nn.DataParallel`` have no parameters, only attributes.
-Activation checkpointing inside the module computes wrong gradients without a word, because it runs layers again in the
-backward pass, when the substitutes are gone. Two threads that use one module see each other's substitutes.
+``torch.func.functional_call`` does the same, but not in the cases that follow. A module that is registered
+under two names is left with the substitute in place of its parameter. Replicas made by ``nn.DataParallel``
+have no parameters, only attributes. Activation checkpointing inside the module computes wrong gradients
+without a word, because it runs layers again in the backward pass, when the substitutes are gone. Two threads
+that use one module see each other's substitutes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
 def get_submodule(root: nn.Module, path: str) -> nn.Module:
-    """The submodule of a dotted path. Unlike the method, it finds one called ``type`` or like another attribute."""
+    """The submodule of a dotted path.
+
+    Unlike the method, it finds one called ``type`` or like another attribute.
+    """
     for part in path.split(".") if path else ():
         root = cast(nn.Module, root._modules[part])
     return root
@@ -43,11 +47,11 @@ def set_submodule(root: nn.Module, path: str, leaf: nn.Module) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name, as ``named_parameters`` lists them; also of a replica made by ``nn.DataParallel``."""
+    """Parameters by name, as of ``named_parameters``; also those of an ``nn.DataParallel`` replica."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for prefix, layer in module.named_modules():
-        for local, p in _held(layer).items():
+        for local, p in _parameter_table(layer).items():
             if p is not None and id(p) not in seen:
                 seen.add(id(p))
                 found[f"{prefix}.{local}" if prefix else local] = p
@@ -55,16 +59,16 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def exclusive(module: nn.Module) -> Iterator[None]:
-    """One thread at a time; the others wait."""
+def lock_module(module: nn.Module) -> Iterator[None]:
+    """Let one thread at a time use a module; the others wait."""
     # setdefault is one step, so that two threads cannot make two locks
     with _LOCKS.setdefault(module, threading.RLock()):
         yield
 
 
 @contextmanager
-def substituted(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within it the parameters named have other values, wherever the module holds them.
+def substitute_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Substitute parameters within a block, wherever the module uses them.
 
     Args:
         module: any module.
@@ -80,10 +84,12 @@ def substituted(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[Non
     undo: list[Callable[[], None]] = []
     try:
         for layer in module.modules():
-            held = _held(layer)
-            own = {local: by_id[id(p)] for local, p in held.items() if id(p) in by_id}
+            own_parameters = _parameter_table(layer)
+            own = {local: by_id[id(p)] for local, p in own_parameters.items() if id(p) in by_id}
             if own:
-                undo.append(_exchange(layer, _Substitutes({**held, **own}, set(own), outside)))
+                undo.append(
+                    _replace_parameters(layer, _Substitutes({**own_parameters, **own}, set(own), outside))
+                )
         yield
     finally:
         for restore in reversed(undo):
@@ -91,8 +97,8 @@ def substituted(module: nn.Module, values: Mapping[str, Tensor]) -> Iterator[Non
 
 
 @contextmanager
-def with_forward_hooks(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
-    """Within it the modules have these forward hooks as well, called with keywords and before the user's own."""
+def add_forward_hooks(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]:
+    """Add forward hooks to modules within a block; they get keywords and run before the user's hooks."""
     handles = []
     try:
         for layer, hook in hooks:
@@ -112,9 +118,10 @@ def refuse_gradient_checkpointing(module: nn.Module) -> None:
     for name, m in module.named_modules():
         if getattr(m, "gradient_checkpointing", False) is True:
             raise TaskError(
-                f"{name or 'the module'} ({type(m).__name__}) has gradient_checkpointing on: its layers would be run "
-                "again in the backward pass without the adaptors, and the gradients be wrong. Switch it off; to save "
-                "memory call torch.utils.checkpoint.checkpoint on this wrapper as a whole."
+                f"{name or 'the module'} ({type(m).__name__}) has gradient_checkpointing on: its layers "
+                "would be run again in the backward pass without the adaptors, and the gradients be wrong. "
+                "Switch it off; to save memory call torch.utils.checkpoint.checkpoint on this wrapper as a "
+                "whole."
             )
 
 
@@ -123,7 +130,8 @@ class _Substitutes(dict[str, Tensor | None]):
 
     Attributes:
         names: of the substitutes.
-        outside: a frame of the stack; activation checkpointing that began above it is none of ours. None checks nothing.
+        outside: a frame of the stack; activation checkpointing that began above it is none of ours. None
+            checks nothing.
     """
 
     def __init__(
@@ -142,10 +150,11 @@ class _Substitutes(dict[str, Tensor | None]):
         while frame is not None and frame is not self.outside:
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 raise TaskError(
-                    f"a part of the module that reads {name!r} of an adapted layer is run by torch.utils.checkpoint, which would "
-                    "run it again in the backward pass without the adaptors, and the gradients be wrong. Switch activation "
-                    "checkpointing inside the module off; to save memory call torch.utils.checkpoint.checkpoint on this wrapper "
-                    "as a whole."
+                    f"a part of the module that reads {name!r} of an adapted layer is run by "
+                    "torch.utils.checkpoint, which would run it again in the backward pass without the "
+                    "adaptors, and the gradients be wrong. Switch activation checkpointing inside the "
+                    "module off; to save memory call torch.utils.checkpoint.checkpoint on this wrapper as a "
+                    "whole."
                 )
             frame = frame.f_back
 
@@ -154,14 +163,14 @@ def _is_replica(layer: nn.Module) -> bool:
     return bool(getattr(layer, "_is_replica", False))
 
 
-def _held(layer: nn.Module) -> Mapping[str, Tensor | None]:
+def _parameter_table(layer: nn.Module) -> Mapping[str, Tensor | None]:
     if _is_replica(layer):
-        # what a replica still holds as parameters are those that are None, and substitutes
+        # a replica's own table has only None entries and substitutes
         return {**cast(Mapping[str, Tensor | None], layer._former_parameters), **layer._parameters}
     return layer._parameters
 
 
-def _exchange(layer: nn.Module, values: _Substitutes) -> Callable[[], None]:
+def _replace_parameters(layer: nn.Module, values: _Substitutes) -> Callable[[], None]:
     """Give a layer other parameters; the function returned gives it its own back."""
     before = layer._parameters
     # a replica's parameters are attributes, which would be found first

@@ -1,15 +1,16 @@
 """Layers whose weight is a product of thin factors plus a sparse tensor: linear ones and convolutions.
 
-A linear layer of factors is two thin ones; a convolution is one of kernel 1×K2 to r channels, then one of K1×1. The first has
-no bias, so stride, dilation and padding of any mode go dimension by dimension to the one or the other. All groups of a
-convolution share ``right``: they are folded into the batch for the first one. Rank 0 without a sparse tensor gives the bias,
-or zeros.
+A linear layer of factors is two thin ones; a convolution is one of kernel 1×K2 to r channels, then one of
+K1×1. The first has no bias, so stride, dilation and padding of any mode go dimension by dimension to the one
+or the other. All groups of a convolution share ``right``: they are folded into the batch for the first one.
+Rank 0 without a sparse tensor gives the bias, or zeros.
 
-How the sparse tensor p computes is measured (one core with AVX-512, float32, densities 1 to 10 %). In a linear layer, weighted
-sums of rows (``embedding_bag``) take 0.05 to 0.3 of the dense time at batch 20, less than a sparse tensor or a p made dense at
-every call; at batch 1 they gain below 5 %. In a convolution either needs a copy of every patch: 5 dense convolutions at 64
-channels, level at 512. So there the dense weight is made at every call, of w + p, or of p beside thin layers where the map is
-small; a convolution with a sparse part saves bytes and *no time*.
+How the sparse tensor p computes is measured (one core with AVX-512, float32, densities 1 to 10 %). In a
+linear layer, weighted sums of rows (``embedding_bag``) take 0.05 to 0.3 of the dense time at batch 20, less
+than a sparse tensor or a p made dense at every call; at batch 1 they gain below 5 %. In a convolution either
+needs a copy of every patch: 5 dense convolutions at 64 channels, level at 512. So there the dense weight is
+made at every call, of w + p, or of p beside thin layers where the map is small; a convolution with a sparse
+part saves bytes and *no time*.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from torch.nn.modules.conv import _ConvNd
 from ..core.tree import Params
 from ..linalg.matricize import LowRank, matricize, matrix_shape, unmatricize
 
-HOP = 160
-"""Multiplications that one number between two thin layers costs as much as: 135 to 210 measured, 64 to 512 channels."""
+TRANSFER_COST = 160
+"""Multiplications that cost as much as one value between two thin layers; 135 to 210 measured."""
 
 
-class Compressed(nn.Module):
+class CompressedLayer(nn.Module):
     """A layer whose weight is left · right + a sparse tensor; rank, or number of values, may be 0.
 
     Attributes:
@@ -66,15 +67,15 @@ class Compressed(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole weight, made dense: for convolutions, and for code that reads it and does not call the layer."""
+        """The dense weight, for convolutions and for code that reads the weight without calling the layer."""
         if not len(self.right):
             return self.sparse()
         w = unmatricize(matricize(self.left) @ matricize(self.right), self.shape)
         return w.add_(self.sparse()) if len(self.values) else w
 
 
-class CompressedLinear(Compressed, nn.Linear):  # type: ignore[override]
-    """See :class:`Compressed`."""
+class CompressedLinear(CompressedLayer, nn.Linear):  # type: ignore[override]
+    """See :class:`CompressedLayer`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Outputs ``[..., O]`` of inputs ``[..., I]``."""
@@ -93,8 +94,8 @@ class CompressedLinear(Compressed, nn.Linear):  # type: ignore[override]
         return y + sums.mT.reshape(y.shape)
 
 
-class CompressedConv(Compressed, _ConvNd):  # type: ignore[override]
-    """See :class:`Compressed`; ``thin`` are the two convolutions without their weights."""
+class CompressedConv(CompressedLayer, _ConvNd):  # type: ignore[override]
+    """See :class:`CompressedLayer`; ``thin`` are the two convolutions without their weights."""
 
     thin: tuple[_ConvNd, _ConvNd]
 
@@ -106,8 +107,8 @@ class CompressedConv(Compressed, _ConvNd):  # type: ignore[override]
             there, nothing = (torch.empty(s, dtype=x.dtype, device="meta") for s in (x.shape, self.shape))
             zero = x.new_zeros(self._conv_forward(there, nothing, None).shape)
             return zero if self.bias is None else zero + self.bias.view(-1, *[1] * n)
-        places = x.numel() // self.in_channels // math.prod(self.stride)
-        if len(self.values) and self.shape.numel() * rank <= places * work(self, rank):
+        positions = x.numel() // self.in_channels // math.prod(self.stride)
+        if len(self.values) and self.shape.numel() * rank <= positions * count_multiplications(self, rank):
             return self._conv_forward(x, self.weight, self.bias)
         z = across._conv_forward(x.reshape(-1, self.shape[1], *x.shape[-n:]), self.right, None)
         z = z.reshape(*x.shape[: -n - 1], self.groups * rank, *z.shape[-n:])
@@ -116,11 +117,11 @@ class CompressedConv(Compressed, _ConvNd):  # type: ignore[override]
 
 
 class CompressedConv1d(CompressedConv, nn.Conv1d):  # type: ignore[override]
-    """See :class:`Compressed`; kernels 1 and K."""
+    """See :class:`CompressedLayer`; kernels 1 and K."""
 
 
 class CompressedConv2d(CompressedConv, nn.Conv2d):  # type: ignore[override]
-    """See :class:`Compressed`; kernels 1×K2 and K1×1."""
+    """See :class:`CompressedLayer`; kernels 1×K2 and K1×1."""
 
 
 KINDS: dict[type, type] = {
@@ -130,43 +131,46 @@ KINDS: dict[type, type] = {
 }
 
 
-def work(layer: Any, rank: int) -> int:
-    """Multiplications for one place of the output by thin layers, and what it costs to go from one to the other."""
-    rows, columns = matrix_shape(layer.shape if isinstance(layer, Compressed) else layer.weight.shape)
+def count_multiplications(layer: Any, rank: int) -> int:
+    """Multiplications of thin layers for one output position, with the cost of the values between them."""
+    rows, columns = matrix_shape(layer.shape if isinstance(layer, CompressedLayer) else layer.weight.shape)
     # the first convolution makes the rows that the second one strides over, too
     times = layer.stride[0] * layer.groups if isinstance(layer, _ConvNd) else 1
-    return int(rank * (rows + times * (columns + HOP)))
+    return int(rank * (rows + times * (columns + TRANSFER_COST)))
 
 
-def parts_of(factors: LowRank, rest: Tensor) -> Params:
-    """Tensors of a :class:`Compressed`, from the factors of its matrix and what is to be its sparse tensor."""
+def compressed_tensors(factors: LowRank, rest: Tensor) -> Params:
+    """Tensors of a :class:`CompressedLayer` from the factors of its matrix and its sparse tensor."""
     shape, rank = rest.shape, factors.rank
     return {
         "left": unmatricize(factors.left, torch.Size((shape[0], rank, *shape[2:3], 1)[: rest.ndim])),
         "right": unmatricize(factors.right, torch.Size((rank, shape[1], 1, *shape[3:])[: rest.ndim])),
         "values": rest[rest != 0],
-        **places_of(rest != 0),
+        **sparse_indices(rest != 0),
     }
 
 
-def places_of(mask: Tensor) -> Params:
-    """Indices and starts of a :class:`Compressed`, from where its sparse tensor has values."""
+def sparse_indices(mask: Tensor) -> Params:
+    """Indices and starts of a :class:`CompressedLayer`, from where its sparse tensor has values."""
     rows = mask.reshape(len(mask), -1)
     column = rows.nonzero(as_tuple=True)[1]
     starts = functional.pad(rows.count_nonzero(1).cumsum(0), (1, 0)).int()
     return {"indices": column.int(), "starts": starts if len(column) else starts[:0]}
 
 
-def bytes_of_places(count: int, shape: torch.Size) -> tuple[int, int]:
-    """Bytes that say where ``count`` values are: as int32 indices with a start for each row; and as a bit for each place."""
+def count_index_bytes(count: int, shape: torch.Size) -> tuple[int, int]:
+    """Bytes of the positions of ``count`` values: as int32 indices with row starts, and as a bitmask."""
     return 4 * (count + shape[0] + 1) if count else 0, -(-shape.numel() // 8)
 
 
-def compress(layer: Any, parts: Params) -> None:
-    """Turn a plain layer into a compressed one. The object stays, so whoever holds it or hooks it has the new layer."""
+def compress_layer(layer: Any, parts: Params) -> None:
+    """Turn a plain layer into a compressed one.
+
+    The object stays the same, with its references and hooks.
+    """
     shape, device = layer.weight.shape, layer.weight.device
     if type(layer) is not nn.Linear:
-        layer.thin = _thin(layer, False), _thin(layer, True)
+        layer.thin = _thin_convolution(layer, False), _thin_convolution(layer, True)
     del layer.weight
     layer.__class__, layer.shape = KINDS[type(layer)], shape
     for name, t in parts.items():
@@ -177,7 +181,7 @@ def compress(layer: Any, parts: Params) -> None:
             layer.register_buffer(name, own)
 
 
-def _thin(layer: Any, down: bool) -> _ConvNd:
+def _thin_convolution(layer: Any, down: bool) -> _ConvNd:
     """The convolution over the kernel's first dimension alone, or over the others alone, without data."""
 
     def pick(values: Any, otherwise: int) -> Any:

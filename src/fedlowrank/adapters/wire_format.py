@@ -1,4 +1,6 @@
-"""Factor pairs on a lossy wire: what a receiver gets is what the server must later subtract, so both go through here.
+"""Factor pairs on a lossy wire.
+
+What a receiver gets is what the server must later subtract, so both use these functions.
 
 The receiver gets factors of the type that the sender's had: a client trains in the type of its module.
 """
@@ -69,11 +71,11 @@ class Quantized:
     dtype: str
 
 
-Packed = dict[str, "Pair | Rounded | Quantized"]
+PackedFactors = dict[str, "Pair | Rounded | Quantized"]
 """Factor pairs by layer name, as they are sent."""
 
 
-def pack(pairs: Mapping[str, Pair], wire: Wire) -> Packed:
+def pack_factors(pairs: Mapping[str, Pair], wire: Wire) -> PackedFactors:
     """Factor pairs in the form in which they are sent.
 
     Args:
@@ -81,34 +83,34 @@ def pack(pairs: Mapping[str, Pair], wire: Wire) -> Packed:
         wire: the form. ``"float32"`` changes nothing, so that pairs in float64 or bfloat16 stay so.
 
     Returns:
-        A tree. Packing what :func:`unpack` gives loses nothing more, but for int8 of factors in half precision, to which the
-        receiver rounds.
+        A tree. Packing what :func:`unpack_factors` gives loses nothing more, but for int8 of factors in half
+        precision, to which the receiver rounds.
 
     Raises:
         ConfigError: if the form is unknown.
-        TaskError: if a value is not finite, or too large for a lossy form; if factors are of a type that is not in
-            :data:`DTYPES`.
+        TaskError: if a value is not finite, or too large for a lossy form; if factors are of a type that is
+            not in :data:`DTYPES`.
     """
     forms: dict[str, Callable[[str, Pair], Pair | Rounded | Quantized]] = {
         "float32": lambda _, pair: pair,
-        "bfloat16": _rounded,
-        "int8": _quantized,
+        "bfloat16": _round_pair,
+        "int8": _quantize_pair,
     }
     if wire not in forms:
         raise ConfigError(f"wire: {wire!r} is no choice. {did_you_mean(str(wire), get_args(Wire))}")
     return {name: forms[wire](name, pair) for name, pair in pairs.items()}
 
 
-def unpack(packed: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
-    """The factors that the receiver of :func:`pack` works with, in the type that they were packed from.
+def unpack_factors(packed: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
+    """The factors that the receiver of :func:`pack_factors` works with, in their original dtype.
 
     Raises:
         TaskError: if a type has a name that is not in :data:`DTYPES`.
     """
-    return {name: p if isinstance(p, Pair) else _restored(name, p) for name, p in packed.items()}
+    return {name: p if isinstance(p, Pair) else _restore_pair(name, p) for name, p in packed.items()}
 
 
-def _restored(name: str, p: Rounded | Quantized) -> Pair:
+def _restore_pair(name: str, p: Rounded | Quantized) -> Pair:
     if p.dtype not in DTYPES:
         raise TaskError(
             f"the factors of the layer {name!r} are of type {p.dtype!r}; known are {', '.join(DTYPES)}"
@@ -128,39 +130,39 @@ def _dtype(name: str, pair: Pair) -> str:
     return found
 
 
-def _rounded(name: str, pair: Pair) -> Pair | Rounded:
+def _round_pair(name: str, pair: Pair) -> Pair | Rounded:
     b, a = pair.b.to(torch.bfloat16), pair.a.to(torch.bfloat16)
     for t, factor in ((b, "B"), (a, "A")):
         if not bool(t.isfinite().all()):
-            raise _unfit(name, factor, "bfloat16")
+            raise _range_error(name, factor, "bfloat16")
     dtype = _dtype(name, pair)
     return Pair(b, a) if dtype == "bfloat16" else Rounded(b, a, dtype)
 
 
-def _quantized(name: str, pair: Pair) -> Quantized:
-    b, b_scale = _levels(pair.b, 0, name, "B")
-    a, a_scale = _levels(pair.a, 1, name, "A")
+def _quantize_pair(name: str, pair: Pair) -> Quantized:
+    b, b_scale = _quantize_factor(pair.b, 0, name, "B")
+    a, a_scale = _quantize_factor(pair.a, 1, name, "A")
     return Quantized(b, b_scale.flatten(), a, a_scale.flatten(), _dtype(name, pair))
 
 
-def _levels(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tensor, Tensor]:
+def _quantize_factor(x: Tensor, dim: int, name: str, factor: str) -> tuple[Tensor, Tensor]:
     """Integers and scales ``[1, r]`` or ``[r, 1]``, for each slice along ``dim``."""
     x = x.detach().double()
     largest = x.abs().amax(dim, keepdim=True)
     mantissa, exponent = torch.frexp(largest / LEVELS)
-    # Rounded up to 17 bits, a scale times a level is exact in float32: the bound then holds for what is received, and
-    # quantizing that once more finds the same scale.
+    # Rounded up to 17 bits, a scale times a level is exact in float32: the bound then holds for what is
+    # received, and quantizing that once more finds the same scale.
     scale = torch.ldexp((mantissa * 2**_BITS).ceil() / 2**_BITS, exponent)
     scale = torch.where(largest > 0, scale.clamp(min=_SMALLEST), 0.0)
     # asked of the largest entry too, for a NaN is not > 0
     if not bool((largest.isfinite() & (scale * LEVELS <= torch.finfo(torch.float32).max)).all()):
-        raise _unfit(name, factor, "int8")
+        raise _range_error(name, factor, "int8")
     levels = torch.where(scale > 0, x / scale, 0.0).round()
     return levels.clamp(-LEVELS, LEVELS).to(torch.int8), scale.float()
 
 
-def _unfit(name: str, factor: str, wire: str) -> TaskError:
+def _range_error(name: str, factor: str, wire: str) -> TaskError:
     return TaskError(
-        f"{factor} of the layer {name!r} holds values that are not finite, or too large for {wire}; lower the learning "
-        "rate, clip the gradient, or set the wire to 'float32'."
+        f"{factor} of the layer {name!r} has values that are not finite, or too large for {wire}; lower "
+        "the learning rate, clip the gradient, or set the wire to 'float32'."
     )

@@ -147,7 +147,9 @@ def export(folder: Path, client: int, series: str | None, layout: Layout, out: P
         f"{same if run.task.classes else 'Outputs'} differ by {gain.difference:.1e} at most. ms: median and "
         "quartiles of calls that take turns, one thread."
     )
-    OUT.print(f"{out}: {gain.file:,} bytes. Load it by fedlowrank.adapters.deployment.load(module, path).")
+    OUT.print(
+        f"{out}: {gain.file:,} bytes. Load it by fedlowrank.adapters.deployment.load_deployed(module, path)."
+    )
     return 0
 
 

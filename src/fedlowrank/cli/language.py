@@ -17,7 +17,7 @@ from ..core.files import as_checkpoint_error, write_json
 from ..core.tree import Params
 from ..data.text.formats import render
 from ..data.text.records import Instruction
-from ..language.artifacts import BESIDE
+from ..language.artifacts import METADATA
 from ..language.federation import Language
 from ..language.scores import TASKS, Score, ScoreTask
 from ..simulation.run import Run
@@ -39,7 +39,7 @@ def adapters(folder: Path, out: Path, merged: bool, best: bool, rank: int | None
 
 def _print_truncation(path: Path) -> None:
     """What an adapter lost by its rank, by layer, where it lost something."""
-    beside = path / BESIDE
+    beside = path / METADATA
     truncation = json.loads(beside.read_text()).get("truncation") if beside.is_file() else None
     if truncation is None:
         return

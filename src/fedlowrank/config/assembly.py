@@ -17,7 +17,7 @@ from ..data.dataset import ClientData, Examples, Inputs, Stored, subset
 from ..data.federation import Federation
 from ..language import federation as language_models
 from ..language.federation import Language
-from ..models.architecture import Architecture, architecture_of
+from ..models.architecture import Architecture, build_architecture
 from .data_section import expand_path
 from .lora_section import LoraSettings, PeftSettings, broadcast_ranks
 
@@ -53,7 +53,7 @@ def share_data(experiment: ExperimentConfig) -> Shares:
         dataset = experiment.data.load()
     else:
         texts: Any = experiment.data.source.load()
-        dataset, language = language_models.prepare(texts, *_language_settings(experiment))
+        dataset, language = language_models.load_with_texts(texts, *_language_settings(experiment))
     if preparation.examples is not None:
         dataset = subset(dataset, preparation.examples)
     data = make_clients(dataset, experiment.partition, experiment.split, key)
@@ -67,7 +67,7 @@ def load_language(experiment: ExperimentConfig, classes: tuple[str, ...]) -> Lan
     """Load the language model for classes of those names; None where the experiment has none."""
     if experiment.language is None:
         return None
-    return language_models.language(*_language_settings(experiment), classes)
+    return language_models.load_language_model(*_language_settings(experiment), classes)
 
 
 def _language_settings(experiment: ExperimentConfig) -> tuple[Any, Mapping[str, Any], Key]:
@@ -132,7 +132,7 @@ def _models(experiment: ExperimentConfig, shares: Shares, key: Key) -> Mapping[s
         raise ConfigError("language: these data are no texts")
     factories = experiment.model.factories(tuple(example.shape[1:]), _outputs(first, shares.classes))
     return {
-        n: architecture_of(n, lora.wrap(f, head, key / "lora" / n), example, head, key / "init" / n)
+        n: build_architecture(n, lora.wrap(f, head, key / "lora" / n), example, head, key / "init" / n)
         for n, f in factories.items()
     }
 

@@ -19,8 +19,8 @@ from ..data.concept import CONCEPTS, Concept
 from ..data.federation import Federation
 from ..data.partition import PARTITIONS, Partition
 from ..data.split import SPLITS, Split
-from ..language.adapt import lora_config
 from ..language.federation import Language, LanguageSettings
+from ..language.peft_config import lora_config
 from ..methods import METHODS
 from ..models.zoo import ModelSettings
 from ..simulation.run import RunSettings

@@ -15,7 +15,7 @@ from ..adapters.router import Router
 from ..core.optimizer import SGD, AdamW, Schedule
 from ..data.sources import SOURCES
 from ..data.text.sources import TEXT_SOURCES
-from ..linalg.delta import Form
+from ..linalg.delta import DeltaForm
 from ..methods import METHODS
 from ..methods.families.effective_delta import Weighing
 from ..methods.families.lora import Tuning
@@ -67,7 +67,7 @@ def _sections() -> list[tuple[str, type[Any]]]:
             ("methods.floral.router, methods.ensemble.router", Router),
             ("methods.NAME.tuning, of federated LoRA", Tuning),
             ("methods.fedhl.weighing", Weighing),
-            ("methods.fedhl.form, methods.flexlora.form", Form),
+            ("methods.fedhl.form, methods.flexlora.form", DeltaForm),
         ],
     }
     found: list[tuple[str, type[Any]]] = []

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 from torch import nn
 
-from ..adapters.lora_layers import lora
+from ..adapters.lora_layers import add_lora
 from ..core.errors import ConfigError
 from ..core.key import Key
 
@@ -52,7 +52,7 @@ class LoraSettings:
                 trained = "head"
             trainable = () if trained is None else (trained,)
             kind: dict[str, Any] = {"rslora": self.use_rslora, "target_modules": self.target_modules or "all"}
-            found = lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **kind)
+            found = add_lora(module, rank, self.lora_alpha, trainable=trainable, key=key, **kind)
             if trained is not None:
                 found.head_name = trained  # type: ignore[assignment]
             return found

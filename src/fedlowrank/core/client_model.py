@@ -27,7 +27,7 @@ class ClientModel:
         series: what is evaluated, by name, the headline first: parameters of a model, or a function from
             inputs ``[b, ...]`` to scores ``[b, classes]``. Empty: ``params`` alone, as ``personal``.
         parts: by series, for a model that takes fewer numbers than its weights: the parts that it is the sum
-            of. They are counted by :func:`fedlowrank.linalg.matricize.numbers` and exported by
+            of. They are counted by :func:`fedlowrank.linalg.matricize.count_parameters` and exported by
             :mod:`fedlowrank.adapters.deployment`.
         routes: share of each cluster ``[C]``, summing to 1; None without clusters.
     """

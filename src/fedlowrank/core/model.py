@@ -72,7 +72,7 @@ class Model(Protocol):
         """The linear layers of the head, in order."""
         ...
 
-    def redrawn(self, key: Key) -> Params:
+    def reinitialize(self, key: Key) -> Params:
         """Other initial parameters, drawn by the layers' own rules."""
         ...
 
@@ -84,7 +84,7 @@ class Model(Protocol):
         """The parameters with the client's own normalization statistics and changed buffers."""
         ...
 
-    def locally(self, chunks: Callable[[], Iterator[Any]]) -> Model:
+    def with_local_statistics(self, chunks: Callable[[], Iterator[Any]]) -> Model:
         """The model of a client that infers: batch normalizations use statistics of these inputs."""
         ...
 

@@ -16,7 +16,7 @@ from ..core.errors import DataError, TaskError
 from ..core.key import Key
 from ..core.method import ClientInfo, Task
 from ..core.tree import Params
-from ..models.architecture import Architecture, architecture_of
+from ..models.architecture import Architecture, build_architecture
 from .augment import NO_AUGMENT, Augment
 from .dataset import ClientData, Examples
 from .pixels import Pixels, pack
@@ -273,7 +273,9 @@ class Federation:
             warnings.warn(ONE_HOT_WARNING, stacklevel=2)
         models = model if isinstance(model, Mapping) else {"model": model}
         example = _first_input(data[0].train)
-        architectures = {n: architecture_of(n, m, example, head, key / "init" / n) for n, m in models.items()}
+        architectures = {
+            n: build_architecture(n, m, example, head, key / "init" / n) for n, m in models.items()
+        }
         if architecture is None:
             architecture = [list(architectures)[i % len(architectures)] for i in range(len(data))]
         ranks = [None] * len(data) if rank is None else list(rank)

@@ -1,1 +1,1 @@
-"""Language models of Hugging Face: the frozen base, its LoRA adapters, and the files they are kept in."""
+"""Language models of Hugging Face: the frozen base, its LoRA adapters, and their files."""

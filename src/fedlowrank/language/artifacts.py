@@ -14,29 +14,33 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ..adapters.adapted_layers import PEFT_PREFIX, AdaptedLayer
 from ..core.errors import ConfigError, DataError, TaskError, did_you_mean
 from ..core.tree import Params
-from ..linalg.pair import Factors, Pair
-from .adapt import ADAPTER, PREFIX, Layer, kind_of, lora_config, scale_of
-from .base import HEAD_NAMES, peft
+from ..linalg.pair import Factors, Pair, zero_pad_pair
+from .base import HEAD_NAMES
+from .optional import import_library
+from .peft_adapter import ADAPTER, kind_of
+from .peft_config import lora_config, scale_of
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-BESIDE = "fedlowrank.json"
+METADATA = "fedlowrank.json"
 
 
 @dataclass(frozen=True)
-class Adapter:
+class SavedAdapter:
     """An adapter as it was read.
 
     Attributes:
         pairs: factors by layer.
-        scale: by which their product is multiplied; 1 for what :func:`write_adapter` wrote, which folds it into B.
+        scale: by which their product is multiplied; 1 for what :func:`write_adapter` wrote, which folds it
+            into B.
         config: the ``LoraConfig`` of the folder, ``modules_to_save`` left out.
         head: tensors of a classification head by their names in the base; empty if the folder has none.
         base_name: the base, as the folder names it.
-        digest: of the base's weights, or None if the folder does not say.
-        round: that the adapter was kept after, counted from 0, or None.
+        digest: of the base's weights, or None if unknown.
+        round: after which the adapter was saved, counted from 0, or None.
         client: whose it is, or None for the server's.
         notes: what could not be checked, each a sentence.
     """
@@ -61,30 +65,33 @@ def write_adapter(
     digest: str,
     head: Mapping[str, Tensor] | None = None,
     *,
-    layers: Mapping[str, Layer] | None = None,
+    layers: Mapping[str, AdaptedLayer] | None = None,
     round: int | None = None,
     client: int | None = None,
     whole: Mapping[str, Tensor] | None = None,
 ) -> Path:
     """Write an adapter folder as PEFT does: ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-    All layers get one rank r, the largest, smaller ones being filled with zeros; α = r and no rsLoRA, with the scale in
-    B, so that no reader has to know the scale that was trained with. Beside them lies ``fedlowrank.json``.
+    All layers get one rank r, the largest, smaller ones zero-padded; α = r and no rsLoRA, with
+    the scale in B, so that no reader has to know the scale that was trained with. Beside them lies
+    ``fedlowrank.json``.
 
-    ``PeftModel.from_pretrained`` puts a head back through PEFT's ``modules_to_save``, so a classification model whose
-    head is not the one of its files needs ``head`` even if it was frozen. A causal model's folder has no such modules.
+    ``PeftModel.from_pretrained`` puts a head back through PEFT's ``modules_to_save``, so a classification
+    model whose head is not the one of its files needs ``head`` even if it was frozen. A causal model's folder
+    has no such modules.
 
     Args:
         folder: made if it does not exist; other files in it stay.
         pairs: factors by the dotted names of their layers in the base.
         scale: s of the update s·B A.
-        config: the settings trained with, best ``peft_config["default"]`` of the model, where PEFT has settled the
-            target modules.
+        config: the settings trained with, best ``peft_config["default"]`` of the model, where PEFT has
+            settled the target modules.
         base_name: of the base, as the user gave it.
-        digest: of the base's weights (:func:`fedlowrank.language.base.digest`).
+        digest: of the base's weights (:func:`fedlowrank.language.base.digest_weights`).
         head: all tensors of a classification head, by their names in the base.
-        layers: of :func:`fedlowrank.language.adapt.layers`; needed where embeddings or convolutions are adapted,
-            whose factors have other names and shapes in a file. Without it every layer is taken for a linear one.
+        layers: the adapted layers (``find_lora(model, None).layers``); needed if embeddings or convolutions
+            are adapted, whose factors have other names and shapes in a file. Without it every layer is taken
+            for a linear one.
         round: that the adapter is from, counted from 0.
         client: whose it is; None for the server.
         whole: all tensors of layers that are stored whole and not as factors, by their names in the base.
@@ -93,7 +100,8 @@ def write_adapter(
         The folder.
 
     Raises:
-        TaskError: if there are no pairs, a pair's shapes do not fit, or the target modules do not match its layer.
+        TaskError: if there are no pairs, a pair's shapes do not fit, or the target modules do not match its
+            layer.
         DataError: if peft is missing.
     """
     if not pairs:
@@ -107,35 +115,37 @@ def write_adapter(
             )
         if layers is not None and name not in layers:
             raise TaskError(f"no layer {name!r} is adapted. {did_you_mean(name, layers)}")
-        tensors |= _stored(name, _widen(pair, rank, scale), None if layers is None else layers[name])
+        wide = zero_pad_pair(Pair(pair.b.detach() * scale, pair.a.detach()), rank)
+        tensors |= _name_for_file(name, wide, None if layers is None else layers[name])
     for name, value in [*(head or {}).items(), *(whole or {}).items()]:
-        tensors[PREFIX + name] = value.detach().cpu().clone().contiguous()
+        tensors[PEFT_PREFIX + name] = value.detach().cpu().clone().contiguous()
     made = _exported(config, list(pairs), rank, base_name, head, whole)
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.torch.save_file(tensors, folder / WEIGHTS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(made, indent=2, sort_keys=True))
     beside = {"format": 1, "digest": digest, "round": round, "client": client, "rank": rank, "scale": scale}
-    (folder / BESIDE).write_text(json.dumps(beside, indent=2, sort_keys=True))
+    (folder / METADATA).write_text(json.dumps(beside, indent=2, sort_keys=True))
     return folder
 
 
-def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
+def read_adapter(folder: Path, digest: str | None = None) -> SavedAdapter:
     """Read an adapter folder, of :func:`write_adapter` or of PEFT itself.
 
     Args:
-        folder: that holds it.
+        folder: of the adapter.
         digest: of the base that it is meant for, or None not to compare.
 
     Raises:
-        DataError: if files are missing or damaged, the weights are pickled, the adapter has parts that are neither
-            factors nor a head, it uses a feature of PEFT that is refused here, or it is for another base.
+        DataError: if files are missing or damaged, the weights are pickled, the adapter has parts that are
+            neither factors nor a head, it uses a feature of PEFT that is refused here, or it is for another
+            base.
     """
     if not (folder / WEIGHTS).is_file() and (folder / "adapter_model.bin").is_file():
         raise DataError(
             f"{folder} holds a pickled adapter_model.bin, which is not opened; save it as safetensors"
         )
     settings = _json(folder / CONFIG)
-    beside = _json(folder / BESIDE) if (folder / BESIDE).is_file() else {}
+    beside = _json(folder / METADATA) if (folder / METADATA).is_file() else {}
     own, notes = beside.get("digest"), []
     if digest is not None and own is None:
         notes.append(
@@ -143,11 +153,12 @@ def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
         )
     if None not in (digest, own) and digest != own:
         raise DataError(
-            f"{folder} holds adapters for another base: {settings.get('base_model_name_or_path')!r} with digest {own}, "
-            f"and the base here has {digest}. Load the base, in the dtype and quantization, that they were trained on."
+            f"{folder} holds adapters for another base: {settings.get('base_model_name_or_path')!r} with "
+            f"digest {own}, and the base here has {digest}. Load the base, in the dtype and quantization, "
+            "that they were trained on."
         )
     saved = settings.pop("modules_to_save", None) or ()
-    known = peft().LoraConfig.__dataclass_fields__
+    known = import_library("peft", "a LoRA adapter").LoraConfig.__dataclass_fields__
     unknown = [n for n, v in settings.items() if v and n not in known]
     if unknown:
         notes.append(
@@ -161,21 +172,21 @@ def read_adapter(folder: Path, digest: str | None = None) -> Adapter:
         tensors = safetensors.torch.load_file(folder / WEIGHTS)
     except (OSError, safetensors.SafetensorError) as error:
         raise DataError(f"cannot read {folder / WEIGHTS}: {error}") from error
-    pairs, head = _sorted_out(folder, tensors)
+    pairs, head = _split_tensors(folder, tensors)
     if head and not saved:
         raise DataError(
-            f"{folder / WEIGHTS} replaces weights of the base, such as {next(iter(head))!r}; save the adapter with "
-            "save_embedding_layers=False"
+            f"{folder / WEIGHTS} replaces weights of the base, such as {next(iter(head))!r}; save the "
+            "adapter with save_embedding_layers=False"
         )
     wrong = [n for n, pair in pairs.items() if pair.rank != config.r]
     if wrong:
         raise DataError(f"{folder}: {wrong[0]} has rank {pairs[wrong[0]].rank}, but r is {config.r}")
     name = settings.get("base_model_name_or_path") or ""
     place = beside.get("round"), beside.get("client")
-    return Adapter(pairs, scale_of(config), config, head, name, own, *place, tuple(notes))
+    return SavedAdapter(pairs, scale_of(config), config, head, name, own, *place, tuple(notes))
 
 
-def merged(
+def merge_update(
     model: Any,
     update: Mapping[str, Pair | Tensor],
     scale: float = 1.0,
@@ -190,8 +201,8 @@ def merged(
         head: tensors to replace the base's, by their names in it.
 
     Raises:
-        TaskError: if a layer does not exist, is quantized, or shares its weight with another; if an update does not
-            fit its layer, or a tensor of the head does not exist.
+        TaskError: if a layer does not exist, is quantized, or shares its weight with another; if an update
+            does not fit its layer, or a tensor of the head does not exist.
     """
     made = copy.deepcopy(model)
     if hasattr(made, "peft_config"):
@@ -228,33 +239,6 @@ def merged(
     return made
 
 
-def write_merged(
-    folder: Path,
-    model: Any,
-    tokenizer: Any,
-    update: Mapping[str, Pair | Tensor],
-    scale: float = 1.0,
-    head: Mapping[str, Tensor] | None = None,
-) -> Path:
-    """Write :func:`merged` as an ordinary folder of ``transformers``, with the tokenizer.
-
-    Args:
-        folder: made if it does not exist.
-        model: see :func:`merged`, as ``update``, ``scale`` and ``head``.
-        tokenizer: of the base.
-        update: factors or matrices by layer.
-        scale: s.
-        head: tensors to replace the base's.
-
-    Returns:
-        The folder.
-
-    Raises:
-        TaskError: as :func:`merged`.
-    """
-    return save_model(folder, merged(model, update, scale, head), tokenizer)
-
-
 def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
     """Write a whole model as an ordinary folder of ``transformers``, with its tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -263,25 +247,16 @@ def save_model(folder: Path, model: Any, tokenizer: Any) -> Path:
     return folder
 
 
-def _widen(pair: Pair, rank: int, scale: float) -> Pair:
-    """The pair at a rank no lower than its own, with the scale in B; contiguous copies on the CPU."""
-    more = rank - pair.rank
-    b = torch.nn.functional.pad(pair.b.detach() * scale, (0, more))
-    a = torch.nn.functional.pad(pair.a.detach(), (0, 0, 0, more))
-    return Pair(b.cpu().clone().contiguous(), a.cpu().clone().contiguous())
-
-
-def _stored(name: str, pair: Pair, layer: Layer | None) -> Params:
+def _name_for_file(name: str, pair: Pair, layer: AdaptedLayer | None) -> Params:
     """Factors by the names of a file: those of the model without the adapter's own name."""
     if layer is None:
-        return {f"{PREFIX}{name}.lora_A.weight": pair.a, f"{PREFIX}{name}.lora_B.weight": pair.b}
-    cut = f".{ADAPTER}"
-    ends = {f"{cut}.weight": ".weight", cut: ""}
-    out: Params = {}
-    for path, value in layer.parameters(pair).items():
-        end = next(end for end in ends if path.endswith(end))
-        out[path.removesuffix(end) + ends[end]] = value.contiguous()
-    return out
+        tensors = {f"{PEFT_PREFIX}{name}.lora_A.weight": pair.a, f"{PEFT_PREFIX}{name}.lora_B.weight": pair.b}
+    else:
+        named = layer.as_parameters(pair).items()
+        tensors = {
+            path.replace(f".{ADAPTER}.weight", ".weight").removesuffix(f".{ADAPTER}"): t for path, t in named
+        }
+    return {path: t.cpu().clone().contiguous() for path, t in tensors.items()}
 
 
 def _exported(
@@ -318,24 +293,24 @@ def _exported(
 
 
 def _modules_to_save(head: Mapping[str, Tensor]) -> list[str]:
-    """Modules that hold the head's tensors, and the two names that PEFT's class for classification always adds."""
+    """Modules of the head's tensors, and the two names that PEFT's class for classification adds."""
     modules = dict.fromkeys(name.rpartition(".")[0] for name in head)
     # PEFT takes every module whose name ends in one of these
     covered = [m for m in modules if any(part.endswith(HEAD_NAMES) for part in m.split("."))]
     return [*(m for m in modules if m not in covered), *HEAD_NAMES]
 
 
-def _sorted_out(folder: Path, tensors: Params) -> tuple[Factors, Params]:
+def _split_tensors(folder: Path, tensors: Params) -> tuple[Factors, Params]:
     """Pairs by layer, and the tensors that are no factors by their names in the base."""
     a: Params = {}
     b: Params = {}
     head: Params = {}
     for path, value in tensors.items():
-        if not path.startswith(PREFIX):
+        if not path.startswith(PEFT_PREFIX):
             raise DataError(
-                f"{folder / WEIGHTS}: {path!r} does not begin with {PREFIX!r}, as PEFT's names do"
+                f"{folder / WEIGHTS}: {path!r} does not begin with {PEFT_PREFIX!r}, as PEFT's names do"
             )
-        name = path.removeprefix(PREFIX)
+        name = path.removeprefix(PEFT_PREFIX)
         for mark, side in (
             (".lora_A", a),
             (".lora_B", b),

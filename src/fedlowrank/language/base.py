@@ -1,4 +1,4 @@
-"""The frozen base of a language model: how it is loaded, what is new in it, and a digest to know it again by."""
+"""The frozen base of a language model: how it is loaded, which parts are new, and a digest of its weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError, TaskError
 from ..core.key import Key
-from ..models.architecture import build
-from .recompute import same_parameters
+from ..models.architecture import build_module
+from ..models.stateless import keep_parameters_for_recomputation
+from .optional import import_library
 
 HEAD_NAMES = ("classifier", "score")
 """What PEFT takes for the head of a classification model (``peft.PeftModelForSequenceClassification``)."""
@@ -31,13 +32,16 @@ class Base:
 
     Attributes:
         path: a folder as ``save_pretrained`` writes it or, if no such path exists, a name on the hub.
-        task: causal, a model that continues a text; or classification, an encoder or decoder with a head of classes.
+        task: causal, a model that continues a text; or classification, an encoder or decoder with a head of
+            classes.
         dtype: of the weights in memory; auto takes that of the files.
-        quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install 'fedlowrank[quantize]'``.
-        attention: auto, what transformers takes; or eager, sdpa, flash_attention_2. For short texts on a CPU eager is several
-            times faster to train than torch's fused kernel, whose backward pass works in long blocks.
-        gradient_checkpointing: activations are computed again in the backward pass instead of being kept, with the parameters
-            that were given to the forward pass (:mod:`fedlowrank.language.recompute`).
+        quantize: 4bit (NF4) or 8bit weights by bitsandbytes, or None. Needs ``pip install
+            'fedlowrank[quantize]'``.
+        attention: auto, what transformers takes; or eager, sdpa, flash_attention_2. For short texts on a CPU
+            eager is several times faster to train than torch's fused kernel, whose backward pass works in
+            long blocks.
+        gradient_checkpointing: activations are computed again in the backward pass instead of being stored,
+            with the parameters that were given to the forward pass (:mod:`fedlowrank.models.stateless`).
         revision: branch, tag or commit of a name on the hub, or None for its main branch.
         offline: do not ask the hub, even for a name; what was downloaded before is found.
     """
@@ -58,17 +62,18 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedBase:
     """A base as it was loaded.
 
     Attributes:
-        model: a ``transformers.PreTrainedModel`` in evaluation mode, no parameter of which requires a gradient.
+        model: a ``transformers.PreTrainedModel`` in evaluation mode, no parameter of which requires a
+            gradient.
         tokenizer: a ``transformers`` tokenizer that has a padding token.
         name: of the base, as the user gave it.
-        digest: :func:`digest` of its weights.
-        head: names of the modules to be trained as a whole: the classification head, and modules of the body that the
-            files do not hold. Empty for a causal model.
-        notes: what was done that the settings do not say, each a sentence.
+        digest: :func:`digest_weights` of its weights.
+        head: names of the modules to be trained as a whole: the classification head, and modules of the body
+            that the files do not hold. Empty for a causal model.
+        notes: warnings on what was done beyond the settings, each a sentence.
     """
 
     model: Any
@@ -79,11 +84,11 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
+def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
     """Load a model and its tokenizer.
 
-    Weights that the files do not hold, such as a new classification head, are drawn from the key by the rules of the
-    model's own code; torch's global generator is as before.
+    Weights that the files do not hold, such as a new classification head, are initialized from the key by the rules
+    of the model's own code; torch's global generator is as before.
 
     Args:
         base: settings.
@@ -92,8 +97,8 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
 
     Raises:
         ConfigError: if the classes do not go with the task, or bitsandbytes is missing.
-        DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model are
-            missing in the files, or its tokenizer has nothing to pad with.
+        DataError: if transformers is missing, nothing can be loaded from the path, weights of a causal model
+            are missing in the files, or its tokenizer has nothing to pad with.
     """
     if (base.task == "classification") != bool(classes):
         raise ConfigError(
@@ -101,7 +106,7 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
             if not classes
             else f"a causal model has no classes, yet {len(classes)} are given; set task = 'classification'"
         )
-    library = transformers()
+    library = import_library("transformers", "a language model")
     where, local = _where(base)
     settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     if base.revision is not None:
@@ -131,11 +136,12 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
     try:
         with _quiet(library):
             tokenizer = library.AutoTokenizer.from_pretrained(where, **settings)
-            model: Any = build(make, key)
+            model: Any = build_module(make, key)
     # Files of any kind may lie in a folder, and the parsers of a dozen libraries raise what they like.
     except Exception as error:
         raise DataError(
-            f"transformers cannot load a {base.task} model from {base.path!r}: {type(error).__name__}: {error}"
+            f"transformers cannot load a {base.task} model from {base.path!r}: {type(error).__name__}: "
+            f"{error}"
         ) from error
     new = sorted({*found["missing_keys"], *(str(row[0]) for row in found["mismatched_keys"])})
     head, notes = _new_parts(model, base, new)
@@ -151,13 +157,13 @@ def load(base: Base, classes: tuple[str, ...], key: Key) -> Loaded:
         enable = (
             getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         )
-        enable({"use_reentrant": False, "context_fn": same_parameters(model)})
+        enable({"use_reentrant": False, "context_fn": keep_parameters_for_recomputation(model)})
         model.config.use_cache = False
     fresh = [n for n in new if any(n.startswith(f"{module}.") for module in head)]
-    return Loaded(model, tokenizer, base.path, digest(model, fresh), head, tuple(notes))
+    return LoadedBase(model, tokenizer, base.path, digest_weights(model, fresh), head, tuple(notes))
 
 
-def digest(model: nn.Module, without: Collection[str] = ()) -> str:
+def digest_weights(model: nn.Module, without: Collection[str] = ()) -> str:
     """A hash of a model's weights: the names, dtypes, shapes and bytes of all parameters and saved buffers.
 
     The same files loaded in another dtype, or quantized, are another base.
@@ -179,12 +185,12 @@ def digest(model: nn.Module, without: Collection[str] = ()) -> str:
 
 
 def head_modules(model: Any) -> tuple[str, ...]:
-    """Names of the modules that make up a classification model's head: all that have weights outside its body.
+    """Names of the modules of a classification model's head: all that have weights outside its body.
 
     Empty for models of other kinds.
 
     Raises:
-        TaskError: if a classification model keeps its body under a name that cannot be told.
+        TaskError: if a classification model keeps its body under a name that is unknown.
     """
     if not type(model).__name__.endswith("ForSequenceClassification"):
         return ()
@@ -194,36 +200,10 @@ def head_modules(model: Any) -> tuple[str, ...]:
     }
     if body not in children:
         raise TaskError(
-            f"{type(model).__name__} has no submodule {body!r}, so its head cannot be told from its body; it has "
-            f"{', '.join(children)}"
+            f"{type(model).__name__} has no submodule {body!r}, so its head cannot be told from its body; it "
+            f"has {', '.join(children)}"
         )
     return tuple(name for name in children if name != body)
-
-
-def transformers() -> Any:
-    """The library ``transformers``.
-
-    Raises:
-        DataError: if it is not installed.
-    """
-    try:
-        import transformers as library
-    except ImportError as error:
-        raise DataError("language models need transformers: pip install 'fedlowrank[language]'") from error
-    return library
-
-
-def peft() -> Any:
-    """The library ``peft``.
-
-    Raises:
-        DataError: if it is not installed.
-    """
-    try:
-        import peft as library
-    except ImportError as error:
-        raise DataError("LoRA adapters need peft: pip install 'fedlowrank[language]'") from error
-    return library
 
 
 def _where(base: Base) -> tuple[str, bool]:
@@ -232,7 +212,8 @@ def _where(base: Base) -> tuple[str, bool]:
     if where.exists():
         if not (where / "config.json").is_file():
             raise DataError(
-                f"{base.path!r} holds no config.json, so it is no model folder of transformers (save_pretrained)."
+                f"{base.path!r} holds no config.json, so it is no model folder of transformers "
+                "(save_pretrained)."
             )
         return str(where), True
     # Anything that looks like a path should not be asked for on the hub when it is merely misspelt.
@@ -259,7 +240,7 @@ def _quantization(library: Any, base: Base) -> Any:
 
 @contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """Without the library's own table of missing weights, which :class:`Loaded` notes, and without its progress bars."""
+    """Silence the library's progress bars and table of missing weights, which :class:`LoadedBase` notes."""
     log = library.utils.logging
     before, bars = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity_error()
@@ -280,14 +261,14 @@ def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...],
     notes = []
     if in_body and base.task == "causal":
         raise DataError(
-            f"{base.path!r} lacks {len(in_body)} weights of a {type(model).__name__}, such as {in_body[0]!r}; it is "
-            "the folder of another kind of model."
+            f"{base.path!r} lacks {len(in_body)} weights of a {type(model).__name__}, such as "
+            f"{in_body[0]!r}; it is the folder of another kind of model."
         )
     weights = model.state_dict()
     if len(in_body) > len(weights) // 2:
         raise DataError(
-            f"{base.path!r} lacks {len(in_body)} of the {len(weights)} weights of a {type(model).__name__}, such as "
-            f"{in_body[0]!r}; it is the folder of another kind of model."
+            f"{base.path!r} lacks {len(in_body)} of the {len(weights)} weights of a {type(model).__name__}, "
+            f"such as {in_body[0]!r}; it is the folder of another kind of model."
         )
     if in_head:
         notes.append(f"The head ({', '.join(head)}) is new: {', '.join(in_head)} drawn from the run's key.")
@@ -297,7 +278,8 @@ def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...],
         )
     if in_body:
         notes.append(
-            f"The files lack {', '.join(in_body)}: drawn from the run's key, and trained and kept with the head."
+            f"The files lack {', '.join(in_body)}: drawn from the run's key, and trained and kept with the "
+            "head."
         )
     modules = dict.fromkeys(n.rpartition(".")[0] for n in in_body)
     return (*head, *modules), notes
@@ -310,15 +292,16 @@ def _pad(model: Any, tokenizer: Any, base: Base) -> list[str]:
         other = tokenizer.eos_token or tokenizer.unk_token
         if other is None:
             raise DataError(
-                f"the tokenizer of {base.path!r} has no token for padding, end of text or unknown words; set its "
-                "pad_token and save it."
+                f"the tokenizer of {base.path!r} has no token for padding, end of text or unknown words; set "
+                "its pad_token and save it."
             )
         tokenizer.pad_token = other
         notes.append(f"The tokenizer has no padding token: {other!r} pads.")
     if tokenizer.pad_token_id >= model.get_input_embeddings().num_embeddings:
         raise DataError(
-            f"the padding token {tokenizer.pad_token!r} of {base.path!r} has the id {tokenizer.pad_token_id}, but the "
-            f"model has {model.get_input_embeddings().num_embeddings} embeddings; set another pad_token and save it."
+            f"the padding token {tokenizer.pad_token!r} of {base.path!r} has the id "
+            f"{tokenizer.pad_token_id}, but the model has {model.get_input_embeddings().num_embeddings} "
+            "embeddings; set another pad_token and save it."
         )
     model.config.pad_token_id = tokenizer.pad_token_id
     return notes

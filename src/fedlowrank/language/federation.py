@@ -1,4 +1,4 @@
-"""A federation of language models from an experiment's tables: one shared base, clients as trees of factors."""
+"""A federation of language models from an experiment's tables: one frozen base, clients with LoRA factors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from ..core.tree import Params
 from ..data.dataset import Dataset
 from ..data.text.records import Labeled, Texts
 from ..data.text.tokens import TextSettings, tokenize
-from ..linalg.pair import Factors, Pair
+from ..linalg.pair import Factors
 from ..models.architecture import Architecture
-from .adapt import ADAPTER, attach, lora_config
-from .base import Base, Loaded, load
-from .folders import Folders, Model
-from .recompute import Place, held
+from ..models.stateless import exchange_slots
+from .base import Base, LoadedBase, load_base
+from .folders import AdapterFolders, ModelParts
+from .peft_adapter import ADAPTER, attach_adapter
+from .peft_config import lora_config
 
 if TYPE_CHECKING:
     from ..simulation.run import Run
@@ -43,7 +44,8 @@ class LanguageSettings(Base):
         loss_on: response, or all: the prompt too.
         packing: several short samples in one row.
         by_length: training batches of examples of like length.
-        autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the weights; none leaves it.
+        autocast: bfloat16 or float16: type in which matrices are multiplied, whatever the type of the
+            weights; none leaves it.
     """
 
     format: Literal["alpaca", "plain", "chat", "none"] = "alpaca"
@@ -71,7 +73,7 @@ class Language:
     """
 
     settings: LanguageSettings
-    loaded: Loaded
+    loaded: LoadedBase
     config: Any
     model: Any
 
@@ -83,7 +85,7 @@ class Language:
         """The code, with the base frozen inside."""
         head = self.loaded.head[0] if len(self.loaded.head) == 1 else None
         made = Architecture(
-            NAME, self.model, dict(example), None if head is None else _found(self.model, head)
+            NAME, self.model, dict(example), None if head is None else _module_path(self.model, head)
         )
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
@@ -92,8 +94,8 @@ class Language:
     def write(self, run: Run, folder: Path, merged: bool = False, rank: int | None = None) -> list[Path]:
         """Standard adapter folders of the server and of every client, as they stand.
 
-        Layers whose base weight moved are kept whole in the adapter's folder. Where the whole base moved (FLoRA and FedEx-LoRA,
-        merged), it is written once, to ``base``, and clients are adapters for it.
+        Layers whose base weight changed are stored whole in the adapter's folder. If the whole base changed
+        (FLoRA and FedEx-LoRA, merged), it is written once, to ``base``, and clients are adapters for it.
 
         Args:
             run: of this federation.
@@ -104,12 +106,12 @@ class Language:
         Returns:
             The folders written.
         """
-        folders, written = Folders(self), []
+        folders, written = AdapterFolders(self), []
 
-        def write(name: str, model: Model) -> None:
+        def write(name: str, model: ModelParts) -> None:
             if rank is not None:
                 written.append(folders.write_truncated(folder / name, model, rank))
-            elif model.client is not None and len(model.moved) == len(model.factors):
+            elif model.client is not None and len(model.weight_updates) == len(model.factors):
                 written.extend(folders.write_on_common(folder, name, model))
             else:
                 written.append(folders.write(folder / name, model))
@@ -133,19 +135,18 @@ class Language:
             round: rounds completed.
             client: whose it is, or None for the server's.
         """
-        folders = Folders(self)
+        folders = AdapterFolders(self)
         return folders.write(folder, folders.model(params, round, client))
 
     @contextlib.contextmanager
     def live(self, params: Params) -> Iterator[Any]:
         """The model with these parameters in place of its own, to generate with; none of them is the base."""
-        places: list[Place] = []
+        slots = []
         for name, value in params.items():
             path, _, own = name.rpartition(".")
-            places.append(
-                (self.model.get_submodule(path), own, nn.Parameter(value.detach(), requires_grad=False))
-            )
-        with held(places):
+            table: dict[str, Any] = self.model.get_submodule(path)._parameters
+            slots.append((table, own, nn.Parameter(value.detach(), requires_grad=False)))
+        with exchange_slots(slots):
             yield self.model
 
     @cached_property
@@ -154,18 +155,14 @@ class Language:
 
     def factors(self, params: Params) -> Factors:
         """The factors among a model's parameters, by layer; their scale is the slot's."""
-        found: Factors = {}
-        own: Params = dict(self.model.named_parameters())
-        for name, site in self._lora.sites.items():
-            a, b = (params.get(n, own[n]).detach() for n in (str(site.a), str(site.b)))
-            found[name] = Pair(b.flatten(1), a.flatten(1))
-        return found
+        everything = {n: p.detach() for n, p in (dict(self.model.named_parameters()) | params).items()}
+        return {name: layer.read_pair(everything) for name, layer in self._lora.layers.items()}
 
     def head(self, params: Params) -> Params:
         """The parameters of the head among a model's, by their names in the base."""
         found: Params = {}
         for module in self.loaded.head:
-            path = _found(self.model, module)
+            path = _module_path(self.model, module)
             own = {n: p for n, p in self.model.named_parameters() if n.startswith(f"{path}.")}
             found |= {
                 f"{module}.{n.removeprefix(f'{path}.')}": params.get(n, p).detach() for n, p in own.items()
@@ -173,7 +170,7 @@ class Language:
         return found
 
 
-def _found(model: Any, module: str) -> str:
+def _module_path(model: Any, module: str) -> str:
     """The path of a module of the base within the wrapped model."""
     for name, _ in model.named_modules():
         if name == f"base_model.model.{module}" or name == module:
@@ -181,7 +178,7 @@ def _found(model: Any, module: str) -> str:
     raise TaskError(f"the wrapped model has no module {module!r}")
 
 
-def prepare(
+def load_with_texts(
     texts: Texts, settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: Sequence[str] = ()
 ) -> tuple[Dataset, Language]:
     """Tokens of texts, and the model that learns them.
@@ -197,7 +194,7 @@ def prepare(
         FedlowrankError: if base, adapter or texts do not fit.
     """
     names = tuple(classes) or _classes(texts)
-    made = language(settings, lora, key, names)
+    made = load_language_model(settings, lora, key, names)
     dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
     if dataset.classes != names:
         raise AssertionError(
@@ -206,7 +203,7 @@ def prepare(
     return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
 
 
-def language(
+def load_language_model(
     settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: tuple[str, ...]
 ) -> Language:
     """The model without texts.
@@ -220,8 +217,8 @@ def language(
     Raises:
         FedlowrankError: if base and adapter do not fit.
     """
-    loaded = load(settings, classes, key / "base")
-    model = attach(loaded.model, lora_config(dict(lora)), key / "adapter", "shared", loaded.head)
+    loaded = load_base(settings, classes, key / "base")
+    model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", "shared", loaded.head)
     loaded.model.config.use_cache = False
     return Language(settings, loaded, model.peft_config[ADAPTER], model)
 

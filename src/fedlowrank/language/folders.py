@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from ..adapters.lora import LoRA, find_lora
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import relative_error, truncate_update
-from .adapt import layers
-from .artifacts import BESIDE, merged, save_model, write_adapter
-from .base import digest
+from .artifacts import METADATA, merge_update, save_model, write_adapter
+from .base import digest_weights
 
 if TYPE_CHECKING:
     from .federation import Language
@@ -27,19 +26,19 @@ COMMON = "base"
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelParts:
     """One model, taken apart.
 
     Attributes:
         factors: of every layer; their scale is the slot's.
-        moved: what was added to the base's weights ``[d, k]``, by layer; empty for a plain adapter.
+        weight_updates: what was added to the base's weights ``[d, k]``, by layer; empty for a plain adapter.
         head: parameters of the head by their names in the base.
         round: rounds completed.
         client: whose it is, or None for the server's.
     """
 
     factors: Factors
-    moved: dict[str, Tensor]
+    weight_updates: dict[str, Tensor]
     head: Params
     round: int
     client: int | None
@@ -47,12 +46,12 @@ class Model:
     def update(self, name: str, scale: float) -> Pair | Tensor:
         """All that is added to the weight of a layer."""
         pair = self.factors[name]
-        if name in self.moved:
-            return self.moved[name] + pair.dense().float() * scale
+        if name in self.weight_updates:
+            return self.weight_updates[name] + pair.dense().float() * scale
         return Pair(pair.b * scale, pair.a)
 
 
-class Folders:
+class AdapterFolders:
     """Writes the models of one language model's clients and server.
 
     Args:
@@ -65,52 +64,55 @@ class Folders:
         self._common: dict[str, Tensor] = {}
         self._common_digest = ""
 
-    def model(self, params: Params, round: int, client: int | None) -> Model:
+    def model(self, params: Params, round: int, client: int | None) -> ModelParts:
         """A model from its parameters."""
-        moved = {}
-        for name, site in self._lora.sites.items():
-            if site.weight in params:
-                update = (params[site.weight].float() - self._lora.base[site.weight].float()).detach()
-                moved[name] = (update.mT if site.transposed else update).reshape(site.shape)
-        return Model(self._language.factors(params), moved, self._language.head(params), round, client)
+        weight_updates = {}
+        for name, layer in self._lora.layers.items():
+            if layer.weight in params:
+                update = (params[layer.weight].float() - self._lora.base[layer.weight].float()).detach()
+                weight_updates[name] = (update.mT if layer.transposed else update).reshape(layer.shape)
+        return ModelParts(
+            self._language.factors(params), weight_updates, self._language.head(params), round, client
+        )
 
-    def write(self, folder: Path, model: Model) -> Path:
+    def write(self, folder: Path, model: ModelParts) -> Path:
         """Write a model by itself.
 
-        A layer whose weight moved is kept whole, every other one as factors. If all weights moved it is a whole model.
+        A layer whose weight changed is stored whole, every other one as factors. If all weights changed it is a
+        whole model.
         """
-        if len(model.moved) == len(model.factors):
+        if len(model.weight_updates) == len(model.factors):
             return self.write_whole(folder, model)
-        kept = {n: p for n, p in model.factors.items() if n not in model.moved}
+        factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
         whole: Params = {}
-        for name in model.moved:
+        for name in model.weight_updates:
             layer = self._layer(name)
             for own, value in layer.state_dict().items():
                 whole[f"{name}.{own}"] = value
             whole[f"{name}.weight"] = self._weight(name, model)
-        return self._adapter(folder, kept, self._lora.scale, model, whole=whole)
+        return self._adapter(folder, factors, self._lora.scale, model, whole=whole)
 
-    def write_truncated(self, folder: Path, model: Model, rank: int) -> Path:
-        """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` in the folder tell its errors."""
+    def write_truncated(self, folder: Path, model: ModelParts, rank: int) -> Path:
+        """Write the best adapter of a rank; ``fedlowrank.json`` and ``README.md`` report its errors."""
         parts = {n: truncate_update(model.update(n, self._lora.scale), rank) for n in model.factors}
         self._adapter(folder, {n: t.pair for n, t in parts.items()}, 1.0, model)
-        told = {
+        errors = {
             "rank": rank,
             "error": relative_error(parts.values()),
             "layers": {n: t.error for n, t in parts.items()},
         }
-        beside = json.loads((folder / BESIDE).read_text())
-        (folder / BESIDE).write_text(json.dumps({**beside, "truncation": told}, indent=2, sort_keys=True))
-        (folder / "README.md").write_text(_readme(self._language.loaded.name, told))
+        beside = json.loads((folder / METADATA).read_text())
+        (folder / METADATA).write_text(json.dumps({**beside, "truncation": errors}, indent=2, sort_keys=True))
+        (folder / "README.md").write_text(_readme(self._language.loaded.name, errors))
         return folder
 
-    def write_whole(self, folder: Path, model: Model) -> Path:
+    def write_whole(self, folder: Path, model: ModelParts) -> Path:
         """Write a whole model."""
         update = {n: model.update(n, self._lora.scale) for n in model.factors}
-        made = merged(self._language.model, update, 1.0, model.head or None)
+        made = merge_update(self._language.model, update, 1.0, model.head or None)
         return save_model(folder, made, self._language.loaded.tokenizer)
 
-    def write_on_common(self, folder: Path, name: str, model: Model) -> list[Path]:
+    def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
         """Write a model whose whole base moved: the base once for all clients, and an adapter for it.
 
         Args:
@@ -123,10 +125,10 @@ class Folders:
         """
         written = []
         if not self._common:
-            made = merged(self._language.model, model.moved)
+            made = merge_update(self._language.model, model.weight_updates)
             written.append(save_model(folder / COMMON, made, self._language.loaded.tokenizer))
-            self._common, self._common_digest = model.moved, digest(made)
-        elif any(not torch.equal(w, self._common[n]) for n, w in model.moved.items()):
+            self._common, self._common_digest = model.weight_updates, digest_weights(made)
+        elif any(not torch.equal(w, self._common[n]) for n, w in model.weight_updates.items()):
             return [self.write_whole(folder / name, model)]
         base = str((folder / COMMON).resolve())
         where = self._adapter(
@@ -139,7 +141,7 @@ class Folders:
         folder: Path,
         factors: Factors,
         scale: float,
-        model: Model,
+        model: ModelParts,
         *,
         base: tuple[str, str] | None = None,
         whole: Mapping[str, Tensor] | None = None,
@@ -154,7 +156,7 @@ class Folders:
             name,
             digest,
             model.head or None,
-            layers=layers(language.model),
+            layers=self._lora.layers,
             round=model.round,
             client=model.client,
             whole=whole,
@@ -162,22 +164,23 @@ class Folders:
 
     def _layer(self, name: str) -> torch.nn.Module:
         layer: torch.nn.Module = self._language.model.get_submodule(
-            self._lora.sites[name].weight.removesuffix(".weight")
+            self._lora.layers[name].weight.removesuffix(".weight")
         )
         return layer
 
-    def _weight(self, name: str, model: Model) -> Tensor:
-        site, update = self._lora.sites[name], model.update(name, self._lora.scale)
-        weight = self._lora.base[site.weight].detach()
+    def _weight(self, name: str, model: ModelParts) -> Tensor:
+        layer, update = self._lora.layers[name], model.update(name, self._lora.scale)
+        weight = self._lora.base[layer.weight].detach()
         assert isinstance(update, Tensor)
-        return (weight.float() + site.folded(update)).to(weight.dtype)
+        return (weight.float() + layer.reshape_update(update)).to(weight.dtype)
 
 
-def _readme(base: str, told: dict[str, object]) -> str:
-    rows = "\n".join(f"| {name} | {error:.3g} |" for name, error in dict(told["layers"]).items())  # type: ignore[call-overload]
+def _readme(base: str, errors: dict[str, Any]) -> str:
+    rows = "\n".join(f"| {name} | {error:.3g} |" for name, error in errors["layers"].items())
     return (
-        f"# LoRA adapter of rank {told['rank']} for {base}\n\n"
+        f"# LoRA adapter of rank {errors['rank']} for {base}\n\n"
         f"It is the truncated singular value decomposition of an update of higher rank. Its relative error "
-        f"‖W - W_r‖_F / ‖W‖_F is {told['error']:.3g} over all layers, where W is what is added to the base's weights.\n\n"
+        f"‖W - W_r‖_F / ‖W‖_F is {errors['error']:.3g} over all layers, where W is what is added to the "
+        "base's weights.\n\n"
         f"| layer | relative error |\n| --- | --- |\n{rows}\n"
     )

@@ -1,4 +1,4 @@
-"""Small Llamas in the format of llama2.c ("legacy v0"), converted to an ordinary folder of ``transformers``."""
+"""Small Llamas in the format of llama2.c ("legacy v0"), converted to a folder of ``transformers``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..core.errors import DataError
 from ..core.key import Key
-from ..models.architecture import build
-from .base import transformers
+from ..models.architecture import build_module
+from .optional import import_library
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
 _FIRST_BYTE = 3
@@ -69,19 +69,20 @@ class Shape:
         return out if self.tied else [*out, ("output", (self.vocabulary, d))]
 
 
-def convert(model: Path, tokenizer: Path, folder: Path) -> Path:
+def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
     """Write a ``LlamaForCausalLM`` and its fast tokenizer from a model and a tokenizer of llama2.c.
 
-    llama2.c rotates adjacent pairs of a head's coordinates, (0, 1), (2, 3), ...; transformers rotates the first half
-    against the second. The rows of the query and key projections are reordered accordingly, which changes no score.
-    A text is cut into the tokens of llama2.c, except that "<s>", "</s>" or "<unk>" written out in it is that token, as
-    in every tokenizer of transformers.
+    llama2.c rotates adjacent pairs of a head's coordinates, (0, 1), (2, 3), ...; transformers rotates the
+    first half against the second. The rows of the query and key projections are reordered accordingly, which
+    changes no score. A text is cut into the tokens of llama2.c, except that "<s>", "</s>" or "<unk>" written
+    out in it is that token, as in every tokenizer of transformers.
 
     Args:
-        model: the weights, such as ``stories260K.bin``: 7 little-endian int32 (dim, hidden, layers, heads, kv heads,
-            vocabulary, length; a negative vocabulary says that the output layer is not the embedding), then float32.
-        tokenizer: the vocabulary, such as ``tok512.bin``: int32 longest piece, then for each token float32 score, int32
-            length, and its bytes.
+        model: the weights, such as ``stories260K.bin``: 7 little-endian int32 (dim, hidden, layers, heads, kv
+            heads, vocabulary, length; a negative vocabulary means that the output layer is not the embedding),
+            then float32.
+        tokenizer: the vocabulary, such as ``tok512.bin``: int32 longest piece, then for each token float32
+            score, int32 length, and its bytes.
         folder: made if it does not exist.
 
     Returns:
@@ -90,7 +91,7 @@ def convert(model: Path, tokenizer: Path, folder: Path) -> Path:
     Raises:
         DataError: if transformers is missing, or a file is not of the format.
     """
-    library = transformers()
+    library = import_library("transformers", "a language model")
     shape, arrays = read_model(model)
     pieces = read_tokenizer(tokenizer, shape.vocabulary)
     config = library.LlamaConfig(
@@ -114,8 +115,8 @@ def convert(model: Path, tokenizer: Path, folder: Path) -> Path:
         made: nn.Module = library.LlamaForCausalLM(config)
         return made
 
-    # the values drawn are all overwritten
-    llama: Any = build(make, Key((0,)))
+    # all initial values are overwritten
+    llama: Any = build_module(make, Key((0,)))
     missing, unexpected = llama.load_state_dict(_state(shape, arrays), strict=False)
     lacking = set(missing) - ({"lm_head.weight"} if shape.tied else set())
     if lacking or unexpected:
@@ -133,7 +134,8 @@ def read_model(path: Path) -> tuple[Shape, dict[str, np.ndarray]]:
     """The header of a file of weights, and its arrays as :attr:`Shape.blocks` names them, float32.
 
     Raises:
-        DataError: if the file cannot be read, its header makes no sense, or its size is not what the header says.
+        DataError: if the file cannot be read, its header makes no sense, or its size is not what the header
+            says.
     """
     data = _read(path)
     if len(data) < 28:

@@ -1,4 +1,4 @@
-"""Really small language models with a tokenizer of their own, for demonstrations and tests without a download."""
+"""Tiny untrained language models with their own tokenizer, for demonstrations and tests."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 
 from ..core.errors import DataError
 from ..core.key import Key
-from ..models.architecture import build
-from .base import transformers
+from ..models.architecture import build_module
+from .optional import import_library
 
 VOCABULARY = 384
 """Bytes, special tokens, and some hundred merges."""
@@ -22,9 +22,10 @@ def build_tiny(
 ) -> Path:
     """Write an untrained model of two layers as an ordinary folder of ``transformers``.
 
-    For a causal task a Llama with grouped-query attention: 4 heads of queries and 2 of keys and values, so that the
-    projections k and v are not square. For classification the body of a BERT; its head is made when it is loaded, of
-    as many classes as there are. The tokenizer is a byte-level BPE, which any text can be written in.
+    For a causal task a Llama with grouped-query attention: 4 heads of queries and 2 of keys and values, so
+    that the projections k and v are not square. For classification the body of a BERT; its head is made when
+    it is loaded, of as many classes as there are. The tokenizer is a byte-level BPE, which any text can be
+    written in.
 
     Args:
         folder: made if it does not exist.
@@ -39,7 +40,7 @@ def build_tiny(
     Raises:
         DataError: if transformers is missing or there is no text.
     """
-    library = transformers()
+    library = import_library("transformers", "a language model")
     tokenizer = _tokenizer(library, task, list(texts))
 
     def make() -> nn.Module:
@@ -62,7 +63,7 @@ def build_tiny(
         bert: nn.Module = library.BertModel(library.BertConfig(**size, **none))
         return bert
 
-    model: Any = build(make, key / "tiny" / task)
+    model: Any = build_module(make, key / "tiny" / task)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

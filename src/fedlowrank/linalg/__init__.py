@@ -1,1 +1,4 @@
-"""Matrices as factors: truncation, thresholding, randomized decompositions, stacking. Nothing here is federated."""
+"""Matrices as factors: truncation, thresholding, randomized decompositions, stacking.
+
+Nothing here is federated.
+"""

@@ -1,19 +1,20 @@
-"""The server's effective delta in federated LoRA: what is added to each frozen weight, and how a round changes it.
+"""The server's effective update in federated LoRA: what is added to each frozen weight.
 
-The delta W ``[d, k]`` of a weight is what uploads amount to once their scale is multiplied in, Σ w_b B_b A_b; α/r appears nowhere
-here. A round of FedHL (Peng et al., Algorithm 1, line 17) is W ← Σ_i p_i [W + s_i B_i A_i - W^{r_i}], with W^{r} the best
-approximation of rank r. In the basis of the singular vectors it needs no matrix: the j-th singular value (j from 0) keeps the
-share 1 - Σ_{i: r_i > j} p_i, and the uploads are added as factors (:mod:`fedlowrank.linalg.stacking`). FlexLoRA, FLoRA and
-the exact average of factor pairs are the same sum without the first term, ``previous=0``.
+The delta W ``[d, k]`` of a weight is what uploads amount to once their scale is multiplied in, Σ w_b B_b A_b;
+α/r appears nowhere here. A round of FedHL (Peng et al., Algorithm 1, line 17) is W ← Σ_i p_i [W + s_i B_i A_i
+- W^{r_i}], with W^{r} the best approximation of rank r. In the basis of the singular vectors it needs no
+matrix: the j-th singular value (j from 0) keeps the share 1 - Σ_{i: r_i > j} p_i, and the uploads are added
+as factors (:mod:`fedlowrank.linalg.stacking`). FlexLoRA, FLoRA and the exact average of factor pairs are the
+same sum without the first term, ``previous=0``.
 
-A delta is in one of three states, which give the same numbers:
+A delta is in one of three states, which give the same values:
 
 - exact: U diag(s) Vᵀ with all that is not rounding;
 - capped: the same, but at most ``cap`` triplets; the energy that was cut off is on record;
-- dense: W itself and its leading ``top`` triplets (:mod:`.randomized_svd`). They come from an iteration that begins at the
-  last ones; unless it is proven that they are singular triplets and that none is missing (to the share given there) the
-  eigenvectors of the Gram matrix take their place, and at last a full decomposition. What is subtracted for a client is precisely
-  what it was sent.
+- dense: W itself and its leading ``top`` triplets (:mod:`.randomized_svd`). They come from an iteration that
+  begins at the last ones; unless it is proven that they are singular triplets and that none is missing (to
+  the share given there) the eigenvectors of the Gram matrix take their place, and at last a full
+  decomposition. What is subtracted for a client is precisely what it was sent.
 """
 
 from __future__ import annotations
@@ -31,31 +32,33 @@ from ..core.errors import ConfigError, TaskError, did_you_mean
 from ..core.tree import tree
 from .factored import Factored
 from .pair import Pair
-from .randomized_svd import leading
-from .stacking import REAL, add_stack, empty_rows
+from .randomized_svd import leading_triplets
+from .stacking import REAL, add_low_rank, empty_rows
 
 State = Literal["exact", "capped", "dense"]
 Split = Literal["sqrt", "B", "A"]
 Blocks = Mapping[str, Sequence[tuple[float, Pair]]]
 """By layer name, weights and the factor pairs that they multiply."""
-Held = Mapping[str, Sequence[tuple[float, int]]]
+SentRanks = Mapping[str, Sequence[tuple[float, int]]]
 """By layer name, weights p_i and ranks r_i of the clients that were sent the truncation W^{r_i}."""
 
-NOTHING = 1e-12
-"""A singular value whose share is this part of all weights, or less, vanishes: its weights add up to one but for rounding."""
-BATCH = 2**20
-"""Numbers of one factor of the stacks that are decomposed together; more layers are done in turn, to bound the memory. On a CPU,
-larger ones are no faster, and what one layer of a batch needs by its condition is done for all of them."""
+VANISHING = 1e-12
+"""A singular value vanishes if its share of all weights is at most this: it is rounding."""
+BATCH_ENTRIES = 2**20
+"""Numbers of one factor of the stacks that are decomposed together; more layers are done in turn, to bound
+the memory. On a CPU, larger ones are no faster, and what one layer of a batch needs by its condition is done
+for all of them."""
 
 
 @tree
-class Form:
-    """How the server holds a delta.
+class DeltaForm:
+    """How the server stores a delta.
 
     Attributes:
-        kind: exact, capped or dense, see the module; or auto, exact while the stacked width (rank kept + ranks of the blocks of
-            a round) has factors no larger than the matrix, width·(d + k) ≤ d·k, and dense from then on. About there the
-            steps of both cost the same, too (docs/results/server_step.md).
+        kind: exact, capped or dense, see the module; or auto, exact while the stacked width (rank kept +
+            ranks of the blocks of a round) has factors no larger than the matrix, width·(d + k) ≤ d·k, and
+            dense from then on. About there the steps of both cost the same, too
+            (docs/results/server_step.md).
         cap: triplets that the capped form keeps; None for four times the largest rank of a client.
         dtype: of factors and matrices; singular values and energies are in float64.
     """
@@ -94,7 +97,7 @@ class Delta:
         discarded: ‖·‖_F² of what the last step cut off to keep the cap.
         discarded_total: the sum of it over all steps.
         top: the largest rank that a client may ask for in the dense state.
-        form: how it is held.
+        form: in which state it is stored.
     """
 
     u: Tensor
@@ -105,7 +108,7 @@ class Delta:
     discarded: float
     discarded_total: float
     top: int
-    form: Form
+    form: DeltaForm
 
     @property
     def state(self) -> State:
@@ -116,17 +119,17 @@ class Delta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers d and k."""
+        """(d, k)."""
         return self.u.shape[0], self.v.shape[0]
 
     @property
     def rank(self) -> int:
-        """Number of triplets held: the rank of W, or ``top`` in the dense state if that is less."""
+        """Number of triplets stored: the rank of W, or ``top`` in the dense state if that is less."""
         return len(self.s)
 
     @property
     def complete(self) -> bool:
-        """Whether the triplets held are all there are."""
+        """Whether the stored triplets are all nonzero ones."""
         return self.whole is None or self.rank < self.top or self.top == min(self.shape)
 
     def dense(self) -> Tensor:
@@ -134,14 +137,14 @@ class Delta:
         return (self.u * self.s.to(self.u.dtype)) @ self.v.mT if self.whole is None else self.whole
 
 
-def start(
-    shapes: Mapping[str, tuple[int, int]], form: Form, r_max: int, device: torch.device | str = "cpu"
+def initial_deltas(
+    shapes: Mapping[str, tuple[int, int]], form: DeltaForm, r_max: int, device: torch.device | str = "cpu"
 ) -> dict[str, Delta]:
     """Updates of zero, of rank 0.
 
     Args:
         shapes: (d, k) of every adapted weight, by layer name.
-        form: how to hold them.
+        form: how to store them.
         r_max: the largest rank of a client.
         device: where they live and are computed.
 
@@ -169,20 +172,21 @@ def start(
     return out
 
 
-def advance(
-    deltas: Mapping[str, Delta], blocks: Blocks, *, held: Held | None = None, previous: float = 1.0
+def update_deltas(
+    deltas: Mapping[str, Delta], blocks: Blocks, *, sent_ranks: SentRanks | None = None, previous: float = 1.0
 ) -> dict[str, Delta]:
     """One step of the server: W' = previous·W - Σ_i p_i W^{r_i} + Σ_b w_b B_b A_b for every layer.
 
-    In the factored states no tensor of d·k entries is made while the stack is narrower than d and k. Layers of one shape and one
-    stacked width are decomposed together.
+    In the factored states no tensor of d·k entries is made while the stack is narrower than d and k. Layers
+    of one shape and one stacked width are decomposed together.
 
     Args:
         deltas: W by layer name.
-        blocks: (w_b, pair) of every layer; a layer that is left out has none. The weight holds the scale of the upload. It may be
-            negative: so a server subtracts what it sent over a lossy wire (:mod:`fedlowrank.adapters.wire_format`), to the last
-            bit. Pairs of any floating-point type, on any device; they are computed in the dtype and on the device of W.
-        held: (p_i, r_i) of the clients that were sent :func:`truncation` without loss.
+        blocks: (w_b, pair) of every layer; a layer that is left out has none. The weight includes the scale of
+            the upload. It may be negative: so a server subtracts what it sent over a lossy wire
+            (:mod:`fedlowrank.adapters.wire_format`), to the last bit. Pairs of any floating-point type, on
+            any device; they are computed in the dtype and on the device of W.
+        sent_ranks: (p_i, r_i) of the clients that were sent :func:`truncate_delta` without loss.
         previous: 1 to add to what is there, 0 to replace it.
 
     Returns:
@@ -190,25 +194,26 @@ def advance(
 
     Raises:
         TaskError: if a layer is unknown, a pair does not fit it, or the numbers are not finite.
-        ConfigError: if a weight is not finite, or a rank in ``held`` is one that :func:`truncation` would have refused.
+        ConfigError: if a weight is not finite, or a rank in ``sent_ranks`` is one that :func:`truncate_delta`
+            would have refused.
     """
-    held = held or {}
-    for given in (blocks, held):
+    sent_ranks = sent_ranks or {}
+    for given in (blocks, sent_ranks):
         for name in given:
             if name not in deltas:
-                raise TaskError(f"the server holds no layer {name!r}. {did_you_mean(name, deltas)}")
+                raise TaskError(f"the server has no layer {name!r}. {did_you_mean(name, deltas)}")
     out: dict[str, Delta] = {}
     groups: dict[tuple[object, ...], list[_Step]] = {}
     for name, delta in deltas.items():
-        step = _Step(name, delta, blocks.get(name, ()), held.get(name, ()), previous)
+        step = _Step(name, delta, blocks.get(name, ()), sent_ranks.get(name, ()), previous)
         (d, k), auto = delta.shape, delta.form.kind == "auto"
         if delta.whole is not None or (auto and step.width * (d + k) > d * k):
             out[name] = _dense_step(step, previous)
         else:
-            key = (delta.shape, step.kept, step.width, delta.u.dtype, delta.u.device, delta.form.cap)
+            key = (delta.shape, step.kept_rank, step.width, delta.u.dtype, delta.u.device, delta.form.cap)
             groups.setdefault(key, []).append(step)
     for steps in groups.values():
-        count = max(1, BATCH // max(1, max(steps[0].delta.shape) * steps[0].width))
+        count = max(1, BATCH_ENTRIES // max(1, max(steps[0].delta.shape) * steps[0].width))
         for i in range(0, len(steps), count):
             out.update(_factored_step(steps[i : i + count]))
     return {name: out[name] for name in deltas}
@@ -222,33 +227,33 @@ class _Step:
         name: str,
         delta: Delta,
         blocks: Sequence[tuple[float, Pair]],
-        held: Sequence[tuple[float, int]],
+        sent_ranks: Sequence[tuple[float, int]],
         previous: float,
     ) -> None:
         self.name, self.delta = name, delta
-        weights = [previous, *(w for w, _ in blocks), *(p for p, _ in held)]
+        weights = [previous, *(w for w, _ in blocks), *(p for p, _ in sent_ranks)]
         if not all(math.isfinite(w) for w in weights):
             raise ConfigError(f"layer {name!r}: all weights must be finite; they are {weights}")
         (d, k), self.blocks = delta.shape, [(w, pair) for w, pair in blocks if w != 0 and pair.rank]
         for i, (_, pair) in enumerate(blocks):
             if pair.b.shape != (d, pair.rank) or pair.a.shape != (pair.rank, k):
                 raise TaskError(
-                    f"layer {name!r}, block {i}: B {tuple(pair.b.shape)} and A {tuple(pair.a.shape)} are no factors of an "
-                    f"update ({d}, {k}); expected (d, r) and (r, k)"
+                    f"layer {name!r}, block {i}: B {tuple(pair.b.shape)} and A {tuple(pair.a.shape)} are no "
+                    f"factors of an update ({d}, {k}); expected (d, r) and (r, k)"
                 )
-        self.taken = [0.0] * delta.rank
-        for p, rank in held:
+        self.subtracted = [0.0] * delta.rank
+        for p, rank in sent_ranks:
             _check_rank(delta, rank)
             for j in range(min(rank, delta.rank)):
-                self.taken[j] += p
-        total = abs(previous) + sum(abs(p) for p, _ in held)
-        shares = [previous - c for c in self.taken]
-        self.left = [j for j, share in enumerate(shares) if abs(share) > NOTHING * total]
-        self.shares = [shares[j] for j in self.left]
-        self.kept = len(self.left)
-        self.width = self.kept + sum(pair.rank for _, pair in self.blocks)
+                self.subtracted[j] += p
+        total = abs(previous) + sum(abs(p) for p, _ in sent_ranks)
+        shares = [previous - c for c in self.subtracted]
+        self.remaining = [j for j, share in enumerate(shares) if abs(share) > VANISHING * total]
+        self.shares = [shares[j] for j in self.remaining]
+        self.kept_rank = len(self.remaining)
+        self.width = self.kept_rank + sum(pair.rank for _, pair in self.blocks)
 
-    def fill(self, left: Tensor, right: Tensor) -> None:
+    def write_blocks(self, left: Tensor, right: Tensor) -> None:
         """Write the blocks' weighted B and their A, both as rows, ``[M, d]`` and ``[M, k]``."""
         at = 0
         for w, pair in self.blocks:
@@ -256,28 +261,28 @@ class _Step:
             right[at : at + pair.rank].copy_(pair.a.detach())
             at += pair.rank
 
-    def broken(self) -> TaskError:
+    def overflow_error(self) -> TaskError:
         return TaskError(
-            f"the update of the layer {self.name!r} is not finite: a client uploaded a NaN, an infinity, or numbers whose "
-            "squares overflow. Lower the learning rate or clip the gradient (optimizer.clip)."
+            f"the update of the layer {self.name!r} is not finite: a client uploaded a NaN, an infinity, or "
+            "numbers whose squares overflow. Lower the learning rate or clip the gradient (optimizer.clip)."
         )
 
 
 def _factored_step(steps: list[_Step]) -> dict[str, Delta]:
     first = steps[0]
-    like, (d, k), m = first.delta.u, first.delta.shape, first.width - first.kept
+    like, (d, k), m = first.delta.u, first.delta.shape, first.width - first.kept_rank
     left, right = empty_rows(like, len(steps), m, d), empty_rows(like, len(steps), m, k)
     for i, step in enumerate(steps):
-        step.fill(left[i], right[i])
+        step.write_blocks(left[i], right[i])
         # no singular value can exceed this product, so nothing below overflows
         norms = torch.linalg.vector_norm(left[i], dtype=REAL) * torch.linalg.vector_norm(right[i], dtype=REAL)
         if not bool(norms.square().isfinite()):
-            raise step.broken()
-    u = _stacked([_columns(step.delta.u, step.left) for step in steps])
-    v = _stacked([_columns(step.delta.v, step.left) for step in steps])
-    s = torch.stack([step.delta.s[step.left] * step.delta.s.new_tensor(step.shares) for step in steps])
+            raise step.overflow_error()
+    u = _stack([_select_columns(step.delta.u, step.remaining) for step in steps])
+    v = _stack([_select_columns(step.delta.v, step.remaining) for step in steps])
+    s = torch.stack([step.delta.s[step.remaining] * step.delta.s.new_tensor(step.shares) for step in steps])
     out = {}
-    found = add_stack(u, s, v, left.mT, right.mT, first.delta.form.cap)
+    found = add_low_rank(u, s, v, left.mT, right.mT, first.delta.form.cap)
     for step, (u1, s1, v1, cut) in zip(steps, found, strict=True):
         energy, lost = float(s1.square().sum()), float(cut.square().sum())
         total = step.delta.discarded_total + lost
@@ -287,29 +292,29 @@ def _factored_step(steps: list[_Step]) -> dict[str, Delta]:
     return out
 
 
-def _columns(u: Tensor, at: list[int]) -> Tensor:
+def _select_columns(u: Tensor, at: list[int]) -> Tensor:
     # those left are mostly the last ones, for which no copy is needed
     if at and at[-1] - at[0] == len(at) - 1:
         return u[:, at[0] : at[-1] + 1]
     return u[:, at]
 
 
-def _stacked(matrices: list[Tensor]) -> Tensor:
+def _stack(matrices: list[Tensor]) -> Tensor:
     return matrices[0][None] if len(matrices) == 1 else torch.stack(matrices)
 
 
 def _dense_step(step: _Step, previous: float) -> Delta:
-    delta, m = step.delta, step.width - step.kept
+    delta, m = step.delta, step.width - step.kept_rank
     (d, k), like = delta.shape, delta.u
     left, right = like.new_empty(delta.rank + m, d), like.new_empty(delta.rank + m, k)
-    left[: delta.rank] = (delta.u * (delta.s * delta.s.new_tensor(step.taken)).to(like.dtype)).mT.neg()
+    left[: delta.rank] = (delta.u * (delta.s * delta.s.new_tensor(step.subtracted)).to(like.dtype)).mT.neg()
     right[: delta.rank] = delta.v.mT
-    step.fill(left[delta.rank :], right[delta.rank :])
+    step.write_blocks(left[delta.rank :], right[delta.rank :])
     whole = torch.addmm(delta.dense(), left.mT, right, beta=previous)
     energy = float(torch.linalg.vector_norm(whole, dtype=REAL).square())
     if not math.isfinite(energy):
-        raise step.broken()
-    u, s, v = leading(whole, delta.top, delta.v)
+        raise step.overflow_error()
+    u, s, v = leading_triplets(whole, delta.top, delta.v)
     return replace(delta, u=u, s=s, v=v, whole=whole, energy=energy, discarded=0.0)
 
 
@@ -318,12 +323,12 @@ def _check_rank(delta: Delta, rank: int) -> None:
         raise ConfigError(f"a rank must be a whole number of at least 0; it is {rank!r}")
     if rank > delta.rank and not delta.complete:
         raise ConfigError(
-            f"rank {rank} was asked for, but in the dense state only the leading {delta.top} triplets are known; give "
-            "start() the largest rank of a client as r_max, or use the form 'exact'"
+            f"rank {rank} was asked for, but in the dense state only the leading {delta.top} triplets are "
+            "known; give start() the largest rank of a client as r_max, or use the form 'exact'"
         )
 
 
-def truncation(delta: Delta, rank: int) -> Factored:
+def truncate_delta(delta: Delta, rank: int) -> Factored:
     """W^{r}, the best approximation of that rank: the leading triplets, in the dtype of W.
 
     Args:
@@ -339,10 +344,10 @@ def truncation(delta: Delta, rank: int) -> Factored:
 
 
 def tail_energy(delta: Delta, ranks: Sequence[int]) -> list[float]:
-    """‖W - W^{r}‖_F² for every rank, in float64; see :func:`truncation` for the ranks.
+    """‖W - W^{r}‖_F² for every rank, in float64; see :func:`truncate_delta` for the ranks.
 
-    It is the sum of the squares of the singular values left out (Eckart and Young). In the dense state these are not known, and
-    it is ‖W‖_F² less the squares of those kept, never below 0.
+    It is the sum of the squares of the singular values left out (Eckart and Young). In the dense state these
+    are not known, and it is ‖W‖_F² less the squares of those kept, never below 0.
     """
     for rank in ranks:
         _check_rank(delta, rank)
@@ -353,15 +358,15 @@ def tail_energy(delta: Delta, ranks: Sequence[int]) -> list[float]:
     return [beyond + tails[min(rank, delta.rank)] for rank in ranks]
 
 
-def split(f: Factored, rank: int, how: Split = "sqrt") -> Pair:
+def split_svd(f: Factored, rank: int, how: Split = "sqrt") -> Pair:
     """Factors of U diag(s) Vᵀ for a client to begin at.
 
     Args:
         f: triplets, descending; of more than ``rank`` the leading ones are taken.
-        rank: number of columns of B. Missing triplets become zero columns of B and zero rows of A, where the gradient of both is
-            zero: fill these rows of A with random numbers before training.
-        how: where the singular values go: sqrt, B = U √S and A = √S Vᵀ (FedHL); B, B = U S and A = Vᵀ (FlexLoRA); A, B = U and
-            A = S Vᵀ.
+        rank: number of columns of B. Missing triplets become zero columns of B and zero rows of A, where the
+            gradient of both is zero: fill these rows of A with random numbers before training.
+        how: where the singular values go: sqrt, B = U √S and A = √S Vᵀ (FedHL); B, B = U S and A = Vᵀ
+            (FlexLoRA); A, B = U and A = S Vᵀ.
 
     Raises:
         ConfigError: if the word is unknown or the rank negative.

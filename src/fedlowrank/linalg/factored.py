@@ -1,4 +1,4 @@
-"""Matrices as U diag(s) Vᵀ: truncation by energy, and updates of a model sent as factors where that is smaller."""
+"""Matrices as U diag(s) Vᵀ: truncation by energy, and updates sent as factors where these are smaller."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..core.tree import Params, tree
 
-Compressed = dict[str, "Tensor | Factored"]
+CompressedUpdate = dict[str, "Tensor | Factored"]
 
 
 @tree
@@ -34,18 +34,23 @@ class Factored:
         return (self.u * self.s) @ self.v.mT
 
 
-def svd(w: Tensor) -> Factored:
+def canonical_signs(u: Tensor) -> Tensor:
+    """1 or -1 for each column ``[1, r]`` that makes its largest entry by magnitude positive."""
+    return torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)
+
+
+def compute_svd(w: Tensor) -> Factored:
     """The whole singular value decomposition of a matrix ``[m, n]``, with canonical signs.
 
-    The largest entry of each column of U, by magnitude, is made positive, so that equal inputs give equal factors.
+    The largest entry of each column of U, by magnitude, is made positive, so that equal inputs give equal
+    factors.
     """
     u, s, vt = torch.linalg.svd(w, full_matrices=False)
-    at = u.abs().argmax(0, keepdim=True)
-    sign = torch.where(u.gather(0, at) < 0, -1.0, 1.0).to(w.dtype)
+    sign = canonical_signs(u)
     return Factored(u * sign, s, vt.mT * sign)
 
 
-def truncate(f: Factored, rank: int) -> Factored:
+def truncate_svd(f: Factored, rank: int) -> Factored:
     """The best approximation of that rank: the leading triplets."""
     return Factored(f.u[:, :rank].contiguous(), f.s[:rank].contiguous(), f.v[:, :rank].contiguous())
 
@@ -65,31 +70,32 @@ def rank_of_energy(s: Tensor, energy: float) -> int:
     return max(1, int((tail > allowed).sum()))
 
 
-def compress(update: Params, energy: float) -> Compressed:
-    """A model's update as factors, each weight at the smallest rank that keeps the energy (FedKD, Wu et al., eq. 8).
+def compress_update(update: Params, energy: float) -> CompressedUpdate:
+    """Compress an update: each weight at the smallest rank that keeps the energy (FedKD, Wu et al., eq. 8).
 
     A weight of two or more dimensions is a matrix of its first dimension by all others, so a convolution is
-    ``[O, I·k1·k2]``. Where factors would be no smaller than the matrix, r (m + n + 1) ≥ m n, and for vectors, the tensor
-    itself is kept.
+    ``[O, I·k1·k2]``. Where factors would be no smaller than the matrix, r (m + n + 1) ≥ m n, and for vectors,
+    the tensor itself is kept.
 
     Args:
         update: tensors by name.
-        energy: share of each weight's squared Frobenius norm to keep; 1 keeps all, and then every tensor as it is.
+        energy: share of each weight's squared Frobenius norm to keep; 1 keeps all, and then every tensor as
+            it is.
     """
-    out: Compressed = {}
+    out: CompressedUpdate = {}
     for name, w in update.items():
         out[name] = w
         if w.ndim >= 2 and energy < 1:
             matrix = w.reshape(w.shape[0], -1)
-            full = svd(matrix)
+            full = compute_svd(matrix)
             rank = rank_of_energy(full.s, energy)
             if rank * (sum(matrix.shape) + 1) < matrix.numel():
-                out[name] = truncate(full, rank)
+                out[name] = truncate_svd(full, rank)
     return out
 
 
-def decompress(compressed: Compressed, like: Params) -> Params:
-    """Tensors of the shapes of ``like`` from :func:`compress`."""
+def decompress_update(compressed: CompressedUpdate, like: Params) -> Params:
+    """Tensors of the shapes of ``like`` from :func:`compress_update`."""
     return {
         n: (c.dense() if isinstance(c, Factored) else c).reshape(like[n].shape).contiguous()
         for n, c in compressed.items()

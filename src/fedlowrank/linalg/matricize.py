@@ -12,7 +12,7 @@ from ..core.tree import Params, nbytes, tree
 from .factored import Factored
 
 Weights = dict[str, "Tensor | LowRank | Sparse"]
-"""Parameters of a model by name, each as it is, as factors of its matrix, or as the entries that are not zero."""
+"""Parameters of a model by name, each dense, as factors of its matrix, or as its nonzero entries."""
 
 
 @tree
@@ -44,7 +44,7 @@ class LowRank:
 
 @tree
 class Sparse:
-    """A tensor of which only the entries that are not zero are held.
+    """A tensor stored as its nonzero entries.
 
     Attributes:
         values: of these entries, in the order of the tensor's memory ``[n]``.
@@ -68,9 +68,9 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 def matricize(w: Tensor) -> Tensor:
     """Scheme 2 of Idelbayev and Carreira-Perpiñán (CVPR 2020) for a weight of two or more dimensions.
 
-    A convolution ``[O, I, K1, K2]`` becomes ``[O·K1, I·K2]``, entry (o, i, k1, k2) at row o·K1 + k1 and column i·K2 + k2, so
-    that a rank-r factorization is a 1×K2 convolution followed by a K1×1 one. A matrix stays as it is. Where there is one
-    kernel dimension it goes to the rows; a third one goes to the columns.
+    A convolution ``[O, I, K1, K2]`` becomes ``[O·K1, I·K2]``, entry (o, i, k1, k2) at row o·K1 + k1 and
+    column i·K2 + k2, so that a rank-r factorization is a 1×K2 convolution followed by a K1×1 one. A matrix
+    stays as it is. Where there is one kernel dimension it goes to the rows; a third one goes to the columns.
     """
     if w.ndim <= 2:
         return w
@@ -86,27 +86,27 @@ def unmatricize(matrix: Tensor, shape: torch.Size) -> Tensor:
     return matrix.reshape([shape[i] for i in order]).permute(order).contiguous()
 
 
-def pack(factors: LowRank, shape: torch.Size) -> Tensor | LowRank:
-    """The factors where they are fewer numbers than the weight, r (rows + columns) < numel, else the weight."""
+def pack_low_rank(factors: LowRank, shape: torch.Size) -> Tensor | LowRank:
+    """The factors if they are smaller than the weight, r (rows + columns) < numel, else the weight."""
     if factors.rank * sum(matrix_shape(shape)) < shape.numel():
         return factors
     return unmatricize(factors.dense(), shape)
 
 
-def sparse_of(w: Tensor) -> Sparse:
+def to_sparse(w: Tensor) -> Sparse:
     """A tensor as the entries that are not zero."""
     mask = w != 0
     return Sparse(w[mask], mask)
 
 
 def pack_sparse(w: Tensor) -> Tensor | Sparse:
-    """The entries that are not zero where these and a bit for every entry are fewer bytes than the weight, else the weight."""
-    held = sparse_of(w)
-    return held if nbytes(held) < nbytes(w) else w
+    """The nonzero entries and a bitmask if these are fewer bytes than the weight, else the weight."""
+    sparse = to_sparse(w)
+    return sparse if nbytes(sparse) < nbytes(w) else w
 
 
-def unpack(weights: Weights, like: Params) -> Params:
-    """Tensors of the shapes of ``like`` from what :func:`pack` and :func:`pack_sparse` made."""
+def unpack_weights(weights: Weights, like: Params) -> Params:
+    """Tensors of the shapes of ``like`` from what :func:`pack_low_rank` and :func:`pack_sparse` made."""
     out: Params = {}
     for n, w in weights.items():
         if isinstance(w, LowRank):
@@ -116,27 +116,29 @@ def unpack(weights: Weights, like: Params) -> Params:
     return out
 
 
-def numbers(parts: Sequence[Weights], like: Params) -> int:
-    """Count the numbers of a model that is the sum of ``parts``.
+def count_parameters(parts: Sequence[Weights], like: Params) -> int:
+    """Parameter count of a model that is the sum of ``parts``.
 
-    Of each weight that is r (rows + columns) where it is given as factors, the entries that are not zero where it is
-    :class:`Sparse`, and else all entries. A weight for which the sum over the parts exceeds its entries is counted as held whole.
-    So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2), but for that bound, without which its Table 5 has
-    models above their dense size.
+    Of each weight that is r (rows + columns) where it is given as factors, the entries that are not zero
+    where it is :class:`Sparse`, and else all entries. A weight for which the sum over the parts exceeds its
+    entries is counted as dense. So FedSLR counts parameters (Huang et al., arXiv:2302.11051, Table 2),
+    but for that bound, without which its Table 5 has models above their dense size.
     """
-    return sum(min(sum(_held(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items())
+    return sum(
+        min(sum(_count_stored(part[n]) for part in parts if n in part), w.numel()) for n, w in like.items()
+    )
 
 
-def total(parts: Sequence[Weights], like: Params) -> Params:
+def sum_parts(parts: Sequence[Weights], like: Params) -> Params:
     """The sum of the parts of a model, in the shapes of ``like``; a weight that no part has is zero."""
     whole = {n: torch.zeros_like(w) for n, w in like.items()}
     for part in parts:
-        for n, w in unpack(part, like).items():
+        for n, w in unpack_weights(part, like).items():
             whole[n] = whole[n] + w
     return whole
 
 
-def _held(w: Tensor | LowRank | Sparse) -> int:
+def _count_stored(w: Tensor | LowRank | Sparse) -> int:
     if isinstance(w, LowRank):
         return w.left.numel() + w.right.numel()
     return int(w.values.count_nonzero()) if isinstance(w, Sparse) else w.numel()
@@ -149,9 +151,9 @@ class Measure:
     Attributes:
         rank: of the factors; of a dense weight the most it can have (1 for a vector).
         energy: squared Frobenius norm.
-        parameters: numbers held.
-        nonzeros: of the numbers held, those that are not zero.
-        nbytes: bytes held.
+        parameters: values stored.
+        nonzeros: nonzeros among them.
+        nbytes: bytes stored.
     """
 
     rank: int
@@ -162,7 +164,7 @@ class Measure:
 
 
 def measure(weights: Mapping[str, Tensor | LowRank | Sparse | Factored]) -> dict[str, Measure]:
-    """Rank, energy, numbers and bytes of every weight of a model, in whichever form it is."""
+    """Rank, energy, parameter count and bytes of every weight of a model, in whichever form it is."""
     return {n: _measure(w) for n, w in weights.items()}
 
 
@@ -175,5 +177,5 @@ def _measure(w: Tensor | LowRank | Sparse | Factored) -> Measure:
         shape, entries = (w.mask.shape, w.values) if isinstance(w, Sparse) else (w.shape, w)
         rank = min(matrix_shape(shape)) if len(shape) >= 2 else 1
         energy, parts = float(entries.double().square().sum()), [entries]
-    held, nonzero = (sum(f) for f in ((t.numel() for t in parts), (int(t.count_nonzero()) for t in parts)))
-    return Measure(rank, energy, held, nonzero, nbytes(w))
+    stored, nonzero = (sum(f) for f in ((t.numel() for t in parts), (int(t.count_nonzero()) for t in parts)))
+    return Measure(rank, energy, stored, nonzero, nbytes(w))

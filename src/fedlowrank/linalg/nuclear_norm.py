@@ -15,25 +15,25 @@ from .matricize import (
     Weights,
     matricize,
     matrix_shape,
-    pack,
+    pack_low_rank,
     pack_sparse,
-    sparse_of,
+    to_sparse,
     unmatricize,
-    unpack,
+    unpack_weights,
 )
-from .svt import shrink_all, shrink_dense, soft
+from .svt import soft_threshold, threshold_all, threshold_dense
 
 Norm = Literal["low_rank", "sparse"]
 """Nuclear norm of the matrices (:func:`fedlowrank.linalg.matricize.matricize`), or ℓ1 norm."""
 
 
 @tree
-class Shrunk:
+class PenalizedModel:
     """A model after a prox.
 
     Attributes:
         weights: of its parameters, as factors or as entries that are not zero where these are fewer.
-        ranks: of every penalized weight, of those kept whole too; the full one where none was computed.
+        ranks: of every penalized weight, also of dense ones; the full rank where none was computed.
     """
 
     weights: Weights
@@ -41,10 +41,10 @@ class Shrunk:
 
     def dense(self, like: Params) -> Params:
         """The parameters in the shapes of ``like``."""
-        return unpack(self.weights, like)
+        return unpack_weights(self.weights, like)
 
 
-def penalized(params: Params, exclude: tuple[str, ...]) -> list[str]:
+def penalized_names(params: Params, exclude: tuple[str, ...]) -> list[str]:
     """Names of the weights of two or more dimensions, but for those excluded by their exact name."""
     return [n for n, p in params.items() if p.ndim >= 2 and n not in exclude]
 
@@ -55,51 +55,59 @@ def check_exclude(params: Params, exclude: tuple[str, ...]) -> None:
         raise TaskError(f"exclude: the model has no parameter {unknown}; it has {sorted(params)}")
 
 
-def begin(params: Params, exclude: tuple[str, ...]) -> Shrunk:
+def unpenalized_model(params: Params, exclude: tuple[str, ...]) -> PenalizedModel:
     """A model before any prox; raises TaskError as :func:`check_exclude`."""
     check_exclude(params, exclude)
-    return Shrunk({**params}, {n: min(matrix_shape(params[n].shape)) for n in penalized(params, exclude)})
+    return PenalizedModel(
+        {**params}, {n: min(matrix_shape(params[n].shape)) for n in penalized_names(params, exclude)}
+    )
 
 
-def prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Shrunk:
+def apply_prox(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> PenalizedModel:
     """The prox of c times the sum of the norms of all penalized weights. With c = 0 nothing changes.
 
     Raises:
         TaskError: if a parameter holds a NaN or an infinity, or as :func:`check_exclude`.
     """
-    start = begin(params, exclude)
+    start = unpenalized_model(params, exclude)
     if c == 0:
         return start
     if (bad := not_finite(params)) is not None:
         raise TaskError(
-            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the average. "
-            "Lower the learning rate."
+            f"parameter {bad.lstrip('/')!r} of the global model holds a NaN or an infinity after the "
+            "average. Lower the learning rate."
         )
     if norm == "sparse":
-        shrunk = prox_in_step(params, c, norm, exclude)
-        return Shrunk({n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks)
-    found = dict(zip(start.ranks, shrink_all([matricize(params[n]) for n in start.ranks], c), strict=True))
-    packed = {n: pack(f, params[n].shape) for n, f in found.items()}
-    return Shrunk({**params, **packed}, {n: f.rank for n, f in found.items()})
+        shrunk = apply_prox_dense(params, c, norm, exclude)
+        return PenalizedModel(
+            {n: pack_sparse(w) if n in start.ranks else w for n, w in shrunk.items()}, start.ranks
+        )
+    found = dict(zip(start.ranks, threshold_all([matricize(params[n]) for n in start.ranks], c), strict=True))
+    packed = {n: pack_low_rank(f, params[n].shape) for n, f in found.items()}
+    return PenalizedModel({**params, **packed}, {n: f.rank for n, f in found.items()})
 
 
-def prox_in_step(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:
-    """:func:`prox` in a form that can be taken after every step of many clients at once: no shape depends on data."""
+def apply_prox_dense(params: Params, c: float, norm: Norm, exclude: tuple[str, ...]) -> Params:
+    """:func:`apply_prox` without data-dependent shapes, for steps batched over clients."""
     out = dict(params)
-    for n in penalized(params, exclude):
+    for n in penalized_names(params, exclude):
         p = params[n]
-        out[n] = soft(p, c) if norm == "sparse" else unmatricize(shrink_dense(matricize(p), c), p.shape)
+        out[n] = (
+            soft_threshold(p, c)
+            if norm == "sparse"
+            else unmatricize(threshold_dense(matricize(p), c), p.shape)
+        )
     return out
 
 
-def part_of(params: Params, norm: Norm) -> Weights:
-    """Parameters that were penalized as a part of a model: under the ℓ1 norm, of every tensor the entries that are not zero."""
-    return {n: sparse_of(p) if norm == "sparse" else p for n, p in params.items()}
+def as_model_part(params: Params, norm: Norm) -> Weights:
+    """Penalized parameters as a part of a model; under the ℓ1 norm each tensor by its nonzero entries."""
+    return {n: to_sparse(p) if norm == "sparse" else p for n, p in params.items()}
 
 
-def warn_if_dead(title: str, before: Shrunk, after: Shrunk, round: int) -> None:
-    """Say once, in the round in which it happens, that every penalized weight has become zero."""
-    if _dead(after) and not _dead(before):
+def warn_if_all_zero(title: str, before: PenalizedModel, after: PenalizedModel, round: int) -> None:
+    """Warn in the round in which the last penalized weight becomes zero."""
+    if _is_all_zero(after) and not _is_all_zero(before):
         logging.getLogger("fedlowrank").warning(
             "%s: after round %d every penalized weight is zero; choose a smaller lam or eta_g",
             title,
@@ -107,12 +115,12 @@ def warn_if_dead(title: str, before: Shrunk, after: Shrunk, round: int) -> None:
         )
 
 
-def _dead(model: Shrunk) -> bool:
-    held = [model.weights[n] for n in model.ranks]
-    return bool(held) and not any(_alive(w) for w in held)
+def _is_all_zero(model: PenalizedModel) -> bool:
+    weights = [model.weights[n] for n in model.ranks]
+    return bool(weights) and not any(_has_nonzero(w) for w in weights)
 
 
-def _alive(w: Tensor | LowRank | Sparse) -> bool:
+def _has_nonzero(w: Tensor | LowRank | Sparse) -> bool:
     if isinstance(w, LowRank):
         return w.rank > 0
     return bool((w.values if isinstance(w, Sparse) else w).any())

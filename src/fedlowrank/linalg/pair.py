@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..core.tree import tree
@@ -31,3 +32,19 @@ class Pair:
 
 Factors = dict[str, Pair]
 """A factor pair of every adapted weight, by the name of its layer."""
+
+
+def zero_pad_pair(pair: Pair, rank: int) -> Pair:
+    """The same product with zero columns of B and zero rows of A up to a rank."""
+    more = rank - pair.rank
+    if more <= 0:
+        return pair
+    return Pair(
+        torch.cat([pair.b, pair.b.new_zeros(pair.b.shape[0], more)], 1),
+        torch.cat([pair.a, pair.a.new_zeros(more, pair.a.shape[1])]),
+    )
+
+
+def truncate_pair(pair: Pair, rank: int) -> Pair:
+    """The first columns of B and rows of A."""
+    return Pair(pair.b[:, :rank].contiguous(), pair.a[:rank].contiguous())

@@ -1,18 +1,19 @@
 """The leading singular triplets of a dense matrix, from where they were a round ago.
 
-Block Lanczos (Golub, Luk and Overton, ACM TOMS 7, 1981) with all columns kept orthogonal: it begins at the last V and random
-columns and adds what WᵀW makes of them. Where the spectrum hardly falls, subspace iteration takes many times the products.
-Triplets are believed only if
+Block Lanczos (Golub, Luk and Overton, ACM TOMS 7, 1981) with all columns kept orthogonal: it begins at the
+last V and random columns and adds what WᵀW makes of them. Where the spectrum hardly falls, subspace iteration
+takes many times the products. Triplets are believed only if
 
 - every one is one of the matrix: ‖W v - σ u‖ and ‖Wᵀu - σ v‖ are at most 10 ε √max(d, k) σ₁;
-- none is missing that would come before the last, σ_r, by more than a share τ (1e-6 in float64, 1e-3 in float32). A missing one
-  has a square of at most g² + ‖W - Q Qᵀ W‖_F², with g the first Ritz value after σ_r and Q the basis of the block. Where that
-  bound does not tell, Sylvester's law of inertia counts the eigenvalues of the Gram matrix above ((1 + τ) σ_r)².
+- none is missing that would come before the last, σ_r, by more than a share τ (1e-6 in float64, 1e-3 in
+  float32). A missing one has a square of at most g² + ‖W - Q Qᵀ W‖_F², with g the first Ritz value after σ_r
+  and Q the basis of the block. Where that bound does not tell, Sylvester's law of inertia counts the
+  eigenvalues of the Gram matrix above ((1 + τ) σ_r)².
 
-Else the eigenvectors of the Gram matrix are tried, which take less than half the time of the decomposition of W. They
-have to pass the same two tests: squaring loses what is small, but not the leading triplets of a spectrum that hardly falls, and
-it is these that the iteration fails for. If they do not pass, and for small matrices at once, the full decomposition is computed.
-So the answer is always right; the time differs.
+Else the eigenvectors of the Gram matrix are tried, which take less than half the time of the decomposition of
+W. They have to pass the same two tests: squaring loses what is small, but not the leading triplets of a
+spectrum that hardly falls, and it is these that the iteration fails for. If they do not pass, and for small
+matrices at once, the full decomposition is computed. So the answer is always right; the time differs.
 """
 
 from __future__ import annotations
@@ -24,26 +25,30 @@ from scipy.linalg.blas import dsyrk
 from torch import Tensor
 
 from ..core.key import Key
-from .factored import svd
-from .stacking import REAL, floor_of, orthogonal_to
+from .factored import canonical_signs, compute_svd
+from .stacking import REAL, orthogonalize, rounding_floor
 from .svt import count_above
 
 Triplets = tuple[Tensor, Tensor, Tensor]
 """U ``[d, r]``, singular values in float64, descending ``[r]``, V ``[k, r]``."""
 
 OVERSAMPLE = 10
-WIDEST = 1 / 3
+MAX_WIDTH_SHARE = 1 / 3
 """Share of the smaller dimension up to which a block is iterated at all."""
-BLOCKS = 8
-"""Blocks to which the basis grows. A spectrum that needs more is one like noise, where hardly any number would do."""
-HALFWAY = 1 / 4
-"""Power of the tolerance to which the residuals must have come when half of the basis is there, or the other half is not tried.
-They fall ever faster: of spectra that were proven in the end the slowest had come to the power 0.37, and noise to 0.08."""
+MAX_BLOCKS = 8
+"""Blocks to which the basis grows.
+
+A spectrum that needs more is one like noise, where hardly any number would do.
+"""
+HALFWAY_POWER = 1 / 4
+"""Power of the tolerance to which the residuals must have come when half of the basis is there, or the other
+half is not tried. They fall ever faster: of spectra that were proven in the end the slowest had come to the
+power 0.37, and noise to 0.08."""
 GROWTH = 1.2
-"""Factor by which the basis grows between two looks at its triplets: each is a decomposition of the projected matrix."""
+"""Factor by which the basis grows between two decompositions of the projected matrix."""
 
 
-def leading(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets:
+def leading_triplets(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets:
     """The ``rank`` leading triplets of a matrix ``[d, k]``; fewer where the others are rounding.
 
     Args:
@@ -56,58 +61,62 @@ def leading(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets:
     """
     rank = min(rank, *w.shape)
     found = None
-    if 2 * rank + OVERSAMPLE <= WIDEST * min(w.shape):
-        found = iterated(w, rank, warm) or by_gram(w, rank)
+    if 2 * rank + OVERSAMPLE <= MAX_WIDTH_SHARE * min(w.shape):
+        found = iterate_lanczos(w, rank, warm) or decompose_gram(w, rank)
         if found is None:
             logging.getLogger("fedlowrank").info(
-                "the %d leading singular triplets of a %d × %d matrix could be proven neither by iteration nor by its Gram "
+                "the %d leading singular triplets of a %d × %d matrix could be proven neither by iteration "
+                "nor by its Gram "
                 "matrix; computed by its full decomposition", rank, *w.shape
             )  # fmt: skip
     if found is None:
-        f = svd(w)
+        f = compute_svd(w)
         found = f.u[:, :rank], f.s[:rank].to(REAL), f.v[:, :rank]
     u, s, v = found
-    kept = int((s > floor_of((w.shape[0], w.shape[1]), w.dtype) * s[:1]).sum())
-    u, v = u[:, :kept], v[:, :kept]
-    if kept:
-        sign = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0).to(u.dtype)
+    new_rank = int((s > rounding_floor((w.shape[0], w.shape[1]), w.dtype) * s[:1]).sum())
+    u, v = u[:, :new_rank], v[:, :new_rank]
+    if new_rank:
+        sign = canonical_signs(u)
         u, v = u * sign, v * sign
-    return u.contiguous(), s[:kept].clone(), v.contiguous()
+    return u.contiguous(), s[:new_rank].clone(), v.contiguous()
 
 
-def iterated(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets | None:
-    """:func:`leading` by iteration alone, with values that are rounding and without canonical signs; None if not proven."""
+def iterate_lanczos(w: Tensor, rank: int, warm: Tensor | None = None) -> Triplets | None:
+    """:func:`leading_triplets` by iteration alone; None if they are not proven.
+
+    Values may be rounding, and signs are not canonical.
+    """
     (d, k), tolerance = w.shape, _tolerance(w)
     width = min(2 * rank + OVERSAMPLE, d, k)
-    most = min(BLOCKS * width, d, k)
+    most = min(MAX_BLOCKS * width, d, k)
     # W P = Q R and WᵀQ = P Rᵀ + rest·T; a block is contiguous where the columns of P and Q are rows
     p, q, r = w.new_empty(most, k), w.new_empty(most, d), w.new_zeros(most, most, dtype=REAL)
-    rest = torch.linalg.qr(_begin(width, k, warm).to(w)).Q
+    rest = torch.linalg.qr(_initial_block(width, k, warm).to(w)).Q
     m = looked = 0
     while m + width <= most:
         at, m = slice(m, m + width), m + width
         p[at] = rest.mT
-        (image,), (c,) = orthogonal_to(q[: at.start].mT[None], (w @ rest)[None])
+        (image,), (c,) = orthogonalize(q[: at.start].mT[None], (w @ rest)[None])
         q[at], r[:m, at] = image.mT, c.to(REAL)
-        (rest,), (c,) = orthogonal_to(p[:m].mT[None], (w.mT @ image)[None])
+        (rest,), (c,) = orthogonalize(p[:m].mT[None], (w.mT @ image)[None])
         if m < GROWTH * looked and m + width <= most:
             continue
         looked, t = m, c[-width:].to(REAL)
         x, s, yt = torch.linalg.svd(r[:m, :m])
         missed = float(torch.linalg.vector_norm(t @ x[at, :rank], dim=0).amax())
-        if 2 * m >= most and missed > tolerance**HALFWAY * float(s[0]):
+        if 2 * m >= most and missed > tolerance**HALFWAY_POWER * float(s[0]):
             return None
         if missed > tolerance * float(s[0]):
             continue
         u, v = q[:m].mT @ x[:, :rank].to(w.dtype), p[:m].mT @ yt[:rank].mT.to(w.dtype)
         if _residual(w, u, s[:rank], v) <= tolerance * float(s[0]):
             covered = float(r[:m, :m].square().sum() + t.square().sum())
-            return (u, s[:rank], v) if _complete(w, q[:m].mT, s, rank, covered) else None
+            return (u, s[:rank], v) if _is_complete(w, q[:m].mT, s, rank, covered) else None
     return None
 
 
-def by_gram(w: Tensor, rank: int) -> Triplets | None:
-    """:func:`leading` from eigenvectors of the smaller Gram matrix, as by :func:`iterated`; None if they are not accurate."""
+def decompose_gram(w: Tensor, rank: int) -> Triplets | None:
+    """:func:`leading_triplets` from eigenvectors of the smaller Gram matrix; None if not accurate."""
     flip = w.shape[0] < w.shape[1]
     a = w.mT if flip else w
     gram = _gram(w)
@@ -115,7 +124,7 @@ def by_gram(w: Tensor, rank: int) -> Triplets | None:
     q, r = torch.linalg.qr(a @ v)
     x, s, yt = torch.linalg.svd(r.to(REAL))
     u, v = q @ x.to(w.dtype), v @ yt.mT.to(w.dtype)
-    if _residual(a, u, s, v) > _tolerance(w) * float(s[0]) or not _counted(gram, s, rank, w.dtype):
+    if _residual(a, u, s, v) > _tolerance(w) * float(s[0]) or not _is_count_right(gram, s, rank, w.dtype):
         return None
     return (v, s, u) if flip else (u, s, v)
 
@@ -137,7 +146,7 @@ def _residual(w: Tensor, u: Tensor, s: Tensor, v: Tensor) -> float:
 
 
 def _gram(w: Tensor) -> Tensor:
-    """WᵀW or WWᵀ, whichever is smaller, in float64; on the CPU only its lower triangle is right, for half the work."""
+    """The smaller of WᵀW and WWᵀ in float64; on the CPU only its lower triangle is computed."""
     a, wide = w.to(REAL), w.shape[0] < w.shape[1]
     if a.device.type != "cpu":
         return a @ a.mT if wide else a.mT @ a
@@ -145,16 +154,16 @@ def _gram(w: Tensor) -> Tensor:
     return torch.from_numpy(dsyrk(1.0, a.contiguous().numpy().T, trans=wide).T)
 
 
-def _begin(width: int, k: int, warm: Tensor | None) -> Tensor:
-    drawn = torch.randn(k, width, generator=Key(("sketch", width, k)).generator(), dtype=REAL)
+def _initial_block(width: int, k: int, warm: Tensor | None) -> Tensor:
+    sample = torch.randn(k, width, generator=Key(("sketch", width, k)).generator(), dtype=REAL)
     if warm is None:
-        return drawn
+        return sample
     # at least the oversampling stays random, or a direction that is new would never enter
-    held = warm[:, : width - OVERSAMPLE].to(drawn)
-    return torch.cat([held, drawn[:, : width - held.shape[1]]], 1)
+    warm_columns = warm[:, : width - OVERSAMPLE].to(sample)
+    return torch.cat([warm_columns, sample[:, : width - warm_columns.shape[1]]], 1)
 
 
-def _complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> bool:
+def _is_complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> bool:
     """Whether no triplet beyond the first ``rank`` is larger than the last of these, to the share τ.
 
     Args:
@@ -162,7 +171,8 @@ def _complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> boo
         q: basis of the iteration.
         s: all of its Ritz values.
         rank: how many are asked for.
-        covered: ‖QᵀW‖_F² as the iteration knows it, by which the first of the two bounds is not tried where it cannot hold.
+        covered: ‖QᵀW‖_F² as the iteration knows it, by which the first of the two bounds is not tried where
+            it cannot hold.
     """
     tau = _tau(w.dtype)
     beyond = float(s[rank]) ** 2 if rank < len(s) else 0.0
@@ -173,18 +183,20 @@ def _complete(w: Tensor, q: Tensor, s: Tensor, rank: int, covered: float) -> boo
         outside = float(torch.linalg.vector_norm(w - q @ (q.mT @ w), dtype=REAL)) ** 2
         if beyond + outside <= limit:
             return True
-    return _countable(s, rank, w.dtype) and _counted(_gram(w), s, rank, w.dtype)
+    return _is_count_accurate(s, rank, w.dtype) and _is_count_right(_gram(w), s, rank, w.dtype)
 
 
 def _tau(dtype: torch.dtype) -> float:
     return 1e-6 if dtype == REAL else 1e-3
 
 
-def _countable(s: Tensor, rank: int, dtype: torch.dtype) -> bool:
-    """Whether the squares in a Gram matrix are off by less than τ of the last one: its rounding must not decide."""
+def _is_count_accurate(s: Tensor, rank: int, dtype: torch.dtype) -> bool:
+    """Whether rounding in the Gram matrix is below τ of the last squared singular value."""
     return 2 * _tau(dtype) * float(s[rank - 1]) ** 2 > 64 * torch.finfo(REAL).eps * float(s[0]) ** 2
 
 
-def _counted(gram: Tensor, s: Tensor, rank: int, dtype: torch.dtype) -> bool:
+def _is_count_right(gram: Tensor, s: Tensor, rank: int, dtype: torch.dtype) -> bool:
     limit = float(s[rank - 1]) ** 2 * (1 + _tau(dtype)) ** 2
-    return _countable(s, rank, dtype) and count_above(gram, limit) <= int((s[:rank].square() > limit).sum())
+    return _is_count_accurate(s, rank, dtype) and count_above(gram, limit) <= int(
+        (s[:rank].square() > limit).sum()
+    )

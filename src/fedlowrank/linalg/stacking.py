@@ -1,17 +1,20 @@
 """A sum of low-rank matrices as one decomposition, without the matrix itself: W' = U diag(s) Vᵀ + L Rᵀ.
 
-U and V are orthonormal already, so only the new columns L ``[d, M]`` and R ``[k, M]`` are made orthogonal to them; what is
-decomposed is a core of R + M rows and columns. Block Gram-Schmidt loses orthogonality where the new columns lie nearly in the
-span of the old ones, which is the usual case in federated LoRA: clients begin at the server's own factors. So it is done twice.
+U and V are orthonormal already, so only the new columns L ``[d, M]`` and R ``[k, M]`` are made orthogonal to
+them; what is decomposed is a core of R + M rows and columns. Block Gram-Schmidt loses orthogonality where the
+new columns lie nearly in the span of the old ones, which is the usual case in federated LoRA: clients begin
+at the server's own factors. So it is done twice.
 
-Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend`); Householder QRs of such tall matrices
-take several times as long. A Gram matrix squares the condition. So the first pass only has to leave columns that are well
-conditioned, for which float32 is often enough; the second measures in the dtype of the factors what the first left and refuses it
-where that is too much. Then the first is done again with more care, and at last both by Householder QRs (BCGS2: Barlow and
-Smoktunowicz, Numer. Math. 123, 2013). The orthonormal columns of the second pass are never formed: its triangular factor goes
-into the rotation at the end.
+Both passes are products of matrices and Cholesky factors of Gram matrices (:func:`extend_basis`); Householder
+QRs of such tall matrices take several times as long. A Gram matrix squares the condition. So the first pass
+only has to leave columns that are well conditioned, for which float32 is often enough; the second measures in
+the dtype of the factors what the first left and refuses it where that is too much. Then the first is done
+again with more care, and at last both by Householder QRs (BCGS2: Barlow and Smoktunowicz, Numer. Math. 123,
+2013). The orthonormal columns of the second pass are never formed: its triangular factor goes into the
+rotation at the end.
 
-Where the stack is as wide as the matrix has rows or columns, the matrix is no larger than the stack and is decomposed itself.
+Where the stack is as wide as the matrix has rows or columns, the matrix is no larger than the stack and is
+decomposed itself.
 """
 
 from __future__ import annotations
@@ -22,25 +25,27 @@ import torch
 from torch import Tensor
 
 REAL = torch.float64
-"""Singular values, energies and cores are held in it, whatever the type of the factors."""
-WELL = 10.0
-"""‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses no more than rounding."""
+"""Dtype of singular values, energies and cores, for any dtype of the factors."""
+WELL_CONDITIONED = 10.0
+"""‖S⁻¹‖₁ of a Gram matrix S with unit diagonal up to which its Cholesky factor loses only rounding."""
 SINGLE, PART = 1e4, 1e-4
-"""Up to the one, and with at least the other as the share of their squared norms that the new columns have outside the old ones,
-a first pass in float32 is worth trying; the inverses of its triangular factors are harmless then."""
+"""Up to the one, and with at least the other as the share of their squared norms that the new columns have
+outside the old ones, a first pass in float32 is worth trying; the inverses of its triangular factors are
+harmless then."""
 BLOCK = 40
-"""Rows that a triangular solve takes at a time; the rest of it is a product of matrices, which takes half the time."""
+"""Rows of one triangular solve; the rest is a product of matrices, which takes half the time."""
 PAD = 8
 """Numbers between the rows of a buffer."""
 
 
 @dataclass(frozen=True)
-class Extended:
+class ExtendedBasis:
     """Orthonormal columns [old Q] that begin with given ones, Q in factors: new = old·inner + Q·triangle.
 
     Attributes:
         old: ``[L, n, R]`` with orthonormal columns.
-        new: ``[L, M, n]``, one row a column; with the old columns they span the same space as the columns that were given.
+        new: ``[L, M, n]``, one row a column; with the old columns they span the same space as the columns
+            that were given.
         inner: ``[L, R, M]`` in float64.
         triangle: ``[L, M, M]``, upper triangular, in float64.
         coordinates: C ``[L, R + M, M]`` in float64 of the columns that were given: they are [old Q] C.
@@ -64,40 +69,42 @@ class Extended:
 def empty_rows(like: Tensor, *shape: int) -> Tensor:
     """A tensor with a gap after each row.
 
-    At distances of a power of two, as of most weights, few rows fit a cache at once, and some products took twice the time.
+    At distances of a power of two, as of most weights, few rows fit a cache at once, and some products took
+    twice the time.
     """
     *above, n = shape
     return like.new_empty(*above, n + PAD)[..., :n]
 
 
-def extend(old: Tensor, given: Tensor) -> Extended:
+def extend_basis(old: Tensor, given: Tensor) -> ExtendedBasis:
     """Extend orthonormal columns by the span of others.
 
     Args:
         old: ``[L, n, R]`` with orthonormal columns, R = 0 allowed.
         given: ``[L, M, n]``, one row a new column, R + M ≤ n.
     """
-    for first in (_rough, _careful) if given.shape[1] else ():
+    for first in (_first_pass_float32, _first_pass) if given.shape[1] else ():
         found = first(old, given)
-        extended = found and _second(old, *found)
+        extended = found and _second_pass(old, *found)
         if extended is not None:
             return extended
-    q, c = orthogonal_to(old, given.mT)
+    q, c = orthogonalize(old, given.mT)
     # in this case the triangle is the identity
     eye = torch.eye(q.shape[-1], dtype=REAL, device=q.device).expand(len(q), -1, -1)
     inner = eye.new_zeros(len(q), old.shape[-1], q.shape[-1])
-    return Extended(old, q.mT, inner, eye, c.to(REAL))
+    return ExtendedBasis(old, q.mT, inner, eye, c.to(REAL))
 
 
 _First = tuple[Tensor, Tensor, Tensor | None]
-"""Rows N, C ``[L, t, M]`` and an upper triangle T or None for the identity, with given = old[:, :t] C + Nᵀ T, in columns."""
+"""Rows N, C ``[L, t, M]`` and an upper triangle T (None: identity) with given = old[:, :t] C + Nᵀ T."""
 
 
-def _rough(old: Tensor, given: Tensor) -> _First | None:
+def _first_pass_float32(old: Tensor, given: Tensor) -> _First | None:
     """The first pass from products in float32, or None if these are too coarse for it.
 
-    Only the leading old columns are subtracted, as many as the new ones lean on: clients are sent the leading triplets. On the
-    others the second pass does the same, as long as their part is no larger than what remains.
+    Only the leading old columns are subtracted, as many as the new ones lean on: clients are sent the leading
+    triplets. On the others the second pass does the same, as long as their part is no larger than what
+    remains.
     """
     o, n = old.float(), given.float()
     c, gram = (o.mT @ n.mT).to(REAL), (n @ n.mT).to(REAL)
@@ -111,15 +118,15 @@ def _rough(old: Tensor, given: Tensor) -> _First | None:
     lean = torch.linalg.solve_triangular(t, c, upper=True, left=False).square()
     beyond = lean.flip(-2).cumsum(-2).flip(-2).amax((0, -1))
     c = c[:, : int((beyond > 1).sum())]
-    if c.shape[1] == 0 and worst <= WELL:
+    if c.shape[1] == 0 and worst <= WELL_CONDITIONED:
         return given, c, None
-    return _solve(t, _without(given, old, c)), c, t
+    return _solve(t, _subtract_projection(given, old, c)), c, t
 
 
-def _careful(old: Tensor, given: Tensor) -> _First | None:
-    """The first pass in the dtype of the factors, or None if the columns are dependent to the accuracy of their Gram matrix."""
+def _first_pass(old: Tensor, given: Tensor) -> _First | None:
+    """The first pass in the dtype of the factors; None if the columns are numerically dependent."""
     c = (old.mT @ given.mT).to(REAL)
-    rest = _without(given, old, c)
+    rest = _subtract_projection(given, old, c)
     t, worst = _cholesky((rest @ rest.mT).to(REAL))
     if not worst * torch.finfo(old.dtype).eps <= PART:
         return None
@@ -128,21 +135,21 @@ def _careful(old: Tensor, given: Tensor) -> _First | None:
     return rest, c, t
 
 
-def _second(old: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> Extended | None:
+def _second_pass(old: Tensor, rows: Tensor, c: Tensor, t: Tensor | None) -> ExtendedBasis | None:
     inner, gram = (old.mT @ rows.mT).to(REAL), (rows @ rows.mT).to(REAL)
     s = gram - inner.mT @ inner
     triangle, worst = _cholesky(s)
-    if not (worst <= WELL and bool((_diagonal(s) * WELL > _diagonal(gram)).all())):
+    if not (worst <= WELL_CONDITIONED and bool((_diagonal(s) * WELL_CONDITIONED > _diagonal(gram)).all())):
         return None
     low, high = (triangle, inner) if t is None else (triangle @ t, inner @ t)
     if c.shape[1]:
         high = high.clone()
         high[:, : c.shape[1]] += c
-    return Extended(old, rows, inner, triangle, torch.cat([high, low], -2))
+    return ExtendedBasis(old, rows, inner, triangle, torch.cat([high, low], -2))
 
 
-def _without(rows: Tensor, old: Tensor, c: Tensor) -> Tensor:
-    """``rows`` less what C says of them in the leading old columns, in a tensor of its own."""
+def _subtract_projection(rows: Tensor, old: Tensor, c: Tensor) -> Tensor:
+    """``rows`` minus their projection, given by C, on the leading old columns, as a new tensor."""
     out = empty_rows(rows, *rows.shape)
     if c.shape[1] == 0:
         return out.copy_(rows)
@@ -154,7 +161,7 @@ def _diagonal(s: Tensor) -> Tensor:
 
 
 def _cholesky(s: Tensor) -> tuple[Tensor, float]:
-    """T, upper triangular, with S = Tᵀ T, and the largest ‖·‖₁ of the inverses of the S scaled to unit diagonal.
+    """T, upper triangular, with S = Tᵀ T, and the largest ‖·‖₁ of the inverses of S scaled to unit diagonal.
 
     That norm is no less than the spectral one; it is NaN or infinite where there is no factor.
     """
@@ -179,7 +186,7 @@ def _solve(t: Tensor, rows: Tensor) -> Tensor:
     return rows
 
 
-def orthogonal_to(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+def orthogonalize(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     """Extend orthonormal columns by new ones.
 
     Args:
@@ -187,7 +194,8 @@ def orthogonal_to(basis: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
         new: ``[L, n, M]``, R + M ≤ n.
 
     Returns:
-        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` with new = [basis Q] C.
+        Q ``[L, n, M]``, orthonormal and orthogonal to the basis, and C ``[L, R + M, M]`` with new = [basis Q]
+        C.
     """
     if basis.shape[-1] == 0:
         return _qr(new)
@@ -203,16 +211,17 @@ def _qr(a: Tensor) -> tuple[Tensor, Tensor]:
     return q, r
 
 
-def floor_of(shape: tuple[int, int], dtype: torch.dtype) -> float:
+def rounding_floor(shape: tuple[int, int], dtype: torch.dtype) -> float:
     """Singular values below this share of the largest addend are rounding.
 
-    max(d, k)·ε in float64. In float32 that would be 5e-4 for a matrix of 4096 rows, and cut what is real: there it is 32 ε.
+    max(d, k)·ε in float64. In float32 that would be 5e-4 for a matrix of 4096 rows, and cut what is real:
+    there it is 32 ε.
     """
     eps = torch.finfo(dtype).eps
     return eps * (max(shape) if dtype == REAL else 32)
 
 
-def add_stack(
+def add_low_rank(
     u: Tensor, s: Tensor, v: Tensor, left: Tensor, right: Tensor, cap: int | None
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """The singular value decompositions of U diag(s) Vᵀ + L Rᵀ for L matrices of one shape.
@@ -226,45 +235,47 @@ def add_stack(
         cap: how many triplets to keep at most, or None.
 
     Returns:
-        For each matrix U' ``[d, r]``, s' ``[r]`` in float64, V' ``[k, r]``, and the values that ``cap`` cut off. Values that are
-        rounding (:func:`floor_of`) are dropped. The largest entry of each column of U', by magnitude, is positive.
+        For each matrix U' ``[d, r]``, s' ``[r]`` in float64, V' ``[k, r]``, and the values that ``cap`` cut
+        off. Values that are rounding (:func:`rounding_floor`) are dropped. The largest entry of each column
+        of U', by magnitude, is positive.
     """
     (d, r), (k, m) = u.shape[-2:], right.shape[-2:]
     if r + m >= min(d, k):
         core = (u.to(REAL) * s[:, None, :]) @ v.to(REAL).mT + left.to(REAL) @ right.to(REAL).mT
-        bases: list[Extended] = []
+        bases: list[ExtendedBasis] = []
     else:
-        bases = [extend(u, left.mT), extend(v, right.mT)]
+        bases = [extend_basis(u, left.mT), extend_basis(v, right.mT)]
         core = bases[0].coordinates @ bases[1].coordinates.mT
         core.diagonal(dim1=-2, dim2=-1)[:, :r] += s
-    # A difference of large addends is no more accurate than they are, so they set the scale and not the result.
+    # A difference of large addends is no more accurate than they are, so they set the scale and not the
+    # result.
     columns = torch.linalg.vector_norm(left, dim=1, dtype=REAL) * torch.linalg.vector_norm(
         right, dim=1, dtype=REAL
     )
     scale = torch.cat([s.abs(), columns, s.new_zeros(len(s), 1)], -1).amax(-1)
     x, values, yt = torch.linalg.svd(core, full_matrices=False)
-    least = torch.maximum(scale, values[:, 0] if values.shape[1] else scale) * floor_of((d, k), u.dtype)
+    least = torch.maximum(scale, values[:, 0] if values.shape[1] else scale) * rounding_floor((d, k), u.dtype)
     ranks = (values > least[:, None]).sum(-1).tolist()
     out = []
     for i, rank in enumerate(ranks):
-        kept = rank if cap is None else min(rank, cap)
-        xi, yi = x[i, :, :kept], yt[i, :kept].mT
+        new_rank = rank if cap is None else min(rank, cap)
+        xi, yi = x[i, :, :new_rank], yt[i, :new_rank].mT
         # a clone, as it would else keep the columns that are dropped alive
         u1 = (
             bases[0].times(i, xi)
             if bases
             else xi.to(u.dtype, memory_format=torch.contiguous_format, copy=True)
         )
-        sign = _signs(u1)
+        sign = _canonical_signs(u1)
         u1.mul_(sign)
         yi = yi * sign
         v1 = bases[1].times(i, yi) if bases else yi.to(v.dtype, memory_format=torch.contiguous_format)
-        out.append((u1, values[i, :kept].clone(), v1, values[i, kept:rank].clone()))
+        out.append((u1, values[i, :new_rank].clone(), v1, values[i, new_rank:rank].clone()))
     return out
 
 
-def _signs(u: Tensor) -> Tensor:
-    """1 or -1 for each column, so that its largest entry by magnitude, the first of equals, becomes positive."""
+def _canonical_signs(u: Tensor) -> Tensor:
+    """1 or -1 for each column that makes its largest entry by magnitude, the first of equals, positive."""
     if u.shape[1] == 0:
         return u.new_ones(0)
     high, low = u.amax(0), -u.amin(0)

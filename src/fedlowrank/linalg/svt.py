@@ -1,21 +1,23 @@
 """Proximal operators: the soft threshold of entries (ℓ1 norm) and of singular values (nuclear norm).
 
-``prox of c‖·‖_*`` takes c from every singular value, and those at most c become 0. All of it is computed in float64, whatever
-the type of the weight. The cheap way is the eigendecomposition of the smaller Gram matrix, AᵀA or AAᵀ, and of that only the
-part above c² where that part is small. Squaring loses small singular values: an eigenvalue is off by about ε64 σ₁², hence a
-singular value near c by ε64 σ₁² / c. So the result is taken only if
+``prox of c‖·‖_*`` takes c from every singular value, and those at most c become 0. All of it is computed in
+float64, whatever the type of the weight. The cheap way is the eigendecomposition of the smaller Gram matrix,
+AᵀA or AAᵀ, and of that only the part above c² where that part is small. Squaring loses small singular values:
+an eigenvalue is off by about ε64 σ₁², hence a singular value near c by ε64 σ₁² / c. So the result is taken
+only if
 
-- that error, and the loss of orthogonality ε64 (σ₁/c)², stay below ε of the weight's own type: ε64 σ₁² ≤ ε c². A float32
-  weight passes down to c = 4e-5 σ₁; a float64 weight hardly ever, for it deserves all its digits;
+- that error, and the loss of orthogonality ε64 (σ₁/c)², stay below ε of the weight's own type: ε64 σ₁² ≤ ε
+  c². A float32 weight passes down to c = 4e-5 σ₁; a float64 weight hardly ever, for it deserves all its
+  digits;
 - no singular value lies within that error of c, where it could be misjudged;
-- where only a part was computed, it has as many eigenvalues as Sylvester's law of inertia counts above c² in an independent
-  LDLᵀ factorization: nothing above the threshold was missed.
+- where only a part was computed, it has as many eigenvalues as Sylvester's law of inertia counts above c² in
+  an independent LDLᵀ factorization: nothing above the threshold was missed.
 
-Else the full decomposition of A itself decides, again in float64. There a value within rounding of c, max(m, n) ε64 σ₁, counts
-as being at the threshold.
+Else the full decomposition of A itself decides, again in float64. There a value within rounding of c, max(m,
+n) ε64 σ₁, counts as being at the threshold.
 
-Squares of entries above 1e154 overflow and those below 1e-162 vanish. So A and c are first divided by a power of 4 near max|A|,
-which rounds nothing.
+Squares of entries above 1e154 overflow and those below 1e-162 vanish. So A and c are first divided by a power
+of 4 near max|A|, which rounds nothing.
 """
 
 from __future__ import annotations
@@ -32,43 +34,44 @@ from torch import Tensor
 from ..core.errors import ConfigError, TaskError
 from .matricize import LowRank
 
-How = Literal["auto", "gram", "svd"]
+Algorithm = Literal["auto", "gram", "svd"]
 EPS = torch.finfo(torch.float64).eps
-PARTIAL = 256
+PARTIAL_ORDER = 256
 """Order of a Gram matrix from which on counting its eigenvalues before computing any pays."""
-FEW = 0.3
+PARTIAL_SHARE = 0.3
 """Share of the eigenvalues up to which computing only these is cheaper than all of them."""
 
 
-def soft(w: Tensor, c: float) -> Tensor:
+def soft_threshold(w: Tensor, c: float) -> Tensor:
     """The prox of c‖·‖₁, c ≥ 0: every entry moves by c towards 0 and stops there."""
-    _check(c)
+    _check_threshold(c)
     return w.sign() * (w.abs() - c).clamp(min=0)
 
 
-def shrink(w: Tensor, c: float, how: How = "auto") -> LowRank:
+def threshold_singular_values(w: Tensor, c: float, how: Algorithm = "auto") -> LowRank:
     """The prox of c‖·‖_* of a matrix ``[m, n]``, as factors; see the module's docstring.
 
     Args:
         w: the matrix, of any floating-point type, on any device.
         c: threshold ≥ 0.
-        how: auto; or ``svd``, always the full decomposition; or ``gram``, to raise where that way is not safe.
+        how: auto; or ``svd``, always the full decomposition; or ``gram``, to raise where that way is not
+            safe.
 
     Returns:
-        Factors of type and device of ``w``, of rank 0 if nothing is above the threshold. The largest entry of each column of
-        the left factor, by magnitude, is positive.
+        Factors of type and device of ``w``, of rank 0 if nothing is above the threshold. The largest entry of
+        each column of the left factor, by magnitude, is positive.
 
     Raises:
         ArithmeticError: if ``how`` is ``gram`` and it is not safe.
         ConfigError: if the threshold is negative or NaN.
         TaskError: if the matrix holds a NaN or an infinity.
     """
-    return shrink_all([w], c, how)[0]
+    return threshold_all([w], c, how)[0]
 
 
-def shrink_all(ws: Sequence[Tensor], c: float, how: How = "auto") -> list[LowRank]:
-    """:func:`shrink` of many matrices; on an accelerator those of one shape are decomposed together."""
-    _check(c)
+def threshold_all(ws: Sequence[Tensor], c: float, how: Algorithm = "auto") -> list[LowRank]:
+    """:func:`threshold_singular_values` of many matrices; an accelerator batches those of one shape."""
+    _check_threshold(c)
     groups: dict[object, list[int]] = {}
     for i, w in enumerate(ws):
         # LAPACK takes one matrix at a time in any case, and one at a time needs less memory
@@ -82,13 +85,15 @@ def shrink_all(ws: Sequence[Tensor], c: float, how: How = "auto") -> list[LowRan
             # twice, for the square of the root may be no number of float64
             w.div_(root).div_(root)
         flip, cs = stack.shape[1] < stack.shape[2], [c / root / root for root in roots]
-        found = _tall(stack.mT if flip else stack, cs, eps, how)
+        found = _decompose_tall(stack.mT if flip else stack, cs, eps, how)
         for i, scaled, root, (u, s, v) in zip(members, cs, roots, found, strict=True):
-            out[i] = _factors(v if flip else u, (s - scaled).sqrt() * root, u if flip else v, ws[i].dtype)
+            out[i] = _balanced_factors(
+                v if flip else u, (s - scaled).sqrt() * root, u if flip else v, ws[i].dtype
+            )
     return [out[i] for i in range(len(ws))]
 
 
-def _check(c: float) -> None:
+def _check_threshold(c: float) -> None:
     if not c >= 0:
         raise ConfigError(f"the threshold of a prox must be >= 0; it is {c}")
 
@@ -98,34 +103,35 @@ def _root_of_scale(w: Tensor) -> float:
     top = float(w.abs().amax()) if w.numel() else 0.0
     if not math.isfinite(top):
         raise TaskError(
-            f"a matrix of shape {[*w.shape]} holds a NaN or an infinity, so it has no singular values. "
-            "Check it with torch.isfinite; in training, lower the learning rate."
+            f"a matrix of shape {[*w.shape]} holds a NaN or an infinity, so it has no singular values. Check "
+            "it with torch.isfinite; in training, lower the learning rate."
         )
     return math.ldexp(1.0, math.frexp(top)[1] // 2)
 
 
-def shrink_dense(w: Tensor, c: float) -> Tensor:
-    """The prox of c‖·‖_* of matrices ``[..., m, n]`` as matrices: no shape depends on data, so it can be vectorized.
+def threshold_dense(w: Tensor, c: float) -> Tensor:
+    """The prox of c‖·‖_* of matrices ``[..., m, n]`` as dense matrices, without data-dependent shapes.
 
     Raises:
         ConfigError: if the threshold is negative or NaN.
-        LinAlgError: if a matrix holds a NaN or an infinity; PyTorch's own, for which the steps of a client are prepared.
+        LinAlgError: if a matrix holds a NaN or an infinity; PyTorch's own, for which the steps of a client
+            are prepared.
     """
-    _check(c)
+    _check_threshold(c)
     u, s, vt = torch.linalg.svd(w, full_matrices=False)
     dense: Tensor = (u * (s - c).clamp(min=0)[..., None, :]) @ vt
     return dense
 
 
-Pair = tuple[Tensor, Tensor]
+Eigenpairs = tuple[Tensor, Tensor]
 """Eigenvalues, ascending, and eigenvectors."""
 Triplets = tuple[Tensor, Tensor, Tensor]
 """U ``[m, r]``, singular values descending ``[r]``, V ``[n, r]``."""
 
 
-def _tall(a: Tensor, thresholds: Sequence[float], eps: float, how: How) -> list[Triplets]:
+def _decompose_tall(a: Tensor, thresholds: Sequence[float], eps: float, how: Algorithm) -> list[Triplets]:
     """Singular triplets above a threshold each of matrices ``[b, m, n]`` with m ≥ n."""
-    whole: Sequence[Pair | None] = _eigh_all(a) if how != "svd" and a.is_cuda else [None] * len(a)
+    whole: Sequence[Eigenpairs | None] = _eigh_all(a) if how != "svd" and a.is_cuda else [None] * len(a)
     out = []
     for one, c, pair in zip(a, thresholds, whole, strict=True):
         # no singular value exceeds the Frobenius norm
@@ -141,7 +147,7 @@ def _tall(a: Tensor, thresholds: Sequence[float], eps: float, how: How) -> list[
     return out
 
 
-def _eigh_all(a: Tensor) -> list[Pair]:
+def _eigh_all(a: Tensor) -> list[Eigenpairs]:
     """Eigenvalues, ascending, and eigenvectors of the Gram matrices of ``[b, m, n]``."""
     values, vectors = torch.linalg.eigh(a.mT @ a)
     return list(zip(values, vectors, strict=True))
@@ -153,12 +159,12 @@ def _by_svd(a: Tensor, c: float) -> Triplets:
     return u[:, :r], s[:r], vt[:r].mT
 
 
-def _by_gram(a: Tensor, c: float, eps: float, pair: Pair | None) -> Triplets | None:
+def _by_gram(a: Tensor, c: float, eps: float, pair: Eigenpairs | None) -> Triplets | None:
     """From the Gram matrix; None if that is not safe."""
     if c <= 0:
         return None
     # low enough to see the values just below c, too: n ε64 σ₁² / c < n ε c for all that passes the next line
-    values, vectors = pair or _above(_gram(a), c * c * max(0.0, 1 - 2 * a.shape[1] * eps))
+    values, vectors = pair or _eigenpairs_above(_gram(a), c * c * max(0.0, 1 - 2 * a.shape[1] * eps))
     top = float(values[-1]) if len(values) else 0.0
     if eps * c * c < EPS * top:
         return None
@@ -178,17 +184,23 @@ def _gram(a: Tensor) -> Tensor:
     return torch.from_numpy(dsyrk(1.0, a.contiguous().numpy().T).T)
 
 
-def _above(h: Tensor, x: float) -> Pair:
-    """Eigenvalues, ascending, and eigenvectors of a symmetric matrix, given by its lower triangle: at least all above ``x``."""
+def _eigenpairs_above(h: Tensor, x: float) -> Eigenpairs:
+    """Eigenpairs, ascending, of a symmetric matrix given by its lower triangle: at least all above ``x``."""
     half = len(h) // 2
-    # a principal submatrix has no more eigenvalues above x than the whole (Cauchy): so early models skip the whole count
-    if len(h) >= PARTIAL and h.device.type == "cpu" and count_above(h[:half, :half], x) <= FEW * len(h):
+    # a principal submatrix has no more eigenvalues above x than the whole (Cauchy): so early models skip the
+    # whole count
+    if (
+        len(h) >= PARTIAL_ORDER
+        and h.device.type == "cpu"
+        and count_above(h[:half, :half], x) <= PARTIAL_SHARE * len(h)
+    ):
         count = count_above(h, x)
-        if count <= FEW * len(h):
+        if count <= PARTIAL_SHARE * len(h):
             values, vectors = eigh(
                 h.numpy(), subset_by_value=(x, float("inf")), driver="evr", check_finite=False
             )
-            # an eigenvalue within rounding of x may be counted by one and not by the other: then compute them all
+            # an eigenvalue within rounding of x may be counted by one and not by the other: then compute them
+            # all
             if len(values) == count:
                 return torch.from_numpy(values), torch.from_numpy(vectors)
     found = torch.linalg.eigh(h)
@@ -208,7 +220,7 @@ def count_above(h: Tensor, x: float) -> int:
     return int((single & (ld.diagonal() > 0)).sum()) + int((~single).sum()) // 2
 
 
-def _factors(u: Tensor, root: Tensor, v: Tensor, dtype: torch.dtype) -> LowRank:
+def _balanced_factors(u: Tensor, root: Tensor, v: Tensor, dtype: torch.dtype) -> LowRank:
     """Factors that share singular values, given by their roots."""
     if len(root):
         root = torch.where(u.gather(0, u.abs().argmax(0, keepdim=True)) < 0, -root, root)

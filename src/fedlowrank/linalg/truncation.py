@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ..core.errors import ConfigError
-from .delta import split
+from .delta import split_svd
 from .factored import Factored
 from .pair import Pair
-from .randomized_svd import leading
+from .randomized_svd import leading_triplets
 
 REAL = torch.float64
 
 
 @dataclass(frozen=True)
-class Truncated:
+class Truncation:
     """The best approximation W_r of an update W.
 
     Attributes:
@@ -38,7 +38,7 @@ class Truncated:
         return relative_error([self])
 
 
-def truncate_update(update: Pair | Tensor, rank: int) -> Truncated:
+def truncate_update(update: Pair | Tensor, rank: int) -> Truncation:
     """The truncated singular value decomposition of an update.
 
     Args:
@@ -51,25 +51,25 @@ def truncate_update(update: Pair | Tensor, rank: int) -> Truncated:
     if type(rank) is not int or rank < 1:
         raise ConfigError(f"the rank of an adapter must be a whole number of at least 1; it is {rank!r}")
     if isinstance(update, Pair):
-        u, s, v = _of_factors(update)
+        u, s, v = _decompose_product(update)
         lost, energy = (float(t.square().sum()) for t in (s[rank:], s))
         u, s, v = u[:, :rank], s[:rank], v[:, :rank]
     else:
         w = update.detach().to(REAL)
-        u, s, v = leading(w, rank)
+        u, s, v = leading_triplets(w, rank)
         lost, energy = float((w - (u * s) @ v.mT).square().sum()), float(w.square().sum())
-    pair = split(Factored(u, s, v), min(rank, u.shape[0], v.shape[0]))
-    return Truncated(Pair(pair.b.float(), pair.a.float()), lost, energy)
+    pair = split_svd(Factored(u, s, v), min(rank, u.shape[0], v.shape[0]))
+    return Truncation(Pair(pair.b.float(), pair.a.float()), lost, energy)
 
 
-def relative_error(parts: Iterable[Truncated]) -> float:
+def relative_error(parts: Iterable[Truncation]) -> float:
     """‖W - W_r‖_F / ‖W‖_F of all layers together, 0 where there is no update."""
     given = list(parts)
     energy = sum(p.energy for p in given)
     return math.sqrt(sum(p.lost for p in given) / energy) if energy > 0 else 0.0
 
 
-def _of_factors(pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
+def _decompose_product(pair: Pair) -> tuple[Tensor, Tensor, Tensor]:
     """The decomposition of B A from that of a core of its rank."""
     left, upper = torch.linalg.qr(pair.b.detach().to(REAL))
     right, lower = torch.linalg.qr(pair.a.detach().to(REAL).mT)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.lora import LoRA, lora_of
-from ..adapters.wire_format import Packed
+from ..adapters.wire_format import PackedFactors
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
@@ -53,7 +53,7 @@ class Download:
     """The mean factors and what is shared, and the residuals that a client lacks."""
 
     message: Message
-    residuals: list[Packed]
+    residuals: list[PackedFactors]
 
 
 @tree

@@ -30,7 +30,7 @@ from ..core.contribution import Each, Mean
 from ..core.errors import ConfigError
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
-from ..linalg.delta import Delta, Form, Split, start
+from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import (
     Truncated,
@@ -91,7 +91,7 @@ class FedHL(Method[Server, Params, Download, Message]):
     weighing: Weighing = Weighing()
     split: Split = "sqrt"
     residual: bool = False
-    form: Form = Form()
+    form: DeltaForm = DeltaForm()
     tuning: Tuning = Tuning()
 
     title = "FedHL"
@@ -108,7 +108,7 @@ class FedHL(Method[Server, Params, Download, Message]):
     def server_init(self, task: Task) -> Server:
         """W_0 = 0."""
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
-        delta = start(lora_of(model).shapes, self.form, max(ranks))
+        delta = initial_deltas(lora_of(model).shapes, self.form, max(ranks))
         drawn, scaling = initial_factors(task, max(ranks)), self.tuning.scaling_of(lora_of(model))
         return Server(delta, drawn, self.tuning.shared_rest(model), scaling, {})
 

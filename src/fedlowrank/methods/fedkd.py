@@ -11,7 +11,7 @@ C. Wu, F. Wu, L. Lyu, Y. Huang, X. Xie. Nature Communications 13, 2032 (2022). a
 
 Compression is the SVD of each weight's update at the smallest rank that keeps a share of its energy; that
 share rises linearly from ``energy_start`` to ``energy_end`` over the rounds
-(:func:`fedlowrank.linalg.factored.compress`).
+(:func:`fedlowrank.linalg.factored.compress_update`).
 
 Settled: denominators and teachers are detached (each loss moves only its own model; W moves with the
 mentee's); *updates* are decomposed, not weights; the update is that of a round (the paper sends the gradient
@@ -36,7 +36,7 @@ from ..core.errors import ConfigError
 from ..core.loss import cross_entropy, kl_divergence, square_error
 from ..core.method import Batch, ClientInfo, ClientView, Lengths, Method, OneOf, ServerView, Task
 from ..core.tree import Params, add, nbytes, sub, tree
-from ..linalg.factored import Compressed, Factored, compress, decompress
+from ..linalg.factored import CompressedUpdate, Factored, compress_update, decompress_update
 
 
 @tree
@@ -44,7 +44,7 @@ class Server:
     """The mentee s^t, the compressed update of every round, and the round each client's copy is at."""
 
     mentee: Params
-    updates: list[Compressed]
+    updates: list[CompressedUpdate]
     at: dict[str, int]
 
 
@@ -52,7 +52,7 @@ class Server:
 class Download:
     """Updates to apply in order, or the mentee itself."""
 
-    updates: list[Compressed]
+    updates: list[CompressedUpdate]
     mentee: Params | None
 
 
@@ -66,14 +66,14 @@ class Models:
 
 
 def factors_of(w: Tensor) -> Lengths:
-    """The form of a weight's factors, as :func:`compress` makes them."""
+    """The form of a weight's factors, as :func:`compress_update` makes them."""
     m, n = w.flatten(1).shape
     most = min(m, n, (m * n - 1) // (m + n + 1))
     return Lengths(Factored(w.new_zeros(m, 0), w.new_zeros(0), w.new_zeros(n, 0)), most)
 
 
 @dataclass(frozen=True)
-class FedKD(Method[Server, Models, Download, Compressed]):
+class FedKD(Method[Server, Models, Download, CompressedUpdate]):
     """Adaptive mutual distillation with updates sent as low-rank factors.
 
     Attributes:
@@ -120,7 +120,9 @@ class FedKD(Method[Server, Models, Download, Compressed]):
         whole = nbytes(missing) > nbytes(server.mentee)
         return Download([], server.mentee) if whole else Download(missing, None)
 
-    def local_update(self, state: Models, down: Download, view: ClientView) -> tuple[Models, Compressed]:
+    def local_update(
+        self, state: Models, down: Download, view: ClientView
+    ) -> tuple[Models, CompressedUpdate]:
         """Simultaneous SGD; each gradient comes from its own loss because teachers and denominators are detached."""
         big, small = view.model, view.task.smallest_model(self.mentee)
 
@@ -136,29 +138,31 @@ class FedKD(Method[Server, Models, Download, Compressed]):
         start = self._mentee(state, down)
         end = view.train(loss, Models(state.mentor, start, state.projection), "local", self.optimizer)
         kept = Models(end.mentor, start, end.projection)
-        return kept, compress(sub(end.mentee, start), self._energy(view))
+        return kept, compress_update(sub(end.mentee, start), self._energy(view))
 
     def _mentee(self, state: Models, down: Download) -> Params:
         mentee = state.mentee if down.mentee is None else down.mentee
         for update in down.updates:
-            mentee = add(mentee, decompress(update, mentee))
+            mentee = add(mentee, decompress_update(update, mentee))
         return mentee
 
-    def upload_form(self, expected: Compressed, task: Task) -> dict[str, OneOf | Tensor]:
+    def upload_form(self, expected: CompressedUpdate, task: Task) -> dict[str, OneOf | Tensor]:
         """Each weight whole, or as factors of any rank that makes them smaller."""
         del expected
         mentee = task.smallest_model(self.mentee).initial
         return {n: OneOf(w, factors_of(w)) if w.ndim >= 2 else w for n, w in mentee.items()}
 
-    def contribution(self, upload: Compressed, client: ClientInfo, server: Server) -> Mean:
+    def contribution(self, upload: CompressedUpdate, client: ClientInfo, server: Server) -> Mean:
         """The update of the mentee, weighted by n_k."""
-        return Mean(decompress(upload, server.mentee), client.examples)
+        return Mean(decompress_update(upload, server.mentee), client.examples)
 
     def server_update(self, server: Server, total: Params, view: ServerView) -> Server:
         """s^{t+1} is what clients can rebuild from the compressed mean update; those that replied hold s^t."""
-        update = compress(total, self._energy(view))
+        update = compress_update(total, self._energy(view))
         at = server.at | {str(client.id): len(server.updates) for client in view.replied}
-        return Server(add(server.mentee, decompress(update, server.mentee)), [*server.updates, update], at)
+        return Server(
+            add(server.mentee, decompress_update(update, server.mentee)), [*server.updates, update], at
+        )
 
     def client_model(self, state: Models, down: Download, view: ClientView) -> ClientModel:
         """The mentor T_k."""

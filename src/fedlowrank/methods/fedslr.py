@@ -36,9 +36,17 @@ from ..core.loss import supervised_loss, task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params, add, map, sub, tree, zeros_like  # noqa: A004
-from ..linalg.matricize import Weights, unpack
-from ..linalg.nuclear_norm import Norm, Shrunk, begin, part_of, prox, prox_in_step, warn_if_dead
-from ..linalg.svt import soft
+from ..linalg.matricize import Weights, unpack_weights
+from ..linalg.nuclear_norm import (
+    Norm,
+    PenalizedModel,
+    apply_prox,
+    apply_prox_dense,
+    as_model_part,
+    unpenalized_model,
+    warn_if_all_zero,
+)
+from ..linalg.svt import soft_threshold
 from ..models.normalization import zero_normalizations
 
 
@@ -46,7 +54,7 @@ from ..models.normalization import zero_normalizations
 class Server:
     """w^t; γ̄; and γ_i by client unless memory-efficient."""
 
-    w: Shrunk
+    w: PenalizedModel
     gamma: Params
     each: dict[str, Params]
 
@@ -105,7 +113,7 @@ class FedSLR(Method[Server, Client, Weights, Params]):
     def server_init(self, task: Task) -> Server:
         """w^0, the common initial weights, and γ̄ = 0."""
         w = task.common_model(self.title).initial
-        return Server(begin(w, self.exclude), zeros_like(w), {})
+        return Server(unpenalized_model(w, self.exclude), zeros_like(w), {})
 
     def client_init(self, task: Task, client: ClientInfo) -> Client:
         """γ_i = 0, and p_i = 0 or w^0."""
@@ -123,15 +131,15 @@ class FedSLR(Method[Server, Client, Weights, Params]):
 
     def local_update(self, state: Client, down: Weights, view: ClientView) -> tuple[Client, Params]:
         """Both phases, from the same w^t."""
-        model, w = view.model, unpack(down, view.model.initial)
+        model, w = view.model, unpack_weights(down, view.model.initial)
 
         def fused(p: Params, batch: Batch, w: Params) -> Tensor:
             return task_loss(model.apply(add(w, p), batch.x), batch)
 
         def threshold(p: Params, lr: float, _: Params) -> Params:
             if self.private == "sparse":
-                return map(lambda t: soft(t, lr * self.mu), p)
-            return prox_in_step(p, lr * self.mu, self.private, ())
+                return map(lambda t: soft_threshold(t, lr * self.mu), p)
+            return apply_prox_dense(p, lr * self.mu, self.private, ())
 
         term = ProximalTerm(1 / self.eta_g, center=w, linear=state.gamma)
         w_i = view.train(supervised_loss(model), w, "phase1", self.optimizer, proximal_term=term)
@@ -152,14 +160,14 @@ class FedSLR(Method[Server, Client, Weights, Params]):
             for i, w_i in total["each"].items():
                 each[str(i)] = add(each[str(i)], sub(w, w_i), 1 / self.eta_g)
             gamma = mean(each.values(), [1.0] * len(each))
-        new = prox(add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
-        warn_if_dead(self.title, server.w, new, view.round)
+        new = apply_prox(add(mean_w, gamma, -self.eta_g), self.lam * self.eta_g, self.shared, self.exclude)
+        warn_if_all_zero(self.title, server.w, new, view.round)
         return Server(new, gamma, each)
 
     def client_model(self, state: Client, down: Weights, view: ClientView) -> ClientModel:
         """The mixed model w + p_i, and w alone."""
-        w = unpack(down, view.model.initial)
-        mixed, parts = add(w, state.p), (down, part_of(state.p, self.private))
+        w = unpack_weights(down, view.model.initial)
+        mixed, parts = add(w, state.p), (down, as_model_part(state.p, self.private))
         return ClientModel(mixed, {"mixed": mixed, "gkr": w}, {"mixed": parts, "gkr": (down,)})
 
     def metrics(self, server: Server) -> dict[str, dict[str, float]]:

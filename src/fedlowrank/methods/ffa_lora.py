@@ -52,7 +52,7 @@ class FFALoRA(Method[Server, Params, Message, Message]):
             TaskError: if ranks differ, or an embedding is adapted.
         """
         rank, model = self.tuning.equal_rank(task, self.title), task.common_model(self.title)
-        embeddings = [n for n, site in lora_of(model).sites.items() if site.embedding]
+        embeddings = [n for n, site in lora_of(model).layers.items() if site.embedding]
         if embeddings:
             raise TaskError(
                 f"FFA-LoRA freezes A, which for an embedding begins at zero, so {embeddings[0]} would not learn. Leave "

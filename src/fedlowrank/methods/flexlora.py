@@ -20,7 +20,7 @@ from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
 from ..core.tree import Params, tree
-from ..linalg.delta import Delta, Form, Split, advance, start
+from ..linalg.delta import Delta, DeltaForm, Split, initial_deltas, update_deltas
 from ..linalg.pair import Factors
 from .families.effective_delta import first_components, ranks_of, weighted_blocks, whole
 from .families.lora import (
@@ -57,7 +57,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
     """
 
     split: Split = "B"
-    form: Form = Form()
+    form: DeltaForm = DeltaForm()
     tuning: Tuning = Tuning()
 
     title = "FlexLoRA"
@@ -68,7 +68,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         ranks, model = self.tuning.ranks(task, self.title), task.common_model(self.title)
         drawn, lora = initial_factors(task, max(ranks)), lora_of(model)
         rest, scaling = self.tuning.shared_rest(model), self.tuning.scaling_of(lora)
-        return Server(start(lora.shapes, self.form, max(ranks)), drawn, rest, scaling)
+        return Server(initial_deltas(lora.shapes, self.form, max(ranks)), drawn, rest, scaling)
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """The head, where it is personal."""
@@ -100,7 +100,7 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
         shares = {n: [w / sum(weights) for w in weights] for n in server.delta}
         blocks = weighted_blocks(shares, scales, factors)
         return Server(
-            advance(server.delta, blocks, previous=0.0), server.drawn, total["rest"], server.scaling
+            update_deltas(server.delta, blocks, previous=0.0), server.drawn, total["rest"], server.scaling
         )
 
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..adapters.lora import LoRA, lora_of
-from ..adapters.wire_format import Packed
+from ..adapters.wire_format import PackedFactors
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean
 from ..core.method import ClientInfo, ClientView, Method, ServerView, Task
@@ -40,7 +40,7 @@ class Server:
 class Download:
     """The stacks that a client lacks, and what is shared beside them."""
 
-    stacks: list[Packed]
+    stacks: list[PackedFactors]
     rest: Params
 
 
@@ -87,7 +87,7 @@ class FLoRA(Method[Server, Own, Download, Message]):
         rank, lora = self.tuning.rank_of(view.info), lora_of(view.model)
         base = self._base(state, down, lora)
         like = next(iter(view.model.initial.values()))
-        start = leaves_of(lora.draw(rank, view.key / "lora", like), state.rest | down.rest)
+        start = leaves_of(lora.initial_factors(rank, view.key / "lora", like), state.rest | down.rest)
         scale = self.tuning.scaling_of(lora).at(rank)
         frozen, moved = base.beside(self.keep, lora)
         end = tune(view, start, scale, self.optimizer, frozen=frozen, moved=moved)
@@ -128,4 +128,4 @@ def _params(view: ClientView, stack: Factors, moved: Params, rest: Params) -> Pa
 
 
 def _none(view: ClientView) -> Factors:
-    return lora_of(view.model).draw(1, view.key / "none", next(iter(view.model.initial.values())))
+    return lora_of(view.model).initial_factors(1, view.key / "none", next(iter(view.model.initial.values())))

@@ -26,18 +26,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..adapters.budget import adaptor_remarks
-from ..adapters.floral_adaptors import (
-    KINDS,
-    Kind,
-    Spot,
-    adaptors,
-    centered,
-    mix,
-    preconditioned,
-    trained_spots,
-)
+from ..adapters.adapted_parameters import KINDS, AdaptedParameter, Kind, find_trained_adapted_parameters
+from ..adapters.budget import adaptor_warnings
 from ..adapters.mixture import Construction, Factor
+from ..adapters.mixture_adaptors import center_adaptors, initial_adaptors, mix_weights, precondition_adaptors
 from ..adapters.router import Router
 from ..core.client_model import ClientModel
 from ..core.contribution import Mean
@@ -110,7 +102,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
 
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""
-        return adaptor_remarks(task.common_model(self.title).module, self._spots(task))
+        return adaptor_warnings(task.common_model(self.title).module, self._adapted(task))
 
     def passes(self) -> dict[str, Pass]:
         """Local training, and the steps in which a newcomer learns its router."""
@@ -119,7 +111,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
     def server_init(self, task: Task) -> Server:
         """u^0, and adaptors that are zero."""
         u, key = task.common_model(self.title).initial, task.key / "adaptors"
-        a = adaptors(self._spots(task), self.clusters, key, self.construction, u, self.random)
+        a = initial_adaptors(self._adapted(task), self.clusters, key, self.construction, u, self.random)
         return Server({"base": u, "adaptors": a}, fresh_memory())
 
     def client_init(self, task: Task, client: ClientInfo) -> Tensor | None:
@@ -142,7 +134,7 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         """Lines 2 to 5."""
 
         def scaled(grads: dict[str, Any], p: dict[str, Any], *_: Tensor) -> dict[str, Any]:
-            return {**grads, "adaptors": preconditioned(p["base"], grads["adaptors"], p["adaptors"])}
+            return {**grads, "adaptors": precondition_adaptors(p["base"], grads["adaptors"], p["adaptors"])}
 
         theta = even(down["adaptors"]) if state is None else state
         apply, precondition = self._apply(view.model), scaled if self.precondition else None
@@ -165,7 +157,9 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         model, memory = server_step(self.server_optimizer, server.model, new, server.memory, view.round)
         if self.center:
             p = total["adaptors"]["weights"]
-            u, a = centered(model["base"], model["adaptors"], p / p.sum(), self.alpha, self.construction)
+            u, a = center_adaptors(
+                model["base"], model["adaptors"], p / p.sum(), self.alpha, self.construction
+            )
             model = {"base": u, "adaptors": a}
         return Server(model, memory)
 
@@ -175,16 +169,18 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         if theta is None:
             theta = learn_router(self.router, down, even(down["adaptors"]), self._apply(view.model), view)
         pi = self.router.shares(theta)
-        params = mix(down["base"], down["adaptors"], pi, self.alpha, self.construction)
+        params = mix_weights(down["base"], down["adaptors"], pi, self.alpha, self.construction)
         return ClientModel(params, routes=routes_of(self.title, self.router, view.info, pi, self.clusters))
 
-    def _spots(self, task: Task) -> dict[str, Spot]:
-        return trained_spots(task.common_model(self.title), self.rank, self.construction, self.kinds)
+    def _adapted(self, task: Task) -> dict[str, AdaptedParameter]:
+        return find_trained_adapted_parameters(
+            task.common_model(self.title), self.rank, self.construction, self.kinds
+        )
 
     def _apply(self, model: Model) -> Apply:
         alpha, construction = self.alpha, self.construction
 
         def apply(parts: dict[str, Any], pi: Tensor, x: Any) -> Tensor:
-            return model.apply(mix(parts["base"], parts["adaptors"], pi, alpha, construction), x)
+            return model.apply(mix_weights(parts["base"], parts["adaptors"], pi, alpha, construction), x)
 
         return apply

@@ -25,12 +25,12 @@ from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
-from ..linalg.matricize import Weights, unpack
-from ..linalg.nuclear_norm import Norm, Shrunk, begin, prox, warn_if_dead
+from ..linalg.matricize import Weights, unpack_weights
+from ..linalg.nuclear_norm import Norm, PenalizedModel, apply_prox, unpenalized_model, warn_if_all_zero
 
 
 @dataclass(frozen=True)
-class GPGD(Method[Shrunk, None, Weights, Params]):
+class GPGD(Method[PenalizedModel, None, Weights, Params]):
     """FedAvg whose global model loses rank after every round.
 
     Attributes:
@@ -53,11 +53,11 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
     bounds = {"lam": ">= 0", "eta_g": "> 0"}
     at_rest: ClassVar[dict[str, float]] = {"lam": 0.0}  # else w goes on shrinking when nobody learns
 
-    def server_init(self, task: Task) -> Shrunk:
+    def server_init(self, task: Task) -> PenalizedModel:
         """w^0, the common initial weights."""
-        return begin(task.common_model(self.title).initial, self.exclude)
+        return unpenalized_model(task.common_model(self.title).initial, self.exclude)
 
-    def download(self, server: Shrunk, client: ClientInfo) -> Weights:
+    def download(self, server: PenalizedModel, client: ClientInfo) -> Weights:
         """w^t."""
         del client
         return server.weights
@@ -70,24 +70,24 @@ class GPGD(Method[Shrunk, None, Weights, Params]):
         def loss(theta: Params, batch: Batch) -> Tensor:
             return task_loss(model.apply(theta, batch.x), batch)
 
-        return None, view.train(loss, unpack(down, model.initial), "local", self.optimizer)
+        return None, view.train(loss, unpack_weights(down, model.initial), "local", self.optimizer)
 
-    def contribution(self, upload: Params, client: ClientInfo, server: Shrunk) -> Mean:
+    def contribution(self, upload: Params, client: ClientInfo, server: PenalizedModel) -> Mean:
         """w_i, all with the same weight."""
         del client, server
         return Mean(upload)
 
-    def server_update(self, server: Shrunk, total: Params, view: ServerView) -> Shrunk:
+    def server_update(self, server: PenalizedModel, total: Params, view: ServerView) -> PenalizedModel:
         """Prox at the mean of the replies."""
-        new = prox(total, self.lam * self.eta_g, self.shared, self.exclude)
-        warn_if_dead(self.title, server, new, view.round)
+        new = apply_prox(total, self.lam * self.eta_g, self.shared, self.exclude)
+        warn_if_all_zero(self.title, server, new, view.round)
         return new
 
     def client_model(self, state: None, down: Weights, view: ClientView) -> ClientModel:
         """The global model, as factors."""
         del state
-        return ClientModel(unpack(down, view.model.initial), parts={"personal": (down,)})
+        return ClientModel(unpack_weights(down, view.model.initial), parts={"personal": (down,)})
 
-    def metrics(self, server: Shrunk) -> dict[str, dict[str, float]]:
+    def metrics(self, server: PenalizedModel) -> dict[str, dict[str, float]]:
         """Rank of w."""
         return {"ranks": dict(server.ranks)}

@@ -25,13 +25,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..adapters.lora import lora_of, padded, undiluted
+from ..adapters.lora import average_present_components, lora_of
 from ..core.client_model import ClientModel
 from ..core.contribution import Each, Mean, Sum
 from ..core.method import ClientInfo, ClientView, Method, OneOf, ServerView, Task
 from ..core.tree import Params, tree
 from ..linalg.delta import product_norms
-from ..linalg.pair import Factors
+from ..linalg.pair import Factors, zero_pad_pair
 from .families.lora import (
     Leaves,
     Message,
@@ -124,7 +124,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         weight = n if self.weighting == "examples" else math.hypot(*product_norms(list(unit.values())))
         reached = torch.full((top,), weight, dtype=torch.float64) * (torch.arange(top) < rank)
         found: dict[str, Any] = {
-            "factors": Mean({name: padded(p, top) for name, p in unit.items()}, weight),
+            "factors": Mean({name: zero_pad_pair(p, top) for name, p in unit.items()}, weight),
             "reached": Sum(reached),
             "rest": Mean(upload.rest, n),
         }
@@ -137,7 +137,7 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         # without weight, as where all products are zero, the factors stay
         factors: Factors = server.factors if total["factors"] is None else total["factors"]
         if self.per_index and total["factors"] is not None:
-            factors = undiluted(factors, server.factors, total["reached"])
+            factors = average_present_components(factors, server.factors, total["reached"])
         pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..adapters.budget import adaptor_remarks
-from ..adapters.floral_adaptors import KINDS, Adaptors, Kind, adaptors, mix, preconditioned, trained_spots
+from ..adapters.adapted_parameters import KINDS, Kind, find_trained_adapted_parameters
+from ..adapters.budget import adaptor_warnings
 from ..adapters.mixture import Construction
+from ..adapters.mixture_adaptors import Adaptors, initial_adaptors, mix_weights, precondition_adaptors
 from ..core.client_model import ClientModel
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
@@ -50,7 +51,9 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def remarks(self, task: Task) -> list[str]:
         """Layers that are too small for the budget, and weight matrices without adaptors."""
         model = task.common_model(self.title)
-        return adaptor_remarks(model.module, trained_spots(model, self.rank, self.construction, self.kinds))
+        return adaptor_warnings(
+            model.module, find_trained_adapted_parameters(model, self.rank, self.construction, self.kinds)
+        )
 
     def server_init(self, task: Task) -> Params:
         """u^0."""
@@ -59,8 +62,8 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def client_init(self, task: Task, client: ClientInfo) -> Adaptors:
         """An adaptor that is zero; its random factors are the same at all clients, as those of FLoRAL's first cluster."""
         model = task.model(client)
-        where = trained_spots(model, self.rank, self.construction, self.kinds)
-        return adaptors(
+        where = find_trained_adapted_parameters(model, self.rank, self.construction, self.kinds)
+        return initial_adaptors(
             where, 1, task.key / "adaptors", self.construction, next(iter(model.initial.values()))
         )
 
@@ -70,11 +73,11 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
 
         def loss(p: dict[str, Any], batch: Batch, one: Tensor) -> Tensor:
             return task_loss(
-                model.apply(mix(p["base"], p["adaptors"], one, alpha, construction), batch.x), batch
+                model.apply(mix_weights(p["base"], p["adaptors"], one, alpha, construction), batch.x), batch
             )
 
         def scaled(grads: dict[str, Any], p: dict[str, Any], _: Tensor) -> dict[str, Any]:
-            return {**grads, "adaptors": preconditioned(p["base"], grads["adaptors"], p["adaptors"])}
+            return {**grads, "adaptors": precondition_adaptors(p["base"], grads["adaptors"], p["adaptors"])}
 
         start: dict[str, Any] = {"base": down, "adaptors": state}
         how = scaled if self.precondition else None
@@ -89,7 +92,7 @@ class LocalAdaptor(Method[Params, Adaptors, Params, Params]):
     def client_model(self, state: Adaptors, down: Params, view: ClientView) -> ClientModel:
         """U + a_k."""
         del view
-        return ClientModel(mix(down, state, _one(down), self.alpha, self.construction))
+        return ClientModel(mix_weights(down, state, _one(down), self.alpha, self.construction))
 
 
 def _one(weights: Params) -> Tensor:

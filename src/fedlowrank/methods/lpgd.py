@@ -23,7 +23,7 @@ from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, ServerView, Task
 from ..core.optimizer import SGD, Optimizer, Schedule
 from ..core.tree import Params
-from ..linalg.nuclear_norm import Norm, check_exclude, prox_in_step
+from ..linalg.nuclear_norm import Norm, apply_prox_dense, check_exclude
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LPGD(Method[Params, None, Params, Params]):
             return task_loss(model.apply(theta, batch.x), batch)
 
         def prox(theta: Params, lr: float) -> Params:
-            return prox_in_step(theta, lr * method.lam, method.shared, method.exclude)
+            return apply_prox_dense(theta, lr * method.lam, method.shared, method.exclude)
 
         return None, view.train(loss, down, "local", self.optimizer, prox=prox)
 

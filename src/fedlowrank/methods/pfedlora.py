@@ -32,7 +32,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..adapters.pfedlora_adapter import Adapter, random_adapter, svd_adapter
+from ..adapters.pfedlora_adapter import PFedLoRAAdapter, initial_adapter, initial_adapter_from_head
 from ..core.client_model import ClientModel
 from ..core.loss import task_loss
 from ..core.method import Batch, ClientInfo, ClientView, Method, Pass, ServerView, Task
@@ -41,7 +41,7 @@ from ..core.tree import Params
 
 
 @dataclass(frozen=True)
-class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
+class PFedLoRA(Method[PFedLoRAAdapter, Params, PFedLoRAAdapter, PFedLoRAAdapter]):
     """A small shared adapter carries knowledge between models of any architecture.
 
     Attributes:
@@ -69,30 +69,32 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
         sweep = Pass(self.epochs, self.batch_size)
         return {"model": sweep, "adapter": sweep}
 
-    def server_init(self, task: Task) -> Adapter:
+    def server_init(self, task: Task) -> PFedLoRAAdapter:
         """θ^0."""
         inputs, first = task.common_width(self.title), task.model(task.clients[0])
         key = task.key / "pfedlora"
-        made = random_adapter(inputs, self.width, task.classes, key)
+        made = initial_adapter(inputs, self.width, task.classes, key)
         if self.start == "svd":
-            made = svd_adapter(first, self.width, made)
+            made = initial_adapter_from_head(first, self.width, made)
         like = next(iter(first.initial.values()))
-        return Adapter(*(t.to(like) for t in (made.a, made.a_bias, made.b, made.b_bias)))
+        return PFedLoRAAdapter(*(t.to(like) for t in (made.a, made.a_bias, made.b, made.b_bias)))
 
     def client_init(self, task: Task, client: ClientInfo) -> Params:
         """ω_k at its architecture's initial weights."""
         return task.model(client).initial
 
-    def local_update(self, state: Params, down: Adapter, view: ClientView) -> tuple[Params, Adapter]:
+    def local_update(
+        self, state: Params, down: PFedLoRAAdapter, view: ClientView
+    ) -> tuple[Params, PFedLoRAAdapter]:
         """Model and adapter in turn."""
         model, mu, relu = view.model, self.mu, self.relu
 
-        def of_model(omega: Params, batch: Batch, theta: Adapter) -> Tensor:
+        def of_model(omega: Params, batch: Batch, theta: PFedLoRAAdapter) -> Tensor:
             r = model.represent(omega, batch.x)
             first, second = theta.apply(r, relu), model.head(omega, r)
             return (1 - mu) * task_loss(first, batch) + mu * task_loss(second, batch)
 
-        def of_adapter(theta: Adapter, batch: Batch, omega: Params) -> Tensor:
+        def of_adapter(theta: PFedLoRAAdapter, batch: Batch, omega: Params) -> Tensor:
             with torch.no_grad():
                 r = model.represent(omega, batch.x)
             return task_loss(theta.apply(r, relu), batch)
@@ -101,12 +103,14 @@ class PFedLoRA(Method[Adapter, Params, Adapter, Adapter]):
         optimizer = self.adapter_optimizer or self.optimizer
         return omega, view.train(of_adapter, down, "adapter", optimizer, constants=(omega,))
 
-    def server_update(self, server: Adapter, total: Adapter, view: ServerView) -> Adapter:
+    def server_update(
+        self, server: PFedLoRAAdapter, total: PFedLoRAAdapter, view: ServerView
+    ) -> PFedLoRAAdapter:
         """Mean of the adapters, weighted by n_k."""
         del server, view
         return total
 
-    def client_model(self, state: Params, down: Adapter, view: ClientView) -> ClientModel:
+    def client_model(self, state: Params, down: PFedLoRAAdapter, view: ClientView) -> ClientModel:
         """ω_k alone; the adapter only carries knowledge."""
         del down, view
         return ClientModel(state)

@@ -1,4 +1,4 @@
-"""A model's code apart from its parameters, with the point where its representation ends and its head begins."""
+"""A model's code as functions of its parameters, split into a representation and a head."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..core.errors import FedlowrankError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
-from .normalization import Chunks, Code, frozen_normalizations, refuse_instance_statistics
+from .normalization import Chunks, FunctionalModule, frozen_normalizations, refuse_instance_statistics
 from .standard import is_standard
-from .stateless import Saved, restore
+from .stateless import SavedSlots, restore
 
 _PROBE = Key(("probe",))
 
@@ -22,33 +22,36 @@ _PROBE = Key(("probe",))
 class Architecture:
     """The code of a model; parameters are given at every call, as a dict by name.
 
-    A parameter that requires no gradient belongs to the code: it is never trained, copied, stored or sent, and all clients
-    share the one tensor.
+    A parameter that requires no gradient belongs to the code: it is never trained, copied, stored or sent,
+    and all clients share the one tensor.
 
-    The model is ``head(represent(x))``: ``head`` is the submodule of that name and ``represent`` is everything before it.
-    Any module whose forward ends in a named submodule can be split so; a module without a head can still be trained by
-    methods that need none.
+    The model is ``head(represent(x))``: ``head`` is the submodule of that name and ``represent`` is
+    everything before it. Any module whose forward ends in a named submodule can be split so; a module without
+    a head can still be trained by methods that need none.
 
     Args:
         name: of the architecture.
         module: its code; its present parameters become :attr:`initial`.
-        example: one input ``[1, ...]`` or a dict of such, to find the representation's width and to check the split.
-        head: dotted name of the submodule that is the head. None: the attribute ``head_name`` of the module if it has
-            one, else ``"head"`` if there is such a submodule, else no head.
+        example: one input ``[1, ...]`` or a dict of such, to find the representation's width and to check the
+            split.
+        head: dotted name of the submodule that is the head. None: the attribute ``head_name`` of the module
+            if it has one, else ``"head"`` if there is such a submodule, else no head.
 
     Attributes:
         name: of the architecture.
         module: the code, in evaluation mode.
         initial: the parameters it starts from, those that can be trained.
         parameters: the number of all, frozen ones included.
-        autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of the tensors.
+        autocast: the type in which matrices are multiplied, such as ``torch.bfloat16``, or None for that of
+            the tensors.
         couples: whether a batch is normalized by itself, so that padding would change its examples' scores.
-        statistics: names of the running statistics of batch normalizations, which are local; see :mod:`.normalization`.
+        statistics: names of the running statistics of batch normalizations, which are local; see
+            :mod:`.normalization`.
         buffers: initial values of all other buffers that ``forward`` may change; a client keeps its own.
 
     Raises:
-        TaskError: if the head does not exist or is not what the forward ends in, an InstanceNorm keeps statistics, or a
-            parameter has a hook.
+        TaskError: if the head does not exist or is not what the forward ends in, an InstanceNorm keeps
+            statistics, or a parameter has a hook.
     """
 
     def __init__(self, name: str, module: nn.Module, example: Any, head: str | None = None) -> None:
@@ -57,13 +60,13 @@ class Architecture:
         modules = dict(module.named_modules())
         refuse_instance_statistics(name, module)
         self._frozen = frozen_normalizations(module)
-        self._left: Saved = []
-        self._code = Code(module, frozen=self._frozen, left=self._left)
+        self._backward_slots: SavedSlots = []
+        self._code = FunctionalModule(module, frozen=self._frozen, backward_slots=self._backward_slots)
         self.statistics = self._code.names
         self.buffers = self._initial_buffers()
-        self._now: Params | None = None
+        self._current_buffers: Params | None = None
         self._chunks: Chunks | None = None
-        self._known: list[tuple[Params, Params]] = []
+        self._completed: list[tuple[Params, Params]] = []
         self.cache: dict[str, Any] = {}
         self.couples = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules.values())
         _refuse_parameter_hooks(name, module)
@@ -96,7 +99,8 @@ class Architecture:
             }
             if within & outside:
                 raise TaskError(
-                    f"model {name}: its head {head!r} shares a parameter with the rest, so it cannot be split there"
+                    f"model {name}: its head {head!r} shares a parameter with the rest, so it cannot be "
+                    "split there"
                 )
             self._split()
             self._check_split(example)
@@ -105,8 +109,8 @@ class Architecture:
         """Make functions of the part before the head and of the head."""
         if self.head_name is not None:
             self._head = self.module.get_submodule(self.head_name)
-            self._body = Code(self.module, self.head_name, self._frozen, self._left)
-            self._head_code = Code(self._head, None, self._frozen, self._left)
+            self._body = FunctionalModule(self.module, self.head_name, self._frozen, self._backward_slots)
+            self._head_code = FunctionalModule(self._head, None, self._frozen, self._backward_slots)
 
     def _initial_buffers(self) -> Params:
         # standard layers change no buffer but the statistics of batch normalizations
@@ -118,33 +122,35 @@ class Architecture:
 
     @property
     def is_standard(self) -> bool:
-        """Whether the engines' shortcuts are exact for it now; see :func:`fedlowrank.models.standard.is_standard`."""
+        """Whether shortcuts of engines are exact now; see :func:`fedlowrank.models.standard.is_standard`."""
         return is_standard(self.module)
 
     def with_buffers(self, changed: Params) -> Architecture:
-        """The same at a client whose buffers have other values than the initial ones; changes are kept by this object alone."""
+        """A copy for a client whose buffers differ from the initial ones; the copy alone keeps changes."""
         if not self.buffers:
             return self
         made = copy.copy(self)
-        made._now = {n: changed.get(n, b).clone() for n, b in self.buffers.items()}
-        made._known = []
+        made._current_buffers = {n: changed.get(n, b).clone() for n, b in self.buffers.items()}
+        made._completed = []
         return made
 
     @property
     def changed_buffers(self) -> Params:
         """Buffers that ``forward`` has changed since the beginning."""
-        return {n: b.detach() for n, b in (self._now or {}).items() if not _equal(b, self.buffers[n])}
+        return {
+            n: b.detach() for n, b in (self._current_buffers or {}).items() if not _equal(b, self.buffers[n])
+        }
 
     def whole(self, params: Params) -> Params:
-        """The parameters with the client's own statistics and changed buffers that are saved, for inference elsewhere."""
+        """The parameters with the client's own statistics and changed buffers, as saved for inference."""
         changed = self.changed_buffers
         known = self.module.state_dict().keys() if changed else ()
-        return {**self.complete(params), **{n: b for n, b in changed.items() if n in known}}
+        return {**self.add_statistics(params), **{n: b for n, b in changed.items() if n in known}}
 
     def _check_split(self, example: Any) -> None:
         wrong = TaskError(
-            f"model {self.name}: its forward does not end in {self.head_name!r}, "
-            "so it cannot be split into a representation and that head"
+            f"model {self.name}: its forward does not end in {self.head_name!r}, so it cannot be split into "
+            "a representation and that head"
         )
         with torch.inference_mode():
             params = self.initial | self._code.neutral()
@@ -161,12 +167,12 @@ class Architecture:
         self._width = int(r.shape[-1])
 
     def probe(self, x: Any) -> Tensor:
-        """Scores of a few inputs by the initial parameters; a batch normalization lets them pass, for they are no batch."""
+        """Scores of a few inputs by the initial parameters, with identity batch normalization."""
         with _PROBE.global_generators():
             return self.apply(self.initial | self._code.neutral(), x)
 
-    def redrawn(self, key: Key) -> Params:
-        """Other initial parameters, drawn by the layers' own rules; those of layers without such a rule stay as they are."""
+    def reinitialize(self, key: Key) -> Params:
+        """Initial parameters of another key; layers without ``reset_parameters`` stay as they are."""
 
         def again() -> nn.Module:
             module = copy.deepcopy(self.module)
@@ -177,7 +183,9 @@ class Architecture:
             return module
 
         return {
-            n: p.detach().contiguous() for n, p in build(again, key).named_parameters() if n in self.initial
+            n: p.detach().contiguous()
+            for n, p in build_module(again, key).named_parameters()
+            if n in self.initial
         }
 
     @property
@@ -198,13 +206,13 @@ class Architecture:
 
         Parameters that are not given are those of the module: the frozen ones.
         """
-        return self._run(self._code, self.complete(params), x)
+        return self._run(self._code, self.add_statistics(params), x)
 
-    def _run(self, code: Code, params: Params, x: Any, prefix: str = "") -> Tensor:
+    def _run(self, code: FunctionalModule, params: Params, x: Any, prefix: str = "") -> Tensor:
         buffers = (
             None
-            if self._now is None
-            else {n[len(prefix) :]: b for n, b in self._now.items() if n.startswith(prefix)}
+            if self._current_buffers is None
+            else {n[len(prefix) :]: b for n, b in self._current_buffers.items() if n.startswith(prefix)}
         )
         if self.autocast is None:
             scores = code(params, x, buffers)
@@ -212,42 +220,42 @@ class Architecture:
             first = next(iter(x.values())) if isinstance(x, dict) else x
             with torch.autocast(first.device.type, self.autocast):
                 scores = code(params, x, buffers).float()
-        if buffers and self._now is not None:
-            self._now.update({f"{prefix}{n}": b for n, b in buffers.items()})
+        if buffers and self._current_buffers is not None:
+            self._current_buffers.update({f"{prefix}{n}": b for n, b in buffers.items()})
         if self.module.training:
             code.keep_for_backward(scores, params)
         return scores
 
-    def complete(self, params: Params) -> Params:
-        """The parameters, and where the client is known the statistics that its training data have under them."""
+    def add_statistics(self, params: Params) -> Params:
+        """The parameters with the statistics of the client's training data, where the client is known."""
         if self._chunks is None or not self.statistics or self.statistics[0] in params:
             return params
-        for known, whole in self._known:
+        for known, whole in self._completed:
             if known.keys() == params.keys() and all(known[n] is params[n] for n in known):
                 return whole
-        buffers = {n: b.clone() for n, b in (self._now or {}).items()}
+        buffers = {n: b.clone() for n, b in (self._current_buffers or {}).items()}
         whole = params | self._code.statistics(params | buffers, self._chunks)
         # a few models at a time: a method may compare as many as it has series
-        self._known = [*self._known[-3:], (params, whole)]
+        self._completed = [*self._completed[-3:], (params, whole)]
         return whole
 
-    def locally(self, chunks: Chunks) -> Architecture:
+    def with_local_statistics(self, chunks: Chunks) -> Architecture:
         """The same at a client that infers: batch normalizations use the statistics of its training data."""
         if not self.statistics:
             return self
         made = copy.copy(self)
-        made._chunks, made._known = chunks, []
+        made._chunks, made._completed = chunks, []
         return made
 
     def represent(self, params: Params, x: Any) -> Tensor:
-        """Representation ``[b, width]`` of inputs ``[b, ...]``; of ``params`` only those of the body are used."""
+        """Representation ``[b, width]`` of inputs ``[b, ...]``; uses the body's parameters only."""
         self._need_head()
-        return self._run(self._body, self.body_of(self.complete(params)), x)
+        return self._run(self._body, self.body_of(self.add_statistics(params)), x)
 
     def head(self, params: Params, r: Tensor) -> Tensor:
-        """Scores ``[b, classes]`` of representations ``[b, width]``; of ``params`` only those of the head are used."""
+        """Scores ``[b, classes]`` of representations ``[b, width]``; uses the head's parameters only."""
         prefix = f"{self.head_name}."
-        own = self.head_of(self.complete(params))
+        own = self.head_of(self.add_statistics(params))
         return self._run(self._head_code, {n[len(prefix) :]: p for n, p in own.items()}, r, prefix)
 
     def head_of(self, params: Params) -> Params:
@@ -273,8 +281,8 @@ class Architecture:
         )
         made = copy.copy(self)
         made.module, made.cache = copy.deepcopy(self.module).to(device), {}
-        made._left, made._frozen = [], frozen_normalizations(made.module)
-        made._code = Code(made.module, frozen=made._frozen, left=made._left)
+        made._backward_slots, made._frozen = [], frozen_normalizations(made.module)
+        made._code = FunctionalModule(made.module, frozen=made._frozen, backward_slots=made._backward_slots)
         made.initial = {n: p.to(device) for n, p in self.initial.items()}
         made.buffers = {n: b.to(device) for n, b in self.buffers.items()}
         made.example = moved
@@ -282,19 +290,19 @@ class Architecture:
         return made
 
     def training(self, mode: bool) -> None:
-        """Put the module in training or evaluation mode, as ``module.train()`` does; only engines do so, around a pass."""
-        restore(self._left)
+        """Set the module's training or evaluation mode; only engines do so, around a pass."""
+        restore(self._backward_slots)
         self.module.train(mode)
 
 
 def _refuse_parameter_hooks(name: str, module: nn.Module) -> None:
-    """Raise TaskError where a parameter has a hook: a client trains copies of the parameters, on which it would not run."""
+    """Raise TaskError if a parameter has a hook: clients train copies, on which it would not run."""
     for parameter, p in module.named_parameters():
         if p.requires_grad and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
             raise TaskError(
-                f"model {name}: the parameter {parameter} has a hook (Tensor.register_hook). Clients train copies of the "
-                "parameters, so the hook would never run. Apply what it does in the module's forward, or give the method a "
-                "precondition function."
+                f"model {name}: the parameter {parameter} has a hook (Tensor.register_hook). Clients train "
+                "copies of the parameters, so the hook would never run. Apply what it does in the module's "
+                "forward, or give the method a precondition function."
             )
 
 
@@ -302,14 +310,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
-def architecture_of(
+def build_architecture(
     name: str, model: nn.Module | Callable[[], nn.Module], example: Any, head: str | None, key: Key
 ) -> Architecture:
     """An architecture from a module or a factory of one's own.
 
     Args:
         name: of the architecture.
-        model: a module, or a factory whose initial values are drawn from ``key``.
+        model: a module, or a factory initialized from ``key``.
         example: one input.
         head: see :class:`Architecture`.
         key: of the initial values.
@@ -318,7 +326,7 @@ def architecture_of(
         TaskError: if the factory fails, makes no module, or the module does not take the example.
     """
     try:
-        module = model if isinstance(model, nn.Module) else build(model, key)
+        module = model if isinstance(model, nn.Module) else build_module(model, key)
         if not isinstance(module, nn.Module):
             raise TypeError(f"its factory makes a {type(module).__name__}, not a torch.nn.Module")
         made = Architecture(name, module, example, head)
@@ -337,10 +345,11 @@ def architecture_of(
     return made
 
 
-def build(make: Callable[[], nn.Module], key: Key) -> nn.Module:
-    """Call a factory of modules with initial values drawn from a key.
+def build_module(make: Callable[[], nn.Module], key: Key) -> nn.Module:
+    """Call a factory of modules and initialize it from a key.
 
-    The factory draws from torch's global generator, as every ``nn.Module`` does; it is set for the call and put back.
+    The factory draws from torch's global generator, as every ``nn.Module`` does; it is set for the call and
+    put back.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(key.seed())

@@ -1,8 +1,8 @@
-"""Batch normalization without an owner of its running statistics: by the batch in training, by local statistics at inference.
+"""Batch normalization without running statistics: by the batch in training, by local data at inference.
 
-Running statistics are neither averaged nor sent. Where a client trains, a batch is normalized by itself. Where it infers,
-the statistics are those that its own training data give under the very parameters it infers by: nothing to keep in a state,
-nothing that is out of date, and the same in every engine.
+Running statistics are neither averaged nor sent. Where a client trains, a batch is normalized by itself.
+Where it infers, the statistics are those that its own training data give under the very parameters it infers
+by: nothing to keep in a state, nothing that is out of date, and the same in every engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.errors import TaskError
 from ..core.tree import Params
-from .stateless import Saved, Stateless, restore
+from .stateless import SavedSlots, Stateless, is_within, restore
 
 _BATCH = nn.modules.batchnorm._BatchNorm
 _NAME = re.compile(r"Norm(\dd)?$")
@@ -26,7 +26,7 @@ Chunks = Callable[[], Iterable[Any]]
 """The inputs of a client's training data, a few at a time."""
 
 
-class Code:
+class FunctionalModule:
     """A module as a function of parameters, and of statistics where they are among the parameters.
 
     The module itself is called, so its hooks run and attributes that the user sets later count.
@@ -34,8 +34,9 @@ class Code:
     Args:
         module: left as it is, but for what its own ``forward`` changes.
         without: dotted name of a submodule that passes its input on instead, such as the head.
-        frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left alone.
-        left: what the module held before a backward pass, shared by all that call the same module.
+        frozen: batch normalizations that the module keeps in evaluation mode, and which are therefore left
+            alone.
+        backward_slots: the module's slots before a backward pass, shared by all that call the same module.
 
     Attributes:
         names: of the running statistics, as in ``state_dict``.
@@ -46,23 +47,23 @@ class Code:
         module: nn.Module,
         without: str | None = None,
         frozen: frozenset[nn.Module] = frozenset(),
-        left: Saved | None = None,
+        backward_slots: SavedSlots | None = None,
     ) -> None:
         self._module = module
         self._stateless = Stateless(module)
         layers = {
             n: m
             for n, m in module.named_modules()
-            if _keeps(m) and m not in frozen and not _within(n, without)
+            if _has_statistics(m) and m not in frozen and not is_within(n, without)
         }
         self._layers = list(layers.values())
         self.names = tuple(f"{n}.{s}".lstrip(".") for n in layers for s in ("running_mean", "running_var"))
         self._aliases = _aliases(module)
-        self._without: Saved = []
+        self._without: SavedSlots = []
         if without is not None:
             parent, _, leaf = without.rpartition(".")
             self._without = [(module.get_submodule(parent)._modules, leaf, nn.Identity())]
-        self._left: Saved = [] if left is None else left
+        self._backward_slots: SavedSlots = [] if backward_slots is None else backward_slots
 
     def __call__(self, params: Params, x: Any, buffers: Params | None = None) -> Tensor:
         """Scores of inputs; a dict of inputs is passed as keyword arguments.
@@ -70,10 +71,10 @@ class Code:
         Args:
             params: parameters, and statistics of batch normalizations or none.
             x: inputs.
-            buffers: further buffers by name; what ``forward`` makes of them is put in their places.
+            buffers: further buffers by name; replaced by what ``forward`` makes of them.
         """
         self.release()
-        saved: Saved = []
+        saved: SavedSlots = []
         given = {**self._with_aliases(params), **(buffers or {})}
         args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
         try:
@@ -85,8 +86,8 @@ class Code:
             if "more than 1 value per channel" not in str(error):
                 raise
             raise TaskError(
-                "a batch of a single example cannot be normalized by itself. Choose a batch size that leaves no client a last "
-                "batch of one example, or a model without batch normalization."
+                "a batch of a single example cannot be normalized by itself. Choose a batch size that "
+                "leaves no client a last batch of one example, or a model without batch normalization."
             ) from error
         finally:
             restore(saved)
@@ -94,39 +95,40 @@ class Code:
         scores = out if isinstance(out, Tensor) else getattr(out, "logits", None)
         if not isinstance(scores, Tensor):
             raise TaskError(
-                f"the model {type(self._module).__name__} returns a {type(out).__name__}, but it must return one tensor of "
-                "scores [b, classes]. Wrap it in a module whose forward returns that entry."
+                f"the model {type(self._module).__name__} returns a {type(out).__name__}, but it must return "
+                "one tensor of scores [b, classes]. Wrap it in a module whose forward returns that entry."
             )
         return scores
 
     def keep_for_backward(self, scores: Tensor, params: Params) -> None:
         """Let a backward pass find the parameters of this forward pass in the module again.
 
-        ``torch.utils.checkpoint`` computes activations a second time when the gradient is taken. By then the module holds its
-        own parameters again, so the gradient would silently be that of another model. They are installed once more when the
-        gradient reaches these scores, and stay until :meth:`release`.
+        ``torch.utils.checkpoint`` computes activations a second time when the gradient is taken. By then the
+        module holds its own parameters again, so the gradient would silently be that of another model. They
+        are installed once more when the gradient reaches these scores, and stay until :meth:`release`.
         """
         if scores.requires_grad and scores.grad_fn is not None:
 
             def install(_: Tensor) -> None:
                 self.release()
-                self._install(self._with_aliases(params), self._left)
+                self._install(self._with_aliases(params), self._backward_slots)
 
             scores.register_hook(install)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Give the module its own tensors back after a backward pass."""
-        restore(self._left)
+        restore(self._backward_slots)
 
     def _with_aliases(self, params: Params) -> Params:
         tied = {more: params[n] for n, others in self._aliases.items() if n in params for more in others}
         return params | tied if tied else params
 
-    def _install(self, params: Params, saved: Saved) -> None:
+    def _install(self, params: Params, saved: SavedSlots) -> None:
         """Exchange tensors, the head, and the mode of batch normalizations."""
         by_batch = bool(self.names) and self.names[0] not in params
         for layer in self._layers:
-            # by the batch, and without a change to the running statistics; or by the statistics that are given
+            # by the batch, and without a change to the running statistics; or by the statistics that are
+            # given
             for flag, value in (("training", by_batch), ("track_running_stats", not by_batch)):
                 saved.append((layer.__dict__, flag, layer.__dict__[flag]))
                 layer.__dict__[flag] = value
@@ -143,14 +145,14 @@ class Code:
         }
 
     def statistics(self, params: Params, chunks: Chunks) -> Params:
-        """Running statistics that data have under these parameters: means over chunks of mean and unbiased variance.
+        """Running statistics of data under these parameters: means of the chunks' mean and unbiased variance.
 
         Args:
             params: of the module.
             chunks: of the data; their sizes should be like each other.
         """
         found = self.neutral()
-        saved: Saved = []
+        saved: SavedSlots = []
         given = self._with_aliases(params)
         try:
             self._stateless.install({**given, **found}, saved)
@@ -170,25 +172,21 @@ class Code:
 
 
 def refuse_instance_statistics(name: str, module: nn.Module) -> None:
-    """Raise TaskError where an InstanceNorm keeps running statistics: it normalizes each example by itself in training."""
+    """Raise TaskError if an InstanceNorm keeps running statistics, which have no owner."""
     for layer, m in module.named_modules():
         if isinstance(m, _INSTANCE) and m.track_running_stats:
             raise TaskError(
-                f"model {name}: {layer} is an InstanceNorm with running statistics, which have no owner in a federation. "
-                "Set track_running_stats=False, or use GroupNorm."
+                f"model {name}: {layer} is an InstanceNorm with running statistics, which have no owner in a "
+                "federation. Set track_running_stats=False, or use GroupNorm."
             )
 
 
 def frozen_normalizations(module: nn.Module) -> frozenset[nn.Module]:
-    """Batch normalizations that stay in evaluation mode in training, because the module's own ``train`` sees to it."""
+    """Batch normalizations that the module's own ``train`` keeps in evaluation mode."""
     module.train()
-    frozen = frozenset(m for m in module.modules() if _keeps(m) and not m.training)
+    frozen = frozenset(m for m in module.modules() if _has_statistics(m) and not m.training)
     module.eval()
     return frozen
-
-
-def _within(name: str, part: str | None) -> bool:
-    return part is not None and (name == part or name.startswith(f"{part}."))
 
 
 def zero_normalizations(params: Params, module: nn.Module) -> Params:
@@ -206,7 +204,7 @@ def zero_normalizations(params: Params, module: nn.Module) -> Params:
     return {n: torch.zeros_like(p) if n in names else p for n, p in params.items()}
 
 
-def _keeps(layer: nn.Module) -> bool:
+def _has_statistics(layer: nn.Module) -> bool:
     return isinstance(layer, _BATCH) and layer.running_mean is not None
 
 

@@ -14,17 +14,17 @@ GROUPS = 2
 
 
 @dataclass(frozen=True)
-class Form:
-    """What tells the ResNets of :data:`RESNETS` apart: channels of the first stage, and the stem."""
+class ResNetSize:
+    """Settings of a ResNet: channels of the first stage, and whether the stem is large."""
 
     width: int = 64
     large: bool = False
 
 
-RESNETS: dict[str, Form] = {
-    "resnet18": Form(),
-    "resnet18_tiny": Form(large=True),
-    "resnet18_w16": Form(width=16),
+RESNETS: dict[str, ResNetSize] = {
+    "resnet18": ResNetSize(),
+    "resnet18_tiny": ResNetSize(large=True),
+    "resnet18_w16": ResNetSize(width=16),
 }
 """ResNets by name; FedSLR uses the first on CIFAR and the second on TinyImageNet."""
 
@@ -64,9 +64,10 @@ class ResNet18(nn.Module):
     Args:
         shape: of one image, channels × height × width.
         classes: number of classes.
-        width: channels of the first stage, doubled by each further stage; even, for two groups. The representation is
-            8 times as wide.
-        large: the stem for large images, a 7×7 convolution of stride 2 and a max-pool, instead of a 3×3 one of stride 1.
+        width: channels of the first stage, doubled by each further stage; even, for two groups. The
+            representation is 8 times as wide.
+        large: the stem for large images, a 7×7 convolution of stride 2 and a max-pool, instead of a 3×3 one
+            of stride 1.
     """
 
     head_name = "head"

@@ -1,9 +1,10 @@
 """Modules whose behavior is known: made of PyTorch's own layers, or of this package's, and of nothing else.
 
-The engines have shortcuts: a step that is taken in the backward pass, clients trained in one batched call. They are exact only
-for a module that does the same in training as in evaluation, draws no random number, has no hook and changes nothing but its
-output. That cannot be seen from outside for a module with a ``forward`` of the user's, so a shortcut runs only where
-:func:`is_standard` holds. All other modules are trained by plain steps, one client after another.
+The engines have shortcuts: a step that is taken in the backward pass, clients trained in one batched call.
+They are exact only for a module that does the same in training as in evaluation, uses no random numbers, has
+no hook and changes nothing but its output. That cannot be seen from outside for a module with a ``forward``
+of the user's, so a shortcut runs only where :func:`is_standard` holds. All other modules are trained by plain
+steps, one client after another.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ LAYERS: frozenset[type[nn.Module]] = frozenset(
         *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     }
 )
-"""Deterministic layers of PyTorch, and dropout layers, whose rate must be 0. A subclass does not count: it may do anything."""
+"""Deterministic layers of PyTorch, and dropout layers, whose rate must be 0.
+
+A subclass does not count: it may do anything.
+"""
 
 OWN = ("fedlowrank.models.", "fedlowrank.adapters.lora_layers", "fedlowrank.testing.check")
 """Where this package's layers are defined. Their ``forward`` is deterministic."""
@@ -57,8 +61,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def is_standard(module: nn.Module) -> bool:
     """Whether a module's forward pass is deterministic, the same in both modes, and without side effects.
 
-    Batch normalization counts as standard: the engines set its mode themselves. Asked anew for every pass, because a hook may
-    be registered, or a layer replaced, between two rounds.
+    Batch normalization counts as standard: the engines set its mode themselves. Asked anew for every pass,
+    because a hook may be registered, or a layer replaced, between two rounds.
     """
     if any(getattr(torch_module, f"_global{name}") for name in _HOOKS):
         return False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,8 +14,8 @@ from ..core.tree import Params
 Slot = tuple[dict[str, Any], str]
 """A module's table of parameters, buffers or submodules, and a name in it."""
 
-Saved = list[tuple[dict[str, Any], str, Any]]
-"""Slots and what they held."""
+SavedSlots = list[tuple[dict[str, Any], str, Any]]
+"""Slots and their former values."""
 
 
 class Stateless:
@@ -36,29 +39,63 @@ class Stateless:
         Raises:
             KeyError: if it has no parameter or buffer of a name.
         """
-        saved: Saved = []
+        saved: SavedSlots = []
         try:
             self.install(params, saved)
             return self.module(*args, **kwargs)
         finally:
             restore(saved)
 
-    def install(self, params: Params, saved: Saved) -> None:
-        """Put tensors in place of parameters and buffers, and append what was there to ``saved``."""
+    def install(self, params: Params, saved: SavedSlots) -> None:
+        """Put tensors in place of parameters and buffers, and append the former values to ``saved``."""
         for name, tensor in params.items():
             table, own = self._slots[name]
             saved.append((table, own, table[own]))
             table[own] = tensor
 
     def current(self, name: str) -> Tensor:
-        """The tensor that the module holds now under a name."""
+        """The current tensor of a name."""
         table, own = self._slots[name]
         tensor: Tensor = table[own]
         return tensor
 
 
-def restore(saved: Saved) -> None:
-    """Put back what slots held, the last one first, for a layer with two names was exchanged twice."""
+def is_within(name: str, module: str | None) -> bool:
+    """Whether a dotted name is that of a module, or of something inside it; never if there is no module."""
+    return module is not None and (name == module or name.startswith(f"{module}."))
+
+
+def restore(saved: SavedSlots) -> None:
+    """Put the former values of slots back, the last one first: a layer with two names was exchanged twice."""
     while saved:
         table, own, value = saved.pop()
         table[own] = value
+
+
+@contextlib.contextmanager
+def exchange_slots(slots: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Exchange the values of slots within a block, and restore the former ones."""
+    saved: SavedSlots = []
+    try:
+        for table, own, value in slots:
+            saved.append((table, own, table[own]))
+            table[own] = value
+        yield
+    finally:
+        restore(saved)
+
+
+Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
+
+
+def keep_parameters_for_recomputation(module: nn.Module) -> Contexts:
+    """``context_fn`` of :func:`torch.utils.checkpoint.checkpoint` that keeps the forward pass's parameters.
+
+    ``functional_call`` has put the module's own parameters back by the time activations are computed again.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        slots = [(m._parameters, n, p) for m in module.modules() for n, p in m._parameters.items()]
+        return contextlib.nullcontext(), exchange_slots(slots)
+
+    return contexts

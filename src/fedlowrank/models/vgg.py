@@ -14,9 +14,9 @@ DROPOUT = 0.5
 class VGG8(nn.Module):
     """5 × (3×3 convolution → ReLU → max-pool 2) → 2 × (FC 512 → ReLU → dropout) → FC.
 
-    Convolutions are padded by one and have 16, 32, 64, 128 and 512 channels: five convolutions and three linear layers
-    make eight. Dropout is 1/2. With 3×32×32 images there are 1,264,388 parameters for 100 classes; batch normalization
-    adds 1,504. The representation is the input of the last layer.
+    Convolutions are padded by one and have 16, 32, 64, 128 and 512 channels: five convolutions and three
+    linear layers make eight. Dropout is 1/2. With 3×32×32 images there are 1,264,388 parameters for 100
+    classes; batch normalization adds 1,504. The representation is the input of the last layer.
 
     Args:
         shape: of one image, channels × height × width, at least 32×32.

@@ -19,7 +19,7 @@ from .vgg import VGG8
 Shape = tuple[int, ...]
 
 SIGNATURE = "factory(shape: tuple[int, ...], classes: int) -> torch.nn.Module"
-"""How a factory of one's own is called: the shape of one example, and the number of classes or of a regression's targets."""
+"""Signature of a user's factory: shape of one example, number of classes or of regression targets."""
 
 MODELS: dict[str, str] = {
     "cnn1": "CNN-1 of pFedLoRA: 2 convolutions (16, 32), FC 2000, FC 500",
@@ -32,7 +32,7 @@ MODELS: dict[str, str] = {
     "resnet18_tiny": "ResNet-18 of FedSLR for TinyImageNet: the same with a 7×7 stem and a max-pool",
     "resnet18_w16": "ResNet-18 with a quarter of the channels: 701,456 parameters for 10 classes",
     "cnn_floral": "CNN of FLoRAL: convolutions 5×5 of 32 and 3×3 of 64, FC 64: 87,178 parameters at 3×32×32",
-    "vgg8": "VGG-8 of FLoRAL: 5 convolutions, 2 × FC 512 with dropout: 1,264,388 parameters at 3×32×32, 100 classes",
+    "vgg8": "VGG-8 of FLoRAL: 5 convolutions, 2 × FC 512, dropout; 1,264,388 parameters at 3×32×32, 100 classes",
     "vgg8_bn": "VGG-8 with BatchNorm after each convolution",
     "linear": "one linear layer, with or without a constant by model.bias",
     "mlp": "multi-layer perceptron, hidden widths by model.hidden",
@@ -42,17 +42,19 @@ MODELS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which models the clients hold.
+    """Which models the clients have.
 
     Attributes:
-        names: client k holds the (k mod number)-th of these, a list: a built-in model, or ``"package.module:factory"`` of
-            one's own. The factory is called as ``factory(shape, classes)`` and returns a ``torch.nn.Module``; ``shape`` is
-            that of one example, such as (3, 32, 32), and ``classes`` the number of classes (of a regression, of targets).
-        split: of the CNNs: the representation is the output of ``fc1`` or of ``fc2`` (the default: of the last hidden
-            layer).
+        names: client k has the (k mod number)-th of these, a list: a built-in model, or
+            ``"package.module:factory"`` of one's own. The factory is called as ``factory(shape, classes)``
+            and returns a ``torch.nn.Module``; ``shape`` is that of one example, such as (3, 32, 32), and
+            ``classes`` the number of classes (of a regression, of targets).
+        split: of the CNNs: the representation is the output of ``fc1`` or of ``fc2`` (the default: of the
+            last hidden layer).
         hidden: of the MLP: widths of its hidden layers.
         bias: of ``mlp`` and ``linear``: whether layers add a constant.
-        head: of one's own models: dotted name of the submodule that is the head, where the model does not declare it.
+        head: of one's own models: dotted name of the submodule that is the head, where the model does not
+            declare it.
     """
 
     names: tuple[str, ...] = ("cnn1",)
@@ -84,7 +86,7 @@ class ModelSettings:
 
     def _factory(self, name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
         if ":" in name:
-            return _own(name, shape, classes)
+            return _user_factory(name, shape, classes)
         inputs = math.prod(shape)
         if name == "mlp":
             return lambda: MLP(inputs, self.hidden, classes, self.bias)
@@ -108,7 +110,7 @@ class ModelSettings:
         return lambda: CNN((channels, height, width), classes, filters, hidden, self.split)
 
 
-def _own(name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
+def _user_factory(name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
     factory: Callable[[Shape, int], nn.Module] = import_named(name, "model.names")
     wanted = f"model.names: {name!r} must be a function that can be called as {SIGNATURE}"
     if not callable(factory) or isinstance(factory, nn.Module):
@@ -118,6 +120,6 @@ def _own(name: str, shape: Shape, classes: int) -> Callable[[], nn.Module]:
     except TypeError as error:
         raise ConfigError(f"{wanted}: {error}") from error
     except ValueError:
-        # code without a signature that Python can show; the call itself will tell
+        # code without a signature that Python can show; calling it shows
         pass
     return lambda: factory(shape, classes)

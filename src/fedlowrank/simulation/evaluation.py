@@ -21,7 +21,7 @@ from ..core.tree import Params
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from ..engines.base import Engine, client_view
-from ..linalg.matricize import numbers
+from ..linalg.matricize import count_parameters
 from ..models.client_buffers import install_buffers
 from ..training.local_data import chunk_size, gather
 from .records import Accuracy
@@ -107,7 +107,7 @@ def evaluate_client(client: LocalModel, data: ClientData) -> ClientEvaluation:
             scores = {split: measure(predict, getattr(data, split)) for split in SPLITS}
             accuracy[name] = {split: s.accuracy for split, s in scores.items()}
             risk[name] = {split: s.risk for split, s in scores.items()}
-        sizes = {name: client.numbers(name) for name in predictors}
+        sizes = {name: client.count_parameters(name) for name in predictors}
         # four digits tell a route; all of a float would make the records of many clients large
         shares = client.client_model.routes
         routes = None if shares is None else [float(f"{p:.4f}") for p in shares.tolist()]
@@ -175,10 +175,12 @@ class LocalModel:
         """Parameters of the whole model, with the client's own statistics of batch normalizations."""
         return self.model.whole(self.client_model.whole())
 
-    def numbers(self, series: str) -> int:
+    def count_parameters(self, series: str) -> int:
         """Parameter count of the model of a series."""
         return (
-            numbers(self.parts[series], self.model.initial) if series in self.parts else self.model.parameters
+            count_parameters(self.parts[series], self.model.initial)
+            if series in self.parts
+            else self.model.parameters
         )
 
 
@@ -212,7 +214,7 @@ def local_model(
     known = server is not None or down is None
     state, task = install_buffers(task, state)
     view = client_view(federation, task, round, info, trainer)
-    view = replace(view, model=view.model.locally(lambda: (b.x for b in trainer.data.chunks())))
+    view = replace(view, model=view.model.with_local_statistics(lambda: (b.x for b in trainer.data.chunks())))
     with torch.inference_mode(False):
         message = tree.canonical(method.download(server, info)) if known else down
         made = method.client_model(state, message, view)

@@ -9,12 +9,21 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..adapters.deployment import Latency, Layout, Size, compare_latency, deploy, load, save, size_of
+from ..adapters.deployment import (
+    Latency,
+    Layout,
+    Size,
+    compare_latency,
+    deploy,
+    load_deployed,
+    measure_size,
+    save_deployed,
+)
 from ..core.errors import ConfigError, did_you_mean
 from ..core.model import Model
 from ..core.tree import canonical
 from ..data.dataset import Inputs, Stored
-from ..linalg.matricize import Weights, total
+from ..linalg.matricize import Weights, sum_parts
 from .run import Run
 
 BATCH = 20
@@ -65,7 +74,7 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
         client: its identifier.
         series: which model.
         layout: of the deployed one.
-        path: of the file, for :func:`fedlowrank.adapters.deployment.load`.
+        path: of the file, for :func:`fedlowrank.adapters.deployment.load_deployed`.
         repeats: timed calls.
 
     Raises:
@@ -74,16 +83,16 @@ def write(run: Run, client: int, series: str | None, layout: Layout, path: Path,
     """
     model, parts = _parts(run, client, series)
     dense = copy.deepcopy(model.module)
-    dense.load_state_dict(total(parts, model.initial), strict=False)
-    save(_deployed(model, parts, layout), path)
-    thin = load(model.module, path)
+    dense.load_state_dict(sum_parts(parts, model.initial), strict=False)
+    save_deployed(_deployed(model, parts, layout), path)
+    thin = load_deployed(model.module, path)
     data = run.federation.clients[client]
     x = (data.test if len(data.test) else data.train).inputs
     with torch.inference_mode():
         ours, theirs = (m(**x) if isinstance(x, dict) else m(x) for m in (thin, dense))
     times = compare_latency({"dense": dense, "deployed": thin}, _first(x), repeats)
     return Gain(
-        (size_of(dense), size_of(thin)),
+        (measure_size(dense), measure_size(thin)),
         (times["dense"], times["deployed"]),
         float((ours.argmax(-1) == theirs.argmax(-1)).double().mean()),
         float((ours - theirs).abs().max()),
@@ -127,4 +136,4 @@ def _first(x: Stored) -> Inputs:
 
 def _deployed(model: Model, parts: tuple[Weights, ...], layout: Layout) -> nn.Module:
     first, *rest = parts
-    return deploy(model.module, first, total(rest, model.initial) if rest else None, layout)
+    return deploy(model.module, first, sum_parts(rest, model.initial) if rest else None, layout)

@@ -54,7 +54,7 @@ class RoundRecord:
         routes: of every client its share of each cluster; None if the method has no clusters, or without
             evaluation.
         parameters: of each series, how many numbers the model of each client takes
-            (:func:`fedlowrank.linalg.matricize.numbers`); None in rounds without evaluation.
+            (:func:`fedlowrank.linalg.matricize.count_parameters`); None in rounds without evaluation.
         ranks: of the server's low-rank weights by name, after the round.
         observed: what the method says of its server after the round, such as the weight of each client's
             reply.

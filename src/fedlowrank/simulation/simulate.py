@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..adapters.deployment import Layout
-from ..adapters.state_dict import whole_state
+from ..adapters.state_dict import full_state_dict
 from ..core.errors import CheckpointError, ConfigError, FedlowrankError, did_you_mean
 from ..core.method import Method
 from ..core.tree import Params
@@ -66,7 +66,7 @@ class Result:
         that it was made from.
         """
         info = self.run.federation.infos[client]
-        return whole_state(self.run.federation.architectures[info.architecture], self.run.personal(info))
+        return full_state_dict(self.run.federation.architectures[info.architecture], self.run.personal(info))
 
 
 def simulate(

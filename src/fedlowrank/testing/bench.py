@@ -28,7 +28,7 @@ from ..data.federation import Federation
 from ..engines import ENGINES
 from ..engines.processes import cores
 from ..methods import METHODS
-from ..models.architecture import build
+from ..models.architecture import build_module
 from ..models.cnn import CNN, FAMILY
 from ..models.mlp import MLP
 from ..simulation.run import Run, RunSettings
@@ -172,7 +172,7 @@ class _Bare:
     """Plain PyTorch: the same steps with nothing around them."""
 
     def __init__(self, subject: Subject, fed: Federation) -> None:
-        self._model = build(subject.plain, fed.key)
+        self._model = build_module(subject.plain, fed.key)
         self._fed = fed
 
     def round(self, run: Run, t: int) -> None:

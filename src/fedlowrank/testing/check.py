@@ -22,7 +22,7 @@ from ..core.optimizer import SGD
 from ..data.federation import Federation
 from ..engines import Sequential, Vectorized, Wire
 from ..engines.base import ClientJob, Engine
-from ..linalg.matricize import total
+from ..linalg.matricize import sum_parts
 from ..simulation.checkpoint import load, save
 from ..simulation.evaluation import measure
 from ..simulation.run import Run, RunSettings
@@ -297,7 +297,7 @@ def _adds_up(method: AnyMethod) -> str | None:
             if name not in predictors:
                 return f"ClientModel.parts names the series {name!r}; series has {sorted(predictors)}"
             with torch.inference_mode():
-                whole = made.model.apply(total(parts, made.model.initial), x)
+                whole = made.model.apply(sum_parts(parts, made.model.initial), x)
                 if not torch.allclose(whole, predictors[name](x), rtol=1e-4, atol=1e-5):
                     return f"the parts of series {name!r} do not add up to the model that client {info.id} infers by"
     return None

@@ -1,9 +1,10 @@
-"""Scores of language models: what they write, graded as the field does it, with the decoding beside every number.
+"""Scores of language models on generated text, each with its decoding settings.
 
-Everything takes a model and a tokenizer of transformers as they are. Nothing heavy is imported until it is used.
+Everything takes a model and a tokenizer of transformers as they are. Nothing heavy is imported until it is
+used.
 """
 
-from .generate import Decoding, complete
+from .generate import Decoding, complete_prompts
 from .tasks import TASKS, Dolly, Format, Gsm8k, HumanEval, Perplexity, Score, ScoreTask
 
 __all__ = [
@@ -16,5 +17,5 @@ __all__ = [
     "Perplexity",
     "Score",
     "ScoreTask",
-    "complete",
+    "complete_prompts",
 ]

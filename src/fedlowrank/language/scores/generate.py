@@ -14,7 +14,7 @@ from torch import Tensor
 from ...core.choices import check_choices
 from ...core.errors import ConfigError, DataError, TaskError
 from ...core.key import Key
-from .extras import library
+from ..optional import import_library
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,13 @@ class Decoding:
         temperature: for sampling: divides the logits; above 0.
         top_p: for sampling: only the likeliest tokens that together reach this probability, in (0, 1].
         batch_size: prompts generated at a time.
-        stop: the text ends before the first of these strings. One that is a special token of the tokenizer ends the
-            text as the end token does.
-        prompt_tokens: longer prompts lose tokens on the left; None refuses a prompt that does not fit the model.
-        special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt. False for
-            prompts that hold them already, as those of a chat template do.
-        key: for sampling: where the draws come from.
+        stop: the text ends before the first of these strings. One that is a special token of the tokenizer
+            ends the text as the end token does.
+        prompt_tokens: longer prompts lose tokens on the left; None refuses a prompt that does not fit the
+            model.
+        special_tokens: whether the tokenizer adds its special tokens (such as a begin token) to the prompt.
+            False for prompts that have them already, as those of a chat template do.
+        key: for sampling: source of randomness.
     """
 
     max_new_tokens: int = 256
@@ -59,8 +60,8 @@ class Decoding:
             )
         if not (0 < self.temperature < math.inf and 0 < self.top_p <= 1):
             raise ConfigError(
-                f"decoding: temperature must be > 0 and top_p in (0, 1]; they are {self.temperature} and {self.top_p}. "
-                "For the likeliest token each time set method to 'greedy'."
+                f"decoding: temperature must be > 0 and top_p in (0, 1]; they are {self.temperature} and "
+                f"{self.top_p}. For the likeliest token each time set method to 'greedy'."
             )
         if self.method == "greedy" and (self.temperature != 1 or self.top_p != 1):
             raise ConfigError(
@@ -85,18 +86,18 @@ class Decoding:
         return ", ".join(parts)
 
 
-def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decoding) -> list[str]:
-    """What the model writes after each prompt: the new text alone, without special tokens, cut at the stop strings.
+def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decoding) -> list[str]:
+    """Generate the text after each prompt, without special tokens, truncated at the stop strings.
 
-    Prompts are padded on the left by this function itself, so the tokenizer is used as it is and keeps its settings,
-    and one without a pad token will do. The model is in evaluation mode meanwhile and goes back to the mode in which it
-    was. Greedy texts do not depend on the batch size, but for rounding. Sampling runs ``generate`` inside ``fork_rng``,
-    seeded for each batch from the key: the global generators are as before afterwards, and equal keys, prompts and batch
-    sizes give equal texts on one kind of device.
+    Prompts are padded on the left by this function itself, so the tokenizer is used as it is and keeps its
+    settings, and one without a pad token will do. The model is in evaluation mode meanwhile and goes back to
+    the mode in which it was. Greedy texts do not depend on the batch size, but for rounding. Sampling runs
+    ``generate`` inside ``fork_rng``, seeded for each batch from the key: the global generators are as before
+    afterwards, and equal keys, prompts and batch sizes give equal texts on one kind of device.
 
-    New tokens are decoded together with the prompt's, because many tokenizers drop a space where a text begins, which
-    would break the indentation of code. Only where new tokens change how the end of the prompt decodes (bytes that are
-    no character) they are decoded alone.
+    New tokens are decoded together with the prompt's, because many tokenizers drop a space where a text
+    begins, which would break the indentation of code. Only where new tokens change how the end of the prompt
+    decodes (bytes that are no character) they are decoded alone.
 
     Args:
         model: a causal language model of transformers, or one wrapped by PEFT.
@@ -108,11 +109,11 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decod
         A text for each prompt, in their order.
 
     Raises:
-        DataError: if transformers is missing, a prompt has no token, or one does not fit the
-            model's context together with the new tokens.
+        DataError: if transformers is missing, a prompt has no token, or one does not fit the model's context
+            together with the new tokens.
         TaskError: if the model is an encoder and decoder.
     """
-    transformers = library("transformers", "generating text")
+    transformers = import_library("transformers", "generating text")
     if getattr(model.config, "is_encoder_decoder", False):
         raise TaskError(
             f"{type(model).__name__} is an encoder and decoder; texts are only completed by causal models."
@@ -139,14 +140,14 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decod
         }
     device = next(model.parameters()).device
     texts = [""] * len(prompts)
-    # prompts of like length together, the longest first: little padding, and a lack of memory shows at once
+    # sorted by length, the longest first: little padding, and a lack of memory shows at once
     order = sorted(range(len(prompts)), key=lambda i: -len(tokens[i]))
     with evaluating(model), _own_settings(model, transformers.GenerationConfig), torch.no_grad():
         for number, begin in enumerate(range(0, len(order), decoding.batch_size)):
             rows = order[begin : begin + decoding.batch_size]
-            x, mask = left_padded([tokens[i] for i in rows], pad)
+            x, mask = pad_left([tokens[i] for i in rows], pad)
             ended = _stops(tokenizer, [tokens[i] for i in rows], x.shape[1], decoding.stop)
-            with _drawn_from(decoding, number):
+            with _seed_sampling(decoding, number):
                 out = model.generate(
                     input_ids=x.to(device),
                     attention_mask=mask.to(device),
@@ -155,16 +156,16 @@ def complete(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decod
                 )
             for i, row in zip(rows, out[:, x.shape[1] :].tolist(), strict=True):
                 stop = next((at for at, token in enumerate(row) if token in ends), len(row))
-                texts[i] = cut(_new_text(tokenizer, tokens[i], row[:stop]), decoding.stop)
+                texts[i] = truncate_at_stop(_new_text(tokenizer, tokens[i], row[:stop]), decoding.stop)
     return texts
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
+def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
     """The text before the first place where one of the strings stands."""
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
 
-def left_padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
     """Rows of tokens, right-aligned in int64 ``[n, T]``, and where they are, int64 ``[n, T]`` of 0 and 1."""
     width = max(map(len, rows))
     x = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
@@ -185,7 +186,8 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_settings(model: torch.nn.Module, config: Callable[[], Any]) -> Iterator[None]:
-    # generate() fills whatever we leave open (beams, penalties, least lengths) from the settings saved with the model
+    # generate() fills whatever we leave open (beams, penalties, least lengths) from the settings saved with
+    # the model
     found = [
         (module, module.__dict__["generation_config"])
         for module in model.modules()
@@ -201,7 +203,7 @@ def _own_settings(model: torch.nn.Module, config: Callable[[], Any]) -> Iterator
 
 
 @contextlib.contextmanager
-def _drawn_from(decoding: Decoding, batch: int) -> Iterator[None]:
+def _seed_sampling(decoding: Decoding, batch: int) -> Iterator[None]:
     if decoding.method == "greedy":
         yield
         return
@@ -227,9 +229,9 @@ def _check_lengths(model: Any, tokens: Sequence[Sequence[int]], decoding: Decodi
     for i, row in enumerate(tokens):
         if limit is not None and len(row) + decoding.max_new_tokens > limit:
             raise DataError(
-                f"prompt {i} has {len(row)} tokens; with {decoding.max_new_tokens} new ones it exceeds the model's context "
-                f"of {limit}. Set prompt_tokens to {max(1, limit - decoding.max_new_tokens)} to cut prompts on the left, or "
-                "lower max_new_tokens."
+                f"prompt {i} has {len(row)} tokens; with {decoding.max_new_tokens} new ones it exceeds the "
+                f"model's context of {limit}. Set prompt_tokens to {max(1, limit - decoding.max_new_tokens)} "
+                "to cut prompts on the left, or lower max_new_tokens."
             )
 
 
@@ -257,7 +259,8 @@ def _new_text(tokenizer: Any, prompt: Sequence[int], new: Sequence[int]) -> str:
 def _stops(
     tokenizer: Any, prompts: Sequence[Sequence[int]], width: int, stop: Sequence[str]
 ) -> Callable[..., Tensor]:
-    # every token that is text holds a byte at least; the text of the last few alone may lack a space, hence some more
+    # every token that is text holds a byte at least; the text of the last few alone may lack a space, hence
+    # some more
     reach = max((len(s.encode()) for s in stop), default=0) + 4
 
     def ended(input_ids: Tensor, _: Tensor, **__: Any) -> Tensor:

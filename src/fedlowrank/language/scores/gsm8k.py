@@ -22,13 +22,14 @@ _NOTHING = "[invalid]"
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradedAnswers:
     """Which completions are right, by each convention.
 
     Attributes:
         last: the last number equals the reference as a number, ``42.0`` being 42.
         strict: as lm_eval's filter ``strict-match``: the first number after ``####``, compared as text.
-        flexible: as lm_eval's filter ``flexible-extract``: the last thing that looks like a number, compared as text.
+        flexible: as lm_eval's filter ``flexible-extract``: the last thing that looks like a number, compared
+            as text.
     """
 
     last: list[bool]
@@ -43,7 +44,8 @@ class Graded:
 def last_number(text: str) -> Decimal | None:
     """The last number of a text, commas and $ removed, or None.
 
-    A sign counts where the minus does not follow a number, word or closing bracket: in ``9-4`` the last number is 4.
+    A sign counts where the minus does not follow a number, word or closing bracket: in ``9-4`` the last
+    number is 4.
     """
     found = _NUMBER.findall(text)
     return Decimal(re.sub("[$,]", "", found[-1]).replace("−", "-")) if found else None
@@ -61,14 +63,14 @@ def flexible_extract(text: str) -> str:
     return found[-1][0].strip() if found else _NOTHING
 
 
-def same_text(extracted: str, reference: str) -> bool:
-    """Whether lm_eval's ``exact_match`` of gsm8k takes the two for equal; the reference may be a whole solution."""
+def is_exact_match(extracted: str, reference: str) -> bool:
+    """Whether lm_eval's ``exact_match`` of gsm8k holds; the reference may be a whole solution."""
     for pattern in _IGNORED:
         extracted, reference = re.sub(pattern, "", extracted), re.sub(pattern, "", reference)
     return extracted.lower() == reference.lower()
 
 
-def score(completions: Sequence[str], answers: Sequence[str]) -> Graded:
+def grade_answers(completions: Sequence[str], answers: Sequence[str]) -> GradedAnswers:
     """Grade completions.
 
     Args:
@@ -88,17 +90,20 @@ def score(completions: Sequence[str], answers: Sequence[str]) -> Graded:
         if number is None:
             raise DataError(f"answer {i} has no number: {answer[-60:]!r}. It should end in '#### number'.")
         right.append(number)
-    return Graded(
+    return GradedAnswers(
         [last_number(text) == number for text, number in zip(completions, right, strict=True)],
-        [same_text(strict_extract(text), answer) for text, answer in zip(completions, answers, strict=True)],
         [
-            same_text(flexible_extract(text), answer)
+            is_exact_match(strict_extract(text), answer)
+            for text, answer in zip(completions, answers, strict=True)
+        ],
+        [
+            is_exact_match(flexible_extract(text), answer)
             for text, answer in zip(completions, answers, strict=True)
         ],
     )
 
 
-def few_shot(question: str, shots: Sequence[Mapping[str, str]]) -> str:
+def build_few_shot_prompt(question: str, shots: Sequence[Mapping[str, str]]) -> str:
     """A chain-of-thought prompt: solved questions, then the question.
 
     Args:

@@ -1,4 +1,4 @@
-"""Evaluation by lm_eval (EleutherAI's lm-evaluation-harness) of a model in memory, on tasks in local files."""
+"""Evaluation of a model in memory by lm_eval (EleutherAI) on tasks in local files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...core.errors import ConfigError, DataError
-from .extras import library
+from ..optional import import_library
 from .generate import evaluating
 
 _INSTALL = "'lm_eval>=0.4.13'"
@@ -29,7 +29,7 @@ def lm_eval_model(model: Any, tokenizer: Any, batch_size: int = 8) -> Any:
     Raises:
         DataError: if lm_eval is missing.
     """
-    made = library("lm_eval.models.huggingface", "this evaluation", _INSTALL).HFLM
+    made = import_library("lm_eval.models.huggingface", "this evaluation", _INSTALL).HFLM
     return made(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
 
 
@@ -44,8 +44,8 @@ def evaluate_with_lm_eval(
     """Evaluate by tasks in lm_eval's YAML form; none of those that come with lm_eval is looked at.
 
     For an evaluation without network, a task reads local files: ``dataset_path: json`` with ``dataset_kwargs:
-    data_files:``. lm_eval seeds the global generators with its own defaults, so a score can be had again; afterwards they,
-    the mode of the model and the padding settings of the tokenizer are as before.
+    data_files:``. lm_eval seeds the global generators with its own defaults, so scores are
+    reproducible; afterwards they, the mode of the model and the padding of the tokenizer are as before.
 
     Args:
         model: a causal language model of transformers.
@@ -56,7 +56,8 @@ def evaluate_with_lm_eval(
         bootstrap: resamplings for the standard errors of metrics that are no means; 0 leaves all of them out.
 
     Returns:
-        Each task's metrics by name, as lm_eval calls them: ``{"my_task": {"exact_match,strict-match": 0.5, ...}}``.
+        Each task's metrics by name, as lm_eval calls them: ``{"my_task": {"exact_match,strict-match": 0.5,
+        ...}}``.
 
     Raises:
         DataError: if lm_eval or a file is missing.
@@ -73,10 +74,10 @@ def evaluate_with_lm_eval(
     with evaluating(model), _global_generators_kept():
         try:
             lm = lm_eval_model(model, tokenizer, batch_size)
-            manager = library("lm_eval.tasks", "this evaluation", _INSTALL).TaskManager(
+            manager = import_library("lm_eval.tasks", "this evaluation", _INSTALL).TaskManager(
                 include_defaults=False
             )
-            found = library("lm_eval", "this evaluation", _INSTALL).simple_evaluate(
+            found = import_library("lm_eval", "this evaluation", _INSTALL).simple_evaluate(
                 model=lm,
                 tasks=paths,
                 limit=limit,

@@ -1,4 +1,7 @@
-"""HumanEval (Chen et al. 2021): completions run against the tests of their problems. Not a security boundary."""
+"""HumanEval (Chen et al. 2021): completions run against the tests of their problems.
+
+Not a security boundary.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.errors import ConfigError, DataError
-from .generate import cut
+from .generate import truncate_at_stop
 from .sandbox import Limits, Run, run_program
 
 STOP = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
@@ -19,7 +22,7 @@ COLUMNS = ("task_id", "prompt", "entry_point", "test")
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradedPrograms:
     """How completions fared.
 
     Attributes:
@@ -39,14 +42,14 @@ class Graded:
         ) / len(self.runs)
 
     def isolation(self) -> str:
-        """What held the programs in; one line for each way in which it differed between them."""
+        """Isolation of the programs; one line for each way in which it differed between them."""
         found = [run.isolation for runs in self.runs for run in runs]
         lines = sorted({"unknown: over too soon" if one is None else one.describe() for one in found})
         return " | ".join(lines)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1).
+    """Unbiased estimate of pass@k: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1).
 
     Args:
         samples: n, completions of a problem.
@@ -65,26 +68,26 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return float(1 - np.prod(1 - k / np.arange(samples - correct + 1, samples + 1)))
 
 
-def program_of(problem: Mapping[str, str], completion: str) -> str:
-    """The program that passes if the completion is right: the problem's prompt, the completion and the tests."""
+def build_program(problem: Mapping[str, str], completion: str) -> str:
+    """A program that passes if the completion is right: prompt, completion and tests."""
     return f"{problem['prompt']}{completion}\n{problem['test']}\ncheck({problem['entry_point']})\n"
 
 
-def score(
+def grade_completions(
     problems: Sequence[Mapping[str, str]],
     completions: Sequence[Sequence[str]],
     *,
     execute: bool = False,
     limits: Limits | None = None,
     stop: Sequence[str] = STOP,
-) -> Graded:
+) -> GradedPrograms:
     """Run completions, each in a process of its own.
 
     Args:
         problems: with the columns of the published file.
         completions: for each problem its samples, what follows the prompt.
-        execute: must be True: programs that a model wrote are run on this machine, and the limits are no security
-            boundary (see :func:`fedlowrank.language.scores.sandbox.run_program`).
+        execute: must be True: programs that a model wrote are run on this machine, and the limits are no
+            security boundary (see :func:`fedlowrank.language.scores.sandbox.run_program`).
         limits: of each run.
         stop: completions are cut before the first of these.
 
@@ -94,7 +97,8 @@ def score(
     """
     if not problems or len(problems) != len(completions):
         raise DataError(
-            f"there are {len(problems)} problems and completions of {len(completions)}; all are needed, one at least."
+            f"there are {len(problems)} problems and completions of {len(completions)}; all are needed, one "
+            "at least."
         )
     for problem, samples in zip(problems, completions, strict=True):
         missing = [column for column in COLUMNS if not isinstance(problem.get(column), str)]
@@ -103,9 +107,12 @@ def score(
             raise DataError(
                 f"{name} has no text in {', '.join(missing)}." if missing else f"{name} has no completion."
             )
-    return Graded(
+    return GradedPrograms(
         [
-            [run_program(program_of(problem, cut(text, stop)), limits, execute=execute) for text in samples]
+            [
+                run_program(build_program(problem, truncate_at_stop(text, stop)), limits, execute=execute)
+                for text in samples
+            ]
             for problem, samples in zip(problems, completions, strict=True)
         ]
     )

@@ -1,7 +1,7 @@
 """Started by the sandbox as a script of its own: gives up what it may, then becomes the program to be run.
 
-Runs under ``python -I -S``, so it imports nothing but the standard library. What could not be had is reported through a
-pipe and not an error: that is for the caller to say.
+Runs under ``python -I -S``, so it imports nothing but the standard library. What could not be had is reported
+through a pipe and not an error: that is for the caller to say.
 """
 
 import ctypes
@@ -36,15 +36,15 @@ def unshare(libc: ctypes.CDLL) -> int:
 
 
 def may_change_user() -> bool:
-    """Whether this process has the capabilities that :func:`become_nobody` needs; a container's root may lack them."""
+    """Whether this process has the capabilities for :func:`become_nobody`; a container may lack them."""
     with open("/proc/self/status") as file:  # noqa: PTH123
-        held = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
+        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
     needed = sum(1 << capability for capability in (CHANGE_OWNER, READ_ANY, SET_GROUP, SET_USER))
-    return held & needed == needed
+    return effective & needed == needed
 
 
 def become_nobody(libc: ctypes.CDLL, program: str) -> str:
-    """As root: own nothing any more, and keep the right to read only where the interpreter could not be reached else."""
+    """As root: give up all rights, but for reading if the interpreter could not be reached otherwise."""
     os.chown(os.getcwd(), NOBODY, NOBODY)  # noqa: PTH109
     os.setgroups([])
     os.setegid(NOBODY)
@@ -59,7 +59,8 @@ def become_nobody(libc: ctypes.CDLL, program: str) -> str:
     os.setresuid(NOBODY, NOBODY, NOBODY)
     if reached:
         return "nobody"
-    # effective, permitted and inheritable, in two words each; what is inherited must be raised once more to outlive exec
+    # effective, permitted and inheritable, in two words each; what is inherited must be raised once more to
+    # outlive exec
     only = 1 << READ_ANY
     _call(
         libc,

@@ -25,7 +25,8 @@ class Labeled:
     Attributes:
         x: tokens, int64 ``[n, T]``.
         mask: 1 at tokens and 0 at padding, int64 ``[n, T]``.
-        y: the token at the same place where its likelihood counts and -100 elsewhere, int64 ``[n, T]``, not shifted.
+        y: the token at the same place where its likelihood counts and -100 elsewhere, int64 ``[n, T]``, not
+            shifted.
     """
 
     x: Tensor
@@ -51,7 +52,7 @@ class Likelihood:
         return math.exp(self.nll) if self.nll < 709 else self.nll * math.inf
 
 
-def label(
+def label_tokens(
     tokenizer: Any,
     prompts: Sequence[str],
     texts: Sequence[str],
@@ -60,9 +61,9 @@ def label(
 ) -> Labeled:
     """Tokens of texts that follow prompts; the likelihood of the text alone counts.
 
-    Prompt and text are tokenized apart and joined, so that no token lies in both. The tokenizer adds its special tokens
-    before the prompt only. The first token of a row is predicted by nothing and never counts; so the first token of a
-    text counts only if a prompt or a begin token stands before it.
+    Prompt and text are tokenized apart and joined, so that no token lies in both. The tokenizer adds its
+    special tokens before the prompt only. The first token of a row is predicted by nothing and never counts;
+    so the first token of a text counts only if a prompt or a begin token stands before it.
 
     Args:
         tokenizer: of transformers.
@@ -106,11 +107,11 @@ def label(
     return Labeled(x, mask, y)
 
 
-def likelihood(model: Any, data: Labeled, batch_size: int = 8) -> Likelihood:
+def measure_likelihood(model: Any, data: Labeled, batch_size: int = 8) -> Likelihood:
     """Token-mean negative log-likelihood: the logits at t - 1 predict ``y[t]``.
 
-    The number does not depend on the batch size nor on where the padding is, but for rounding: padding is moved to the
-    right and cut. The model is in evaluation mode meanwhile.
+    The number does not depend on the batch size nor on where the padding is, but for rounding: padding is
+    moved to the right and cut. The model is in evaluation mode meanwhile.
 
     Args:
         model: a causal language model of transformers.

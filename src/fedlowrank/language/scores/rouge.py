@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.errors import DataError
-from .extras import library
+from ..optional import import_library
 
 
 def rouge_l_each(predictions: Sequence[str], references: Sequence[str], stemmer: bool = False) -> list[float]:
     """Rouge-L F of each prediction with its reference, in [0, 1].
 
-    Needs ``pip install 'fedlowrank[language]'``. Words are lower-cased runs of ASCII letters and digits, so text in
-    other scripts has none and scores 0.
+    Needs ``pip install 'fedlowrank[language]'``. Words are lower-cased runs of ASCII letters and digits, so
+    text in other scripts has none and scores 0.
 
     Args:
         predictions: texts.
@@ -24,9 +24,12 @@ def rouge_l_each(predictions: Sequence[str], references: Sequence[str], stemmer:
     """
     if not references or len(predictions) != len(references):
         raise DataError(
-            f"there are {len(predictions)} predictions and {len(references)} references; equally many are needed."
+            f"there are {len(predictions)} predictions and {len(references)} references; equally many are "
+            "needed."
         )
-    scorer = library("rouge_score.rouge_scorer", "Rouge-L").RougeScorer(["rougeL"], use_stemmer=stemmer)
+    scorer = import_library("rouge_score.rouge_scorer", "Rouge-L").RougeScorer(
+        ["rougeL"], use_stemmer=stemmer
+    )
     pairs = zip(predictions, references, strict=True)
     return [float(scorer.score(target, prediction)["rougeL"].fmeasure) for prediction, target in pairs]
 

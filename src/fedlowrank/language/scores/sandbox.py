@@ -1,8 +1,8 @@
 """A Python program run in a process of its own, with limits. Not a security boundary.
 
-The limits keep a wrong program from hanging, filling the disk or the memory, or leaving processes behind. They do not
-stop one that means harm: it can read what its user can read. Run programs of unknown origin in a container or a virtual
-machine that has nothing to lose.
+The limits keep a wrong program from hanging, filling the disk or the memory, or leaving processes behind.
+They do not stop one that means harm: it can read what its user can read. Run programs of unknown origin in a
+container or a virtual machine that has nothing to lose.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ...core.tree import tree
 _LAUNCH = Path(__file__).with_name("launch.py")
 _TAIL = 1 << 16
 _RISK = (
-    "programs written by a model would be run on this machine. They are limited in time, memory, files and processes, "
-    "but that is no security boundary: they can read what you can read. Run this where nothing can be lost, such as a "
-    "container without network, and pass execute=True to say that you do."
+    "programs written by a model would be run on this machine. They are limited in time, memory, files and "
+    "processes, but that is no security boundary: they can read what you can read. Run this where nothing "
+    "can be lost, such as a container without network, and pass execute=True to say that you do."
 )
 
 
@@ -38,7 +38,8 @@ class Limits:
     """What a program may use.
 
     Attributes:
-        seconds: of wall-clock time; and of processor time, rounded up, for each process that nothing else may stop.
+        seconds: of wall-clock time; and of processor time, rounded up, for each process that nothing else may
+            stop.
         memory: bytes of address space.
         file_size: bytes of any one file, its output included.
     """
@@ -50,21 +51,21 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 < self.seconds < math.inf or self.memory < 1 << 26 or self.file_size < 1 << 12:
             raise ConfigError(
-                f"limits must be finite and leave Python itself at least {1 << 26} bytes of memory and {1 << 12} bytes a "
-                f"file; they are {self.seconds} s, {self.memory} and {self.file_size} bytes"
+                f"limits must be finite and leave Python itself at least {1 << 26} bytes of memory and "
+                f"{1 << 12} bytes a file; they are {self.seconds} s, {self.memory} and {self.file_size} bytes"
             )
 
 
 @tree
 class Isolation:
-    """What held a program in, beside the limits on time, memory and files, which always do.
+    """Isolation of a program, beside the limits on time, memory and files, which always do.
 
     Attributes:
         network: it had a network namespace of its own, hence no network.
         contained: it had a process namespace of its own: nothing of it lived on.
         single: it could start no other process or thread.
-        user: as whom it ran: ``the caller``; or, where that is root, ``nobody``, and ``nobody, reading as root`` if only
-            root can read the interpreter.
+        user: as whom it ran: ``the caller``; or, where that is root, ``nobody``, and ``nobody, reading as
+            root`` if only root can read the interpreter.
     """
 
     network: bool
@@ -79,9 +80,9 @@ class Isolation:
             "contained": "own process namespace",
             "single": "no further processes",
         }
-        held = [words for name, words in names.items() if getattr(self, name)]
+        active = [words for name, words in names.items() if getattr(self, name)]
         missing = [words for name, words in names.items() if not getattr(self, name)]
-        text = f"in force: {', '.join(held) or 'none'}" + (
+        text = f"in force: {', '.join(active) or 'none'}" + (
             f"; not in force: {', '.join(missing)}" if missing else ""
         )
         return f"{text}; as user: {self.user}"
@@ -94,7 +95,7 @@ class Run:
     Attributes:
         outcome: passed, if it ran to its end; timed out, by the wall clock; else failed.
         message: the last line that it wrote to standard error, or how it ended.
-        isolation: what held it in, or None if it was over before that was known.
+        isolation: its isolation, or None if it was over before that was known.
     """
 
     outcome: Literal["passed", "failed", "timed out"]
@@ -110,9 +111,10 @@ class Run:
 def run_program(program: str, limits: Limits | None = None, *, execute: bool = False) -> Run:
     """Run a program to see whether it comes to its end without an error.
 
-    It runs under ``python -I -S`` in a new session, with an empty environment and no input, in a temporary folder that is
-    its own and is removed afterwards. Time is up when the wall clock says so, and then the whole process group is killed.
-    A program that ends early, even without an error, has not passed: a mark after its last line must be reached.
+    It runs under ``python -I -S`` in a new session, with an empty environment and no input, in a temporary
+    folder that is its own and is removed afterwards. Time is up when the wall clock says so, and then the
+    whole process group is killed. A program that ends early, even without an error, has not passed: a mark
+    after its last line must be reached.
 
     Args:
         program: Python source.
@@ -157,13 +159,13 @@ def run_program(program: str, limits: Limits | None = None, *, execute: bool = F
 def _run(
     program: Path, limits: Limits, out: IO[bytes], err: IO[bytes]
 ) -> tuple[int | None, Isolation | None]:
-    """The exit code, or None if time ran out; and what held the program in."""
+    """The exit code, or None if time ran out; and its isolation."""
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    numbers = [math.ceil(limits.seconds), limits.memory, limits.file_size, writer]
+    limit_arguments = [math.ceil(limits.seconds), limits.memory, limits.file_size, writer]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-B", str(_LAUNCH), *map(str, numbers), str(program)],
+            [sys.executable, "-I", "-S", "-B", str(_LAUNCH), *map(str, limit_arguments), str(program)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -188,8 +190,9 @@ def _run(
     known, _, problem = report.decode().partition("\n")
     if problem or (over and not known):
         raise TaskError(
-            f"a program could not be started under limits: {problem or _tail(err).strip()[-500:] or f'code {code}'}. "
-            "Raise the limits, or run this on a machine that allows them."
+            "a program could not be started under limits: "
+            f"{problem or _tail(err).strip()[-500:] or f'code {code}'}. Raise the limits, or run this on a "
+            "machine that allows them."
         )
     return code if over else None, Isolation(**json.loads(known)) if known else None
 

@@ -10,12 +10,12 @@ from ...core.choices import check_choices
 from ...core.errors import ConfigError, DataError, did_you_mean
 from ...core.tree import tree
 from . import gsm8k, humaneval, perplexity, rouge
-from .generate import Decoding, complete
+from .generate import Decoding, complete_prompts
 from .records import read_records, text_of
 from .sandbox import Limits
 
 Format = Callable[[Mapping[str, str]], str]
-"""The prompt of an instruction record: ``instruction`` and ``input`` (may be empty) to all that stands before the answer.
+"""The prompt of an instruction record with ``instruction`` and ``input`` (may be empty).
 
 It should be the format of training.
 """
@@ -30,7 +30,7 @@ class Score:
         value: the headline number; shares are in [0, 1].
         count: records that it is a mean over; for perplexity, tokens.
         decoding: the settings by which text was generated, in words.
-        details: other numbers and settings on which they depend, by name.
+        details: other results and settings on which they depend, by name.
     """
 
     name: str
@@ -68,12 +68,13 @@ class Gsm8k:
 
     Attributes:
         path: jsonl of ``question`` and ``answer``, such as the published test part.
-        shots: 0 asks in the format given; else so many solved questions stand before each, in plain chain-of-thought form.
+        shots: 0 asks in the format given; else so many solved questions stand before each, in plain
+            chain-of-thought form.
         train_path: file whose first records are the shots; commonly the published training part.
-        grade: which convention is the headline: last, the last number as a number; strict or flexible, as lm_eval's
-            two filters. The details hold all three.
+        grade: which convention is the headline: last, the last number as a number; strict or flexible, as
+            lm_eval's two filters. The details have all three.
         limit: only so many records, the first; None takes all.
-        decoding: greedy, unless told.
+        decoding: greedy, by default.
     """
 
     path: str
@@ -88,7 +89,8 @@ class Gsm8k:
         _check_limit(self.limit)
         if self.shots < 0 or (self.shots > 0) != (self.train_path is not None):
             raise ConfigError(
-                f"gsm8k: shots > 0 and train_path belong together; they are {self.shots} and {self.train_path!r}"
+                f"gsm8k: shots > 0 and train_path belong together; they are {self.shots} and "
+                f"{self.train_path!r}"
             )
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
@@ -105,9 +107,9 @@ class Gsm8k:
                 raise DataError(
                     f"{self.train_path!r} has {len(shots)} records; {self.shots} shots are asked for."
                 )
-            prompts = [gsm8k.few_shot(question, shots) for question in questions]
+            prompts = [gsm8k.build_few_shot_prompt(question, shots) for question in questions]
             decoding = replace(decoding, stop=(*decoding.stop, *gsm8k.STOP))
-        rates = gsm8k.score(complete(model, tokenizer, prompts, decoding), answers).rates()
+        rates = gsm8k.grade_answers(complete_prompts(model, tokenizer, prompts, decoding), answers).rates()
         prompting = f"{self.shots}-shot chain of thought" if self.shots else "0-shot in the format given"
         return Score(
             "gsm8k",
@@ -124,10 +126,11 @@ class Dolly:
 
     Attributes:
         path: jsonl of ``instruction``, ``context``, ``response`` and ``category``.
-        category: only records of this category; None takes all, for a file that holds the held-out ones alone.
+        category: only records of this category; None takes all, for a file that holds the held-out ones
+            alone.
         stemmer: whether words are reduced to their stems first.
         limit: only so many of these records, the first; None takes all.
-        decoding: greedy with 128 new tokens, unless told.
+        decoding: greedy with 128 new tokens, by default.
     """
 
     path: str
@@ -155,7 +158,7 @@ class Dolly:
             format({"instruction": text_of(r, "instruction"), "input": text_of(r, "context")})
             for r in records
         ]
-        completions = [text.strip() for text in complete(model, tokenizer, prompts, self.decoding)]
+        completions = [text.strip() for text in complete_prompts(model, tokenizer, prompts, self.decoding)]
         value = rouge.rouge_l(completions, [text_of(r, "response") for r in records], self.stemmer)
         details = {"metric": "Rouge-L F", "stemmer": self.stemmer, "category": self.category}
         return Score("dolly", value, len(records), self.decoding.describe(), details)
@@ -168,14 +171,14 @@ class HumanEval:
     Attributes:
         path: jsonl of problems, such as the published file.
         execute: must be True, for programs of a model are run on this machine.
-        prompting: raw, the problem's prompt alone, for the model to go on; or format, the same after an instruction in the
-            format given, as the beginning of the answer.
+        prompting: raw, the problem's prompt alone, for the model to go on; or format, the same after an
+            instruction in the format given, as the beginning of the answer.
         instruction: the instruction of ``format``.
         samples: completions of each problem; more than one need sampling.
         k: pass@k for each of these; the headline is the first.
         limit: only so many problems, the first; None takes all.
         limits: of each program.
-        decoding: greedy, stopping where the function ends, unless told.
+        decoding: greedy, stopping where the function ends, by default.
     """
 
     path: str
@@ -215,9 +218,9 @@ class HumanEval:
                 format({"instruction": self.instruction, "input": prompt}) + prompt for prompt in prompts
             ]
         repeated = [prompt for prompt in prompts for _ in range(self.samples)]
-        texts = complete(model, tokenizer, repeated, self.decoding)
+        texts = complete_prompts(model, tokenizer, repeated, self.decoding)
         samples = [texts[i : i + self.samples] for i in range(0, len(texts), self.samples)]
-        graded = humaneval.score(problems, samples, execute=self.execute, limits=self.limits)
+        graded = humaneval.grade_completions(problems, samples, execute=self.execute, limits=self.limits)
         details: dict[str, Any] = {f"pass@{k}": graded.pass_at(k) for k in self.k}
         details |= {
             "prompts": self.prompting,
@@ -237,8 +240,8 @@ class Perplexity:
     Attributes:
         path: jsonl of records.
         text: column whose tokens count.
-        instruction: column with an instruction; the text is then its answer and stands behind it in the format given.
-            None: the text stands alone.
+        instruction: column with an instruction; the text is then its answer and stands behind it in the
+            format given. None: the text stands alone.
         input: column with the instruction's input, or None.
         context: rows are cut on the right to so many tokens; None leaves them.
         end: whether the end token counts.
@@ -273,10 +276,10 @@ class Perplexity:
                 )
                 for r in records
             ]
-        data = perplexity.label(
+        data = perplexity.label_tokens(
             tokenizer, prompts, [text_of(r, self.text) for r in records], self.context, self.end
         )
-        found = perplexity.likelihood(model, data, self.batch_size)
+        found = perplexity.measure_likelihood(model, data, self.batch_size)
         how = "nothing generated: each token given all before it"
         how += "" if self.context is None else f", rows cut to {self.context} tokens"
         details = {

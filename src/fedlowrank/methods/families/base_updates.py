@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...adapters.lora import LoRA
-from ...adapters.wire_format import Packed, Wire, pack, unpack
+from ...adapters.wire_format import PackedFactors, Wire, pack_factors, unpack_factors
 from ...core import tree as trees
 from ...core.method import ClientInfo
 from ...core.tree import Params, tree
@@ -35,17 +35,17 @@ T = TypeVar("T")
 class Ledger:
     """The server's side: the update of every round as it travels, of scale 1, and how many each client has."""
 
-    updates: list[Packed]
+    updates: list[PackedFactors]
     at: dict[str, int]
 
-    def missing(self, client: ClientInfo) -> list[Packed]:
+    def missing(self, client: ClientInfo) -> list[PackedFactors]:
         """The updates that a client lacks, in order."""
         return self.updates[self.at.get(str(client.id), 0) :]
 
     def grown(self, update: Factors, clients: Sequence[ClientInfo], wire: Wire) -> Ledger:
         """With one more update; the given clients have all before it."""
         at = self.at | {str(client.id): len(self.updates) for client in clients}
-        return Ledger([*self.updates, pack(update, wire)], at)
+        return Ledger([*self.updates, pack_factors(update, wire)], at)
 
 
 @tree
@@ -59,9 +59,9 @@ class Base:
     """
 
     dense: dict[str, Tensor]
-    stacks: list[Packed]
+    stacks: list[PackedFactors]
 
-    def followed(self, updates: Sequence[Packed], keep: Keep, lora: LoRA) -> Base:
+    def followed(self, updates: Sequence[PackedFactors], keep: Keep, lora: LoRA) -> Base:
         """With further updates.
 
         One after another, so that clients hold the same sums whenever they caught up.
@@ -84,12 +84,12 @@ class Base:
             return {}, {}
         memo = _memo(lora)
         if keep == "merged":
-            return {}, memo.get("moved", self, lambda: lora.moved(self._sum()))
-        return memo.get("stack", self, lambda: stacked([unpack(s) for s in self.stacks])), {}
+            return {}, memo.get("moved", self, lambda: lora.add_to_weights(self._sum()))
+        return memo.get("stack", self, lambda: stacked([unpack_factors(s) for s in self.stacks])), {}
 
     def _sum(self) -> dict[str, Tensor]:
         found = dict(self.dense)
-        for factors in map(unpack, self.stacks):
+        for factors in map(unpack_factors, self.stacks):
             for name, pair in factors.items():
                 # in half precision small updates would be lost
                 wide = torch.promote_types(pair.b.dtype, torch.float32)
@@ -133,7 +133,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _memo(lora: LoRA) -> Memo:
-    memo: Memo = lora.memo.setdefault("base_updates", Memo())
+    memo: Memo = lora.cache.setdefault("base_updates", Memo())
     return memo
 
 

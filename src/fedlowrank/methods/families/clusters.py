@@ -184,7 +184,7 @@ def initial_models(title: str, task: Task, count: int) -> Params:
     if count < 1:
         raise ConfigError(f"{title}: there must be at least one model; clusters is {count}")
     model = task.common_model(title)
-    draws = [model.initial, *(model.redrawn(task.key / "ensemble" / c) for c in range(1, count))]
+    draws = [model.initial, *(model.reinitialize(task.key / "ensemble" / c) for c in range(1, count))]
     return {n: torch.stack([d[n] for d in draws]) for n in model.initial}
 
 

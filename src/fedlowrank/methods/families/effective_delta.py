@@ -14,7 +14,7 @@ from ...core.choices import check_choices
 from ...core.errors import ConfigError
 from ...core.model import Model
 from ...core.tree import Params
-from ...linalg.delta import Delta, Split, advance, split, tail_energy, truncation
+from ...linalg.delta import Delta, Split, split_svd, tail_energy, truncate_delta, update_deltas
 from ...linalg.factored import Factored
 from ...linalg.pair import Factors, Pair
 
@@ -38,8 +38,8 @@ def first_components(
     power = {"sqrt": 0.5, "B": 1.0, "A": 0.0}[how]
     found: Factors = {}
     for name, delta in deltas.items():
-        triplets, first = truncation(delta, rank), drawn[name]
-        pair, r = split(triplets, rank, how), triplets.rank
+        triplets, first = truncate_delta(delta, rank), drawn[name]
+        pair, r = split_svd(triplets, rank, how), triplets.rank
         b, a = (pair.b / scale**power).to(first.b), (pair.a / scale ** (1 - power)).to(first.a)
         b[:, r:], a[r:] = first.b[:, r:rank], first.a[r:rank]
         found[name] = Pair(b.contiguous(), a.contiguous())
@@ -63,9 +63,9 @@ def whole(model: Model, deltas: Mapping[str, Delta], rest: Params) -> Params:
             d, k = delta.shape
             factors[name] = Pair(like.new_zeros(d, 1), like.new_zeros(1, k))
         else:
-            pair = split(truncation(delta, delta.rank), max(delta.rank, 1))
+            pair = split_svd(truncate_delta(delta, delta.rank), max(delta.rank, 1))
             factors[name] = Pair(pair.b.to(like), pair.a.to(like))
-    return lora_of(model).place(factors, 1.0, moved=lora_of(model).moved(dense)) | rest
+    return lora_of(model).insert_factors(factors, 1.0, weights=lora_of(model).add_to_weights(dense)) | rest
 
 
 def remainder(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
@@ -73,7 +73,7 @@ def remainder(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
     found: Factors = {}
     for name, d in deltas.items():
         left = Factored(d.u[:, rank:], d.s[rank:].to(d.u.dtype), d.v[:, rank:])
-        pair = split(left, left.rank)
+        pair = split_svd(left, left.rank)
         found[name] = Pair(pair.b.to(like[name].b), pair.a.to(like[name].a))
     return found
 
@@ -81,7 +81,7 @@ def remainder(deltas: Mapping[str, Delta], rank: int, like: Factors) -> Factors:
 def weighted_blocks(
     weights: Mapping[str, Sequence[float]], scales: Sequence[float], factors: Sequence[Factors]
 ) -> dict[str, list[tuple[float, Pair]]]:
-    """The terms p_i s_i B_i A_i of every layer, for :func:`fedlowrank.linalg.delta.advance`.
+    """The terms p_i s_i B_i A_i of every layer, for :func:`fedlowrank.linalg.delta.update_deltas`.
 
     Args:
         weights: p_i of every reply, by layer.
@@ -117,11 +117,13 @@ def weighted_sum(
     blocks = weighted_blocks(weights, [s for s, _ in updates], [factors for _, factors in updates])
     ranks = [t for t in truncated if isinstance(t, int)]
     if ranks:
-        return advance(deltas, blocks, held={n: list(zip(p, ranks, strict=True)) for n, p in weights.items()})
+        return update_deltas(
+            deltas, blocks, sent_ranks={n: list(zip(p, ranks, strict=True)) for n, p in weights.items()}
+        )
     minus = weighted_blocks(
         weights, [-s for s, _ in updates], [t for t in truncated if not isinstance(t, int)]
     )
-    return advance(deltas, {n: terms + minus[n] for n, terms in blocks.items()})
+    return update_deltas(deltas, {n: terms + minus[n] for n, terms in blocks.items()})
 
 
 @dataclass(frozen=True)

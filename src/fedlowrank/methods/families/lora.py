@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...adapters.lora import LoRA, first, lora_of, rest_of
-from ...adapters.wire_format import Packed, Wire, pack, unpack
+from ...adapters.lora import LoRA, lora_of, parameters_beside_factors
+from ...adapters.wire_format import PackedFactors, Wire, pack_factors, unpack_factors
 from ...core.choices import check_choices
 from ...core.errors import ConfigError, TaskError
 from ...core.loss import task_loss
@@ -24,7 +24,7 @@ from ...core.model import Model
 from ...core.optimizer import Optimizer
 from ...core.tree import Params, join, tree
 from ...core.tree import leaves as tensors_of
-from ...linalg.pair import Factors, Pair
+from ...linalg.pair import Factors, Pair, truncate_pair
 
 Leaves = dict[str, dict[str, Tensor]]
 """What is trained: ``a`` and ``b``, the factors by layer, and ``rest``, parameters trained whole, by name."""
@@ -58,7 +58,7 @@ class Scaling:
 class Message:
     """What travels: factors, and where they are shared the parameters that are trained whole."""
 
-    factors: Packed
+    factors: PackedFactors
     rest: Params
 
 
@@ -132,21 +132,21 @@ class Tuning:
 
     def shared_rest(self, model: Model) -> Params:
         """What is trained whole and lies with the server."""
-        return rest_of(model) if self.head == "shared" else {}
+        return parameters_beside_factors(model) if self.head == "shared" else {}
 
     def own_rest(self, model: Model) -> Params:
         """What is trained whole and lies with each client."""
-        return rest_of(model) if self.head == "personal" else {}
+        return parameters_beside_factors(model) if self.head == "personal" else {}
 
     def message(self, factors: Factors, rest: Params) -> Message:
         """Factors and rest as they travel; a personal rest does not."""
-        return Message(pack(factors, self.wire), rest if self.head == "shared" else {})
+        return Message(pack_factors(factors, self.wire), rest if self.head == "shared" else {})
 
 
 def initial_factors(task: Task, rank: int) -> Factors:
-    """Factors to begin with, the same for all clients and methods, in the type of the model; see :meth:`LoRA.draw`."""
+    """Factors to begin with, the same for all clients and methods, in the type of the model; see :meth:`LoRA.initial_factors`."""
     model = next(iter(task.architectures.values()))
-    return lora_of(model).draw(rank, task.key / "lora", next(iter(model.initial.values())))
+    return lora_of(model).initial_factors(rank, task.key / "lora", next(iter(model.initial.values())))
 
 
 def scaled(factors: Factors, scale: float) -> Factors:
@@ -156,7 +156,7 @@ def scaled(factors: Factors, scale: float) -> Factors:
 
 def cut(factors: Factors, rank: int) -> Factors:
     """The first columns of every B and rows of every A."""
-    return {n: first(p, rank) for n, p in factors.items()}
+    return {n: truncate_pair(p, rank) for n, p in factors.items()}
 
 
 def leaves_of(factors: Factors, rest: Params) -> Leaves:
@@ -183,7 +183,7 @@ def placed(model: Model, leaves: Leaves, scale: float | Tensor, frozen: Factors,
         frozen: a second adapter that is not trained, of scale 1; may be empty.
         moved: weights of the base that are no longer the initial ones; may be empty.
     """
-    return lora_of(model).place(factors_of(leaves), scale, frozen, moved) | leaves["rest"]
+    return lora_of(model).insert_factors(factors_of(leaves), scale, frozen, moved) | leaves["rest"]
 
 
 def tune(
@@ -249,10 +249,10 @@ def tune(
 
 def _any_changed(lora: LoRA, start: Leaves, end: Leaves) -> bool:
     """Whether a factor changed that began at zero: weight decay moves the other, even where no gradient reaches it."""
-    zero = [("a" if site.embedding else "b", name) for name, site in lora.sites.items()]
+    zero = [("a" if site.embedding else "b", name) for name, site in lora.layers.items()]
     return any(name in start.get(f, {}) and not torch.equal(start[f][name], end[f][name]) for f, name in zero)
 
 
 def received(message: Message) -> Factors:
     """The factors of a message."""
-    return unpack(message.factors)
+    return unpack_factors(message.factors)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from ...core.errors import DataError
+from ..core.errors import DataError
 
 
-def library(module: str, purpose: str, install: str = "'fedlowrank[language]'") -> Any:
+def import_library(module: str, purpose: str, install: str = "'fedlowrank[language]'") -> Any:
     """A module of an optional package.
 
     Args:

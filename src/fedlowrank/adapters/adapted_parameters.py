@@ -1,0 +1,252 @@
+"""Parameters of a module that mixture adaptors adapt (FLoRAL, §3.2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..core.errors import ConfigError, TaskError, did_you_mean
+from .mixture import Construction, Fold, choose_fold
+
+if TYPE_CHECKING:
+    from ..core.model import Model
+
+Kind = Literal["linear", "convolution", "embedding", "bias", "norm"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Include = Callable[[str, nn.Module], bool]
+"""Whether a layer is adapted, by its dotted name and the layer itself."""
+
+_MATRICES: dict[type[nn.Module], Kind] = {
+    nn.Linear: "linear",
+    nn.MultiheadAttention: "linear",
+    nn.modules.conv._ConvNd: "convolution",
+    nn.Embedding: "embedding",
+    nn.EmbeddingBag: "embedding",
+}
+_NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+_WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+_BIASES = ("bias", "in_proj_bias", "bias_k", "bias_v")
+
+
+@dataclass(frozen=True)
+class AdaptedParameter:
+    """One parameter that gets adaptors.
+
+    Attributes:
+        layer: dotted name of the layer with the parameter; of a shared one, the first.
+        kind: what it is.
+        shape: of the parameter.
+        rank: of each adaptor; 0 for an offset.
+        parameter_count: of each adaptor.
+        transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change
+            places.
+        note: what a person should know: a rank that is not the one asked for, other layers that share the
+            parameter.
+    """
+
+    layer: str
+    kind: Kind
+    shape: tuple[int, ...]
+    rank: int
+    parameter_count: int
+    note: str = ""
+    transposed: bool = False
+
+
+def find_adapted_parameters(
+    module: nn.Module,
+    rank: float,
+    construction: Construction = "balanced",
+    kinds: tuple[Kind, ...] = KINDS,
+    include: Include | None = None,
+) -> dict[str, AdaptedParameter]:
+    """The parameters of a module that get adaptors, by name.
+
+    Args:
+        module: any module; layers other than linear, attention, convolution, embedding and normalization get
+            none, and neither do parameters that a subclass of these adds. A ``Conv1D`` of Hugging Face is a
+            linear layer; a layer of vectors alone with "norm" in its class's name, such as ``LlamaRMSNorm``,
+            is a normalization.
+        rank: an integer, at most that of the weight; or a budget ρ in (0, 1), see :meth:`Fold.rank`.
+        construction: of convolutions.
+        kinds: what is adapted.
+        include: which layers are, asked of each layer that holds a parameter; by default all. A parameter
+            that several layers share is adapted if one of them is.
+
+    Raises:
+        TaskError: if nothing is left to adapt, a parameter is not yet initialized or not of floating point,
+            or an embedding renormalizes its rows or has sparse gradients.
+        ConfigError: if the rank is neither an integer nor a budget, or a kind or the construction is unknown.
+    """
+    _check_choices(kinds, construction)
+    # checks the rank even if only offsets are adapted
+    Fold((1, 1), (0,)).rank(rank)
+    first: dict[int, str] = {id(p): name for name, p in module.named_parameters()}
+    found: dict[str, AdaptedParameter] = {}
+    for name, layer in module.named_modules():
+        for local, parameter in layer.named_parameters(recurse=False):
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise TaskError(
+                    f"{_describe_layer(name, layer)} is lazy and has no shape yet; run one forward pass first"
+                )
+            kind = kind_of(layer, local, parameter)
+            if kind is None or kind not in kinds or (include is not None and not include(name, layer)):
+                continue
+            _check_adaptable(name, layer, parameter)
+            own = first[id(parameter)]
+            if own in found:
+                found[own] = replace(found[own], note=_join_notes(found[own].note, f"shared with {name}"))
+            else:
+                made = _adapted_parameter(name, kind, tuple(parameter.shape), rank, construction)
+                found[own] = replace(made, transposed=kind == "linear" and _is_transposed(layer))
+    if not found:
+        there = sorted(
+            {type(m).__name__ for m in module.modules() if any(True for _ in m.parameters(recurse=False))}
+        )
+        raise TaskError(
+            f"there is no layer to adapt: the module has parameters in {there or 'no layer'}, and linear "
+            "layers, attention, convolutions, embeddings and normalizations can be adapted (asked for: "
+            f"{', '.join(kinds) or 'nothing'}"
+            + (", of the layers that the predicates let through)." if include is not None else ").")
+        )
+    return found
+
+
+def find_trained_adapted_parameters(
+    model: Model, rank: float, construction: Construction, kinds: tuple[Kind, ...]
+) -> dict[str, AdaptedParameter]:
+    """:func:`find_adapted_parameters` among the trained parameters of an architecture.
+
+    Raises:
+        TaskError: if none is trained, and as :func:`find_adapted_parameters`.
+    """
+    found = {
+        n: s
+        for n, s in find_adapted_parameters(model.module, rank, construction, kinds).items()
+        if n in model.initial
+    }
+    if not found:
+        raise TaskError(
+            "all parameters that adaptors could be added to are frozen (requires_grad=False); let some "
+            "train, or choose a LoRA method such as fedhl"
+        )
+    return found
+
+
+def _check_choices(kinds: tuple[Kind, ...], construction: Construction) -> None:
+    for word, known in [*((k, KINDS) for k in kinds), (construction, get_args(Construction))]:
+        if word not in known:
+            what = "construction" if known is not KINDS else "kinds"
+            raise ConfigError(f"{what}: {word!r} is no choice. {did_you_mean(str(word), known)}")
+
+
+def kind_of(layer: nn.Module, local: str, parameter: nn.Parameter) -> Kind | None:
+    """What a parameter of a layer is, by its name in it; None if it can have no adaptors."""
+    # by name, for a subclass may hold more: the size of a normalized weight, say, to which nothing can be
+    # added
+    if local not in _WEIGHTS + _BIASES or parameter.numel() == 0:
+        return None
+    if isinstance(layer, _NORMS):
+        return "norm"
+    kinds = [kind for base, kind in _MATRICES.items() if isinstance(layer, base)]
+    if not kinds and _is_transposed(layer):
+        kinds = ["linear"]
+    if not kinds:
+        return "norm" if _is_named_norm(layer) else None
+    return kinds[0] if local in _WEIGHTS and parameter.ndim > 1 else "bias"
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    # GPT-2's linear layer in transformers, recognized without importing that library
+    return (
+        any(c.__name__ == "Conv1D" for c in type(layer).__mro__)
+        and getattr(getattr(layer, "weight", None), "ndim", 0) == 2
+    )
+
+
+def _is_named_norm(layer: nn.Module) -> bool:
+    named = any("norm" in c.__name__.lower() for c in type(layer).__mro__)
+    return named and all(p.ndim <= 1 for p in layer.parameters(recurse=False))
+
+
+def _describe_layer(name: str, layer: nn.Module) -> str:
+    return f"layer {name or '(the module itself)'} ({type(layer).__name__})"
+
+
+def _join_notes(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _check_adaptable(name: str, layer: nn.Module, parameter: nn.Parameter) -> None:
+    where = _describe_layer(name, layer)
+    if not parameter.is_floating_point():
+        raise TaskError(
+            f"{where} has a parameter of type {parameter.dtype}, to which no adaptor can be added; exclude it, "
+            "or convert the module to floating point"
+        )
+    if getattr(layer, "max_norm", None) is not None:
+        raise TaskError(
+            f"{where} renormalizes its rows in place (max_norm), which an adaptor cannot follow; exclude it"
+        )
+    if getattr(layer, "sparse", False):
+        raise TaskError(
+            f"{where} has sparse gradients, which do not reach its adaptor; set sparse=False or exclude it"
+        )
+
+
+def _adapted_parameter(
+    layer: str, kind: Kind, shape: tuple[int, ...], rank: float, construction: Construction
+) -> AdaptedParameter:
+    if kind in ("bias", "norm"):
+        return AdaptedParameter(layer, kind, shape, 0, torch.Size(shape).numel())
+    fold = choose_fold(shape, construction)
+    asked, most = fold.rank(rank), min(fold.size)
+    r, note = min(asked, most), ""
+    if rank < 1 and sum(fold.size) * fold.times > rank * torch.Size(shape).numel() * (1 + 1e-9):
+        note = f"the budget is below rank {fold.times}, the least there is"
+    if asked > most:
+        note = _join_notes(note, f"rank {asked} is more than the weight has; {most} taken")
+    return AdaptedParameter(layer, kind, shape, r, r * sum(fold.size), note)
+
+
+def find_norms_with_statistics(
+    module: nn.Module, where: Mapping[str, AdaptedParameter]
+) -> dict[str, tuple[str, str]]:
+    """Names of γ and β, by layer, of the adapted BatchNorm layers that normalize by running statistics.
+
+    One that keeps none always normalizes by the batch, as its adaptors would: there an offset is the same
+    thing.
+
+    Raises:
+        TaskError: if such a layer shares γ or β with another, or spans processes.
+    """
+    holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
+    found: dict[str, tuple[str, str]] = {}
+    for name, layer in module.named_modules():
+        if (
+            not isinstance(layer, _BatchNorm)
+            or layer.running_mean is None
+            or layer.weight is None
+            or layer.bias is None
+        ):
+            continue
+        gamma, beta = (f"{name}.{local}".lstrip(".") for local in ("weight", "bias"))
+        if (
+            holders[id(layer.weight)] > 1
+            or holders[id(layer.bias)] > 1
+            or isinstance(layer, nn.SyncBatchNorm)
+        ):
+            raise TaskError(
+                f"{_describe_layer(name, layer)}: adaptors with statistics of their own "
+                "(reparameterize=False) need a BatchNorm of one process that shares no parameter with "
+                "another layer; use reparameterize=True or exclude it"
+            )
+        if gamma in where and beta in where:
+            found[name] = (gamma, beta)
+    return found

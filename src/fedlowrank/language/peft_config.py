@@ -1,0 +1,99 @@
+"""Settings of PEFT's LoRA: which are allowed in federated training, and the scale they give."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..adapters.adapted_layers import is_gaussian_initial
+from ..core.errors import ConfigError, did_you_mean
+from .optional import import_library
+
+REFUSED_SETTINGS = {
+    "use_dora": "its magnitudes change the base weight's columns, so an update is no longer s·B A",
+    "lora_bias": "a bias beside B is not part of the low-rank update",
+    "rank_pattern": "ranks are set per client and not per layer",
+    "alpha_pattern": "the scale is set per client and not per layer",
+    "layer_replication": "it copies layers of the base",
+    "trainable_token_indices": "it trains rows of the base's embedding",
+    "target_parameters": "it adapts parameters that are no layer's weight; name layers in target_modules",
+    "megatron_config": "layers of Megatron are split over processes",
+    "modules_to_save": "a classification head is trained without it; the setting for heads says whether it is "
+    "shared, personal or frozen",
+    "loftq_config": "LoftQ changes the base",
+    "eva_config": "EVA initializes A from data, which differ between clients",
+    "corda_config": "CorDA changes the base",
+    "lora_ga_config": "LoRA-GA changes the base",
+    "use_qalora": "its A has a row of pooled inputs",
+    "ensure_weight_tying": "a pair of factors belongs to one layer",
+}
+"""Settings that must keep their default, with the reason."""
+
+
+def lora_config(fields: Mapping[str, Any] | Any) -> Any:
+    """A ``peft.LoraConfig`` from its fields as PEFT names them.
+
+    Args:
+        fields: names and values, or a ``LoraConfig``, which is checked and copied.
+
+    Raises:
+        ConfigError: for an unknown field, a value that PEFT refuses, or a feature that changes the base or
+            the algebra of the update, by its name and with the reason.
+        DataError: if peft is missing.
+    """
+    library = import_library("peft", "a LoRA adapter")
+    known = {f.name: f for f in dataclasses.fields(library.LoraConfig)}
+    if isinstance(fields, library.LoraConfig):
+        values = {name: getattr(fields, name) for name in known}
+    elif isinstance(fields, Mapping):
+        values = dict(fields)
+    else:
+        raise ConfigError(f"lora: a {type(fields).__name__} is neither a dict of settings nor a LoraConfig")
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(f"lora: peft's LoraConfig has no setting {name!r}. {did_you_mean(name, known)}")
+        reason = REFUSED_SETTINGS.get(name)
+        if reason is None and known[name].metadata.get("is_lora_variant"):
+            reason = "it is another update than s·B A"
+        if value and reason is not None:
+            raise ConfigError(f"lora: {name} = {value!r} cannot be used in federated training: {reason}.")
+    if str(getattr(values.get("peft_type"), "value", values.get("peft_type") or "LORA")) != "LORA":
+        raise ConfigError(f"lora: peft_type = {values['peft_type']!r}; only LORA is federated here")
+    if values.get("bias", "none") != "none":
+        raise ConfigError(
+            f"lora: bias = {values['bias']!r} cannot be used in federated training: it trains the base's "
+            "biases."
+        )
+    initial = values.get("init_lora_weights", True)
+    if is_gaussian_initial(initial) is None:
+        raise ConfigError(
+            f"lora: init_lora_weights = {initial!r} cannot be used in federated training: an adapter must "
+            "begin as B = 0 on an unchanged base. Take true (Kaiming uniform) or 'gaussian'."
+        )
+    try:
+        made = library.LoraConfig(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"lora: {error}") from error
+    number = (int, float)
+    if not isinstance(made.r, int) or made.r < 1:
+        raise ConfigError(f"lora: r must be a whole number of at least 1; it is {made.r!r}")
+    if not isinstance(made.lora_alpha, number) or not 0 < made.lora_alpha < math.inf:
+        raise ConfigError(f"lora: lora_alpha must be above 0; it is {made.lora_alpha!r}")
+    if not isinstance(made.lora_dropout, number) or not 0 <= made.lora_dropout < 1:
+        raise ConfigError(f"lora: lora_dropout must be in [0, 1); it is {made.lora_dropout!r}")
+    return made
+
+
+def scale_of(config: Any, rank: int | None = None, alpha: float | None = None) -> float:
+    """The scale s of an update s·B A: α/r, or α/√r with rsLoRA (Kalajdzievski, arXiv:2312.03732, eq. 8).
+
+    Args:
+        config: a ``LoraConfig``.
+        rank: r; by default the config's.
+        alpha: α; by default the config's.
+    """
+    r = config.r if rank is None else rank
+    a = config.lora_alpha if alpha is None else alpha
+    return float(a / math.sqrt(r) if config.use_rslora else a / r)
