@@ -61,7 +61,7 @@ class Server:
         push = lambda run, session, name, content: self.calls.append("push")  # noqa: E731
         confirm = lambda run, message: self.calls.append("confirm")  # noqa: E731
         return Connection(
-            7, self.receive, self.send, lambda run: self.run, self.app, self.proximal_term, push, confirm
+            7, self.receive, self.send, lambda run: self.run, self.app, self.pull, push, confirm
         )
 
 
