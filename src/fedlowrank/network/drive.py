@@ -72,9 +72,8 @@ def drive(
     """
     name, settings = made.default_method, made.network
     method, count = made.build_method(name), clients_of(made)
-    protocol = dataclasses.replace(
-        made.run, checkpoint_every=1, representations=0, adapters=(), engine="flower"
-    )
+    # run.json keeps the experiment's engine, with which `fedlowrank resume` compares
+    protocol = dataclasses.replace(made.run, checkpoint_every=1, representations=0, adapters=())
     promised = promised or settings.examples
     if promised and len(promised) != count:
         raise ConfigError(
