@@ -28,7 +28,7 @@ from fedlowrank.linalg.matricize import LowRank, Sparse
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.network.validation.shape_tracing import DryTrainer
+from fedlowrank.network.validation.shape_tracing import TracingTrainer
 from fedlowrank.network.validation.uploads import Templates, expected_upload, inspect
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.testing.check import federation as small
@@ -228,13 +228,13 @@ class Normalized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
+        self.payload = nn.Sequential(
             nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 5), nn.BatchNorm1d(5)
         )
         self.head = nn.Linear(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.body(x))
+        scores: Tensor = self.head(self.payload(x))
         return scores
 
 
@@ -244,17 +244,17 @@ def images() -> Federation:
     return Federation.from_arrays(data, Normalized, classes=4)
 
 
-class Words(nn.Module):
+class Header(nn.Module):
     """Scores of the next word by the last one."""
 
     head_name = "head"
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.layer, self.head = nn.Embedding(9, 5), nn.Linear(5, 6), nn.Linear(6, 9)
+        self.header, self.layer, self.head = nn.Embedding(9, 5), nn.Linear(5, 6), nn.Linear(6, 9)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.layer(self.words(input_ids) * attention_mask[..., None]))
+        scores: Tensor = self.head(self.layer(self.header(input_ids) * attention_mask[..., None]))
         return scores
 
 
@@ -267,7 +267,7 @@ def texts() -> Federation:
         data.append(ClientData(examples, examples.take(torch.arange(0)), examples))
         infos.append(ClientInfo(i, 12, "m", 2))
     example = {n: torch.ones(1, 7, dtype=torch.int64) for n in ("input_ids", "attention_mask")}
-    return Federation(data, infos, {"m": Architecture("m", Words(), example)}, ())
+    return Federation(data, infos, {"m": Architecture("m", Header(), example)}, ())
 
 
 @pytest.mark.parametrize("data", [regression, images, texts])
@@ -335,7 +335,7 @@ def test_targets_of_the_dry_run_are_of_the_kind_of_the_task(
     data: Any, shape: Any, dtype: torch.dtype
 ) -> None:
     task = data().task(3)
-    batch = DryTrainer(made("fedavg"), task, task.architectures[task.clients[0].architecture])._batch()
+    batch = TracingTrainer(made("fedavg"), task, task.architectures[task.clients[0].architecture])._batch()
     assert (tuple(batch.y.shape), batch.y.dtype) == (shape, dtype)
     x = batch.x.values() if isinstance(batch.x, dict) else [batch.x]
     assert all(len(t) == 2 for t in x)

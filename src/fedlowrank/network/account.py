@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import secrets
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from ..core.files import as_checkpoint_error, write_json
 from ..simulation import checkpoint
 from ..simulation.digest import KEY, check_seal, sealed
 from ..simulation.lock import exclusive
+
+logger = logging.getLogger(__name__)
 
 ACCOUNT = "network.json"
 """Name of the file."""
@@ -115,10 +118,10 @@ def go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
     # before the checkpoint: a run whose clients expect to go back may go on from where it was, too
     if target in kept:
         account.write(folder)
-    back(folder, target)
+    restore_checkpoint(folder, target)
 
 
-def back(folder: Path, round: int) -> None:
+def restore_checkpoint(folder: Path, round: int) -> None:
     """Put the checkpoint of a run back to an earlier one.
 
     Args:
@@ -136,14 +139,13 @@ def back(folder: Path, round: int) -> None:
             shutil.rmtree(best)
 
 
-def went_back(folder: Path, round: int | None, without: Collection[int], say: Callable[[str], None]) -> bool:
+def prepare_resume(folder: Path, round: int | None, without: Collection[int]) -> bool:
     """Do what ``fedlowrank resume RUN --round N --without CLIENT`` asks of a run's folder before the run goes on.
 
     Args:
         folder: of the run.
         round: rounds completed at the checkpoint to go back to; None for the last one.
         without: clients to exclude from then on.
-        say: takes log messages.
 
     Returns:
         Whether the run can go on in this process; not where its clients are reached by a server of their own.
@@ -159,15 +161,17 @@ def went_back(folder: Path, round: int | None, without: Collection[int], say: Ca
             )
         if round is not None:
             with exclusive(folder):
-                back(folder, round)
+                restore_checkpoint(folder, round)
         return True
     with exclusive(folder):
         go_back(folder, round, without)
-    say(f"the run stands after round {checkpoint.rounds_kept(folder / 'checkpoint')[-1]}")
+    logger.info("the run stands after round %d", checkpoint.rounds_kept(folder / "checkpoint")[-1])
     for client in sorted(without):
-        say(f"client {client} is excluded from now on")
+        logger.info("client %d is excluded from now on", client)
     # a simulation keeps the folders of its clients beside the run
     if folder.with_name(f"{folder.name}.clients").exists():
         return True
-    say(f"start its server again to go on: fedlowrank serve FILE.toml --resume -o {folder}, with its keys")
+    logger.info(
+        "start its server again to go on: fedlowrank serve FILE.toml --resume -o %s, with its keys", folder
+    )
     return False

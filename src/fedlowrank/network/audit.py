@@ -21,7 +21,7 @@ from typing import Any
 
 from ..core.files import as_checkpoint_error
 from .messages import plain
-from .transport import Delivery
+from .transport import Response
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class Audit:
         """A node was turned away."""
         self._append("rejected", node=node, why=plain(why, 1000))
 
-    def reply(self, delivery: Delivery, client: int, round: int, why: str | None) -> None:
+    def reply(self, response: Response, client: int, round: int, why: str | None) -> None:
         """A reply arrived, or the news that there is none.
 
         Args:
-            delivery: as it came.
+            response: from the transport.
             client: who was asked.
             round: rounds completed before.
             why: it was not used, or None if it was.
         """
-        size = len(delivery.words) + len(delivery.body)
-        digest = hashlib.blake2b(delivery.body, digest_size=16).hexdigest() if delivery.body else ""
+        size = len(response.header) + len(response.payload)
+        digest = hashlib.blake2b(response.payload, digest_size=16).hexdigest() if response.payload else ""
         found: dict[str, Any] = {"client": client, "round": round + 1, "bytes": size, "digest": digest}
         self._append("reply", **found, accepted=why is None, why=plain(why or "", 1000))
 

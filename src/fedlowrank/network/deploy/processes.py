@@ -21,8 +21,8 @@ from ...core.errors import ConfigError
 from ...core.files import write_atomically, write_json
 from . import guard
 from .flower_app import Value, as_toml
+from .flower_process import FlowerProcess, ProcessError, environment, find_command, free_port, listen
 from .keys import ClientKeys, ServerKeys
-from .program import ProcessError, Program, Say, environment, find_program, free_port, listen
 
 __all__ = ["ProcessError", "RunStatus", "SuperLink", "SuperNode", "environment"]
 
@@ -55,7 +55,7 @@ class RunStatus:
         return self.status == "finished:completed"
 
 
-class SuperLink(Program):
+class SuperLink(FlowerProcess):
     """The server's program, which clients connect to. As a context manager it is started and closed.
 
     What it knows (clients, runs, messages on their way) is kept in its home, so that it can be started again. Calls other than
@@ -68,7 +68,6 @@ class SuperLink(Program):
         host: address to listen on; ``0.0.0.0`` for all of this machine's.
         port: to listen on, or None for a free one, which it then keeps.
         variables: for its environment and the ServerApp's.
-        say: is told in a line when something of note happens.
 
     Raises:
         ConfigError: if neither or both of keys and insecure are given.
@@ -83,9 +82,8 @@ class SuperLink(Program):
         host: str = "127.0.0.1",
         port: int | None = None,
         variables: Mapping[str, str] | None = None,
-        say: Say | None = None,
     ) -> None:
-        super().__init__(home, "superlink", variables, say)
+        super().__init__(home, "superlink", variables)
         _check_security(keys, insecure)
         self.keys = keys
         self.host = host
@@ -122,7 +120,7 @@ class SuperLink(Program):
             ProcessError: if it does not come up, or another program listens on its port.
             CheckpointError: if its home cannot be written.
         """
-        find_program("flower-superlink")
+        find_command("flower-superlink")
         self._prepare()
         try:
             # the system frees the port of a killed process a moment later
@@ -266,7 +264,7 @@ class SuperLink(Program):
 
     def _call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         if not self.alive():
-            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._last_words()}")
+            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._log_end()}")
         try:
             return subprocess.run(
                 [*guard.command("flwr"), *arguments],
@@ -307,7 +305,7 @@ class SuperLink(Program):
         return True
 
 
-class SuperNode(Program):
+class SuperNode(FlowerProcess):
     """A client's program: it connects to the server, waits for messages and answers them; see :mod:`.node`.
 
     Args:
@@ -317,7 +315,6 @@ class SuperNode(Program):
         keys: with them it speaks TLS, and proves to the server who it is.
         insecure: True to do without, which is for trials on one machine.
         variables: for its environment.
-        say: is told in a line when something of note happens.
 
     Raises:
         ConfigError: if neither or both of keys and insecure are given.
@@ -332,9 +329,8 @@ class SuperNode(Program):
         *,
         insecure: bool = False,
         variables: Mapping[str, str] | None = None,
-        say: Say | None = None,
     ) -> None:
-        super().__init__(home, "supernode", variables, say)
+        super().__init__(home, "supernode", variables)
         _check_security(keys, insecure)
         self.address = address
         self.folder = folder.absolute()
@@ -348,7 +344,7 @@ class SuperNode(Program):
             ProcessError: if it runs already.
             CheckpointError: if its home cannot be written.
         """
-        find_program("flwr")
+        find_command("flwr")
         self._prepare()
         command = [sys.executable, "-P", "-m", "fedlowrank.network.deploy.node", "--server", self.address]
         command += ["--folder", str(self.folder), "--home", str(self.home)]

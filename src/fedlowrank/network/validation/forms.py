@@ -37,7 +37,7 @@ class Template:
     @classmethod
     def of(cls, form: Any, trained: tuple[str, ...] = ()) -> Template:
         """The template of a form as :meth:`fedlowrank.core.method.Method.upload_form` returns it."""
-        held = bare(form)
+        held = erase_values(form)
         wordy = _largest(held, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
         header = tree.encoded_size(wordy) - tree.nbytes(wordy)
         size = header + tree.nbytes(_largest(held, tree.nbytes))
@@ -48,15 +48,15 @@ def _bools(value: Any) -> int:
     return sum(t.numel() for _, t in tree.leaves(value) if t.dtype == torch.bool)
 
 
-def bare(form: Any) -> Any:
+def erase_values(form: Any) -> Any:
     """The form with tensors of one element that is seen everywhere, so that it takes no memory."""
     if isinstance(form, OneOf):
-        return OneOf(*(bare(f) for f in form.forms))
+        return OneOf(*(erase_values(f) for f in form.forms))
     if isinstance(form, Lengths):
-        return Lengths(bare(form.form), form.most)
+        return Lengths(erase_values(form.form), form.most)
     if isinstance(form, Tensor):
         return torch.zeros((), dtype=form.dtype).expand(form.shape)
-    return _renewed(form, bare)
+    return _map_children(form, erase_values)
 
 
 def _largest(form: Any, size: Callable[[Any], Any]) -> Any:
@@ -65,15 +65,15 @@ def _largest(form: Any, size: Callable[[Any], Any]) -> Any:
         return max((_largest(f, size) for f in form.forms), key=size)
     if isinstance(form, Lengths):
         return tree.map(lambda t: t.new_zeros(()).expand([n or form.most for n in t.shape]), form.form)
-    return form if isinstance(form, Tensor) else _renewed(form, lambda f: _largest(f, size))
+    return form if isinstance(form, Tensor) else _map_children(form, lambda f: _largest(f, size))
 
 
-def _renewed(form: Any, change: Callable[[Any], Any]) -> Any:
+def _map_children(form: Any, change: Callable[[Any], Any]) -> Any:
     children = tree._items(form, "")
     return form if children is None else tree._rebuild(form, [(k, change(v)) for k, v in children])
 
 
-class Misfit(Exception):  # noqa: N818 - not a mistake of ours, but what was found
+class MismatchError(Exception):
     """A part of an upload is not of its form.
 
     Args:
@@ -109,7 +109,7 @@ class _Length:
         return f"1..{self.most}" if self.found is None else str(self.found)
 
 
-def fitted(form: Any, found: Any, path: str = "", length: _Length | None = None) -> Any:
+def match_form(form: Any, found: Any, path: str = "", length: _Length | None = None) -> Any:
     """What was found, in the structure and the order of keys of its form.
 
     Args:
@@ -119,58 +119,64 @@ def fitted(form: Any, found: Any, path: str = "", length: _Length | None = None)
         length: what a dimension of 0 stands for.
 
     Raises:
-        Misfit: if it is of another form.
+        MismatchError: if it is of another form.
     """
     if isinstance(form, OneOf):
-        return _first_fit(form, found, path)
+        return _match_any(form, found, path)
     if isinstance(form, Lengths):
-        return fitted(form.form, found, path, _Length(form.most))
+        return match_form(form.form, found, path, _Length(form.most))
     if isinstance(form, Tensor):
         if not isinstance(found, Tensor) or found.dtype != form.dtype:
-            raise Misfit(path, kind(form, length), kind(found))
+            raise MismatchError(path, kind(form, length), kind(found))
         if list(found.shape) != (list(form.shape) if length is None else length.shape(form, found)):
-            raise Misfit(path, kind(form, length), kind(found))
+            raise MismatchError(path, kind(form, length), kind(found))
         return found
     if type(found) is not type(form):
-        raise Misfit(path, kind(form), kind(found))
+        raise MismatchError(path, kind(form), kind(found))
     wanted = tree._items(form, path)
     if wanted is None:
         if isinstance(form, str) and found != form:
-            raise Misfit(path, repr(form), short(repr(found)))
+            raise MismatchError(path, repr(form), shorten(repr(found)))
         return found
     held = dict(tree._items(found, path) or ())
     if held.keys() != dict(wanted).keys():
         missing = [k for k, _ in wanted if k not in held]
         more = [k for k in held if k not in dict(wanted)]
-        raise Misfit(path, f"{kind(form)} of {len(wanted)} parts", f"one {_apart(missing, more)}")
-    return tree._rebuild(form, [(k, fitted(f, held[k], tree.join(path, k), length)) for k, f in wanted])
+        raise MismatchError(
+            path, f"{kind(form)} of {len(wanted)} parts", f"one {_describe_keys(missing, more)}"
+        )
+    return tree._rebuild(form, [(k, match_form(f, held[k], tree.join(path, k), length)) for k, f in wanted])
 
 
-def _first_fit(form: OneOf, found: Any, path: str) -> Any:
+def _match_any(form: OneOf, found: Any, path: str) -> Any:
     misfits = []
     for choice in form.forms:
         try:
-            return fitted(choice, found, path)
-        except Misfit as error:
+            return match_form(choice, found, path)
+        except MismatchError as error:
             misfits.append(error)
     first = misfits[0]
-    raise Misfit(first.path, f"{first.expected} (or one of {len(misfits) - 1} other forms)", first.found)
+    raise MismatchError(
+        first.path, f"{first.expected} (or one of {len(misfits) - 1} other forms)", first.found
+    )
 
 
 def kind(value: Any, length: _Length | None = None) -> str:
     """What a value is, in words, without its numbers."""
     if isinstance(value, Tensor):
         shape = [length.text() if length is not None and n == 0 else str(n) for n in value.shape]
-        return short(f"{str(value.dtype).removeprefix('torch.')} [{', '.join(shape)}]")
+        return shorten(f"{str(value.dtype).removeprefix('torch.')} [{', '.join(shape)}]")
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _apart(missing: Sequence[str], more: Sequence[str]) -> str:
+def _describe_keys(missing: Sequence[str], more: Sequence[str]) -> str:
     found = [("without", missing), ("with", more)]
-    return " and ".join(f"{word} {short(', '.join(map(repr, names[:4])))}" for word, names in found if names)
+    return " and ".join(
+        f"{word} {shorten(', '.join(map(repr, names[:4])))}" for word, names in found if names
+    )
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     """The text, cut off where it is long, and in one line: it may be a client's."""
     line = "".join(c if c.isprintable() else "?" for c in text[:_TEXT])
     return line if len(text) <= _TEXT else f"{line} … ({len(text)} characters)"

@@ -39,7 +39,7 @@ CHUNK = 2**16
 
 
 @dataclass(frozen=True)
-class Measured:
+class PartNorms:
     """Norms of a part of an upload.
 
     Attributes:
@@ -53,7 +53,7 @@ class Measured:
     download: float = 0.0
 
 
-def measure(upload: Any, down: Any) -> dict[str, Measured]:
+def measure(upload: Any, down: Any) -> dict[str, PartNorms]:
     """The norms of all parts of an upload that hold floating-point numbers, by the path of the part.
 
     Args:
@@ -70,11 +70,11 @@ def measure(upload: Any, down: Any) -> dict[str, Measured]:
         form = _form(part)
         same = sorted((p for p in references if _form(p[1]) == form), key=lambda p: p[0] != path)
         if not same:
-            found[path] = Measured(itself)
+            found[path] = PartNorms(itself)
             continue
         others = [number for _, number in floats(same[0][1])]
         change = hypot(norm(number, other) for (_, number), other in zip(numbers, others, strict=True))
-        found[path] = Measured(itself, change, hypot(map(norm, others)))
+        found[path] = PartNorms(itself, change, hypot(map(norm, others)))
     return found
 
 
@@ -154,8 +154,8 @@ class NormBound:
     ratio: float
     past: dict[int, dict[str, tuple[float | None, float]]] = field(default_factory=dict)
 
-    def refused(
-        self, replies: Mapping[int, Mapping[str, Measured]], steps: Mapping[int, int], round: int
+    def outliers(
+        self, replies: Mapping[int, Mapping[str, PartNorms]], steps: Mapping[int, int], round: int
     ) -> dict[int, str]:
         """The clients whose updates are too long, with the reason.
 
@@ -180,7 +180,7 @@ class NormBound:
         return found
 
     def _judged(
-        self, part: str, held: Mapping[int, Measured], round: int
+        self, part: str, held: Mapping[int, PartNorms], round: int
     ) -> dict[int, tuple[float, float, float]]:
         """Of every client the size of its update, its bound before steps count, and what is usual."""
         changes, parts = medians(held.values())
@@ -205,14 +205,14 @@ class NormBound:
             found[client] = size, bound, usual
         return found
 
-    def _first(self, m: Measured, by_change: bool, alone: bool, moved: bool) -> float:
+    def _first(self, m: PartNorms, by_change: bool, alone: bool, moved: bool) -> float:
         """What an update may measure where past rounds say nothing of it."""
         if m.change is not None and m.download > 0 and (by_change or alone):
             return m.download * (self.ratio if alone else 1.0)
         # differences without any to compare them with
         return math.inf if alone else 0.0 if moved else self.ratio
 
-    def learn(self, replies: Mapping[int, Mapping[str, Measured]], round: int) -> None:
+    def learn(self, replies: Mapping[int, Mapping[str, PartNorms]], round: int) -> None:
         """Remember the medians of a round, of all replies that were compared, the refused ones included."""
         parts = sorted({p for measured in replies.values() for p in measured})
         self.past = {t: p for t, p in self.past.items() if t < round}
@@ -235,7 +235,7 @@ class NormBound:
         return cls(ratio, past)
 
 
-def medians(held: Iterable[Measured]) -> tuple[float | None, float]:
+def medians(held: Iterable[PartNorms]) -> tuple[float | None, float]:
     """Of the changes, None where there are none, and of the parts themselves."""
     found = list(held)
     changes = [m.change for m in found if m.change is not None]

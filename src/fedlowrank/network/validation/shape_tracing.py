@@ -16,13 +16,13 @@ from torch import Tensor
 from ...core import tree
 from ...core.method import Batch, ClientInfo, ClientView, Method, Request, Task
 from ...core.model import Model
-from .forms import Template, bare
+from .forms import Template, erase_values
 
 AnyMethod = Method[Any, Any, Any, Any]
 T = TypeVar("T")
 
 
-class DryTrainer:
+class TracingTrainer:
     """Does what an engine does for a client's ``local_update``, but trains nothing and needs no data.
 
     Args:
@@ -81,8 +81,8 @@ def expected_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) 
         down: what it was sent; its values are not looked at.
     """
     model = task.model(info)
-    trainer = DryTrainer(method, task, model)
+    trainer = TracingTrainer(method, task, model)
     view = ClientView(info, task, model, 0, task.key / "dry", trainer)
     # without values nothing that a client once sent can matter here, and equal forms have equal templates
     _, upload = method.local_update(method.client_init(task, info), tree.zeros_like(down), view)
-    return Template.of(method.upload_form(bare(upload), task), tuple(trainer.trained))
+    return Template.of(method.upload_form(erase_values(upload), task), tuple(trainer.trained))

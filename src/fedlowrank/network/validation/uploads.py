@@ -3,7 +3,7 @@
 Validation has two stages. :func:`inspect` accepts what has the form that the method declares
 (:func:`.shape_tracing.expected_upload`), is no larger than that and holds finite numbers only. What no form can tell, such as a
 class that does not exist, shows when the server computes with it: such a reply is refused, and the round goes on without it.
-A client with too many refused replies is put on a blocklist (:class:`Bans`).
+A client with too many refused replies is put on a blocklist (:class:`Blocklist`).
 
 Neither stage stops a client that lies within the form, by numbers that are plausible and wrong. What it can do is bounded by the
 norm of its update (:mod:`.norms`) and by the number of examples by which its reply is weighted (``examples_ratio``).
@@ -22,14 +22,14 @@ from ...core import tree
 from ...core.contribution import Aggregator, fault_of
 from ...core.errors import CheckpointError, FedlowrankError
 from ...core.method import ClientInfo, ServerView, Task
-from .forms import Misfit, Template, fitted, short
+from .forms import MismatchError, Template, match_form, shorten
 from .norms import floats, norm
 from .shape_tracing import AnyMethod, expected_upload
 
 __all__ = [
     "FAULTS",
-    "Bans",
-    "Refused",
+    "Blocklist",
+    "RefusedReplyError",
     "Template",
     "Templates",
     "checked_contribution",
@@ -51,7 +51,7 @@ _KEPT = 256
 """Templates remembered; a method that sends clients what they missed has one for every number of missed rounds."""
 
 
-class Refused(FedlowrankError):  # noqa: N818 - says what happened to the reply, as the report of a round does
+class RefusedReplyError(FedlowrankError):
     """A client's reply, or what it says of itself, was refused; nothing of it was used.
 
     Args:
@@ -69,7 +69,7 @@ class Refused(FedlowrankError):  # noqa: N818 - says what happened to the reply,
         self.reason = reason
         self.counts = counts
 
-    def __reduce__(self) -> tuple[type[Refused], tuple[int, str, str, bool]]:
+    def __reduce__(self) -> tuple[type[RefusedReplyError], tuple[int, str, str, bool]]:
         return type(self), (self.client, self.path, self.reason, self.counts)
 
 
@@ -93,7 +93,7 @@ class Templates:
             down: what it is sent.
 
         Raises:
-            Refused: if the method fails on what the client is sent. Before the first round that is a fault of the method or its
+            RefusedReplyError: if the method fails on what the client is sent. Before the first round that is a fault of the method or its
                 settings; later what this client sent before may be to blame.
         """
         key = (info.architecture, info.rank, info.cluster, tree.signature(down))
@@ -102,8 +102,8 @@ class Templates:
             try:
                 found = expected_upload(self.method, self.task, info, down)
             except FAULTS as error:
-                reason = f"{self.method.title} cannot work with what it would be sent: {short(repr(error))}"
-                raise Refused(info.id, "", reason) from error
+                reason = f"{self.method.title} cannot work with what it would be sent: {shorten(repr(error))}"
+                raise RefusedReplyError(info.id, "", reason) from error
         # at the end are those that were asked for last
         self._known[key] = found
         if len(self._known) > _KEPT:
@@ -124,28 +124,30 @@ def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, li
         A tree of the template's structure, types and shapes, keys in the template's order, all numbers finite.
 
     Raises:
-        Refused: if it is anything else.
+        RefusedReplyError: if it is anything else.
     """
     _check_size(data, template, client, limits)
     try:
         found = tree.decode(data if isinstance(data, bytes) else bytes(data), template.bools)
-        upload = fitted(template.form, found)
+        upload = match_form(template.form, found)
     except tree.TreeError as error:
-        raise Refused(client.id, "", short(str(error))) from error
-    except Misfit as error:
-        raise Refused(client.id, error.path, f"expected {error.expected}, found {error.found}") from error
+        raise RefusedReplyError(client.id, "", shorten(str(error))) from error
+    except MismatchError as error:
+        raise RefusedReplyError(
+            client.id, error.path, f"expected {error.expected}, found {error.found}"
+        ) from error
     total = 0.0
     for path, number in floats(upload):
         total = math.hypot(total, norm(number))
         if not math.isfinite(total):
-            raise Refused(client.id, path, "it holds a NaN or an infinity")
+            raise RefusedReplyError(client.id, path, "it holds a NaN or an infinity")
     if limits.max_norm is not None and total > limits.max_norm:
         reason = f"its norm is {total:.4g}, above limits.max_norm = {limits.max_norm:.4g}"
-        raise Refused(client.id, "", reason, counts=False)
+        raise RefusedReplyError(client.id, "", reason, counts=False)
     return upload
 
 
-def most_bytes(template: Template, limits: Limits) -> int:
+def max_upload_bytes(template: Template, limits: Limits) -> int:
     """Bytes that an upload may have."""
     return 2 * template.bytes + SLACK if limits.max_bytes is None else limits.max_bytes
 
@@ -154,14 +156,16 @@ def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo
     """Whatever can be told without a look at what the bytes say."""
     if limits.max_examples is not None and client.examples > limits.max_examples:
         claim = f"it claims {client.examples} training examples, above limits.max_examples = {limits.max_examples}"
-        raise Refused(client.id, "", claim)
-    size, most = memoryview(data).nbytes, most_bytes(template, limits)
+        raise RefusedReplyError(client.id, "", claim)
+    size, most = memoryview(data).nbytes, max_upload_bytes(template, limits)
     if size > most:
-        raise Refused(client.id, "", f"it has {size} bytes; at most {most} are taken (limits.max_bytes)")
+        raise RefusedReplyError(
+            client.id, "", f"it has {size} bytes; at most {most} are taken (limits.max_bytes)"
+        )
     # a header of many small parts takes many times its size in memory once it is read
     header, most = int.from_bytes(data[:8], "little"), 2 * template.header + SLACK
     if header > most:
-        raise Refused(
+        raise RefusedReplyError(
             client.id, "", f"its header has {header} bytes, where about {template.header} are expected"
         )
 
@@ -170,15 +174,15 @@ def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, ser
     """The contribution of an inspected upload.
 
     Raises:
-        Refused: if the method fails on it, or its numbers cannot be aggregated.
+        RefusedReplyError: if the method fails on it, or its numbers cannot be aggregated.
     """
     try:
         found = method.contribution(upload, client, server)
         fault = fault_of(found)
     except FAULTS as error:
-        raise Refused(client.id, "", _cannot_use(method, client, error)) from error
+        raise RefusedReplyError(client.id, "", _cannot_use(method, client, error)) from error
     if fault is not None:
-        raise Refused(client.id, "", f"{method.title} cannot use what it contributes: {fault}")
+        raise RefusedReplyError(client.id, "", f"{method.title} cannot use what it contributes: {fault}")
     return found
 
 
@@ -234,36 +238,40 @@ def update_without_faulty(
 
 
 def _cannot_use(method: AnyMethod, client: ClientInfo, error: Exception) -> str:
-    return f"{method.title} cannot use the reply of client {client.id}: {short(f'{type(error).__name__}: {error}')}"
+    return f"{method.title} cannot use the reply of client {client.id}: {shorten(f'{type(error).__name__}: {error}')}"
 
 
 @dataclass
-class Bans:
-    """Which clients take no further part, because their replies were refused too often.
+class Blocklist:
+    """Clients that are excluded because their replies were refused too often.
 
     Attributes:
-        after: how often is too often; 0 for never.
+        after: refused replies after which a client is blocked; 0 for never.
         counts: refused replies by client.
     """
 
     after: int
     counts: dict[int, int] = field(default_factory=dict)
 
-    def refuse(self, client: int) -> bool:
-        """Count a refused reply; whether its client is banned now."""
+    def add_refusal(self, client: int) -> bool:
+        """Count a refused reply; whether its client is blocked now."""
         self.counts[client] = self.counts.get(client, 0) + 1
-        return self.banned(client)
+        return self.is_blocked(client)
 
-    def banned(self, client: int) -> bool:
-        """Whether the client takes no further part."""
+    def is_blocked(self, client: int) -> bool:
+        """Whether the client is excluded."""
         return 0 < self.after <= self.counts.get(client, 0)
+
+    def reason(self, client: int) -> str:
+        """Why a client is blocked."""
+        return f"client {client} is on the blocklist: {self.counts[client]} of its replies were refused"
 
     def to_json(self) -> dict[str, int]:
         """The counts, to be stored with a checkpoint."""
         return {str(client): count for client, count in sorted(self.counts.items())}
 
     @classmethod
-    def from_json(cls, after: int, stored: Mapping[str, Any]) -> Bans:
+    def from_json(cls, after: int, stored: Mapping[str, Any]) -> Blocklist:
         """Inverse of :meth:`to_json`.
 
         Raises:
@@ -273,5 +281,5 @@ class Bans:
             isinstance(i, str) and i.isdecimal() and type(n) is int and n >= 0 for i, n in stored.items()
         )
         if not sound:
-            raise CheckpointError(f"the counts of refused replies are damaged: {short(repr(stored))}")
+            raise CheckpointError(f"the counts of refused replies are damaged: {shorten(repr(stored))}")
         return cls(after, {int(i): n for i, n in stored.items()})
