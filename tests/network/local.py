@@ -1,6 +1,7 @@
 """A federation within one process whose carrier loses, doubles, delays and changes what a test tells it to.
 
-Clients and the server die at any point of their lives and come back from their disks; time passes only where it is waited for.
+Clients and the server die at any point of their lives and come back from their disks; time passes only where
+it is waited for.
 """
 
 from __future__ import annotations
@@ -170,7 +171,8 @@ class LocalTransport:
             try:
                 self.at("not synced", disk=True)
             except Killed:
-                # of what was not synced a machine that loses power may keep a part: half of a new file, all but the end of
+                # of what was not synced a machine that loses power may keep a part: half of a new file, all
+                # but the end of
                 # one that grew
                 size = os.fstat(handle).st_size
                 if stat.S_ISREG(os.fstat(handle).st_mode):
@@ -331,7 +333,8 @@ def truth(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, 
 def agrees(
     result: Result, carrier: LocalTransport, made: ExperimentConfig, losses: Sequence[RoundRecord] = ()
 ) -> set[Any]:
-    """Assert that a run is the sequential one to the last bit: server, every client's state on its disk, and records.
+    """Assert that a run is the sequential one to the last bit: server, every client's state on its disk, and
+    records.
 
     Args:
         result: of the network's run.

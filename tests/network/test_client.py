@@ -57,7 +57,8 @@ def order(run: Run, /, **fields: Any) -> Order:
     return Order(**{**given, **fields})
 
 
-# -- the folder --------------------------------------------------------------------------------------------------------
+# -- the folder
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_preparing_twice_keeps_what_the_client_remembers(made: ExperimentConfig, folder: Path) -> None:
@@ -139,7 +140,8 @@ def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(
         assert len(ClientRuntime(tmp_path / str(place)).data.train)
 
 
-# -- who it is ---------------------------------------------------------------------------------------------------------
+# -- who it is
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_it_introduces_itself_without_an_example(made: ExperimentConfig, folder: Path) -> None:
@@ -160,7 +162,8 @@ def test_it_introduces_itself_without_an_example(made: ExperimentConfig, folder:
     assert len(payload) < 1000
 
 
-# -- its answers -------------------------------------------------------------------------------------------------------
+# -- its answers
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, folder: Path) -> None:
@@ -337,7 +340,8 @@ def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
     assert (header.steps, header.losses, header.problem) == (0, {}, "")
 
 
-# -- data of one's own -------------------------------------------------------------------------------------------------
+# -- data of one's own
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -293,7 +293,8 @@ def test_the_state_of_a_network_run_is_stamps(tmp_path: Path) -> None:
     assert agrees(result, carrier, made) == {(2, 0)}
 
 
-# -- nodes that hold others up -----------------------------------------------------------------------------------------
+# -- nodes that hold others up
+# -----------------------------------------------------------------------------------------
 
 
 def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again(tmp_path: Path) -> None:

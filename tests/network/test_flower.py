@@ -83,6 +83,7 @@ def test_a_message_is_words_and_one_buffer() -> None:
     assert len(records.array_records["payload"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedhl", pytest.param("scaffold", marks=deployment)])
 def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: str) -> None:
     pytest.importorskip("ray")
@@ -246,6 +247,7 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
         assert list((tmp_path / f"client-{i}").glob("*/model/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_server_wants_keys_or_to_be_told_that_it_needs_none(tmp_path: Path) -> None:
     file = written(tmp_path / "t.toml", tables("fedavg"))
     done = subprocess.run([*COMMAND, "serve", str(file)], capture_output=True, text=True, timeout=120)

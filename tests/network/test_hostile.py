@@ -46,7 +46,8 @@ from .local import (
     small,
 )
 
-# -- answers that are none ---------------------------------------------------------------------------------------------
+# -- answers that are none
+# ---------------------------------------------------------------------------------------------
 
 Lie = Callable[[Response], Response]
 
@@ -199,7 +200,8 @@ def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> Non
     assert [r.accuracy is not None for r in result.rounds] == [True, True, False, False, True]
 
 
-# -- who lies too often ------------------------------------------------------------------------------------------------
+# -- who lies too often
+# ------------------------------------------------------------------------------------------------
 
 
 def liar(carrier: LocalTransport, message: Message) -> Any:
@@ -288,7 +290,8 @@ def trains(message: Message) -> bool:
     return message.kind == "order" and Order.from_json(message.header).train
 
 
-# -- anything at all ---------------------------------------------------------------------------------------------------
+# -- anything at all
+# ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -137,7 +137,8 @@ def test_an_array_that_cannot_be_read_is_refused() -> None:
     assert "a piece of it cannot be read: JSONDecodeError" in received(link, 1 << 20).too_large
 
 
-# -- the SuperLink -----------------------------------------------------------------------------------------------------
+# -- the SuperLink
+# -----------------------------------------------------------------------------------------------------
 
 
 def called(parts: list[bytes], headers: list[tuple[bytes, bytes]]) -> tuple[int, int]:

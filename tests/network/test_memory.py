@@ -215,7 +215,8 @@ def test_files_that_were_taken_away_or_damaged_are_named(tmp_path: Path) -> None
 
 
 plans = st.tuples(
-    # where the process dies or finds its disk full while it works, if it does; whether the reply is lost; who asks again
+    # where the process dies or finds its disk full while it works, if it does; whether the reply is lost; who
+    # asks again
     st.none() | st.integers(0, 20),
     st.sampled_from([Killed, no_space]),
     st.booleans(),

@@ -137,7 +137,8 @@ def test_the_pinned_app_holds_no_module() -> None:
 
     found = PinnedApp.installed()
     assert found.name == "fedlowrank/fedlowrank"
-    # written out by hand: whoever changes a byte of the app locks clients of other releases out, and should know it
+    # written out by hand: whoever changes a byte of the app locks clients of other releases out, and should
+    # know it
     components = {
         "serverapp": "fedlowrank.network.flower:server",
         "clientapp": "fedlowrank.network.flower:client",

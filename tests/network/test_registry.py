@@ -223,7 +223,8 @@ def test_what_was_known_before_a_restart() -> None:
     assert asked(again, ALL) == [100, 101, 102]
 
 
-# -- the federation ----------------------------------------------------------------------------------------------------
+# -- the federation
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_federation_is_that_of_the_data_but_for_the_data() -> None:
@@ -260,7 +261,8 @@ def test_the_servers_own_base_must_be_the_clients(monkeypatch: pytest.MonkeyPatc
         found.federation()
 
 
-# -- anything at all ---------------------------------------------------------------------------------------------------
+# -- anything at all
+# ---------------------------------------------------------------------------------------------------
 
 FUZZ = settings(
     max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]

@@ -96,7 +96,8 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
     return guarded
 
 
-# -- no honest reply is refused ----------------------------------------------------------------------------------------
+# -- no honest reply is refused
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -212,7 +213,8 @@ def test_clients_send_rows_for_the_classes_they_own(name: str) -> None:
     assert {len(u.labels) for u in found.uploads} == {2, 3}
 
 
-# -- other data --------------------------------------------------------------------------------------------------------
+# -- other data
+# --------------------------------------------------------------------------------------------------------
 
 
 def regression() -> Federation:
@@ -282,7 +284,8 @@ def test_every_method_on_other_kinds_of_data(name: str, data: Callable[[], Feder
     assert len(go(made(name, **settings, **kwargs), data(), rounds=2).uploads) == 6
 
 
-# -- what it costs to know ---------------------------------------------------------------------------------------------
+# -- what it costs to know
+# ---------------------------------------------------------------------------------------------
 
 
 def test_clients_that_are_alike_have_one_template() -> None:
@@ -317,7 +320,8 @@ def test_a_template_is_that_of_a_form_and_not_of_values() -> None:
     method, task, info = made("hetlora", prune=0.5), federation.task(3), federation.infos[0]
     down = method.download(method.server_init(task), info)
     wanted = expected_upload(method, task, info, down)
-    # factors of -1 would seem to shrink in the dry run, as if they were to be pruned; a client may be sent anything
+    # factors of -1 would seem to shrink in the dry run, as if they were to be pruned; a client may be sent
+    # anything
     for value in (-1.0, float("nan"), 1e300):
         found = expected_upload(method, task, info, tree.map(lambda t, v=value: torch.full_like(t, v), down))
         assert all(

@@ -183,7 +183,8 @@ def test_every_kind_of_number_is_looked_at() -> None:
                     inspect(tree.encode({"x": wide.to(dtype)}), template, ClientInfo(0, 1, "m"), LIMITS)
 
 
-# -- limits and bans ---------------------------------------------------------------------------------------------------
+# -- limits and bans
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,8 @@ def test_damaged_counts_are_refused(stored: Any) -> None:
         Blocklist.from_json(3, stored)
 
 
-# -- messages made by hand ---------------------------------------------------------------------------------------------
+# -- messages made by hand
+# ---------------------------------------------------------------------------------------------
 
 
 HAND_MADE: dict[str, bytes] = {
@@ -384,6 +386,7 @@ for name, (bomb, form) in bombs.items():
 """
 
 
+@pytest.mark.slow
 def test_a_large_upload_is_held_once_and_bombs_take_neither_memory_nor_time() -> None:
     done = subprocess.run(
         [sys.executable, "-c", BOMBS],

@@ -1,4 +1,4 @@
-"""``network.json`` in a run's folder: what a server has to know of its clients when it goes on with a run."""
+"""``network.json`` in a run folder: what a server needs of its clients to go on with a run."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ REFUSALS = 100
 
 @dataclass
 class Account:
-    """What a server has to know of its clients when it goes on with a run.
+    """What a server needs of its clients to go on with a run.
 
     Attributes:
         run: names the run to the clients.
-        clients: by identifier, as strings: examples in train, val and test.
-        refused: refused replies that count towards a ban, by client.
-        branch: how often the run went back to an earlier checkpoint; clients do not answer orders of a smaller number.
-        excluded: clients that a person excluded, with the round to which the run went back then.
-        silent: orders in a row that a client did not answer, by client.
+        clients: numbers of examples in train, val and test, by client (as text).
+        refused: refused replies that count towards the blocklist, by client.
+        branch: how often the run went back to an earlier checkpoint; clients refuse orders of a smaller
+            number.
+        excluded: clients that an operator excluded, with the round to which the run went back then.
+        silent: missed orders in a row, by client.
         updates: see :class:`.norms.NormBound`.
         refusals: round, client and reason of the last refused replies.
         settings: the section ``network`` of the experiment.
@@ -55,11 +56,7 @@ class Account:
 
     @classmethod
     def read(cls, folder: Path) -> Account:
-        """The account in a run's folder.
-
-        Raises:
-            CheckpointError: if there is none, or it is damaged.
-        """
+        """Read the account of a run folder; raises CheckpointError if it is missing or damaged."""
         path = folder / ACCOUNT
         kinds = {f.name: type(getattr(cls(""), f.name)) for f in dataclasses.fields(cls)}
         try:
@@ -89,16 +86,16 @@ def new_run_id() -> str:
 
 
 def go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
-    """Put a run of clients elsewhere back to an earlier checkpoint, and exclude clients from then on.
+    """Put a network run back to an earlier checkpoint, and exclude clients from then on.
 
     Args:
         folder: of the run.
         round: rounds completed at the checkpoint; None for the last one.
-        without: clients that take no further part.
+        without: clients to exclude.
 
     Raises:
         ConfigError: if there is no such client.
-        CheckpointError: if no checkpoint of that round is kept, or something is damaged; nothing has changed then.
+        CheckpointError: if the checkpoint is missing or a file is damaged; nothing has changed then.
     """
     account = Account.read(folder)
     kept = checkpoint.rounds_kept(folder / "checkpoint")
@@ -122,14 +119,14 @@ def go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
 
 
 def restore_checkpoint(folder: Path, round: int) -> None:
-    """Put the checkpoint of a run back to an earlier one.
+    """Put the checkpoint of a run back to an earlier round.
 
     Args:
         folder: of the run.
         round: rounds completed at that checkpoint.
 
     Raises:
-        CheckpointError: if no checkpoint of that round is kept, or a file of it is damaged; nothing has changed then.
+        CheckpointError: if the checkpoint is missing or damaged; nothing has changed then.
     """
     checkpoint.go_back(folder / "checkpoint", round)
     best = folder / "best"
@@ -140,7 +137,7 @@ def restore_checkpoint(folder: Path, round: int) -> None:
 
 
 def prepare_resume(folder: Path, round: int | None, without: Collection[int]) -> bool:
-    """Do what ``fedlowrank resume RUN --round N --without CLIENT`` asks of a run's folder before the run goes on.
+    """Prepare a run folder for ``fedlowrank resume RUN --round N --without CLIENT``.
 
     Args:
         folder: of the run.
@@ -148,11 +145,11 @@ def prepare_resume(folder: Path, round: int | None, without: Collection[int]) ->
         without: clients to exclude from then on.
 
     Returns:
-        Whether the run can go on in this process; not where its clients are reached by a server of their own.
+        Whether this process can go on with the run; False if a server with remote clients must.
 
     Raises:
         ConfigError: if the clients of the run cannot be excluded.
-        CheckpointError: if no checkpoint of that round is kept, or something is damaged; nothing has changed then.
+        CheckpointError: if the checkpoint is missing or a file is damaged; nothing has changed then.
     """
     if not (folder / ACCOUNT).exists():
         if without:

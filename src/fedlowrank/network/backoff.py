@@ -1,4 +1,4 @@
-"""Exponential backoff for clients that are connected but do not reply, so that rounds do not wait for them."""
+"""Exponential backoff for clients that are connected but do not reply."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MAX_EXPONENT = 10
 class Backoff:
     """Counts orders without a reply and pauses the clients that missed too many.
 
-    A client that missed ``after`` orders in a row is paused for one round and asked again; then for two, four, eight, ... rounds,
-    until it replies.
+    A client that missed ``after`` orders in a row is paused for one round and asked again; then for two,
+    four, eight, ... rounds, until it replies.
 
     Attributes:
         after: missed orders in a row after which a client is paused; 0 for never.
@@ -27,7 +27,7 @@ class Backoff:
     until: dict[int, int] = field(default_factory=dict)
 
     def record_timeout(self, client: int, round: int) -> int:
-        """Count an order without a reply, after so many completed rounds; returns the rounds of the client's pause."""
+        """Count a missed order after so many completed rounds; returns the rounds of the client's pause."""
         count = self.counts[client] = self.counts.get(client, 0) + 1
         if not self.after or count < self.after:
             return 0

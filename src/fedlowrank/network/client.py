@@ -67,7 +67,8 @@ def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Sha
         found = _read_client_file(path)
         if found["client"] != client or sections(found["tables"]) != sections(tables):
             raise ConfigError(
-                f"{folder} is the folder of client {found['client']} of another experiment or of one that was changed. "
+                f"{folder} is the folder of client {found['client']} of another experiment or of one that "
+                "was changed. "
                 "Choose another folder, or remove it with the client's states."
             )
     with as_checkpoint_error(f"cannot make {folder}"):
@@ -130,7 +131,8 @@ class ClientRuntime:
             data = (folder / "data.tree").read_bytes()
             if digest_of(data) != stored["data"]:
                 raise CheckpointError(
-                    f"{folder / 'data.tree'} is damaged: its digest is not the one in client.json. Run `fedlowrank join` again "
+                    f"{folder / 'data.tree'} is damaged: its digest is not the one in client.json. Run "
+                    "`fedlowrank join` again "
                     "with the same --data and --folder to write it anew."
                 )
             self.data = _unpacked(tree.decode(data))
@@ -167,8 +169,8 @@ class ClientRuntime:
             payload: bytes of the download.
 
         Returns:
-            Header and payload of the reply. The client's new state is on the disk by then, but counts only once an order
-            acknowledges it.
+            Header and payload of the reply. The client's new state is on the disk by then, but counts only
+            once an order acknowledges it.
         """
         reply = Answer(self.client, order.run, order.round)
         try:

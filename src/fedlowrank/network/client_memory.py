@@ -2,9 +2,10 @@
 
     RUN/000004.tree   the client's state after 4 completed rounds, and the reply that it sent then
 
-A state becomes the one to build on when a later order names its stamp; until then the previous one stays beside it. Some
-older acknowledged states stay, too, for a server that goes back to an earlier checkpoint. A file is written atomically, before
-the reply is sent, and has digests of its parts, which are verified when it is read.
+A state becomes the one to build on when a later order names its stamp; until then the previous one stays
+beside it. Some older acknowledged states stay, too, for a server that goes back to an earlier checkpoint. A
+file is written atomically, before the reply is sent, and has digests of its parts, which are verified when it
+is read.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class ClientMemory:
         if stamp not in self.stamps:
             kept = " and ".join(map(str, self.stamps)) or "none"
             raise ForgottenError(
-                f"the server expects the state after round {stamp}, but those kept here are of round: {kept}; {self.folder} "
+                f"the server expects the state after round {stamp}, but those kept here are of round: "
+                f"{kept}; {self.folder} "
                 "was lost or is of another machine"
             )
         path = self._path(stamp)
@@ -126,7 +128,8 @@ class ClientMemory:
         """Store a state and a reply beside the state that it builds on, until the server acknowledges it.
 
         Args:
-            base: stamp of the state that it builds on; 0 if the client starts, maybe again: then the oldest states stay.
+            base: stamp of the state that it builds on; 0 if the client starts, maybe again: then the oldest
+                states stay.
             stamp: rounds completed once the reply is accepted.
             state: the new state.
             upload: bytes of the reply.
@@ -182,6 +185,7 @@ def _opened(path: Path) -> Iterator[tuple[_Head, IO[bytes]]]:
 def _check(content: bytes, digest: object, path: Path) -> None:
     if digest_of(content) != digest:
         raise CheckpointError(
-            f"{path} is damaged: its digest is not the one in its first line. Restore the file from a copy, or remove it: the "
+            f"{path} is damaged: its digest is not the one in its first line. Restore the file from a copy, "
+            "or remove it: the "
             "client is then left out, or starts again if the server has network.forgotten = 'begin'."
         )

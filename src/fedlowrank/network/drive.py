@@ -1,4 +1,4 @@
-"""Runs a method on a server whose clients are reached by messages, from the first registration to the last reply."""
+"""Runs a method on a server whose clients are reached by messages."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def _wait_for_start(engine: NetworkEngine, needed: int) -> None:
         missing = ", ".join(str(i) for i in range(registry.clients) if i not in {*clients, *engine.excluded})
         rejected = "".join(f"\nrejected: {why}" for why in registry.rejections.values())
         raise NetworkError(
-            f"only {len(clients)} of {needed} clients came within {engine.settings.wait:g} s; missing: {missing}. "
+            f"only {len(clients)} of {needed} clients came within {engine.settings.wait:g} s; missing: "
+            f"{missing}. "
             f"Start them, or lower network.min_clients.{rejected}"
         )
 

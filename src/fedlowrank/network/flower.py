@@ -4,11 +4,12 @@ Only this module, :mod:`.intake` and the scripts :mod:`.deploy.node` and :mod:`.
 
 ``server`` and ``client`` are the components of a Flower app. Their inputs:
 
-- The ServerApp reads environment variables: :data:`EXPERIMENT` (a JSON file of the experiment's tables), :data:`OUT` (run
-  folder), :data:`NODES` (the client of each registered key, if keys are checked) and :data:`LOG`. An app that was submitted by
-  hand has the tables and the folder in its run config.
-- The ClientApp reads ``folder`` from its node's config, which ``fedlowrank join`` prepared. Without it, the app is the client
-  ``partition-id`` of the experiment in the run config, and its folder lies under ``state`` of the node's config.
+- The ServerApp reads environment variables: :data:`EXPERIMENT` (a JSON file of the experiment's tables),
+  :data:`OUT` (run folder), :data:`NODES` (the client of each registered key, if keys are checked) and
+  :data:`LOG`. An app that was submitted by hand has the tables and the folder in its run config.
+- The ClientApp reads ``folder`` from its node's config, which ``fedlowrank join`` prepared. Without it, the
+  app is the client ``partition-id`` of the experiment in the run config, and its folder lies under ``state``
+  of the node's config.
 """
 
 from __future__ import annotations
@@ -191,7 +192,8 @@ def _folder(context: Context) -> Path:
         return Path(str(config["folder"]))
     if "partition-id" not in config:
         raise ConfigError(
-            "this node does not know which client it is. Start it by `fedlowrank join`, or give it --node-config "
+            "this node does not know which client it is. Start it by `fedlowrank join`, or give it "
+            "--node-config "
             "'folder=\"...\"' or 'partition-id=0'"
         )
     made, client = _from_run_config(context), int(config["partition-id"])

@@ -28,16 +28,15 @@ FRAME = 1 << 16
 class Intake:
     """Flower's client of the SuperLink, except that it stops reading a reply that is too large.
 
-    Before anything of a reply is read, its number of pieces is compared with the limit; while it is read, its bytes are, and how
-    often its array repeats a piece, for a piece that comes once may be repeated a thousand times. The guard of the SuperLink
-    limits a single piece.
+    The number of pieces is compared with the limit before a reply is read. While it is read, its bytes are
+    compared, and how often its array repeats a piece. The guard of the SuperLink limits a single piece.
 
     Args:
         client: of a Flower grid.
-        limit: bytes that the reply to the message of that identifier may have.
+        limit: bytes that the reply to a message may have, by the message's identifier.
 
     Attributes:
-        refused: identifiers of the messages whose replies are too large, each with the reason.
+        refused: why a reply was refused, by the identifier of the message.
     """
 
     def __init__(self, client: Any, limit: Callable[[str], int]) -> None:
@@ -50,11 +49,11 @@ class Intake:
         self.refused: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the client's."""
+        """Delegate everything else to the client."""
         return getattr(self._client, name)
 
     def PullMessages(self, request: Any) -> Any:  # noqa: N802 - Flower's name
-        """Fetch what there is but its content, and refuse replies of too many pieces."""
+        """Fetch the replies without their content, and refuse those with too many pieces."""
         found = self._client.PullMessages(request)
         self._owners, self._read, self._repeated, self._counted = {}, {}, {}, set()
         for message, tree in zip(found.messages_list, found.message_object_trees, strict=True):
@@ -103,7 +102,7 @@ class Intake:
 
 
 def repeated(content: bytes) -> int:
-    """Of how many pieces an array consists, where they may be repeated; 0 if this is none."""
+    """The number of pieces of an array, which may be repeated; 0 if the content is not an array."""
     if not content or get_object_type_from_object_content(content) != Array.__qualname__:
         return 0
     return len(json.loads(get_object_body(content, Array)).get("arraychunk_ids", ()))

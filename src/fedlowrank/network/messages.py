@@ -1,7 +1,7 @@
 """Messages between server and clients: a header in JSON, and at most one tree as bytes (the payload).
 
-Downloads and uploads are encoded by :func:`fedlowrank.core.tree.encode`, one buffer for each message. Everything else is in
-the header, whose fields are validated before they are used.
+Downloads and uploads are encoded by :func:`fedlowrank.core.tree.encode`, one buffer for each message.
+Everything else is in the header, whose fields are validated before they are used.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Order(Header):
     Attributes:
         run: identifier of the run; a client separates the states of different runs.
         round: rounds completed, so 0 in the first.
-        stamp: identifies the state to build on: the rounds that were completed when the server accepted the client's
-            last reply, 0 if it never did. The stamp acknowledges that reply.
+        stamp: identifies the state to build on: the rounds that were completed when the server accepted the
+            client's last reply, 0 if it never did. The stamp acknowledges that reply.
         train: whether to train, or only to commit the state and evaluate.
         evaluate: whether to evaluate the models before training.
         last: whether the run is over, so that the client writes its model.
@@ -136,7 +136,8 @@ _ADAPTERS: dict[type[Header], pydantic.TypeAdapter[Any]] = {
 
 LOCAL = frozenset({
     "data.path", "data.test", "language.path", "language.offline", "run.device", "run.threads", "run.engine",
-    "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best", "run.micro_batch",
+    "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
+    "run.micro_batch",
     "run.client_memory", "run.pixels", "run.keep_checkpoints",
 })  # fmt: skip
 """Fields in which a client may differ from the server: its paths, and how its machine computes."""

@@ -131,7 +131,7 @@ class ClientRegistry:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Examples by which each client is weighted: those it registered, up to :attr:`cap`; 0 without registration."""
+        """Examples by which each client is weighted: those it registered, up to :attr:`cap`; else 0."""
         cap, registered = self.cap, self.registered
         return tuple(min(registered[i].examples, cap) if i in registered else 0 for i in range(self.clients))
 
@@ -147,8 +147,10 @@ class ClientRegistry:
         """The clients that are weighted by fewer examples than they registered, with the reason."""
         cap = self.cap
         return {
-            i: f"client {i} registered {c.examples} examples and is weighted by {cap}, {self.examples_ratio:g} times the "
-            "median (network.limits.examples_ratio); list the promised counts in network.examples if it really has so many"
+            i: f"client {i} registered {c.examples} examples and is weighted by {cap}, "
+            f"{self.examples_ratio:g} times the median (network.limits.examples_ratio); list the promised "
+            "counts in network.examples if it "
+            "really has so many"
             for i, c in sorted(self.registered.items())
             if c.examples > cap
         }
@@ -262,7 +264,8 @@ class ClientRegistry:
             )
         if base != self._base:
             return (
-                f"client {client} has another base model: its weights have the digest {base[:64] or 'none'}, the others' "
+                f"client {client} has another base model: its weights have the digest "
+                f"{base[:64] or 'none'}, the others' "
                 f"{self._base[:64] or 'none'}. Give it the same files."
             )
         return None
@@ -272,7 +275,8 @@ class ClientRegistry:
         client, examples, sizes = registration.client, registration.examples, registration.sizes
         if registration.protocol != PROTOCOL:
             return (
-                f"client {client} speaks version {registration.protocol} of the messages, this server {PROTOCOL}: install "
+                f"client {client} speaks version {registration.protocol} of the messages, this server "
+                f"{PROTOCOL}: install "
                 "the same version of fedlowrank on both"
             )
         if not 0 <= client < self.clients:
@@ -295,7 +299,8 @@ class ClientRegistry:
                 s if len(s) < 40 and s.isprintable() else "one with an invalid name" for s in different[:10]
             )
             return (
-                f"client {client} has another experiment: section(s) {', '.join(names)} differ from the server's. Give both "
+                f"client {client} has another experiment: section(s) {', '.join(names)} differ from the "
+                "server's. Give both "
                 "the same file and the same overrides."
             )
         return None
@@ -312,7 +317,8 @@ class ClientRegistry:
         language = self.made.load_language(self.form.classes)
         if language is not None and language.loaded.digest != self._base:
             raise UnregisteredNodeError(
-                f"the clients' base model has the digest {self._base}, the server's {language.loaded.digest}: they are "
+                f"the clients' base model has the digest {self._base}, the server's "
+                f"{language.loaded.digest}: they are "
                 "different weights. Give all the same files."
             )
         shares = Shares((empty,) * self.clients, self.form.classes, (), language)

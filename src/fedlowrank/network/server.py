@@ -1,7 +1,7 @@
 """The server's half of a run: an engine that reaches its clients by messages.
 
-A round takes one message round trip. The order to a client carries its download and the stamp of the state that it
-builds on, which acknowledges its last reply. It also asks for the evaluation of the previous round.
+A round takes one message round trip. The order to a client carries its download and the stamp of the state
+that it builds on, which acknowledges its last reply. It also asks for the evaluation of the previous round.
 """
 
 from __future__ import annotations
@@ -123,8 +123,10 @@ class NetworkEngine(Engine):
             logger.info("round %d: %d good replies, %d are needed: %s", round + 1, good, needed, reasons)
         else:
             raise NetworkError(
-                f"round {round + 1} was asked for {self.settings.attempts} times and never brought {needed} good "
-                f"replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or lower network.min_replies."
+                f"round {round + 1} was asked for {self.settings.attempts} times and never brought {needed} "
+                "good "
+                f"replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or lower "
+                "network.min_replies."
             )
         self.bound.learn(self._norms, round)
         for job in jobs:
@@ -282,7 +284,7 @@ class NetworkEngine(Engine):
         return None
 
     def _max_bytes(self, job: ClientJob, trains: bool, round: int) -> int | None:
-        """Bytes that a reply may have; None, and its client is refused, if the method fails on the download."""
+        """Bytes that a reply may have; None, with a refusal, if the method fails on the download."""
         if not trains or self._templates is None:
             return MAX_HEADER
         try:

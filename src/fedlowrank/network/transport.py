@@ -83,8 +83,8 @@ class Transport(Protocol):
 class Exchange:
     """Does message round trips with many nodes.
 
-    A registration may take longer than one round trip, because a client first hashes its base model. A node is asked once, and
-    not again before ``wait`` seconds have passed.
+    A registration may take longer than one round trip, because a client first hashes its base model. A node
+    is asked once, and not again before ``wait`` seconds have passed.
 
     Args:
         transport: carries the messages.
@@ -102,8 +102,8 @@ class Exchange:
     def replies(self, messages: Sequence[Message], group: str, seconds: float) -> Iterator[Response]:
         """Send messages and yield the responses as they arrive, at most one for each message.
 
-        The round trip ends when all orders are answered or the time is up. Without orders it ends when no registration is
-        pending.
+        The round trip ends when all orders are answered or the time is up. Without orders it ends when no
+        registration is pending.
 
         Args:
             messages: at most one to each node.
@@ -146,7 +146,8 @@ class Exchange:
             self._last_log = now
             nodes = ", ".join(f"node {n} ({seconds:.0f} s)" for n, seconds in late.items())
             logger.info(
-                "still waiting for the registration of %s; each may take %g s (network.wait), and rounds go on "
+                "still waiting for the registration of %s; each may take %g s (network.wait), and rounds go "
+                "on "
                 "without it. A large base model takes minutes to hash.",
                 nodes,
                 self.wait,

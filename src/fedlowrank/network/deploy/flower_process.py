@@ -1,4 +1,4 @@
-"""A subprocess that runs one of Flower's commands: started in its own session, watched, ended with its process tree."""
+"""A subprocess that runs one of Flower's commands in its own session, and ends with its process tree."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class ProcessError(FedlowrankError):
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of every process of Flower: this process's own, and what keeps Flower quiet, private and offline.
+    """The environment of Flower's processes, which keeps them quiet, private and offline.
 
     Args:
         home: folder for what Flower stores.
     """
     own = os.environ
-    # processes of one machine talk over loopback, which no proxy reaches; where both spellings are set, the first counts
+    # processes of one machine talk over loopback, which no proxy reaches; where both spellings are set, the
+    # first counts
     direct = own.get("no_proxy") or own.get("NO_PROXY")
     no_proxy = ",".join(filter(None, [direct, "localhost", "127.0.0.1", "::1"]))
     forced = {
@@ -58,12 +59,13 @@ def environment(home: Path) -> dict[str, str]:
         "no_proxy": no_proxy,
         "NO_PROXY": no_proxy,
     }
-    # the second is the pause in seconds between two looks for work, which every message waits for; it is 1 by default
+    # the second is the pause in seconds between two looks for work, which every message waits for; it is 1 by
+    # default
     return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **own, **forced}
 
 
 def find_command(name: str) -> str:
-    """The path of one of Flower's commands; raises ConfigError if Flower is not installed beside this package."""
+    """The path of one of Flower's commands; raises ConfigError if Flower is not installed."""
     path = shutil.which(name, path=environment(Path())["PATH"])
     if path is None:
         raise ConfigError(f"there is no command {name}: Flower is missing. Install fedlowrank[network].")
@@ -246,7 +248,7 @@ class FlowerProcess:
 
 
 def _groups_of(pid: int, address: str, is_running: bool) -> set[int]:
-    """Process groups of a process tree, with its root only if that runs: the number of an ended one may be another's."""
+    """Process groups of a process tree, with its root's only if that runs: its number may be reused."""
     # a child that outlives the root, and the child's own tree, are one group
     child = f" --runtime-api-address {address} --parent-pid {pid} "
     groups = {p.group for p in process_tree.processes().values() if child in f"{p.command} "}

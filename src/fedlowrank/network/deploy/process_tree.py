@@ -1,6 +1,6 @@
 """Finds and ends the process tree of a subprocess, by process groups.
 
-Flower starts a child of its server in a session of its own, so a signal to one process group does not reach all.
+Flower starts a child of its server in a session of its own, so a signal to one process group is not enough.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def wait_for_end(groups: Iterable[int], seconds: float) -> bool:
 
 
 def kill(groups: Iterable[int], seconds: float = 10.0) -> dict[int, Process]:
-    """Kill all processes of some groups, also those that start meanwhile; returns what lives after so many seconds."""
+    """Kill all processes of some groups, also those that start meanwhile; returns those that survive."""
     wanted, deadline = set(groups), time.monotonic() + seconds
     while (left := members(wanted)) and time.monotonic() < deadline:
         for pid in left:

@@ -25,18 +25,20 @@ def supervise(
 ) -> None:
     """Keep a SuperNode running until an event is set, and close it then.
 
-    A server that cannot be reached is no error: the SuperNode waits for it. A server that refuses is asked again for a while:
-    it refuses a client whose SuperNode was killed, for about a minute, as it refuses an unregistered one.
+    A server that cannot be reached is no error: the SuperNode waits for it. A server that refuses is asked
+    again for a while: it refuses a client whose SuperNode was killed, for about a minute, as it refuses an
+    unregistered one.
 
     Args:
         node: may run already.
         stop: end when this is set.
-        pauses: seconds before each restart; the last is repeated, and the first comes again after a steady minute.
+        pauses: seconds before each restart; the last is repeated, and the first comes again after a steady
+            minute.
         patience: seconds for which the server may refuse.
 
     Raises:
-        ProcessError: if the server refuses for longer, or the SuperNode ends three times before it reaches the server;
-            with the end of its log.
+        ProcessError: if the server refuses for longer, or the SuperNode ends three times before it reaches
+            the server; with the end of its log.
     """
     restarts, failures, last_connection = 0, 0, time.monotonic()
     try:
@@ -57,7 +59,8 @@ def supervise(
             log = node.tail()
             if failures >= _ATTEMPTS and (now - last_connection > patience or _REFUSED not in log):
                 raise ProcessError(
-                    f"{node.name} ended with code {node.code} {failures} times in a row, and is not started again. "
+                    f"{node.name} ended with code {node.code} {failures} times in a row, and is not started "
+                    "again. "
                     "Check the server's address, the keys, and whether the server knows this client's. "
                     f"The end of {node.log}:\n{log}"
                 )

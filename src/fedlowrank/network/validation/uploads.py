@@ -1,12 +1,12 @@
-"""Validation of what a client sends: checked before a method sees it.
+"""Two-stage validation of uploads.
 
-Validation has two stages. :func:`inspect` accepts what has the form that the method declares
-(:func:`.shape_tracing.expected_upload`), is no larger than that and holds finite numbers only. What no form can tell, such as a
-class that does not exist, shows when the server computes with it: such a reply is refused, and the round goes on without it.
-A client with too many refused replies is put on a blocklist (:class:`Blocklist`).
+:func:`inspect` accepts an upload that has the form which the method declares
+(:func:`.shape_tracing.expected_upload`), is no larger than that, and is finite. What no form expresses, such
+as a class that does not exist, fails when the server computes with it: such a reply is refused, and the round
+goes on without it. A client with too many refused replies is put on the :class:`Blocklist`.
 
-Neither stage stops a client that lies within the form, by numbers that are plausible and wrong. What it can do is bounded by the
-norm of its update (:mod:`.norms`) and by the number of examples by which its reply is weighted (``examples_ratio``).
+Plausible but wrong numbers pass both stages. Their effect is bounded by the norm of an update (:mod:`.norms`)
+and by the number of examples by which a reply is weighted (``examples_ratio``).
 """
 
 from __future__ import annotations
@@ -40,25 +40,26 @@ __all__ = [
 ]
 
 FAULTS = (
-    RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, FedlowrankError
+    RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError,
+    FedlowrankError,
 )  # fmt: skip
 """What a method may raise on numbers that it did not foresee."""
 
 SLACK = 2**16
-"""Bytes that an upload, or its header, may have beyond twice what is expected: other versions of a library write it otherwise."""
+"""Bytes that an upload or its header may have beyond twice the expected size, for other library versions."""
 
-_KEPT = 256
-"""Templates remembered; a method that sends clients what they missed has one for every number of missed rounds."""
+_MAX_TEMPLATES = 256
+"""Templates in the cache; a method that sends missed updates has one for each number of missed rounds."""
 
 
 class RefusedReplyError(FedlowrankError):
-    """A client's reply, or what it says of itself, was refused; nothing of it was used.
+    """A client's reply or registration was refused; nothing of it is used.
 
     Args:
-        client: identifier of the client.
-        path: of what is wrong, a JSON pointer; empty for all of it.
+        client: number of the client.
+        path: of the fault, a JSON pointer; empty for the whole reply.
         reason: what is wrong.
-        counts: towards a ban; a reply does not that may be of an honest client whose training diverges.
+        counts: whether it counts towards the blocklist; not where training of an honest client may diverge.
     """
 
     def __init__(self, client: int, path: str, reason: str, counts: bool = True) -> None:
@@ -74,11 +75,11 @@ class RefusedReplyError(FedlowrankError):
 
 
 class Templates:
-    """:func:`expected_upload` of many clients, computed once for all that are alike and were sent what looks alike.
+    """A cache of :func:`expected_upload` for clients of the same kind and downloads of the same form.
 
     Args:
         method: whose uploads.
-        task: what is to be learnt.
+        task: what is to be learned.
     """
 
     def __init__(self, method: AnyMethod, task: Task) -> None:
@@ -90,11 +91,11 @@ class Templates:
 
         Args:
             info: of the client.
-            down: what it is sent.
+            down: its download.
 
         Raises:
-            RefusedReplyError: if the method fails on what the client is sent. Before the first round that is a fault of the method or its
-                settings; later what this client sent before may be to blame.
+            RefusedReplyError: if the method fails on the download. Before the first round that is a fault of
+                the method or its settings; later this client's uploads may be the cause.
         """
         key = (info.architecture, info.rank, info.cluster, tree.signature(down))
         found = self._known.pop(key, None)
@@ -106,25 +107,26 @@ class Templates:
                 raise RefusedReplyError(info.id, "", reason) from error
         # at the end are those that were asked for last
         self._known[key] = found
-        if len(self._known) > _KEPT:
+        if len(self._known) > _MAX_TEMPLATES:
             del self._known[next(iter(self._known))]
         return found
 
 
 def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> Any:
-    """The upload in these bytes, if it may be handed to the method.
+    """Decode and validate an upload.
 
     Args:
-        data: as it came.
-        template: what it has to look like.
+        data: bytes of the upload.
+        template: the form that it must have.
         client: who sent it.
-        limits: what is taken from a client.
+        limits: section ``network.limits`` of the experiment.
 
     Returns:
-        A tree of the template's structure, types and shapes, keys in the template's order, all numbers finite.
+        A tree of the template's structure, types and shapes, keys in the template's order, all numbers
+        finite.
 
     Raises:
-        RefusedReplyError: if it is anything else.
+        RefusedReplyError: if it is invalid.
     """
     _check_size(data, template, client, limits)
     try:
@@ -153,10 +155,10 @@ def max_upload_bytes(template: Template, limits: Limits) -> int:
 
 
 def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> None:
-    """Whatever can be told without a look at what the bytes say."""
+    """Check sizes before anything is decoded."""
     if limits.max_examples is not None and client.examples > limits.max_examples:
-        claim = f"it claims {client.examples} training examples, above limits.max_examples = {limits.max_examples}"
-        raise RefusedReplyError(client.id, "", claim)
+        claim = f"it claims {client.examples} training examples"
+        raise RefusedReplyError(client.id, "", f"{claim}, above limits.max_examples = {limits.max_examples}")
     size, most = memoryview(data).nbytes, max_upload_bytes(template, limits)
     if size > most:
         raise RefusedReplyError(
@@ -171,11 +173,7 @@ def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo
 
 
 def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
-    """The contribution of an inspected upload.
-
-    Raises:
-        RefusedReplyError: if the method fails on it, or its numbers cannot be aggregated.
-    """
+    """The contribution of an upload; raises RefusedReplyError if the method fails or it is not finite."""
     try:
         found = method.contribution(upload, client, server)
         fault = fault_of(found)
@@ -197,8 +195,10 @@ def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView)
     for path, number in floats(new):
         if not math.isfinite(norm(number)):
             raise FedlowrankError(
-                f"{method.title}, round {view.round}: the server's new state would hold a NaN or an infinity at "
-                f"{path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or set limits.max_norm."
+                f"{method.title}, round {view.round}: the server's new state would hold a NaN or an "
+                "infinity at "
+                f"{path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or set "
+                "limits.max_norm."
             )
     return new
 
@@ -209,16 +209,16 @@ def update_without_faulty(
     """The server's next state without the replies on which the update fails alone.
 
     Args:
-        method: whose update failed on the total of all contributions.
+        method: its update failed on the total of all contributions.
         server: its state.
-        contribution: gives a client's contribution again.
+        contribution: computes a client's contribution again.
         view: of the server; names who replied.
 
     Returns:
-        The new state, and the reason for every client whose reply was left out. Without any reply left the state is the old one.
+        The new state (the old one if no reply is left), and the reason for every client that was left out.
 
     Raises:
-        Exception: as :func:`checked_update`, if no single reply is to blame, or those that are left fail together.
+        Exception: as :func:`checked_update`, if no single reply is the cause, or the others fail together.
     """
 
     def update(clients: Sequence[ClientInfo]) -> Any:
@@ -238,7 +238,8 @@ def update_without_faulty(
 
 
 def _cannot_use(method: AnyMethod, client: ClientInfo, error: Exception) -> str:
-    return f"{method.title} cannot use the reply of client {client.id}: {shorten(f'{type(error).__name__}: {error}')}"
+    reason = shorten(f"{type(error).__name__}: {error}")
+    return f"{method.title} cannot use the reply of client {client.id}: {reason}"
 
 
 @dataclass
