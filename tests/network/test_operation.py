@@ -65,7 +65,7 @@ def test_a_failed_start_and_resume_do_not_advise_each_other(
         for options in ((), ("--resume",)):
             with pytest.raises(ReachedError):
                 serve(*options)
-        assert "begins anew" in capsys.readouterr().err
+        assert "starts again" in capsys.readouterr().err
         shutil.rmtree(out)
     (out / "checkpoint").mkdir(parents=True)
     (out / "checkpoint" / "manifest.json").write_text("{}")

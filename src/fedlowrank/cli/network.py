@@ -81,7 +81,7 @@ def run_simulation(
         if old.exists():
             RunFolder.move_aside(old)
     with warnings.catch_warnings():
-        # of Ray, about accelerators that nobody asked for
+        # of Ray, about accelerators
         warnings.simplefilter("ignore", FutureWarning)
         flower.simulation(chosen, folder, base, resume=resume, config=config)
 
@@ -115,7 +115,9 @@ def serve(
     if resume and not out.exists():
         raise CheckpointError(f"there is no run in {out} to go on with; start it without --resume")
     if failed:
-        logger.info(f"the run in {out} ended before its first checkpoint; it is moved aside, and begins anew")
+        logger.info(
+            f"the run in {out} ended before its first checkpoint; it is moved aside, and starts again"
+        )
     home = out.with_name(f"{out.name}.flower")
     with as_checkpoint_error(f"cannot make {home}"):
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -176,7 +178,7 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
         elif last is not None or time.monotonic() - looked > 60:
             looked = time.monotonic()
             status = link.status(run)
-            # what it said while that was asked
+            # lines that came while Flower answered
             last = last or follow.news()
             if status.is_completed or last == "finished":
                 return
@@ -323,7 +325,7 @@ def keys(
     """Make the keys of a federation or of one more client, take one away, or renew the server's."""
     if sum((add is not None, revoke is not None, renew)) > 1:
         raise ConfigError("--add, --revoke and --renew exclude each other; give one at a time")
-    restart = "start `fedlowrank serve` anew, with --resume if its run goes on"
+    restart = "restart `fedlowrank serve`, with --resume if its run goes on"
     if add is not None:
         add_client(folder, add)
         say(f"{folder / f'client-{add}'}: give it to client {add}, and to nobody else; {restart}")

@@ -61,11 +61,11 @@ class Account:
         kinds = {f.name: type(getattr(cls(""), f.name)) for f in dataclasses.fields(cls)}
         try:
             with as_checkpoint_error(f"cannot read {path}"):
-                found: dict[str, Any] = json.loads(path.read_text())
-            if KEY in found or "branch" in found:
+                stored: dict[str, Any] = json.loads(path.read_text())
+            if KEY in stored or "branch" in stored:
                 # one that has neither is of a version without digests
-                check_seal(found, path)
-            known = {name: value for name, value in found.items() if name in kinds}
+                check_seal(stored, path)
+            known = {name: value for name, value in stored.items() if name in kinds}
             sound = {"run", "clients", "refused"} <= known.keys()
             sound = sound and all(type(value) is kinds[name] for name, value in known.items())
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -64,10 +64,10 @@ def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Sha
     }
     path = folder / CLIENT_FILE
     if path.exists():
-        found = _read_client_file(path)
-        if found["client"] != client or sections(found["tables"]) != sections(tables):
+        stored = _read_client_file(path)
+        if stored["client"] != client or sections(stored["tables"]) != sections(tables):
             raise ConfigError(
-                f"{folder} is the folder of client {found['client']} of another experiment or of one that "
+                f"{folder} is the folder of client {stored['client']} of another experiment or of one that "
                 "was changed. "
                 "Choose another folder, or remove it with the client's states."
             )
@@ -97,11 +97,11 @@ def own_share(
     if test is not None:
         own["test"] = str(test.resolve())
     alone = {**tables, "data": own, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
-    found = ExperimentConfig.parse(alone).shares()
-    return elsewhere(found, client, clients)
+    shares = ExperimentConfig.parse(alone).shares()
+    return place_share(shares, client, clients)
 
 
-def elsewhere(shares: Shares, client: int, clients: int) -> Shares:
+def place_share(shares: Shares, client: int, clients: int) -> Shares:
     """Shares in which one client has the first share's examples and all others have none."""
     mine = shares.data[0]
     absent = ClientData(_empty(mine.train), _empty(mine.val), _empty(mine.test))
@@ -133,7 +133,7 @@ class ClientRuntime:
                 raise CheckpointError(
                     f"{folder / 'data.tree'} is damaged: its digest is not the one in client.json. Run "
                     "`fedlowrank join` again "
-                    "with the same --data and --folder to write it anew."
+                    "with the same --data and --folder to write it again."
                 )
             self.data = _unpacked(tree.decode(data))
         except (OSError, tree.TreeError, LookupError, TypeError) as error:
@@ -174,7 +174,7 @@ class ClientRuntime:
         """
         reply = Answer(self.client, order.run, order.round)
         try:
-            with _alone(self.folder):
+            with _lock(self.folder):
                 return self._answer(order, payload, reply)
         except ForgottenError as error:
             return dataclasses.replace(reply, problem=str(error), kind="state"), b""
@@ -226,7 +226,7 @@ class ClientRuntime:
     @cached_property
     def federation(self) -> Federation:
         """The federation as a client sees it: its own examples, and only the number of other clients."""
-        shares = elsewhere(Shares((self.data,), self.classes, (), self.language), self.client, self.clients)
+        shares = place_share(Shares((self.data,), self.classes, (), self.language), self.client, self.clients)
         return placed(assemble(self.made, shares, here=frozenset({self.client})), self.made.run)
 
     def _write_model(self, folder: Path, here: LocalModel, round: int) -> None:
@@ -239,7 +239,7 @@ class ClientRuntime:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Wait for the folder's lock: after a restart, an earlier process may still train in it."""
     # the system releases it however the process ends
     lock = FileLock(folder / "lock")
@@ -268,18 +268,18 @@ def _shared(tables: str) -> tuple[ExperimentConfig, Sequential]:
 
 def _read_client_file(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        check_seal(found, path)
-        sound = isinstance(found["client"], int) and isinstance(found["tables"], dict)
-        sound = sound and isinstance(found["clients"], int) and isinstance(found["classes"], list)
-        sound = sound and isinstance(found["data"], str)
+        stored: dict[str, Any] = json.loads(path.read_text())
+        check_seal(stored, path)
+        sound = isinstance(stored["client"], int) and isinstance(stored["tables"], dict)
+        sound = sound and isinstance(stored["clients"], int) and isinstance(stored["classes"], list)
+        sound = sound and isinstance(stored["data"], str)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} is not a client's folder: it holds no client.json") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if not sound:
         raise CheckpointError(f"{path} is damaged: it does not name a client and an experiment")
-    return found
+    return stored
 
 
 def _packed(data: ClientData) -> dict[str, Any]:

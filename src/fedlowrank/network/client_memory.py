@@ -171,9 +171,9 @@ def _opened(path: Path) -> Iterator[tuple[_Head, IO[bytes]]]:
     """Open a state's file and read its first line."""
     with as_checkpoint_error(f"cannot read {path}"), path.open("rb") as file:
         try:
-            found = json.loads(file.readline())
-            check_seal(found, path)
-            head = _Head(**{name: value for name, value in found.items() if name != KEY})
+            fields = json.loads(file.readline())
+            check_seal(fields, path)
+            head = _Head(**{name: value for name, value in fields.items() if name != KEY})
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
         kinds = {"order": str, "answer": str, "state": int, "upload": int, "branch": int, "digests": list}

@@ -40,14 +40,14 @@ class Header:
     def from_json(cls: type[H], text: str) -> H:
         """Inverse of :meth:`to_json`; raises MessageError if the text is something else."""
         try:
-            found: H = _ADAPTERS[cls].validate_json(text, strict=True)
+            header: H = _ADAPTERS[cls].validate_json(text, strict=True)
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the whole"
             raise MessageError(
                 plain(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")
             ) from error
-        return found
+        return header
 
 
 def plain(text: str, most: int = 500) -> str:
@@ -147,12 +147,12 @@ _UNSHARED = frozenset({"network", "reference", "compare", "seeds", "vary", "titl
 
 def sections(tables: Mapping[str, Any]) -> dict[str, str]:
     """Digest of each section of an experiment in which server and clients must agree."""
-    found = {}
+    digests = {}
     for section, value in tables.items():
         if section in _UNSHARED:
             continue
         if isinstance(value, Mapping):
             value = {k: v for k, v in value.items() if f"{section}.{k}" not in LOCAL}
         text = json.dumps(value, sort_keys=True)
-        found[section] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return found
+        digests[section] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return digests

@@ -99,18 +99,20 @@ class NetworkRun(Run):
 
     def late(self) -> Evaluation | None:
         """The evaluation of the previous round, from the last round trip."""
-        found = self.engine.evaluations
-        if not found:
+        evaluations = self.engine.evaluations
+        if not evaluations:
             return None
         # only evaluations of the same series can be compared; the majority decides
-        usual = Counter(_series_of(found[client]) for client in sorted(found)).most_common(1)[0][0]
-        for client in sorted(found):
-            if _series_of(found[client]) != usual:
+        usual = Counter(_series_of(evaluations[client]) for client in sorted(evaluations)).most_common(1)[0][
+            0
+        ]
+        for client in sorted(evaluations):
+            if _series_of(evaluations[client]) != usual:
                 logger.info(
                     "client %d measures other things than most clients; its evaluation is left out", client
                 )
-                del found[client]
-        return gather_evaluations([found.get(info.id) for info in self.federation.infos])
+                del evaluations[client]
+        return gather_evaluations([evaluations.get(info.id) for info in self.federation.infos])
 
     def finish(self) -> None:
         """Tell the clients that the run is over, so that they commit their states and write their models."""

@@ -70,8 +70,8 @@ class ExampleForm:
             return f"{t.dtype} {[*t.shape[1:]] if not texts or t.ndim != 2 else 'of tokens'}"
 
         x = {n: form(t) for n, t in sorted((inputs if isinstance(inputs, dict) else {"x": inputs}).items())}
-        found = {"inputs": x, "targets": form(self.empty.y), "classes": self.classes}
-        return json.dumps(found).replace("torch.", "")
+        form_json = {"inputs": x, "targets": form(self.empty.y), "classes": self.classes}
+        return json.dumps(form_json).replace("torch.", "")
 
 
 @dataclass

@@ -60,13 +60,15 @@ class ServerKeys:
     def read(cls, folder: Path) -> ServerKeys:
         """Find the files in the folder ``server``; raises ConfigError if one is missing or misnamed."""
         authority, certificate, key = _files(folder, "ca.crt", "server.pem", "server.key")
-        found = sorted((folder.absolute() / "clients").glob("*.pub"))
-        strange = next((path for path in found if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None)
+        public_keys = sorted((folder.absolute() / "clients").glob("*.pub"))
+        strange = next((path for path in public_keys if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None)
         if strange is not None:
             raise ConfigError(
                 f"{strange} is not named by the number of a client, as in 3.pub. Rename or remove it."
             )
-        return cls(authority, certificate, key, {int(path.stem): path for path in sorted(found, key=_number)})
+        return cls(
+            authority, certificate, key, {int(path.stem): path for path in sorted(public_keys, key=_number)}
+        )
 
 
 @dataclass(frozen=True)

@@ -103,10 +103,10 @@ class PinnedApp(NamedTuple):
         """Why messages of a run are refused, or None if they are answered."""
         if (run.fab_id, run.fab_hash) == self:
             return None
-        found = plain(f"{run.fab_id} with the digest {run.fab_hash}", 200)
+        offered = plain(f"{run.fab_id} with the digest {run.fab_hash}", 200)
         return (
             f"this client answers messages of the app {self.name} with the digest {self.digest} only, not "
-            f"of {found}. If the "
+            f"of {offered}. If the "
             "server is a `fedlowrank serve`, install the same releases of fedlowrank and Flower on both."
         )
 

@@ -30,14 +30,14 @@ class Process:
 
 def processes() -> dict[int, Process]:
     """All living processes of the machine by number, without zombies."""
-    found = {}
+    living = {}
     for process in psutil.process_iter(["status", "cmdline"]):
         # it may end while it is looked at
         with contextlib.suppress(OSError):
             group, command = os.getpgid(process.pid), " ".join(process.info["cmdline"] or ())
             if process.info["status"] not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                found[process.pid] = Process(group, command)
-    return found
+                living[process.pid] = Process(group, command)
+    return living
 
 
 def descendants(root: int) -> dict[int, Process]:

@@ -88,7 +88,7 @@ class SuperLink(FlowerProcess):
         self.keys = keys
         self.host = host
         self.port = free_port(host) if port is None else port
-        # for what it starts and for nobody else
+        # only its subprocesses get it
         self.variables[guard.TOKEN] = secrets.token_hex(32)
         self._database = self.home / "superlink.db"
         self._registered = self.home / "registered.json"
@@ -183,8 +183,8 @@ class SuperLink(FlowerProcess):
 
     def nodes(self) -> dict[int, str]:
         """The status of every client by Flower's number: registered (never connected), online or offline."""
-        found = self._flwr("supernode", "list")["nodes"]
-        return {int(node["node-id"]): node["status"] for node in found if node["status"] != "unregistered"}
+        nodes = self._flwr("supernode", "list")["nodes"]
+        return {int(node["node-id"]): node["status"] for node in nodes if node["status"] != "unregistered"}
 
     def submit(self, app: Path) -> int:
         """Start a run of an app (:func:`.flower_app.write_app`); returns Flower's number of the run."""
@@ -195,8 +195,10 @@ class SuperLink(FlowerProcess):
 
         After a kill the SuperLink takes a run for running for about a minute; stop such a run.
         """
-        found = self._flwr("list", "--run-id", str(run))["runs"][0]
-        return RunStatus(found["status"], {"N/A": ""}.get(found["status-details"], found["status-details"]))
+        fields = self._flwr("list", "--run-id", str(run))["runs"][0]
+        return RunStatus(
+            fields["status"], {"N/A": ""}.get(fields["status-details"], fields["status-details"])
+        )
 
     def stop(self, run: int) -> None:
         """End a run; raises ProcessError if there is no such run or it has ended."""
@@ -215,8 +217,8 @@ class SuperLink(FlowerProcess):
         try:
             answer: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
-            said = (done.stdout + done.stderr).strip()[-2000:]
-            raise ProcessError(f"`flwr {arguments[0]}` gave no answer that can be read: {said}") from None
+            output = (done.stdout + done.stderr).strip()[-2000:]
+            raise ProcessError(f"`flwr {arguments[0]}` gave no answer that can be read: {output}") from None
         if not answer.get("success"):
             raise ProcessError(
                 f"`flwr {arguments[0]}` failed: {str(answer.get('error-message', answer)).strip()}"
@@ -321,8 +323,8 @@ class SuperNode(FlowerProcess):
             return None
         with self.log.open("rb") as file:
             file.seek(self._begin)
-            found = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
-        return int(found[1]) if found else None
+            match = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
+        return int(match[1]) if match else None
 
     def wait_connected(self, seconds: float = 60.0) -> int:
         """Wait until it has connected, and return its number; ends it and raises ProcessError on failure."""

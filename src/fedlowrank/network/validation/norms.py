@@ -56,7 +56,7 @@ class PartNorms:
 def measure(upload: Any, down: Any) -> dict[str, PartNorms]:
     """The norms of all parts of an upload that have floating-point numbers, by path; see the module."""
     references = list(_parts(down))
-    found = {}
+    norms = {}
     for path, part in _parts(upload):
         numbers = list(floats(part))
         if not numbers:
@@ -65,12 +65,12 @@ def measure(upload: Any, down: Any) -> dict[str, PartNorms]:
         form = _form(part)
         same = sorted((p for p in references if _form(p[1]) == form), key=lambda p: p[0] != path)
         if not same:
-            found[path] = PartNorms(itself)
+            norms[path] = PartNorms(itself)
             continue
         others = [number for _, number in floats(same[0][1])]
         change = hypot(norm(number, other) for (_, number), other in zip(numbers, others, strict=True))
-        found[path] = PartNorms(itself, change, hypot(map(norm, others)))
-    return found
+        norms[path] = PartNorms(itself, change, hypot(map(norm, others)))
+    return norms
 
 
 def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -159,21 +159,21 @@ class NormBound:
             steps: optimizer steps that each client's registered examples imply.
             round: rounds completed; later ones of :attr:`past` are ignored.
         """
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         if not self.ratio or not replies:
-            return found
+            return reasons
         usual_steps = max(1, low_median(steps[c] for c in replies))
         for part in sorted({p for measured in replies.values() for p in measured}):
             norms = {c: measured[part] for c, measured in replies.items() if part in measured}
             for client, (size, bound, usual) in self._bounds_of(part, norms, round).items():
                 scale = max(1.0, steps[client] / usual_steps)
                 if size > bound * scale:
-                    found.setdefault(client, (
+                    reasons.setdefault(client, (
                         f"its update has the norm {size:.4g}{f' at {part}' if part else ''}, above "
                         f"{bound * scale:.4g}; "
                         f"{usual:.4g} is usual (network.limits.update_ratio = {self.ratio:g})"
                     ))  # fmt: skip
-        return found
+        return reasons
 
     def _bounds_of(
         self, part: str, norms: Mapping[int, PartNorms], round: int
@@ -185,7 +185,7 @@ class NormBound:
         both = [(change, whole) for change, whole in past if change is not None]
         both = both or [(m.change, m.itself) for m in norms.values() if m.change is not None]
         by_change = bool(both) and low_median(c for c, _ in both) <= low_median(w for _, w in both)
-        found = {}
+        bounds = {}
         for client, m in norms.items():
             if by_change and m.change is not None:
                 size, now, before = m.change, changes, [change for change, _ in past if change is not None]
@@ -198,8 +198,8 @@ class NormBound:
             bound = self.ratio * usual
             if not before or usual == 0:
                 bound = max(bound, self._first_bound(m, by_change, alone=not known, moved=usual > 0))
-            found[client] = size, bound, usual
-        return found
+            bounds[client] = size, bound, usual
+        return bounds
 
     def _first_bound(self, m: PartNorms, by_change: bool, alone: bool, moved: bool) -> float:
         """The bound of an update without past rounds to compare with."""
@@ -233,6 +233,6 @@ class NormBound:
 
 def medians(norms: Iterable[PartNorms]) -> tuple[float | None, float]:
     """Medians of the changes (None if there are none) and of the parts."""
-    found = list(norms)
-    changes = [m.change for m in found if m.change is not None]
-    return low_median(changes) if changes else None, low_median(m.itself for m in found)
+    parts = list(norms)
+    changes = [m.change for m in parts if m.change is not None]
+    return low_median(changes) if changes else None, low_median(m.itself for m in parts)

@@ -98,18 +98,18 @@ class Templates:
                 the method or its settings; later this client's uploads may be the cause.
         """
         key = (info.architecture, info.rank, info.cluster, tree.signature(down))
-        found = self._known.pop(key, None)
-        if found is None:
+        template = self._known.pop(key, None)
+        if template is None:
             try:
-                found = expected_upload(self.method, self.task, info, down)
+                template = expected_upload(self.method, self.task, info, down)
             except FAULTS as error:
                 reason = f"{self.method.title} cannot work with what it would be sent: {shorten(repr(error))}"
                 raise RefusedReplyError(info.id, "", reason) from error
         # at the end are those that were asked for last
-        self._known[key] = found
+        self._known[key] = template
         if len(self._known) > _MAX_TEMPLATES:
             del self._known[next(iter(self._known))]
-        return found
+        return template
 
 
 def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> Any:
@@ -130,8 +130,8 @@ def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, li
     """
     _check_size(data, template, client, limits)
     try:
-        found = tree.decode(data if isinstance(data, bytes) else bytes(data), template.bools)
-        upload = match_form(template.form, found)
+        decoded = tree.decode(data if isinstance(data, bytes) else bytes(data), template.bools)
+        upload = match_form(template.form, decoded)
     except tree.TreeError as error:
         raise RefusedReplyError(client.id, "", shorten(str(error))) from error
     except MismatchError as error:
@@ -175,13 +175,13 @@ def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo
 def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
     """The contribution of an upload; raises RefusedReplyError if the method fails or it is not finite."""
     try:
-        found = method.contribution(upload, client, server)
-        fault = fault_of(found)
+        contribution = method.contribution(upload, client, server)
+        fault = fault_of(contribution)
     except FAULTS as error:
         raise RefusedReplyError(client.id, "", _cannot_use(method, client, error)) from error
     if fault is not None:
         raise RefusedReplyError(client.id, "", f"{method.title} cannot use what it contributes: {fault}")
-    return found
+    return contribution
 
 
 def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView) -> Any:
