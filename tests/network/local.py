@@ -82,7 +82,7 @@ def intact(carrier: LocalTransport, message: Message) -> list[Response | tuple[f
 
 @dataclass
 class LocalTransport:
-    """Nodes are 100 + client; every message opens its party anew from the disk, as Flower's processes do.
+    """Nodes are 100 + client; every message opens its client runtime again from the disk, as Flower's processes do.
 
     Attributes:
         folders: of the clients, by node.
@@ -205,7 +205,7 @@ class LocalTransport:
             yield
 
     def orders(self) -> list[tuple[int, Order]]:
-        """Client and words of every order that was sent."""
+        """Client and header of every order that was sent."""
         return [(p.node - 100, Order.from_json(p.header)) for p in self.log if p.kind == "order"]
 
 
@@ -315,7 +315,7 @@ def lost_reply(message: Message, problem: str = "it was lost") -> Response:
 
 
 def changed(response: Response, **fields: Any) -> Response:
-    """The delivery with other words in its answer, or with another body."""
+    """The delivery with another header or payload."""
     own = {k: fields.pop(k) for k in ("header", "payload") if k in fields}
     if fields:
         answer = dataclasses.replace(Answer.from_json(response.header), **fields)

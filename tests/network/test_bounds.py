@@ -50,8 +50,7 @@ from .local import (
     truth,
 )
 
-# -- norms ---------------------------------------------------------------------------------------------------
-# ----------
+# -- norms
 
 
 def test_the_update_is_measured_against_the_part_of_the_download_that_has_its_form() -> None:
@@ -194,7 +193,6 @@ def test_no_honest_reply_of_any_method_is_refused(name: str) -> None:
 
 
 # -- a poisoned reply over the network
-# ---------------------------------------------------------------------------------
 
 
 def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
@@ -220,7 +218,7 @@ def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedproto", "fedhl"])
 @pytest.mark.parametrize("t", [1, 3])
-def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_banned(
+def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_blocked(
     method: str, t: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method, 4, rounds=4, network={"limits": {"ban_after": 1}})
@@ -268,7 +266,6 @@ def test_past_norms_are_known_after_a_restart(tmp_path: Path) -> None:
 
 
 # -- numbers of examples
-# -----------------------------------------------------------------------------------------------
 
 
 def boasting(carrier: LocalTransport, message: Message, examples: int = 2**40) -> Any:
@@ -354,8 +351,7 @@ def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
         )
 
 
-# -- silence
-# -----------------------------------------------------------------------------------------------------------
+# -- backoff
 
 
 def test_a_client_that_never_replies_costs_few_deadlines(tmp_path: Path) -> None:
@@ -398,7 +394,7 @@ def test_a_client_that_was_silent_takes_part_again_and_starts_from_zero(tmp_path
     assert agrees(result, carrier, made) == {(0, 1), (1, 1), (2, 1), (4, 1)}
 
 
-def test_nobody_sits_out_where_the_round_needs_them(tmp_path: Path) -> None:
+def test_no_client_is_paused_if_the_round_needs_it(tmp_path: Path) -> None:
     made = small("scaffold", rounds=1, network={"deadline": 100.0, "min_replies": 3, "attempts": 4})
     tries: list[Message] = []
 
@@ -428,7 +424,6 @@ def test_pauses() -> None:
 
 
 # -- going back
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_goes_back_to_before_the_poison_and_on_without_its_client(

@@ -58,7 +58,6 @@ def order(run: Run, /, **fields: Any) -> Order:
 
 
 # -- the folder
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_preparing_twice_keeps_what_the_client_remembers(made: ExperimentConfig, folder: Path) -> None:
@@ -141,10 +140,9 @@ def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(
 
 
 # -- who it is
-# ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_introduces_itself_without_an_example(made: ExperimentConfig, folder: Path) -> None:
+def test_it_registers_without_an_example(made: ExperimentConfig, folder: Path) -> None:
     header, payload = ClientRuntime(folder).registration()
     mine = made.shares().data[1]
     assert (header.client, header.examples, header.sizes) == (
@@ -163,7 +161,6 @@ def test_it_introduces_itself_without_an_example(made: ExperimentConfig, folder:
 
 
 # -- its answers
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, folder: Path) -> None:
@@ -178,7 +175,7 @@ def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, fold
         assert first[1] == tree.encode(outcome.upload)
         assert (first[0].steps, first[0].flops) == (outcome.meter.steps, outcome.meter.flops)
         assert first[0].losses == outcome.meter.losses
-        # another order is another order, be it by its words or by its body alone
+        # another order is another order, be it by its header or by its payload alone
         trains = len(carrier.trained)
         for other, payload in (
             (order(run), other_download(run)),
@@ -207,7 +204,7 @@ def test_a_run_that_went_back_asks_for_old_rounds_again_and_orders_of_before_are
     before = tree.decode(
         ClientRuntime(folder).answer(order(run, round=1, stamp=1, branch=1), other_download(run))[1]
     )
-    # from the state after round 1, as a party that never went further
+    # from the state after round 1, as a client that never went further
     fresh = folder.with_name("fresh")
     prepare(fresh, ClientRuntime(folder).made, 1, ClientRuntime(folder).made.shares())
     ClientRuntime(fresh).answer(order(run), download(run))
@@ -316,7 +313,7 @@ def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path)
         done.set()
 
     thread = threading.Thread(target=work)
-    with module._alone(folder):
+    with module._lock(folder):
         thread.start()
         assert not done.wait(0.3)
     thread.join(60)
@@ -341,7 +338,6 @@ def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
 
 
 # -- data of one's own
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -413,7 +409,7 @@ def test_a_client_with_other_columns_is_not_admitted(
     assert [r.lost for r in result.rounds[1:]] == [{"2": "client 2 is not connected"}] * 3
 
 
-def test_a_party_of_another_experiment_serves_none(made: ExperimentConfig, tmp_path: Path) -> None:
+def test_a_client_of_another_experiment_is_rejected(made: ExperimentConfig, tmp_path: Path) -> None:
     carrier = local(made, tmp_path)
     other = small("feddyn")
     prepare(tmp_path / "other", other, 1, other.shares())

@@ -1,4 +1,4 @@
-"""A whole run over messages is the run within one process: states, records, one wave a round, and a resume where it was."""
+"""A whole run over messages is the run within one process: states, records, one round trip a round, and a resume where it was."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ METHODS = ["scaffold", "feddyn", "fedhl", "fedslr", "per_fedavg", "floral"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_is_the_sequential_one_bit_for_bit_with_one_wave_a_round(
+def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method, 4, run={"participation": 0.5, "evaluate_every": 2, "unseen": 0.25, "rounds": 4})
@@ -53,13 +53,13 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_wave_a_round(
     assert agrees(result, carrier, made) == set()
     assert [r.accuracy is not None for r in result.rounds] == [True, True, True, False, True]
     # nobody is asked twice in a round, and those who do not train only where the models are to be evaluated
-    waves = [{c: o for c, o in carrier.orders() if o.round == t} for t in range(5)]
-    assert sum(map(len, waves)) == len(carrier.orders())
+    round_trips = [{c: o for c, o in carrier.orders() if o.round == t} for t in range(5)]
+    assert sum(map(len, round_trips)) == len(carrier.orders())
     trained = [set(r.participants) for r in result.rounds[1:]]
-    assert [{c for c, o in wave.items() if o.train} for wave in waves] == [*trained, set()]
+    assert [{c for c, o in orders.items() if o.train} for orders in round_trips] == [*trained, set()]
     assert all(len(t) == 2 for t in trained)
-    assert [len(wave) for wave in waves] == [4, 4, 4, 2, 4]
-    assert [{o.evaluate for o in wave.values()} for wave in waves] == [
+    assert [len(orders) for orders in round_trips] == [4, 4, 4, 2, 4]
+    assert [{o.evaluate for o in orders.values()} for orders in round_trips] == [
         {True},
         {True},
         {True},
@@ -294,7 +294,6 @@ def test_the_state_of_a_network_run_is_stamps(tmp_path: Path) -> None:
 
 
 # -- nodes that hold others up
-# -----------------------------------------------------------------------------------------
 
 
 def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again(tmp_path: Path) -> None:
@@ -372,7 +371,7 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(
     assert agrees(result, carrier, made) == missed(result)
 
 
-def test_strangers_are_never_sent_an_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unregistered_nodes_are_never_sent_an_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made, other = small("scaffold"), small("scaffold", run={"seed": 3})
     carrier = local(made, tmp_path)
     prepare(tmp_path / "other", other, 1, other.shares())

@@ -64,7 +64,6 @@ def never(carrier: LocalTransport, message: Message) -> Any:
 
 
 # -- one reply that does not come
-# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", DUAL)
@@ -159,7 +158,6 @@ def test_a_client_whose_disk_is_full_for_a_round(place: int, tmp_path: Path) -> 
 
 
 # -- late replies and slow clients
-# -------------------------------------------------------------------------------------
 
 
 def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
@@ -267,7 +265,6 @@ def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_re
 
 
 # -- coming, going and forgetting
-# --------------------------------------------------------------------------------------
 
 
 def test_a_client_that_joins_between_two_attempts_does_not_change_the_round(tmp_path: Path) -> None:
@@ -358,7 +355,7 @@ def forgetting(client: int, t: int) -> Fault:
 
 @pytest.mark.parametrize("method", DUAL)
 @pytest.mark.parametrize("needed", [1, 3])
-def test_a_client_that_lost_its_folder_begins_anew(
+def test_a_client_that_lost_its_folder_starts_again(
     method: str, needed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method, rounds=4, network={"forgotten": "begin", "min_replies": needed})
@@ -377,7 +374,7 @@ def test_a_client_that_lost_its_folder_begins_anew(
     assert sum("client 1 has lost its state, and starts again" in line for line in caplog.messages) == 1
 
 
-def test_a_client_whose_disk_is_of_last_week_begins_anew(tmp_path: Path) -> None:
+def test_a_client_whose_disk_is_of_last_week_starts_again(tmp_path: Path) -> None:
     """A copy of before is no state to build on either, and must not keep the client out for ever."""
     made = small("scaffold", rounds=5, network={"forgotten": "begin"})
 

@@ -131,15 +131,15 @@ def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
     foreign: Callable[..., Path], tmp_path: Path
 ) -> None:
     make_keys(tmp_path / "keys", 2, [])
-    make_keys(tmp_path / "stranger", 1, [])
+    make_keys(tmp_path / "unregistered", 1, [])
     keys = ServerKeys.read(tmp_path / "keys" / "server")
     own = ClientKeys.read(tmp_path / "keys" / "client-1")
-    stranger = ClientKeys(own.authority, ClientKeys.read(tmp_path / "stranger" / "client-0").key)
+    unregistered = ClientKeys(own.authority, ClientKeys.read(tmp_path / "unregistered" / "client-0").key)
     with contextlib.ExitStack() as stack:
         variables = {"FEDLOWRANK_TEST": "the server's"}
         link = stack.enter_context(SuperLink(tmp_path / "link", keys, host="0.0.0.0", variables=variables))
         node = SuperNode(tmp_path / "node", link.address, tmp_path, own)
-        other = SuperNode(tmp_path / "other", link.address, tmp_path, stranger)
+        other = SuperNode(tmp_path / "other", link.address, tmp_path, unregistered)
         nobody = Keyless(tmp_path / "nobody", link.address, tmp_path, own)
         for program in (node, other, nobody):
             stack.callback(program.close)

@@ -47,7 +47,6 @@ from .local import (
 )
 
 # -- answers that are none
-# ---------------------------------------------------------------------------------------------
 
 Lie = Callable[[Response], Response]
 
@@ -149,7 +148,7 @@ def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_pat
     carrier = local(made, tmp_path, in_round(2, 1, lambda there, message: [change(there.answered(message))]))
     result = served(carrier, made, tmp_path / "run")
     assert lost(result) == [set(), {1}, set()]
-    # nothing of a refused reply is kept, also where its words were in order
+    # nothing of a refused reply is kept, also where its header was valid
     assert agrees(result, carrier, made) == {(1, 1)}
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {"1": 1}
 
@@ -201,7 +200,6 @@ def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> Non
 
 
 # -- who lies too often
-# ------------------------------------------------------------------------------------------------
 
 
 def liar(carrier: LocalTransport, message: Message) -> Any:
@@ -211,7 +209,7 @@ def liar(carrier: LocalTransport, message: Message) -> Any:
     return [changed(found, payload=b"lies")]
 
 
-def test_a_client_that_lies_too_often_is_banned_also_after_a_restart(
+def test_a_client_with_too_many_refusals_is_blocked_also_after_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small("scaffold", rounds=5, network={"limits": {"ban_after": 2}})
@@ -241,7 +239,7 @@ def test_a_client_that_lies_too_often_is_banned_also_after_a_restart(
     assert agrees(result, carrier, made) == {(t, 1) for t in range(6)}
 
 
-def test_nobody_is_banned_where_that_is_switched_off(tmp_path: Path) -> None:
+def test_no_client_is_blocked_if_that_is_switched_off(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, network={"limits": {"ban_after": 0}})
     carrier = local(made, tmp_path, liar)
     result = served(carrier, made, tmp_path / "run")
@@ -251,7 +249,7 @@ def test_nobody_is_banned_where_that_is_switched_off(tmp_path: Path) -> None:
     assert [o.round for c, o in carrier.orders() if c == 1] == [0, 1, 2, 3, 4]
 
 
-def test_where_only_banned_clients_are_left_the_run_ends_at_once(tmp_path: Path) -> None:
+def test_a_run_with_only_blocked_clients_ends_at_once(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, network={"limits": {"ban_after": 1}})
     everyone = local(made, tmp_path, lambda t, p: [d if p.kind == "registration" else changed(d, payload=b"")]
                      if (d := t.answered(p)) else [])  # fmt: skip
@@ -291,7 +289,6 @@ def trains(message: Message) -> bool:
 
 
 # -- anything at all
-# ---------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -394,7 +391,7 @@ def test_what_is_honest_is_taken() -> None:
 
 @FUZZ
 @given(st.text(max_size=40), st.binary(max_size=60))
-def test_any_words_and_any_bytes(header: str, payload: bytes) -> None:
+def test_any_header_and_any_payload(header: str, payload: bytes) -> None:
     _, _, kept = stage()
     assert judged(header, kept[101][1].payload)[0]
     assert judged(kept[101][1].header, payload)[0]

@@ -138,7 +138,6 @@ def test_an_array_that_cannot_be_read_is_refused() -> None:
 
 
 # -- the SuperLink
-# -----------------------------------------------------------------------------------------------------
 
 
 def called(parts: list[bytes], headers: list[tuple[bytes, bytes]]) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def seen_through(carrier: LocalTransport, made: ExperimentConfig, out: Path, dea
         except Killed:
             not_ahead(carrier, out)
         if out.exists() and not (out / "checkpoint" / "manifest.json").exists():
-            # before its first checkpoint nothing was sent but introductions, and nothing is lost
+            # before its first checkpoint nothing was sent but registrations, and nothing is lost
             assert not carrier.orders()
             shutil.rmtree(out)
     raise AssertionError("the last life has no hazard")
@@ -153,7 +153,7 @@ def test_deaths_and_full_disks_on_both_sides(
             carrier.hazards[node] = Hazard(at, no_space if full else Killed)
         result = seen_through(carrier, made, out, deaths)
         not_ahead(carrier, out)
-        # besides what a lost reply took along, the last wave's may be missing
+        # besides what a lost reply took along, the last round trip's may be missing
         assert agrees(result, carrier, made) <= missed(result) | {(3, node - 100) for node in clients}
 
 

@@ -87,7 +87,7 @@ def test_a_state_that_is_not_there_is_said_to_be_forgotten(tmp_path: Path) -> No
         ClientMemory(tmp_path).at(4)
 
 
-def test_a_client_that_is_told_to_begin_anew_does_so_whatever_it_remembers(tmp_path: Path) -> None:
+def test_a_client_that_is_told_to_start_again_does_so_whatever_it_remembers(tmp_path: Path) -> None:
     keep(ClientMemory(tmp_path), 4, 4)
     keep(ClientMemory(tmp_path), 6, 6, base=4)
     assert ClientMemory(tmp_path).at(0) is None

@@ -1,4 +1,4 @@
-"""What crosses as words: any text is a valid message or a MessageError, and no text of another machine breaks a line of a log."""
+"""Headers of messages: any text is a valid message or a MessageError, and no text of another machine breaks a line of a log."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FUZZ = settings(
     max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
 )
 
-HELLO = Registration(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
+REGISTRATION = Registration(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
 ORDER = Order("a1b2", 3, 2, True, False, False, 1)
 FOUND = ClientEvaluation(
     {"personal": {"val": 0.5, "test": None}, "global": {"val": 1.0, "test": 0.0}},
@@ -37,7 +37,7 @@ FOUND = ClientEvaluation(
 )
 ANSWER = Answer(1, "a1b2", 3, "", "", 7, 2**70, {"local": 0.1 + 0.2}, FOUND)
 SAMPLES: list[Header] = [
-    HELLO,
+    REGISTRATION,
     ORDER,
     ANSWER,
     Order("a", 0, 0, False, True, True),
@@ -53,7 +53,7 @@ jsons = st.recursive(
 
 
 @pytest.mark.parametrize("header", SAMPLES, ids=repr)
-def test_words_come_back_as_they_were(header: Header) -> None:
+def test_headers_are_read_back_unchanged(header: Header) -> None:
     assert type(header).from_json(header.to_json()) == header
 
 

@@ -128,9 +128,9 @@ def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_pat
         return found
 
     carrier = local(made, tmp_path, watched)
-    stranger = tmp_path / "stranger"
-    shutil.copytree(carrier.folders[100], stranger)
-    carrier.folders[999] = stranger
+    unregistered = tmp_path / "unregistered"
+    shutil.copytree(carrier.folders[100], unregistered)
+    carrier.folders[999] = unregistered
     served(carrier, made, tmp_path / "run", audit=log)
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert sorted(e["client"] for e in events if e["event"] == "registered") == [0, 1, 2]

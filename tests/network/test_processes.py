@@ -167,7 +167,7 @@ def test_the_environment_is_private_and_keeps_what_was_set(
 
 
 @pytest.mark.slow
-def test_a_family_is_found_in_both_ways(tmp_path: Path) -> None:
+def test_the_process_tree_is_found_and_killed(tmp_path: Path) -> None:
     script = Script(
         tmp_path, f"setsid sh -c 'sleep 77 & echo ready; wait' {tmp_path} & sleep 78 & true & wait"
     )

@@ -100,7 +100,7 @@ def test_a_client_that_is_here_twice_is_refused_until_the_first_is_gone() -> Non
     assert found.register(from_(101, registration(0, examples=7)), {101}) == 0
     assert found.sizes == (7, 0, 0)
     assert found.rejections == {}
-    # and whoever introduces itself a second time is the same
+    # and a node that registers twice is the same client
     assert found.register(from_(101, registration(0, examples=8)), {101}) == 0
     assert found.sizes == (8, 0, 0)
 
@@ -145,7 +145,7 @@ REJECTIONS: dict[str, tuple[Any, bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("why", REJECTIONS)
-def test_a_stranger_is_turned_away_with_the_reason_and_not_asked_again(why: str) -> None:
+def test_an_unregistered_node_is_rejected_with_the_reason_and_not_asked_again(why: str) -> None:
     header, payload, text = REJECTIONS[why]
     found = registry()
     found.register(from_(100, registration(0)), ALL)
@@ -200,7 +200,7 @@ def test_most_say_what_examples_look_like_whoever_came_first(odd: int) -> None:
         assert found.register(from_(100 + odd, registration(odd)), ALL) == odd
 
 
-def test_whoever_left_before_it_was_settled_is_turned_away_too() -> None:
+def test_a_client_that_left_before_the_form_was_fixed_is_rejected_too() -> None:
     found = registry()
     found.register(from_(100, registration(0), form(5)), {100})
     found.register(from_(101, registration(1)), {101})
@@ -224,7 +224,6 @@ def test_what_was_known_before_a_restart() -> None:
 
 
 # -- the federation
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_federation_is_that_of_the_data_but_for_the_data() -> None:
@@ -262,7 +261,6 @@ def test_the_servers_own_base_must_be_the_clients(monkeypatch: pytest.MonkeyPatc
 
 
 # -- anything at all
-# ---------------------------------------------------------------------------------------------------
 
 FUZZ = settings(
     max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
@@ -301,7 +299,7 @@ def settled() -> ClientRegistry:
 
 @FUZZ
 @given(st.sampled_from([100, 101]), st.text(max_size=30), st.binary(max_size=60))
-def test_any_words_and_bytes(node: int, header: str, payload: bytes) -> None:
+def test_any_header_and_payload(node: int, header: str, payload: bytes) -> None:
     tried(settled(), from_(node, header, payload))
     tried(settled(), from_(node, registration(1), payload))
 

@@ -97,7 +97,6 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
 
 
 # -- no honest reply is refused
-# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -214,7 +213,6 @@ def test_clients_send_rows_for_the_classes_they_own(name: str) -> None:
 
 
 # -- other data
-# --------------------------------------------------------------------------------------------------------
 
 
 def regression() -> Federation:
@@ -285,7 +283,6 @@ def test_every_method_on_other_kinds_of_data(name: str, data: Callable[[], Feder
 
 
 # -- what it costs to know
-# ---------------------------------------------------------------------------------------------
 
 
 def test_clients_that_are_alike_have_one_template() -> None:
@@ -335,7 +332,7 @@ def test_a_template_is_that_of_a_form_and_not_of_values() -> None:
     ("data", "shape", "dtype"),
     [(regression, (2, 3), torch.float32), (images, (2,), torch.int64), (texts, (2, 7), torch.int64)],
 )
-def test_targets_of_the_dry_run_are_of_the_kind_of_the_task(
+def test_targets_of_shape_tracing_are_of_the_kind_of_the_task(
     data: Any, shape: Any, dtype: torch.dtype
 ) -> None:
     task = data().task(3)
@@ -345,7 +342,7 @@ def test_targets_of_the_dry_run_are_of_the_kind_of_the_task(
     assert all(len(t) == 2 for t in x)
 
 
-def test_a_dry_run_takes_nothing_from_the_client_nor_from_its_word() -> None:
+def test_shape_tracing_takes_nothing_from_the_client_nor_from_its_word() -> None:
     federation = small(False)
     # data that cannot be read, and a claim that would fill the memory
     task = dataclasses.replace(

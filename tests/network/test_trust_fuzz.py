@@ -22,8 +22,7 @@ from .trust_cases import CASES, at, judged, outline, paths, put, situation
 FUZZ = settings(
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
-# -- bytes ---------------------------------------------------------------------------------------------------
-# ----------
+# -- bytes
 
 names = st.sampled_from(sorted(CASES))
 
@@ -88,8 +87,7 @@ def test_another_method_s_upload_is_refused() -> None:
             assert passed == (name == other or whole), (name, other)
 
 
-# -- trees ---------------------------------------------------------------------------------------------------
-# ----------
+# -- trees
 
 
 OTHERS: dict[str, Callable[[Any], Any]] = {

@@ -184,7 +184,6 @@ def test_every_kind_of_number_is_looked_at() -> None:
 
 
 # -- limits and bans
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,7 +264,7 @@ def test_a_refusal_can_cross_processes() -> None:
     assert (str(again), again.client, again.path) == ("the reply of client 3 was refused at /a: why", 3, "/a")
 
 
-def test_clients_are_banned_after_so_many_refusals_and_stay_so() -> None:
+def test_clients_are_blocked_after_so_many_refusals_and_stay_so() -> None:
     blocklist = Blocklist(3)
     assert [blocklist.add_refusal(5) for _ in range(3)] == [False, False, True]
     assert not blocklist.add_refusal(12)
@@ -287,7 +286,6 @@ def test_damaged_counts_are_refused(stored: Any) -> None:
 
 
 # -- messages made by hand
-# ---------------------------------------------------------------------------------------------
 
 
 HAND_MADE: dict[str, bytes] = {

@@ -20,7 +20,6 @@ from fedlowrank.network.validation.uploads import RefusedReplyError, Templates, 
 from .trust_cases import CASES, LIMITS, aggregate, finite, situation
 
 # -- the second net
-# ----------------------------------------------------------------------------------------------------
 
 
 def lies(name: str) -> Iterator[Any]:
