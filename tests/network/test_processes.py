@@ -181,8 +181,6 @@ def test_the_process_tree_is_found_and_killed(tmp_path: Path) -> None:
     ]
     # the shell that asked for a session of its own leads a group of its own
     assert len({p.group for p in found.values()} | {script.pid}) == 2
-    listed = process_tree.processes()
-    assert {n: listed[n] for n in found} == found
     script.kill()
     assert not set(found) & set(process_tree.processes())
     assert script.code == -9
@@ -192,7 +190,6 @@ def test_the_process_tree_is_found_and_killed(tmp_path: Path) -> None:
 def test_one_that_ended_and_was_not_asked_how_does_not_live() -> None:
     child = subprocess.Popen(["true"])
     until(lambda: child.pid not in process_tree.processes(), 10)
-    assert child.pid not in process_tree.processes()
     child.wait()
 
 
