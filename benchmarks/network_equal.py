@@ -26,7 +26,7 @@ from fedlowrank.core import tree
 from fedlowrank.core.files import write_json
 from fedlowrank.methods import METHODS
 from fedlowrank.network.client import prepare
-from fedlowrank.network.client_memory import Memory
+from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.deploy.flower_app import write_own_app
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys
 from fedlowrank.network.deploy.processes import SuperLink, SuperNode
@@ -60,7 +60,7 @@ def differences(run: Run, out: Path, clients: Sequence[Path]) -> list[str]:
     wrong = [] if tree.equal(stored.server, run.state.server) else ["server"]
     account = json.loads((out / "network.json").read_text())
     for i, folder in enumerate(clients):
-        memory = Memory(folder / account["run"])
+        memory = ClientMemory(folder / account["run"])
         stamp = stored.clients.get(i, {"stamp": 0})["stamp"]
         mine = memory.at(stamp)
         if (stamp > 0) != (i in run.state.clients) or not tree.equal(mine, run.state.clients.get(i)):

@@ -25,7 +25,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Message
+from flwr.app import Context
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_to_proto
 from flwr.serverapp import Grid, ServerApp
@@ -34,8 +35,8 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.files import write_json
 from fedlowrank.network.client import prepare
 from fedlowrank.network.deploy.flower_app import write_app, write_own_app
+from fedlowrank.network.deploy.flower_process import FlowerProcess, find_command, free_port
 from fedlowrank.network.deploy.processes import SuperLink, SuperNode
-from fedlowrank.network.deploy.program import Program, find_program, free_port
 from fedlowrank.network.flower import (
     EXPERIMENT,
     OUT,
@@ -45,7 +46,7 @@ from fedlowrank.network.flower import (
     simulation,
     to_records,
 )
-from fedlowrank.network.transport import Parcel, exchange
+from fedlowrank.network.transport import Exchange, Message
 from fedlowrank.simulation.simulate import simulate
 
 SIZE = 100_000
@@ -70,9 +71,9 @@ def waves(grid: Grid, nodes: int, rounds: int) -> list[float]:
     while len(carrier.nodes()) < nodes:
         time.sleep(0.1)
     for t in range(rounds):
-        parcels = [Parcel(n, "order", "{}", bytes(SIZE)) for n in sorted(carrier.nodes())]
+        messages = [Message(n, "order", "{}", bytes(SIZE)) for n in sorted(carrier.nodes())]
         start = time.perf_counter()
-        replies = list(exchange(carrier, parcels, str(t), 300.0))
+        replies = list(Exchange(carrier, 300.0).replies(messages, str(t), 300.0))
         found.append(time.perf_counter() - start)
         if len(replies) < nodes or any(r.problem for r in replies):
             raise RuntimeError(f"the floor lost messages: {[r.problem for r in replies]}")
@@ -84,12 +85,12 @@ def echo() -> ClientApp:
     app = ClientApp()
 
     @app.train("order")
-    def order(message: Message, context: Context) -> Message:
+    def order(message: FlowerMessage, context: Context) -> FlowerMessage:
         import torch
 
         torch.set_num_threads(1)
         del context
-        return Message(to_records(*from_records(message.content)), reply_to=message)
+        return FlowerMessage(to_records(*from_records(message.content)), reply_to=message)
 
     return app
 
@@ -144,14 +145,14 @@ def in_process(clients: int, rounds: int) -> list[float]:
     ]
 
 
-class FlowerNode(Program):
+class FlowerNode(FlowerProcess):
     """Flower's own SuperNode, which runs the floor's app; :class:`SuperNode` runs no app but fedlowrank's."""
 
     def start(self, address: str) -> None:
         """Start it."""
         self._prepare()
         command = [
-            find_program("flower-supernode"),
+            find_command("flower-supernode"),
             "--insecure",
             "--superlink",
             address,
@@ -209,9 +210,9 @@ def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[f
     return json.loads(result.read_text()), *figures(out)
 
 
-def frame(body: int) -> int:
+def frame(payload: int) -> int:
     """Bytes by which Flower's records and our words exceed the tree in a message."""
-    words = json.dumps(
+    header = json.dumps(
         {
             "run": "0" * 16,
             "round": 1000,
@@ -222,7 +223,7 @@ def frame(body: int) -> int:
             "last": False,
         }
     )
-    return len(recorddict_to_proto(to_records(words, bytes(body))).SerializeToString()) - body
+    return len(recorddict_to_proto(to_records(header, bytes(payload))).SerializeToString()) - payload
 
 
 def main() -> None:

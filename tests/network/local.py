@@ -1,6 +1,7 @@
 """A federation within one process whose carrier loses, doubles, delays and changes what a test tells it to.
 
-Clients and the server die at any point of their lives and come back from their disks; time passes only where it is waited for.
+Clients and the server die at any point of their lives and come back from their disks; time passes only where
+it is waited for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import errno
 import fcntl
 import functools
 import json
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +24,13 @@ from unittest import mock
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.network import client as party
+from fedlowrank.network import client as runtime
 from fedlowrank.network import server, transport
-from fedlowrank.network.client import Party, prepare
-from fedlowrank.network.client_memory import Memory
+from fedlowrank.network.client import ClientRuntime, prepare
+from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.drive import drive
 from fedlowrank.network.messages import Answer, Order
-from fedlowrank.network.transport import Delivery, Parcel
+from fedlowrank.network.transport import Message, Response
 from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.simulate import Result, threads
@@ -70,17 +72,17 @@ class Clock:
         self.now += seconds
 
 
-Fault = Callable[["LocalTransport", Parcel], "list[Delivery | tuple[float, Delivery]]"]
+Fault = Callable[["LocalTransport", Message], "list[Response | tuple[float, Response]]"]
 """What comes back of a message, now or after so many seconds. Whoever asks ``answered`` lets the client work."""
 
 
-def intact(carrier: LocalTransport, parcel: Parcel) -> list[Delivery | tuple[float, Delivery]]:
-    return [carrier.answered(parcel)]
+def intact(carrier: LocalTransport, message: Message) -> list[Response | tuple[float, Response]]:
+    return [carrier.answered(message)]
 
 
 @dataclass
 class LocalTransport:
-    """Nodes are 100 + client; every message opens its party anew from the disk, as Flower's processes do.
+    """Nodes are 100 + client; every message opens its client runtime again from the disk, as Flower's processes do.
 
     Attributes:
         folders: of the clients, by node.
@@ -94,55 +96,55 @@ class LocalTransport:
     folders: dict[int, Path]
     fault: Fault = intact
     away: set[int] = field(default_factory=set)
-    log: list[Parcel] = field(default_factory=list)
+    log: list[Message] = field(default_factory=list)
     hazards: dict[int, Hazard] = field(default_factory=dict)
     trained: list[tuple[int, int]] = field(default_factory=list)
     clock: Clock = field(default_factory=Clock)
     ledger: FlopLedger = field(default_factory=FlopLedger)
-    waiting: list[tuple[float, Delivery]] = field(default_factory=list)
+    waiting: list[tuple[float, Response]] = field(default_factory=list)
     running: int = 0
 
     def nodes(self) -> set[int]:
         return set(self.folders) - self.away
 
-    def send(self, parcels: Sequence[Parcel], group: str, seconds: float) -> None:
+    def send(self, messages: Sequence[Message], group: str, seconds: float) -> None:
         self.at("sending")
-        for parcel in parcels:
-            self.log.append(parcel)
-            if parcel.node in self.away:
-                found: Any = [Delivery(parcel.node, parcel.kind, problem="it went away", gone=True)]
+        for message in messages:
+            self.log.append(message)
+            if message.node in self.away:
+                found: Any = [Response(message.node, message.kind, problem="it went away", disconnected=True)]
             else:
-                found = self.fault(self, parcel)
+                found = self.fault(self, message)
             made = [f if isinstance(f, tuple) else (0.0, f) for f in found]
-            self.waiting += [(self.clock.now + after, delivery) for after, delivery in made]
+            self.waiting += [(self.clock.now + after, response) for after, response in made]
         self.at("sent")
 
-    def answered(self, parcel: Parcel) -> Delivery:
+    def answered(self, message: Message) -> Response:
         """Let the client work. One that raises is answered for as Flower does; of one that dies nothing comes."""
-        before, self.running = self.running, parcel.node
+        before, self.running = self.running, message.node
         try:
-            mine = Party(self.folders[parcel.node])
-            if parcel.kind == "hello":
-                words, body = mine.hello()
-                return Delivery(parcel.node, parcel.kind, words.to_json(), body)
-            answer, body = mine.answer(Order.from_json(parcel.words), parcel.body)
-            return Delivery(parcel.node, parcel.kind, answer.to_json(), body)
+            mine = ClientRuntime(self.folders[message.node])
+            if message.kind == "registration":
+                header, payload = mine.registration()
+                return Response(message.node, message.kind, header.to_json(), payload)
+            answer, payload = mine.answer(Order.from_json(message.header), message.payload)
+            return Response(message.node, message.kind, answer.to_json(), payload)
         except Killed as error:
-            return Delivery(parcel.node, parcel.kind, problem=f"the client's process died: {error}")
+            return Response(message.node, message.kind, problem=f"the client's process died: {error}")
         except Exception as error:  # noqa: BLE001 - whatever a client raises, its node says so
-            return Delivery(parcel.node, parcel.kind, problem=f"{type(error).__name__}: {error}")
+            return Response(message.node, message.kind, problem=f"{type(error).__name__}: {error}")
         finally:
             self.running = before
 
-    def receive(self) -> list[Delivery]:
+    def receive(self) -> list[Response]:
         self.at("receiving")
         # the last one first: the order of arrival must not matter
         found = [d for due, d in self.waiting if due <= self.clock.now][::-1]
         self.waiting = [(due, d) for due, d in self.waiting if due > self.clock.now]
         return found
 
-    def forget(self) -> None:
-        self.waiting = [(due, d) for due, d in self.waiting if d.kind == "hello"]
+    def cancel_orders(self) -> None:
+        self.waiting = [(due, d) for due, d in self.waiting if d.kind == "registration"]
 
     def at(self, where: str, disk: bool = False) -> None:
         """A point in the life of the process that runs now; a full disk shows only where the disk is used."""
@@ -169,7 +171,8 @@ class LocalTransport:
             try:
                 self.at("not synced", disk=True)
             except Killed:
-                # of what was not synced a machine that loses power may keep a part: half of a new file, all but the end of
+                # of what was not synced a machine that loses power may keep a part: half of a new file, all
+                # but the end of
                 # one that grew
                 size = os.fstat(handle).st_size
                 if stat.S_ISREG(os.fstat(handle).st_mode):
@@ -192,18 +195,18 @@ class LocalTransport:
             for module in (transport, server):
                 stack.enter_context(mock.patch.object(module, "time", self.clock))
             stack.enter_context(mock.patch.object(ExperimentConfig, "parse", staticmethod(_loaded)))
-            stack.enter_context(mock.patch.object(party, "Sequential", Counting))
+            stack.enter_context(mock.patch.object(runtime, "Sequential", Counting))
             # an engine of before would be shared
-            party._shared.cache_clear()
-            stack.callback(party._shared.cache_clear)
+            runtime._shared.cache_clear()
+            stack.callback(runtime._shared.cache_clear)
             stack.enter_context(mock.patch.object(os, "fsync", synced))
             stack.enter_context(mock.patch.object(Path, "replace", replaced))
             stack.enter_context(mock.patch.object(Path, "unlink", unlinked))
             yield
 
     def orders(self) -> list[tuple[int, Order]]:
-        """Client and words of every order that was sent."""
-        return [(p.node - 100, Order.from_json(p.words)) for p in self.log if p.kind == "order"]
+        """Client and header of every order that was sent."""
+        return [(p.node - 100, Order.from_json(p.header)) for p in self.log if p.kind == "order"]
 
 
 _parse = ExperimentConfig.parse
@@ -249,24 +252,36 @@ def local(made: ExperimentConfig, base: Path, fault: Fault = intact) -> LocalTra
     return LocalTransport(folders, fault)
 
 
-def served(
-    carrier: LocalTransport, made: ExperimentConfig, out: Path, said: list[str] | None = None, **more: Any
-) -> Result:
+def served(carrier: LocalTransport, made: ExperimentConfig, out: Path, **more: Any) -> Result:
     """A run, or its continuation, of a server whose process begins now."""
     with carrier.world():
-        return drive(carrier, made, out, say=(said if said is not None else []).append, **more)
+        return drive(carrier, made, out, **more)
+
+
+@contextmanager
+def log_lines() -> Iterator[list[str]]:
+    """The package's log messages while a block runs, where caplog cannot be used."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fedlowrank")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def lossy(lost: Mapping[int, set[int]] | Callable[[int, int], bool]) -> Fault:
     """Replies of these clients in these rounds are lost after the client did its work; rounds count from 1."""
 
-    def fault(carrier: LocalTransport, parcel: Parcel) -> list[Delivery | tuple[float, Delivery]]:
-        found = carrier.answered(parcel)
-        if parcel.kind == "hello":
+    def fault(carrier: LocalTransport, message: Message) -> list[Response | tuple[float, Response]]:
+        found = carrier.answered(message)
+        if message.kind == "registration":
             return [found]
-        order, client = Order.from_json(parcel.words), parcel.node - 100
+        order, client = Order.from_json(message.header), message.node - 100
         gone = lost(order.round + 1, client) if callable(lost) else client in lost.get(order.round + 1, ())
-        return [silence(parcel)] if gone and order.train else [found]
+        return [lost_reply(message)] if gone and order.train else [found]
 
     return fault
 
@@ -283,29 +298,29 @@ def lost(result: Result) -> list[set[int]]:
 def in_round(t: int, client: int, act: Fault) -> Fault:
     """What becomes of the order to that client in a round, counted from 1; all else arrives."""
 
-    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+    def fault(carrier: LocalTransport, message: Message) -> Any:
         if (
-            parcel.kind == "order"
-            and parcel.node == 100 + client
-            and Order.from_json(parcel.words).round == t - 1
+            message.kind == "order"
+            and message.node == 100 + client
+            and Order.from_json(message.header).round == t - 1
         ):
-            return act(carrier, parcel)
-        return intact(carrier, parcel)
+            return act(carrier, message)
+        return intact(carrier, message)
 
     return fault
 
 
-def silence(parcel: Parcel, problem: str = "it was lost") -> Delivery:
-    return Delivery(parcel.node, parcel.kind, problem=problem)
+def lost_reply(message: Message, problem: str = "it was lost") -> Response:
+    return Response(message.node, message.kind, problem=problem)
 
 
-def changed(delivery: Delivery, **fields: Any) -> Delivery:
-    """The delivery with other words in its answer, or with another body."""
-    own = {k: fields.pop(k) for k in ("words", "body") if k in fields}
+def changed(response: Response, **fields: Any) -> Response:
+    """The delivery with another header or payload."""
+    own = {k: fields.pop(k) for k in ("header", "payload") if k in fields}
     if fields:
-        answer = dataclasses.replace(Answer.from_json(delivery.words), **fields)
-        own["words"] = answer.to_json()
-    return dataclasses.replace(delivery, **own)
+        answer = dataclasses.replace(Answer.from_json(response.header), **fields)
+        own["header"] = answer.to_json()
+    return dataclasses.replace(response, **own)
 
 
 def truth(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, list[RoundRecord]]:
@@ -318,7 +333,8 @@ def truth(made: ExperimentConfig, records: Sequence[RoundRecord]) -> tuple[Run, 
 def agrees(
     result: Result, carrier: LocalTransport, made: ExperimentConfig, losses: Sequence[RoundRecord] = ()
 ) -> set[Any]:
-    """Assert that a run is the sequential one to the last bit: server, every client's state on its disk, and records.
+    """Assert that a run is the sequential one to the last bit: server, every client's state on its disk, and
+    records.
 
     Args:
         result: of the network's run.
@@ -347,10 +363,10 @@ def same_states(result: Result, carrier: LocalTransport, run: Run) -> None:
         assert tree.equal(remembered(result, carrier, client).at(stamp), run.state.clients[client]), client
 
 
-def remembered(result: Result, carrier: LocalTransport, client: int) -> Memory:
+def remembered(result: Result, carrier: LocalTransport, client: int) -> ClientMemory:
     engine = result.run.engine
-    assert isinstance(engine, server.Remote)
-    return Memory(carrier.folders[100 + client] / engine.run_id)
+    assert isinstance(engine, server.NetworkEngine)
+    return ClientMemory(carrier.folders[100 + client] / engine.run_id)
 
 
 def same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:

@@ -1,4 +1,4 @@
-"""A whole run over messages is the run within one process: states, records, one wave a round, and a resume where it was."""
+"""A whole run over messages is the run within one process: states, records, one round trip a round, and a resume where it was."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedlowrank.network.drive import clients_of
 from fedlowrank.network.messages import Order
 from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.server import NetworkError
-from fedlowrank.network.transport import Delivery, Parcel
+from fedlowrank.network.transport import Message, Response
 from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run_folder import RunFolder
 from fedlowrank.simulation.simulate import simulate
@@ -44,21 +44,22 @@ METHODS = ["scaffold", "feddyn", "fedhl", "fedslr", "per_fedavg", "floral"]
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_is_the_sequential_one_bit_for_bit_with_one_wave_a_round(method: str, tmp_path: Path) -> None:
+def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
+    method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = small(method, 4, run={"participation": 0.5, "evaluate_every": 2, "unseen": 0.25, "rounds": 4})
     carrier = local(made, tmp_path)
-    said: list[str] = []
-    result = served(carrier, made, tmp_path / "run", said)
+    result = served(carrier, made, tmp_path / "run")
     assert agrees(result, carrier, made) == set()
     assert [r.accuracy is not None for r in result.rounds] == [True, True, True, False, True]
     # nobody is asked twice in a round, and those who do not train only where the models are to be evaluated
-    waves = [{c: o for c, o in carrier.orders() if o.round == t} for t in range(5)]
-    assert sum(map(len, waves)) == len(carrier.orders())
+    round_trips = [{c: o for c, o in carrier.orders() if o.round == t} for t in range(5)]
+    assert sum(map(len, round_trips)) == len(carrier.orders())
     trained = [set(r.participants) for r in result.rounds[1:]]
-    assert [{c for c, o in wave.items() if o.train} for wave in waves] == [*trained, set()]
+    assert [{c for c, o in orders.items() if o.train} for orders in round_trips] == [*trained, set()]
     assert all(len(t) == 2 for t in trained)
-    assert [len(wave) for wave in waves] == [4, 4, 4, 2, 4]
-    assert [{o.evaluate for o in wave.values()} for wave in waves] == [
+    assert [len(orders) for orders in round_trips] == [4, 4, 4, 2, 4]
+    assert [{o.evaluate for o in orders.values()} for orders in round_trips] == [
         {True},
         {True},
         {True},
@@ -67,11 +68,11 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_wave_a_round(method: s
     ]
     assert carrier.trained == [(c, t) for t, clients in enumerate(trained) for c in sorted(clients)]
     # each was asked once who it is, and learns nothing of the others
-    assert Counter(p.kind for p in carrier.log) == {"hello": 4, "order": 18}
+    assert Counter(p.kind for p in carrier.log) == {"registration": 4, "order": 18}
     fields = {"run", "round", "stamp", "train", "evaluate", "last", "branch"}
-    assert all(json.loads(p.words).keys() == fields for p in carrier.log if p.kind == "order")
+    assert all(json.loads(p.header).keys() == fields for p in carrier.log if p.kind == "order")
     assert carrier.clock.now == 0
-    assert sum("replies" in line for line in said) == 4
+    assert sum("replies" in line for line in caplog.messages) == 4
 
 
 def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: Path) -> None:
@@ -108,8 +109,7 @@ def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
     assert found.clients == [{**row, "classes": {}} for row in wanted.clients]
     assert found.config.keys() == wanted.config.keys()
     differ = {k for k in found.config if found.config[k] != wanted.config[k]}
-    assert differ == {"run", "fingerprint"}
-    assert found.config["run"]["engine"] == "flower"
+    assert differ == {"fingerprint"}
     assert tree.equal(result.run.state.server, sequential.run.state.server)
     account = json.loads((tmp_path / "run" / "network.json").read_text())
     assert account["clients"] == {
@@ -124,12 +124,14 @@ def test_what_is_sent_is_what_is_counted(tmp_path: Path) -> None:
     carrier = local(made, tmp_path)
     result = served(carrier, made, tmp_path / "run")
     for t, record in enumerate(result.rounds[1:]):
-        sent = [len(p.body) for p in carrier.log if p.kind == "order" and Order.from_json(p.words).round == t]
+        sent = [
+            len(p.payload) for p in carrier.log if p.kind == "order" and Order.from_json(p.header).round == t
+        ]
         assert sum(sent) == record.bytes_down
     engine: Any = result.run.engine
-    assert engine.sent["down"] == sum(len(p.body) for p in carrier.log if p.kind == "order")
-    assert engine.sent["up"] == sum(r.bytes_up for r in result.rounds)
-    assert engine.sent["words"] > sum(len(p.words) for p in carrier.log if p.kind == "order")
+    assert engine.bytes_sent["down"] == sum(len(p.payload) for p in carrier.log if p.kind == "order")
+    assert engine.bytes_sent["up"] == sum(r.bytes_up for r in result.rounds)
+    assert engine.bytes_sent["header"] > sum(len(p.header) for p in carrier.log if p.kind == "order")
 
 
 def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     # a reply that is lost takes along what its client found of the round before
     assert agrees(result, carrier, made) == {(1, 1)}
     assert [set(r.lost) for r in result.rounds] == [set(), set(), {"1"}, set(), set()]
-    rounds = [Order.from_json(p.words).round for p in carrier.log[before:] if p.kind == "order"]
+    rounds = [Order.from_json(p.header).round for p in carrier.log[before:] if p.kind == "order"]
     assert sorted(set(rounds)) == [2, 3, 4]
     # a finished one reaches those who were not told that it is over, and trains nobody
     trained = len(carrier.trained)
@@ -167,10 +169,10 @@ def test_a_client_that_missed_the_end_is_told_when_the_run_is_resumed(tmp_path: 
     carrier = local(made, tmp_path)
     plain = carrier.fault
 
-    def leaves(there: Any, parcel: Any) -> Any:
-        if parcel.kind == "order" and Order.from_json(parcel.words).last:
+    def leaves(there: Any, message: Any) -> Any:
+        if message.kind == "order" and Order.from_json(message.header).last:
             there.away.add(102)
-        return plain(there, parcel) if parcel.node not in there.away else []
+        return plain(there, message) if message.node not in there.away else []
 
     carrier.fault = leaves
     result = served(carrier, made, tmp_path / "run")
@@ -191,10 +193,10 @@ def test_other_settings_of_the_network_do_not_make_another_run(tmp_path: Path) -
     assert set(result.rounds[2].lost) == {"1"}
     # but another seed does, and says so before anything is sent
     changed = small("scaffold", run={"seed": 8})
-    strangers = local(changed, tmp_path / "others")
+    rejections = local(changed, tmp_path / "others")
     with pytest.raises(CheckpointError, match=r"run\.seed was 0 and is 8"):
-        served(strangers, changed, tmp_path / "run", resume=True)
-    assert not strangers.orders()
+        served(rejections, changed, tmp_path / "run", resume=True)
+    assert not rejections.orders()
 
 
 def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path) -> None:
@@ -291,21 +293,21 @@ def test_the_state_of_a_network_run_is_stamps(tmp_path: Path) -> None:
     assert agrees(result, carrier, made) == {(2, 0)}
 
 
-# -- nodes that hold others up -----------------------------------------------------------------------------------------
+# -- nodes that hold others up
 
 
 def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, network={"min_clients": 2, "wait": 50.0})
     carrier = local(made, tmp_path)
 
-    def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.node == 101 and parcel.kind == "hello":
-            return intact(there, parcel) if sum(p.node == 101 for p in there.log) > 1 else []
+    def fault(there: LocalTransport, message: Message) -> Any:
+        if message.node == 101 and message.kind == "registration":
+            return intact(there, message) if sum(p.node == 101 for p in there.log) > 1 else []
         # every round takes 30 s
         return (
-            [(30.0, there.answered(parcel))]
-            if parcel.kind == "order" and parcel.node == 100
-            else intact(there, parcel)
+            [(30.0, there.answered(message))]
+            if message.kind == "order" and message.node == 100
+            else intact(there, message)
         )
 
     carrier.fault = fault
@@ -318,69 +320,68 @@ def test_a_node_that_says_nothing_does_not_hold_up_the_rounds_and_is_asked_again
 
 @pytest.mark.parametrize("needed", [3, 2])
 def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(
-    needed: int, tmp_path: Path
+    needed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As of a client that hashes a large base model."""
     made = small("scaffold", rounds=5, network={"min_clients": needed})
     carrier = local(made, tmp_path)
 
-    def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        found = there.answered(parcel)
-        if parcel.kind == "hello":
-            return [(200.0 if parcel.node == 101 else 0.0, found)]
+    def fault(there: LocalTransport, message: Message) -> Any:
+        found = there.answered(message)
+        if message.kind == "registration":
+            return [(200.0 if message.node == 101 else 0.0, found)]
         return [(80.0, found)]
 
     carrier.fault = fault
-    said: list[str] = []
-    result = served(carrier, made, tmp_path / "run", said)
+    result = served(carrier, made, tmp_path / "run")
     # the run waits for it, or begins and takes it in once it is there: after two rounds of 80 s, in the third
     assert lost(result) == ([set()] * 5 if needed == 3 else [{1}, {1}, {1}, set(), set()])
     assert agrees(result, carrier, made) == (set() if needed == 3 else {(0, 1), (1, 1), (2, 1)})
-    assert sum(p.kind == "hello" and p.node == 101 for p in carrier.log) == 1
-    assert sum("still waiting for the registration of node 101" in line for line in said) == (
+    assert sum(p.kind == "registration" and p.node == 101 for p in carrier.log) == 1
+    assert sum("still waiting for the registration of node 101" in line for line in caplog.messages) == (
         3 if needed == 3 else 2
     )
     assert carrier.clock.now == pytest.approx((200 if needed == 3 else 0) + 6 * 80, abs=10)
 
 
-def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(tmp_path: Path) -> None:
+def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = small("scaffold", rounds=4)
     carrier = local(made, tmp_path)
     carrier.folders[201] = carrier.folders[101]
     carrier.away = {201}
 
-    def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.kind == "order":
+    def fault(there: LocalTransport, message: Message) -> Any:
+        if message.kind == "order":
             there.away.discard(201)
-        if parcel.kind == "order" and Order.from_json(parcel.words).round == 2 and parcel.node == 101:
+        if message.kind == "order" and Order.from_json(message.header).round == 2 and message.node == 101:
             there.away.add(101)
-            return [Delivery(101, "order", problem="the node is gone", gone=True)]
-        return intact(there, parcel)
+            return [Response(101, "order", problem="the node is gone", disconnected=True)]
+        return intact(there, message)
 
     carrier.fault = fault
-    said: list[str] = []
-    result = served(carrier, made, tmp_path / "run", said)
-    # it is asked again in every round, turned away as long as the first is there, and says so once
-    assert sum("a node was turned away: client 1 is here already" in line for line in said) == 1
+    result = served(carrier, made, tmp_path / "run")
+    # it is asked again in every round, rejected as long as the first is there, and says so once
+    assert sum("a node was rejected: client 1 is connected already" in line for line in caplog.messages) == 1
     assert not any(
-        p.kind == "order" and p.node == 201 and Order.from_json(p.words).round < 3 for p in carrier.log
+        p.kind == "order" and p.node == 201 and Order.from_json(p.header).round < 3 for p in carrier.log
     )
     assert lost(result) == [set(), set(), {1}, set()]
     assert agrees(result, carrier, made) == missed(result)
 
 
-def test_strangers_are_never_sent_an_order(tmp_path: Path) -> None:
+def test_unregistered_nodes_are_never_sent_an_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made, other = small("scaffold"), small("scaffold", run={"seed": 3})
     carrier = local(made, tmp_path)
     prepare(tmp_path / "other", other, 1, other.shares())
     carrier.folders[300] = tmp_path / "other"
     keys = {100: 0, 101: 1, 102: 2, 300: 1}
-    said: list[str] = []
-    result = served(carrier, made, tmp_path / "run", said, keys=keys)
+    result = served(carrier, made, tmp_path / "run", keys=keys)
     assert agrees(result, carrier, made) == set()
     sent = [p for p in carrier.log if p.node == 300]
-    assert [(p.kind, p.words, p.body) for p in sent] == [("hello", "{}", b"")]
-    assert sum("section(s) run differ" in line for line in said) == 1
+    assert [(p.kind, p.header, p.payload) for p in sent] == [("registration", "{}", b"")]
+    assert sum("section(s) run differ" in line for line in caplog.messages) == 1
 
 
 def test_a_wrong_key_keeps_a_client_out(tmp_path: Path) -> None:
@@ -388,27 +389,28 @@ def test_a_wrong_key_keeps_a_client_out(tmp_path: Path) -> None:
     carrier = local(made, tmp_path)
     result = served(carrier, made, tmp_path / "run", keys={100: 0, 101: 2, 102: 1})
     assert [len(r.lost) for r in result.rounds[1:]] == [2] * 3
-    assert all(p.kind == "hello" for p in carrier.log if p.node != 100)
+    assert all(p.kind == "registration" for p in carrier.log if p.node != 100)
 
 
-def test_a_client_that_comes_back_between_two_attempts_is_asked_again(tmp_path: Path) -> None:
+def test_a_client_that_comes_back_between_two_attempts_is_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = small("feddyn", network={"min_replies": 3, "wait": 100.0})
     carrier = local(made, tmp_path)
 
-    def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.kind == "order" and parcel.node == 101 and Order.from_json(parcel.words).round == 1:
+    def fault(there: LocalTransport, message: Message) -> Any:
+        if message.kind == "order" and message.node == 101 and Order.from_json(message.header).round == 1:
             # its node is replaced by another one, as after a restart
             there.folders[201] = there.folders.pop(101)
-            return [Delivery(101, "order", problem="the node is gone", gone=True)]
-        return intact(there, parcel)
+            return [Response(101, "order", problem="the node is gone", disconnected=True)]
+        return intact(there, message)
 
     carrier.fault = fault
-    said: list[str] = []
-    result = served(carrier, made, tmp_path / "run", said)
+    result = served(carrier, made, tmp_path / "run")
     carrier.folders[101] = carrier.folders[201]
     assert agrees(result, carrier, made) == set()
     assert lost(result) == [set()] * 3
-    assert said.count("client 1 is here, with 40 examples") == 2
+    assert caplog.messages.count("client 1 is registered, with 40 examples") == 2
     assert carrier.clock.now == 0
 
 

@@ -1,4 +1,5 @@
-"""Clients that die, fall silent, are slow, come late, go, forget, or run out of disk: nothing is lost, and duals stay consistent.
+"""Clients that die, fall silent, are slow, come late, go, forget, or run out of disk: nothing is lost, and
+duals stay consistent.
 
 The truth is always a run within one process whose replies are lost where the network lost them.
 """
@@ -19,7 +20,7 @@ import torch
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network.messages import Order
 from fedlowrank.network.server import NetworkError
-from fedlowrank.network.transport import Delivery, Parcel
+from fedlowrank.network.transport import Message, Response
 
 from .local import (
     Fault,
@@ -30,39 +31,39 @@ from .local import (
     intact,
     local,
     lost,
+    lost_reply,
     missed,
     no_space,
     same_record,
     same_states,
     served,
-    silence,
     small,
     truth,
 )
 
-DUAL = ["scaffold", "feddyn", "fedslr"]
+DUAL = ["scaffold", "fedslr"]
 
 
-def nothing(carrier: LocalTransport, parcel: Parcel) -> Any:
-    return [silence(parcel, "error 8: the client's process died")]
+def nothing(carrier: LocalTransport, message: Message) -> Any:
+    return [lost_reply(message, "error 8: the client's process died")]
 
 
-def worked_and_lost(carrier: LocalTransport, parcel: Parcel) -> Any:
-    carrier.answered(parcel)
-    return [silence(parcel)]
+def worked_and_lost(carrier: LocalTransport, message: Message) -> Any:
+    carrier.answered(message)
+    return [lost_reply(message)]
 
 
-def twice(carrier: LocalTransport, parcel: Parcel) -> Any:
-    found = carrier.answered(parcel)
-    return [found, found, carrier.answered(parcel)]
+def twice(carrier: LocalTransport, message: Message) -> Any:
+    found = carrier.answered(message)
+    return [found, found, carrier.answered(message)]
 
 
-def never(carrier: LocalTransport, parcel: Parcel) -> Any:
-    carrier.answered(parcel)
+def never(carrier: LocalTransport, message: Message) -> Any:
+    carrier.answered(message)
     return []
 
 
-# -- one reply that does not come --------------------------------------------------------------------------------------
+# -- one reply that does not come
 
 
 @pytest.mark.parametrize("method", DUAL)
@@ -77,7 +78,9 @@ def test_a_reply_that_is_lost_or_comes_twice(method: str, act: Fault, tmp_path: 
     assert carrier.clock.now == (pytest.approx(3600, abs=2) if act is never else 0)
 
 
-def test_a_client_that_raises_in_its_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_raises_in_its_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     made = small("scaffold")
     carrier = local(made, tmp_path)
     update = type(made.build_method("scaffold")).local_update
@@ -88,13 +91,12 @@ def test_a_client_that_raises_in_its_training(tmp_path: Path, monkeypatch: pytes
         return update(self, state, down, view)
 
     monkeypatch.setattr(type(made.build_method("scaffold")), "local_update", raising)
-    said: list[str] = []
-    result = served(carrier, made, tmp_path / "run", said)
+    result = served(carrier, made, tmp_path / "run")
     assert agrees(result, carrier, made) == missed(result)
     assert result.rounds[2].lost == {
         "1": "no reply of client 1: RuntimeError: out of memory 12:00:00 finished"
     }
-    assert all("\n" not in line for line in said)
+    assert all("\n" not in line for line in caplog.messages)
 
 
 def test_training_that_diverges_at_one_client(tmp_path: Path) -> None:
@@ -137,10 +139,10 @@ def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
     assert place == 5
 
 
-def perilous(carrier: LocalTransport, parcel: Parcel, hazard: Hazard) -> Any:
-    carrier.hazards[parcel.node] = hazard
-    found = carrier.answered(parcel)
-    del carrier.hazards[parcel.node]
+def perilous(carrier: LocalTransport, message: Message, hazard: Hazard) -> Any:
+    carrier.hazards[message.node] = hazard
+    found = carrier.answered(message)
+    del carrier.hazards[message.node]
     return [found]
 
 
@@ -155,16 +157,16 @@ def test_a_client_whose_disk_is_full_for_a_round(place: int, tmp_path: Path) -> 
     assert "No space left on device" in result.rounds[2].lost["1"]
 
 
-# -- late replies and slow clients -------------------------------------------------------------------------------------
+# -- late replies and slow clients
 
 
 def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4)
-    kept: list[Delivery] = []
+    kept: list[Response] = []
 
-    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
-        found = carrier.answered(parcel)
-        if parcel.kind == "hello" or parcel.node != 101:
+    def fault(carrier: LocalTransport, message: Message) -> Any:
+        found = carrier.answered(message)
+        if message.kind == "registration" or message.node != 101:
             return [found]
         kept.append(found)
         # round 2 is lost, and its reply comes in round 3; LocalTransport hands out the last one first
@@ -180,13 +182,13 @@ def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) ->
 def test_slow_clients_are_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
     made = small("feddyn", network={"deadline": 60.0, "min_replies": 2})
 
-    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
-        found = carrier.answered(parcel)
-        if parcel.kind == "hello" or Order.from_json(parcel.words).last:
+    def fault(carrier: LocalTransport, message: Message) -> Any:
+        found = carrier.answered(message)
+        if message.kind == "registration" or Order.from_json(message.header).last:
             return [found]
         # client 0 takes 20 s and is in time; client 1 takes 90 s in the second round, and comes too late
-        slow = parcel.node == 101 and Order.from_json(parcel.words).round == 1
-        return [(90.0 if slow else 20.0 if parcel.node == 100 else 0.0, found)]
+        slow = message.node == 101 and Order.from_json(message.header).round == 1
+        return [(90.0 if slow else 20.0 if message.node == 100 else 0.0, found)]
 
     carrier = local(made, tmp_path, fault)
     result = served(carrier, made, tmp_path / "run")
@@ -196,33 +198,38 @@ def test_slow_clients_are_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert carrier.clock.now == pytest.approx(20 + 60 + 20, abs=4)
 
 
-def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_again(tmp_path: Path) -> None:
+def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = small("scaffold", network={"min_replies": 3, "attempts": 3})
     left = Counter({(102, 1): 2})
 
-    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
-        found = carrier.answered(parcel)
-        if parcel.kind == "hello":
+    def fault(carrier: LocalTransport, message: Message) -> Any:
+        found = carrier.answered(message)
+        if message.kind == "registration":
             return [found]
-        key = parcel.node, Order.from_json(parcel.words).round
+        key = message.node, Order.from_json(message.header).round
         left[key] -= 1
-        return [silence(parcel)] if left[key] >= 0 else [found]
+        return [lost_reply(message)] if left[key] >= 0 else [found]
 
     carrier = local(made, tmp_path, fault)
-    said: list[str] = []
-    result = served(carrier, made, tmp_path / "run", said)
+    result = served(carrier, made, tmp_path / "run")
     assert agrees(result, carrier, made) == set()
     assert lost(result) == [set()] * 3
     # only who did not reply is asked again, by the same bytes, and answers from its memory
     again = [
-        p for p in carrier.log if p.kind == "order" and p.node == 102 and Order.from_json(p.words).round == 1
+        p for p in carrier.log if p.kind == "order" and p.node == 102 and Order.from_json(p.header).round == 1
     ]
     assert len(again) == 3
     assert again[0] == again[1] == again[2]
     assert len(carrier.orders()) == 3 * 4 + 2
     assert sorted(carrier.trained) == sorted((c, t) for c in range(3) for t in range(3))
     assert (
-        sum("2 good replies, 3 are needed: no reply of client 2: it was lost" in line for line in said) == 2
+        sum(
+            "2 good replies, 3 are needed: no reply of client 2: it was lost" in line
+            for line in caplog.messages
+        )
+        == 2
     )
 
 
@@ -230,20 +237,20 @@ def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_re
     made = small("scaffold", network={"min_replies": 2, "attempts": 2, "wait": 50.0})
     carrier = local(made, tmp_path)
 
-    def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.kind == "order" and Order.from_json(parcel.words).round == 1 and parcel.node != 100:
-            if parcel.node == 101:
+    def fault(there: LocalTransport, message: Message) -> Any:
+        if message.kind == "order" and Order.from_json(message.header).round == 1 and message.node != 100:
+            if message.node == 101:
                 there.away.add(101)
-                return [Delivery(101, "order", problem="the node is gone", gone=True)]
-            there.answered(parcel)
-            return [silence(parcel, "the line is bad")]
-        return intact(there, parcel)
+                return [Response(101, "order", problem="the node is gone", disconnected=True)]
+            there.answered(message)
+            return [lost_reply(message, "the line is bad")]
+        return intact(there, message)
 
     carrier.fault = fault
     with pytest.raises(NetworkError) as error:
         served(carrier, made, tmp_path / "run")
     for text in ("round 2 was asked for 2 times and never brought 2 good replies of 3 clients", "client 1 is not connected",
-                 "no reply of client 2: the line is bad", "Mend what is wrong and resume"):  # fmt: skip
+                 "no reply of client 2: the line is bad", "Fix the cause and resume"):  # fmt: skip
         assert text in str(error.value)
     assert json.loads((tmp_path / "run" / "status.json").read_text())["message"] == str(error.value)
     # it was waited for once, between the attempts, and not after the last
@@ -257,41 +264,45 @@ def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_re
     assert lost(result) == [set()] * 3
 
 
-# -- coming, going and forgetting --------------------------------------------------------------------------------------
+# -- coming, going and forgetting
 
 
 def test_a_client_that_joins_between_two_attempts_does_not_change_the_round(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_clients": 2, "min_replies": 2, "attempts": 4})
     carrier = local(made, tmp_path)
     carrier.away = {101}
-    asked: list[Parcel] = []
+    asked: list[Message] = []
 
-    def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.kind == "hello" or parcel.node != 100 or Order.from_json(parcel.words).round != 1:
-            return intact(there, parcel)
+    def fault(there: LocalTransport, message: Message) -> Any:
+        if (
+            message.kind == "registration"
+            or message.node != 100
+            or Order.from_json(message.header).round != 1
+        ):
+            return intact(there, message)
         there.away.clear()
-        asked.append(parcel)
-        return intact(there, parcel) if len(asked) == 4 else [silence(parcel)]
+        asked.append(message)
+        return intact(there, message) if len(asked) == 4 else [lost_reply(message)]
 
     carrier.fault = fault
     result = served(carrier, made, tmp_path / "run")
     assert asked == asked[:1] * 4
     assert lost(result) == [{1}, {1}, set()]
-    assert result.rounds[2].lost == {"1": "client 1 came when the round had begun"}
+    assert result.rounds[2].lost == {"1": "client 1 registered after the round had begun"}
     assert agrees(result, carrier, made) == {(0, 1), (1, 1)}
 
 
-@pytest.mark.parametrize("method", ["scaffold", "ditto", "fedhl"])
+@pytest.mark.parametrize("method", ["scaffold", "fedhl"])
 def test_a_client_that_joins_late(method: str, tmp_path: Path) -> None:
     made = small(method, rounds=4, network={"min_clients": 2})
     carrier = local(made, tmp_path)
     carrier.away = {101}
 
-    def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.kind == "order" and Order.from_json(parcel.words).round == 1:
+    def fault(there: LocalTransport, message: Message) -> Any:
+        if message.kind == "order" and Order.from_json(message.header).round == 1:
             # there from the second round on: it is asked who it is along with the third round's orders
             there.away.clear()
-        return intact(there, parcel)
+        return intact(there, message)
 
     carrier.fault = fault
     result = served(carrier, made, tmp_path / "run")
@@ -304,10 +315,10 @@ def test_a_client_that_leaves_for_good(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4)
     carrier = local(made, tmp_path)
 
-    def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.kind == "order" and Order.from_json(parcel.words).round == 1:
+    def fault(there: LocalTransport, message: Message) -> Any:
+        if message.kind == "order" and Order.from_json(message.header).round == 1:
             there.away.add(101)
-        return [] if parcel.node in there.away else intact(there, parcel)
+        return [] if message.node in there.away else intact(there, message)
 
     carrier.fault = fault
     result = served(carrier, made, tmp_path / "run")
@@ -332,23 +343,24 @@ def test_a_client_that_lost_its_folder_is_left_out(tmp_path: Path) -> None:
 def forgetting(client: int, t: int) -> Fault:
     """Before round t that client's disk is replaced by an empty one."""
 
-    def act(carrier: LocalTransport, parcel: Parcel) -> Any:
+    def act(carrier: LocalTransport, message: Message) -> Any:
         folder = carrier.folders[100 + client]
         for path in folder.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-        return intact(carrier, parcel)
+        return intact(carrier, message)
 
     return in_round(t, client, act)
 
 
 @pytest.mark.parametrize("method", DUAL)
 @pytest.mark.parametrize("needed", [1, 3])
-def test_a_client_that_lost_its_folder_begins_anew(method: str, needed: int, tmp_path: Path) -> None:
+def test_a_client_that_lost_its_folder_starts_again(
+    method: str, needed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = small(method, rounds=4, network={"forgotten": "begin", "min_replies": needed})
     carrier = local(made, tmp_path, forgetting(1, 2))
-    said: list[str] = []
-    result = served(carrier, made, tmp_path / "run", said)
+    result = served(carrier, made, tmp_path / "run")
     # it is asked again at once only where a round needs it
     assert lost(result) == ([set(), {1}, set(), set()] if needed == 1 else [set()] * 4)
     run, records = truth(made, result.rounds[:1])
@@ -359,22 +371,26 @@ def test_a_client_that_lost_its_folder_begins_anew(method: str, needed: int, tmp
             )
         records.append(run.step(losses=record.lost))
     same_states(result, carrier, run)
-    assert sum("client 1 has lost its state, and begins anew" in line for line in said) == 1
+    assert sum("client 1 has lost its state, and starts again" in line for line in caplog.messages) == 1
 
 
-def test_a_client_whose_disk_is_of_last_week_begins_anew(tmp_path: Path) -> None:
+def test_a_client_whose_disk_is_of_last_week_starts_again(tmp_path: Path) -> None:
     """A copy of before is no state to build on either, and must not keep the client out for ever."""
     made = small("scaffold", rounds=5, network={"forgotten": "begin"})
 
     memory = tmp_path
 
-    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
+    def fault(carrier: LocalTransport, message: Message) -> Any:
         nonlocal memory
-        t = Order.from_json(parcel.words).round + 1 if parcel.kind == "order" and parcel.node == 101 else 0
+        t = (
+            Order.from_json(message.header).round + 1
+            if message.kind == "order" and message.node == 101
+            else 0
+        )
         if t == 4:
             shutil.rmtree(memory)
             shutil.copytree(tmp_path / "week", memory)
-        found = intact(carrier, parcel)
+        found = intact(carrier, message)
         if t == 2:
             memory = next(p for p in carrier.folders[101].iterdir() if p.is_dir())
             shutil.copytree(memory, tmp_path / "week")

@@ -19,9 +19,9 @@ pytest.importorskip("flwr")
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.engines import Sequential
-from fedlowrank.network.client_memory import Memory
-from fedlowrank.network.deploy import process_tree as family
-from fedlowrank.network.deploy.program import free_port
+from fedlowrank.network.client_memory import ClientMemory
+from fedlowrank.network.deploy import process_tree as process_tree
+from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.records import RunRecord
@@ -73,16 +73,17 @@ def assert_equal(run: Run, out: Path, folder_of: Callable[[int], Path]) -> None:
     for i in range(3):
         stamp = stored.clients.get(i, {"stamp": 0})["stamp"]
         assert (stamp > 0) == (i in run.state.clients)
-        assert tree.equal(Memory(folder_of(i) / name).at(stamp), run.state.clients.get(i))
+        assert tree.equal(ClientMemory(folder_of(i) / name).at(stamp), run.state.clients.get(i))
 
 
 def test_a_message_is_words_and_one_buffer() -> None:
-    body = bytes(range(256)) * 10
-    records = to_records('{"a": 1}', body)
-    assert from_records(records) == ('{"a": 1}', body)
-    assert len(records.array_records["body"]) == 1
+    payload = bytes(range(256)) * 10
+    records = to_records('{"a": 1}', payload)
+    assert from_records(records) == ('{"a": 1}', payload)
+    assert len(records.array_records["payload"]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedhl", pytest.param("scaffold", marks=deployment)])
 def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: str) -> None:
     pytest.importorskip("ray")
@@ -108,7 +109,7 @@ def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: st
     assert records[-1].risk == {k: v for k, v in measured.risk.items() if k != "server"}
 
 
-class Party:
+class ClientRuntime:
     """A command of ours as a process, with all it starts."""
 
     def __init__(self, log: Path, *arguments: str) -> None:
@@ -125,7 +126,7 @@ class Party:
                 env={**os.environ, "COLUMNS": "200"},
             )
 
-    def family(self) -> list[int]:
+    def process_tree(self) -> list[int]:
         """It and its descendants."""
         listed = subprocess.run(
             ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
@@ -138,7 +139,7 @@ class Party:
 
     def kill(self) -> None:
         """Everything at once, as a loss of power would."""
-        for pid in self.family():
+        for pid in self.process_tree():
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -155,14 +156,14 @@ class Party:
 
 
 @pytest.fixture
-def parties() -> Iterator[list[Party]]:
-    made: list[Party] = []
+def parties() -> Iterator[list[ClientRuntime]]:
+    made: list[ClientRuntime] = []
     yield made
-    for party in made:
-        party.close()
+    for runtime in made:
+        runtime.close()
 
 
-def until(what: Callable[[], bool], seconds: float, *watched: Party) -> None:
+def until(what: Callable[[], bool], seconds: float, *watched: ClientRuntime) -> None:
     end = time.monotonic() + seconds
     while not what():
         ended = [p for p in watched if p.process.poll() is not None]
@@ -180,7 +181,7 @@ def rounds(out: Path) -> int:
 @deployment
 @pytest.mark.timeout(840)
 def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_run(
-    tmp_path: Path, parties: list[Party]
+    tmp_path: Path, parties: list[ClientRuntime]
 ) -> None:
     # long enough that the orphans do not end by themselves before they are found
     planned = tables("scaffold", rounds=12)
@@ -189,10 +190,10 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
         [*COMMAND, "keys", str(tmp_path / "keys"), "--clients", "3"], check=True, stdout=subprocess.DEVNULL
     )
 
-    def serve(*more: str) -> Party:
+    def serve(*more: str) -> ClientRuntime:
         keys = str(tmp_path / "keys" / "server")
         parties.append(
-            Party(
+            ClientRuntime(
                 tmp_path / "serve.log",
                 "serve",
                 str(file),
@@ -207,11 +208,11 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
         )
         return parties[-1]
 
-    def join(client: int) -> Party:
+    def join(client: int) -> ClientRuntime:
         keys, folder = tmp_path / "keys" / f"client-{client}", tmp_path / f"client-{client}"
         where = ("--server", f"127.0.0.1:{port}", "--keys", str(keys), "--folder", str(folder))
         parties.append(
-            Party(tmp_path / f"join{client}.log", "join", str(file), "--client", str(client), *where)
+            ClientRuntime(tmp_path / f"join{client}.log", "join", str(file), "--client", str(client), *where)
         )
         return parties[-1]
 
@@ -223,14 +224,14 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     clients[1].start()
     until(lambda: rounds(out) >= 2, 300, server)
     # the command alone: what it started goes on, and holds the port and the run folder
-    orphans = set(server.family()) - {server.process.pid}
+    orphans = set(server.process_tree()) - {server.process.pid}
     server.process.kill()
     server.process.wait()
-    assert orphans <= set(family.processes())
+    assert orphans <= set(process_tree.processes())
     before = rounds(out)
     server = serve("--resume")
     until(lambda: "was left running; it is ended" in server.log.read_text(), 60, server)
-    until(lambda: not orphans & set(family.processes()), 10)
+    until(lambda: not orphans & set(process_tree.processes()), 10)
     until(lambda: server.process.poll() is not None, 400)
     assert server.process.returncode == 0, server.log.read_text()[-3000:]
     for client in clients:
@@ -246,6 +247,7 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
         assert list((tmp_path / f"client-{i}").glob("*/model/model.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_server_wants_keys_or_to_be_told_that_it_needs_none(tmp_path: Path) -> None:
     file = written(tmp_path / "t.toml", tables("fedavg"))
     done = subprocess.run([*COMMAND, "serve", str(file)], capture_output=True, text=True, timeout=120)

@@ -21,11 +21,11 @@ import pytest
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
 from fedlowrank.network.deploy import guard
-from fedlowrank.network.deploy import process_tree as family
+from fedlowrank.network.deploy import process_tree as process_tree
 from fedlowrank.network.deploy.flower_app import as_toml, write_app
+from fedlowrank.network.deploy.flower_process import ProcessError
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys, make_keys
 from fedlowrank.network.deploy.processes import SuperLink, SuperNode
-from fedlowrank.network.deploy.program import ProcessError
 
 SERVER_APP = """
 import json, os, time
@@ -81,7 +81,7 @@ def until(is_so: Callable[[], Any], seconds: float = 100.0) -> Any:
 def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     """No process of a test outlives it."""
     yield
-    left = {n: p.command for n, p in family.processes().items() if str(tmp_path) in p.command}
+    left = {n: p.command for n, p in process_tree.processes().items() if str(tmp_path) in p.command}
     for number in left:
         os.kill(number, signal.SIGKILL)
     assert not left
@@ -131,15 +131,15 @@ def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
     foreign: Callable[..., Path], tmp_path: Path
 ) -> None:
     make_keys(tmp_path / "keys", 2, [])
-    make_keys(tmp_path / "stranger", 1, [])
+    make_keys(tmp_path / "unregistered", 1, [])
     keys = ServerKeys.read(tmp_path / "keys" / "server")
     own = ClientKeys.read(tmp_path / "keys" / "client-1")
-    stranger = ClientKeys(own.authority, ClientKeys.read(tmp_path / "stranger" / "client-0").key)
+    unregistered = ClientKeys(own.authority, ClientKeys.read(tmp_path / "unregistered" / "client-0").key)
     with contextlib.ExitStack() as stack:
         variables = {"FEDLOWRANK_TEST": "the server's"}
         link = stack.enter_context(SuperLink(tmp_path / "link", keys, host="0.0.0.0", variables=variables))
         node = SuperNode(tmp_path / "node", link.address, tmp_path, own)
-        other = SuperNode(tmp_path / "other", link.address, tmp_path, stranger)
+        other = SuperNode(tmp_path / "other", link.address, tmp_path, unregistered)
         nobody = Keyless(tmp_path / "nobody", link.address, tmp_path, own)
         for program in (node, other, nobody):
             stack.callback(program.close)
@@ -169,7 +169,7 @@ def test_the_app_of_another_is_started_neither_at_the_server_nor_at_a_client(
             assert _status(link, keys, f"/v1/{path}") == (401 if path.startswith("fleet") else 403)
             assert _status(link, keys, f"/v1/{path}", token) == with_token
         # nobody reads the token off a command line, and no other user of the machine out of the environment
-        assert not [p.command for p in family.processes().values() if token in p.command]
+        assert not [p.command for p in process_tree.processes().values() if token in p.command]
         if os.geteuid() == 0 and Path("/proc/self/environ").exists():
             theirs = subprocess.run(
                 ["cat", f"/proc/{link.pid}/environ"], user=65534, group=65534, capture_output=True
@@ -221,19 +221,21 @@ def test_a_server_without_keys_tells_how_runs_stand_and_leaves_nothing(
             assert (status.status, status.details, status.is_completed) == ("finished:completed", "", True)
             assert not node.is_working()
         finally:
-            before = {node.pid, *family.descendants(node.pid or 0)}
+            before = {node.pid, *process_tree.descendants(node.pid or 0)}
             node.close()
-            assert not before & set(family.processes())
+            assert not before & set(process_tree.processes())
         link.submit(foreign("second"))
         before = {link.pid or 0}
 
         def runs() -> bool:
-            before.update(family.descendants(link.pid or 0))
-            return any("flwr-serverapp" in p.command for n, p in family.processes().items() if n in before)
+            before.update(process_tree.descendants(link.pid or 0))
+            return any(
+                "flwr-serverapp" in p.command for n, p in process_tree.processes().items() if n in before
+            )
 
         until(runs)
         link.kill()
-        assert not before & set(family.processes())
+        assert not before & set(process_tree.processes())
 
 
 def _text(path: Path) -> str:

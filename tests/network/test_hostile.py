@@ -24,30 +24,42 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.scaffold import SCAFFOLD
 from fedlowrank.network.messages import Answer, Order
 from fedlowrank.network.network_run import NetworkRun
-from fedlowrank.network.registry import Roster
-from fedlowrank.network.server import NetworkError, Remote
-from fedlowrank.network.transport import Delivery, Parcel
-from fedlowrank.network.validation.uploads import Bans
+from fedlowrank.network.registry import ClientRegistry
+from fedlowrank.network.server import NetworkEngine, NetworkError
+from fedlowrank.network.transport import Message, Response
+from fedlowrank.network.validation.uploads import Blocklist
 from fedlowrank.simulation.evaluation import ClientEvaluation
 from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.run import Run, evaluated
 
-from .local import Killed, LocalTransport, agrees, changed, in_round, local, lost, missed, served, small
+from .local import (
+    Killed,
+    LocalTransport,
+    agrees,
+    changed,
+    in_round,
+    local,
+    log_lines,
+    lost,
+    missed,
+    served,
+    small,
+)
 
-# -- answers that are none ---------------------------------------------------------------------------------------------
+# -- answers that are none
 
-Lie = Callable[[Delivery], Delivery]
+Lie = Callable[[Response], Response]
 
 
 def upload(change: Callable[[Any], Any]) -> Lie:
-    return lambda d: changed(d, body=tree.encode(change(tree.decode(d.body))))
+    return lambda d: changed(d, payload=tree.encode(change(tree.decode(d.payload))))
 
 
 def evaluation(**fields: Any) -> Lie:
-    def lie(delivery: Delivery) -> Delivery:
-        found = Answer.from_json(delivery.words).evaluation
+    def lie(response: Response) -> Response:
+        found = Answer.from_json(response.header).evaluation
         assert found is not None
-        return changed(delivery, evaluation=dataclasses.replace(found, **fields))
+        return changed(response, evaluation=dataclasses.replace(found, **fields))
 
     return lie
 
@@ -60,16 +72,19 @@ STEPS = r"it counts .* optimizer steps; [0-9]+ examples make [0-9]+ at most"
 FLOPS = r"it counts .* floating-point operations; [0-9]+ are taken at most"
 
 WORDS: dict[str, tuple[Lie, str]] = {
-    "no JSON": (lambda d: changed(d, words="{"), "the message is not a Answer"),
-    "nothing": (lambda d: changed(d, words="", body=b""), "the message is not a Answer"),
-    "other fields": (lambda d: changed(d, words='{"a\\n": 1}'), "the message is not a Answer: client: "),
+    "no JSON": (lambda d: changed(d, header="{"), "the message is not a Answer"),
+    "nothing": (lambda d: changed(d, header="", payload=b""), "the message is not a Answer"),
+    "other fields": (lambda d: changed(d, header='{"a\\n": 1}'), "the message is not a Answer: client: "),
     "another round": (lambda d: changed(d, round=1), r"it answers \(1, '[0-9a-f]{16}', 1\) and not"),
     "another run": (lambda d: changed(d, run="x"), r"it answers \(1, 'x', 0\) and not"),
     "another client": (lambda d: changed(d, client=0), r"it answers \(0, '[0-9a-f]{16}', 0\) and not"),
-    "giant words": (lambda d: changed(d, problem="x" * (1 << 20)), "its words take more than 1048576 bytes"),
+    "giant words": (
+        lambda d: changed(d, problem="x" * (1 << 20)),
+        "its header takes more than 1048576 bytes",
+    ),
     "fewer steps than none": (lambda d: changed(d, steps=-1), STEPS),
     "endless steps": (lambda d: changed(d, steps=10**4000), STEPS),
-    "one step more": (lambda d: changed(d, steps=Answer.from_json(d.words).steps + 1), STEPS),
+    "one step more": (lambda d: changed(d, steps=Answer.from_json(d.header).steps + 1), STEPS),
     "fewer operations": (lambda d: changed(d, flops=-1), FLOPS),
     "endless operations": (lambda d: changed(d, flops=10**31), FLOPS),
     "10^15 operations": (lambda d: changed(d, flops=10**15), FLOPS),
@@ -84,34 +99,34 @@ WORDS: dict[str, tuple[Lie, str]] = {
     "a pass that is none": (lambda d: changed(d, losses={"a\nb": 1.0}), "it reports losses that cannot be"),
     "no series": (
         evaluation(accuracy={}, risk={}, parameters={}),
-        "what it says its models are worth cannot be",
+        "its evaluation is impossible",
     ),
     "more than all right": (
         evaluation(accuracy={"personal": {"val": 0.5, "test": 1.1}}),
-        "what it says its models are worth cannot be",
+        "its evaluation is impossible",
     ),
     "right by NaN": (
         evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}),
-        "its models are worth cannot",
+        "its evaluation is",
     ),
-    "no test": (evaluation(risk={"personal": {"val": 0.5}}), "what it says its models are worth cannot be"),
-    "two kinds of series": (evaluation(risk=half("other")), "what it says its models are worth cannot be"),
-    "sizes of nothing": (evaluation(parameters={}), "what it says its models are worth cannot be"),
+    "no test": (evaluation(risk={"personal": {"val": 0.5}}), "its evaluation is impossible"),
+    "two kinds of series": (evaluation(risk=half("other")), "its evaluation is impossible"),
+    "sizes of nothing": (evaluation(parameters={}), "its evaluation is impossible"),
     "a model of less than nothing": (
         evaluation(parameters={"personal": -1}),
-        "its models are worth cannot be",
+        "its evaluation is impossible",
     ),
-    "a model without end": (evaluation(parameters={"personal": 10**9}), "its models are worth cannot be"),
-    "a route beyond": (evaluation(routes=[0.5, 1.5]), "what it says its models are worth cannot be"),
+    "a model without end": (evaluation(parameters={"personal": 10**9}), "its evaluation is impossible"),
+    "a route beyond": (evaluation(routes=[0.5, 1.5]), "its evaluation is impossible"),
 }
 BODIES: dict[str, tuple[Lie, str]] = {
-    "no tree": (lambda d: changed(d, body=b"upload"), "its header has [0-9]+ bytes, where about"),
-    "empty": (lambda d: changed(d, body=b""), "was refused: these 0 bytes are"),
+    "no tree": (lambda d: changed(d, payload=b"upload"), "its header has [0-9]+ bytes, where about"),
+    "empty": (lambda d: changed(d, payload=b""), "was refused: these 0 bytes are"),
     "a NaN": (upload(lambda u: tree.map(lambda t: t * math.nan, u)), "it holds a NaN or an infinity"),
     "an infinity": (upload(lambda u: tree.map(lambda t: t + math.inf, u)), "it holds a NaN or an infinity"),
     "another shape": (upload(lambda u: tree.map(lambda t: t[..., :1], u)), "expected float32"),
     "more": (upload(lambda u: {"model": u, "more": u}), "was refused: expected a Controlled"),
-    "large": (lambda d: changed(d, body=d.body + bytes(1 << 17)), "bytes; at most"),
+    "large": (lambda d: changed(d, payload=d.payload + bytes(1 << 17)), "bytes; at most"),
 }
 
 
@@ -120,7 +135,7 @@ def test_an_answer_that_cannot_be_is_refused_with_the_reason(lie: str) -> None:
     change, text = {**WORDS, **BODIES}[lie]
     _, _, kept = stage()
     told = change(kept[101][1])
-    why, counts = judged(told.words, told.body)
+    why, counts = judged(told.header, told.payload)
     assert re.search(text, why)
     assert why.startswith("the reply of client 1 was refused")
     assert counts == {1: 1}
@@ -130,41 +145,47 @@ def test_an_answer_that_cannot_be_is_refused_with_the_reason(lie: str) -> None:
 def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_path: Path) -> None:
     change, _ = {**WORDS, **BODIES}[lie]
     made = small("scaffold")
-    carrier = local(made, tmp_path, in_round(2, 1, lambda there, parcel: [change(there.answered(parcel))]))
+    carrier = local(made, tmp_path, in_round(2, 1, lambda there, message: [change(there.answered(message))]))
     result = served(carrier, made, tmp_path / "run")
     assert lost(result) == [set(), {1}, set()]
-    # nothing of a refused reply is kept, also where its words were in order
+    # nothing of a refused reply is kept, also where its header was valid
     assert agrees(result, carrier, made) == {(1, 1)}
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {"1": 1}
 
 
-def test_a_problem_is_told_in_one_short_line(tmp_path: Path) -> None:
+def test_a_problem_is_told_in_one_short_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = small("scaffold")
     problem = "\x1b[2J\n12:00:00 finished\n" * 99
     there = in_round(
-        2, 1, lambda there, parcel: [changed(there.answered(parcel), problem=problem, kind="disk")]
+        2, 1, lambda there, message: [changed(there.answered(message), problem=problem, kind="disk")]
     )
     carrier = local(made, tmp_path, there)
-    said: list[str] = []
-    result = served(carrier, made, tmp_path / "run", said)
-    assert all(line.isprintable() and len(line) < 700 for line in said)
+    result = served(carrier, made, tmp_path / "run")
+    assert all(line.isprintable() and len(line) < 700 for line in caplog.messages)
     assert agrees(result, carrier, made) == missed(result) == {(1, 1)}
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {}
 
 
 @pytest.mark.parametrize("client", [0, 2])
-def test_whoever_measures_other_things_is_left_out_of_the_table(client: int, tmp_path: Path) -> None:
+def test_whoever_measures_other_things_is_left_out_of_the_table(
+    client: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = small("floral", defaults={"clusters": 2})
     strange = evaluation(accuracy=half("x"), risk=half("x"), parameters={"x": 3})
     routed = evaluation(routes=[1.0])
     for i, lie in enumerate((strange, routed)):
-        fault = in_round(2, client, lambda there, parcel, lie=lie: [lie(there.answered(parcel))])  # type: ignore[misc]
+        fault = in_round(2, client, lambda there, message, lie=lie: [lie(there.answered(message))])  # type: ignore[misc]
         carrier = local(made, tmp_path / str(i), fault)
-        said: list[str] = []
-        result = served(carrier, made, tmp_path / str(i) / "run", said)
+        caplog.clear()
+        result = served(carrier, made, tmp_path / str(i) / "run")
         assert agrees(result, carrier, made) == {(1, client)}
         assert lost(result) == [set()] * 3
-        assert sum(f"client {client} measures other things than most clients" in line for line in said) == 1
+        assert (
+            sum(
+                f"client {client} measures other things than most clients" in line for line in caplog.messages
+            )
+            == 1
+        )
         assert result.rounds[1].routes is None
         assert result.rounds[2].routes is not None
 
@@ -178,40 +199,47 @@ def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> Non
     assert [r.accuracy is not None for r in result.rounds] == [True, True, False, False, True]
 
 
-# -- who lies too often ------------------------------------------------------------------------------------------------
+# -- who lies too often
 
 
-def liar(carrier: LocalTransport, parcel: Parcel) -> Any:
-    found = carrier.answered(parcel)
-    if parcel.kind == "hello" or parcel.node != 101 or not Order.from_json(parcel.words).train:
+def liar(carrier: LocalTransport, message: Message) -> Any:
+    found = carrier.answered(message)
+    if message.kind == "registration" or message.node != 101 or not Order.from_json(message.header).train:
         return [found]
-    return [changed(found, body=b"lies")]
+    return [changed(found, payload=b"lies")]
 
 
-def test_a_client_that_lies_too_often_is_banned_also_after_a_restart(tmp_path: Path) -> None:
+def test_a_client_with_too_many_refusals_is_blocked_also_after_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = small("scaffold", rounds=5, network={"limits": {"ban_after": 2}})
     carrier = local(made, tmp_path, liar)
 
-    def fault(there: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.kind == "order" and Order.from_json(parcel.words).round == 3 and parcel.node == 102:
+    def fault(there: LocalTransport, message: Message) -> Any:
+        if message.kind == "order" and Order.from_json(message.header).round == 3 and message.node == 102:
             raise Killed
-        return liar(there, parcel)
+        return liar(there, message)
 
     carrier.fault = fault
-    said: list[str] = []
     with pytest.raises(Killed):
-        served(carrier, made, tmp_path / "run", said)
-    assert "client 1 is banned: 2 of its replies were refused" in said
+        served(carrier, made, tmp_path / "run")
+    assert "client 1 is on the blocklist: 2 of its replies were refused" in caplog.messages
     carrier.fault = liar
     result = served(carrier, made, tmp_path / "run", resume=True)
     assert lost(result) == [{1}] * 5
-    assert ["is banned" in r.lost["1"] for r in result.rounds[1:]] == [False, False, True, True, True]
+    assert ["is on the blocklist" in r.lost["1"] for r in result.rounds[1:]] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
     # it was sent nothing more, not even that the run is over
     assert [o.round for c, o in carrier.orders() if c == 1] == [0, 1]
     assert agrees(result, carrier, made) == {(t, 1) for t in range(6)}
 
 
-def test_nobody_is_banned_where_that_is_switched_off(tmp_path: Path) -> None:
+def test_no_client_is_blocked_if_that_is_switched_off(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, network={"limits": {"ban_after": 0}})
     carrier = local(made, tmp_path, liar)
     result = served(carrier, made, tmp_path / "run")
@@ -221,12 +249,13 @@ def test_nobody_is_banned_where_that_is_switched_off(tmp_path: Path) -> None:
     assert [o.round for c, o in carrier.orders() if c == 1] == [0, 1, 2, 3, 4]
 
 
-def test_where_only_banned_clients_are_left_the_run_ends_at_once(tmp_path: Path) -> None:
+def test_a_run_with_only_blocked_clients_ends_at_once(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, network={"limits": {"ban_after": 1}})
-    everyone = local(made, tmp_path, lambda t, p: [d if p.kind == "hello" else changed(d, body=b"")]
+    everyone = local(made, tmp_path, lambda t, p: [d if p.kind == "registration" else changed(d, payload=b"")]
                      if (d := t.answered(p)) else [])  # fmt: skip
     with pytest.raises(
-        NetworkError, match="client 0 is banned: 1 of its replies were refused; client 1 is banned"
+        NetworkError,
+        match="client 0 is on the blocklist: 1 of its replies were refused; client 1 is on the blocklist",
     ):
         served(everyone, made, tmp_path / "run")
     assert len(everyone.orders()) == 3
@@ -251,25 +280,25 @@ def test_a_reply_that_the_method_cannot_use_is_dropped_named_and_counted(tmp_pat
         result = served(carrier, made, tmp_path / "run")
     assert lost(result) == [{1}] * 3
     assert "cannot use the reply of client 1: ArithmeticError: odd" in result.rounds[1].lost["1"]
-    assert "is banned" in result.rounds[3].lost["1"]
+    assert "is on the blocklist" in result.rounds[3].lost["1"]
     assert agrees(result, carrier, made) == {(t, 1) for t in range(4)}
 
 
-def trains(parcel: Parcel) -> bool:
-    return parcel.kind == "order" and Order.from_json(parcel.words).train
+def trains(message: Message) -> bool:
+    return message.kind == "order" and Order.from_json(message.header).train
 
 
-# -- anything at all ---------------------------------------------------------------------------------------------------
+# -- anything at all
 
 
 @functools.cache
-def stage() -> tuple[ExperimentConfig, str, dict[int, list[Delivery]]]:
+def stage() -> tuple[ExperimentConfig, str, dict[int, list[Response]]]:
     """What three clients honestly say in the first round."""
-    made, kept = small("scaffold", rounds=2), dict[int, list[Delivery]]()
+    made, kept = small("scaffold", rounds=2), dict[int, list[Response]]()
 
-    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
-        found = carrier.answered(parcel)
-        kept.setdefault(parcel.node, []).append(found)
+    def fault(carrier: LocalTransport, message: Message) -> Any:
+        found = carrier.answered(message)
+        kept.setdefault(message.node, []).append(found)
         return [found]
 
     with TemporaryDirectory() as base:
@@ -282,67 +311,66 @@ def stage() -> tuple[ExperimentConfig, str, dict[int, list[Delivery]]]:
 class Stub:
     """Hands out what it is given."""
 
-    given: list[Delivery]
+    given: list[Response]
 
     def nodes(self) -> set[int]:
         return {100, 101, 102}
 
-    def send(self, parcels: Any, group: str, seconds: float) -> None:
-        self.asked = {p.node for p in parcels}
+    def send(self, messages: Any, group: str, seconds: float) -> None:
+        self.asked = {p.node for p in messages}
 
-    def receive(self) -> list[Delivery]:
+    def receive(self) -> list[Response]:
         found, self.given = [d for d in self.given if d.node in self.asked], []
         return found
 
-    def forget(self) -> None:
+    def cancel_orders(self) -> None:
         pass
 
 
 @functools.cache
 def world() -> tuple[Any, Any]:
     made, _, kept = stage()
-    roster = admitted(made, kept)
+    registry = admitted(made, kept)
     honest = Run(made.build_method("scaffold"), made.federation(), made.run, Sequential())
     honest.step(losses={"1": "refused"})
-    return roster.federation(), honest.state.server
+    return registry.federation(), honest.state.server
 
 
-def admitted(made: ExperimentConfig, kept: dict[int, list[Delivery]]) -> Roster:
-    roster = Roster(made, 3)
+def admitted(made: ExperimentConfig, kept: dict[int, list[Response]]) -> ClientRegistry:
+    registry = ClientRegistry(made, 3)
     for node in (100, 101, 102):
-        roster.admit(kept[node][0], {100, 101, 102})
-    roster.settle({100, 101, 102})
-    return roster
+        registry.register(kept[node][0], {100, 101, 102})
+    registry.fix_form({100, 101, 102})
+    return registry
 
 
-def judged(words: str, body: bytes) -> tuple[str, dict[int, int]]:
+def judged(header: str, payload: bytes) -> tuple[str, dict[int, int]]:
     """Why client 1's reply was lost, if it was; whatever it is, the round ends well and its record can be written."""
     made, run_id, kept = stage()
     federation, without = world()
-    said: list[str] = []
-    given = [kept[100][1], Delivery(101, "order", words, body), kept[102][1]]
-    engine = Remote(
-        transport=Stub(given), roster=admitted(made, kept), settings=NetworkSettings(), run_id=run_id, bans=Bans(3),
-        say=said.append,
+    given = [kept[100][1], Response(101, "order", header, payload), kept[102][1]]
+    engine = NetworkEngine(
+        transport=Stub(given), registry=admitted(made, kept), settings=NetworkSettings(), run_id=run_id, blocklist=Blocklist(3),
     )  # fmt: skip
     run = NetworkRun(made.build_method("scaffold"), federation, made.run, engine)
-    before = run.start()
-    record = run.step()
-    found = run.late()
+    with log_lines() as lines:
+        before = run.start()
+        record = run.step()
+        found = run.late()
     assert found is not None
     for r in (record, evaluated(before, found)):
         assert RoundRecord(
             **json.loads(json.dumps(dataclasses.asdict(r)))
         ).untimed() == r.untimed() or "NaN" in repr(r)
         assert all(math.isfinite(x) for x in (*r.loss.values(), float(r.steps), float(r.flops)))
-        assert all(line.isprintable() and len(line) < 1200 for line in (*said, *r.lost.values()))
+        assert all(line.isprintable() and len(line) < 1200 for line in (*lines, *r.lost.values()))
     assert tree.not_finite(run.state.server) is None
     assert set(record.lost) <= {"1"}
     if record.lost:
         assert tree.equal(run.state.server, without)
         assert run.state.clients == {0: {"stamp": 1}, 2: {"stamp": 1}}
-    assert engine.bans.counts.keys() <= {1}
-    return record.lost.get("1", ""), engine.bans.counts
+    assert engine.blocklist.counts.keys() <= {1}
+    return record.lost.get("1", ""), engine.blocklist.counts
 
 
 FUZZ = settings(
@@ -358,22 +386,22 @@ values = st.recursive(
 
 def test_what_is_honest_is_taken() -> None:
     _, _, kept = stage()
-    assert judged(kept[101][1].words, kept[101][1].body) == ("", {})
+    assert judged(kept[101][1].header, kept[101][1].payload) == ("", {})
 
 
 @FUZZ
 @given(st.text(max_size=40), st.binary(max_size=60))
-def test_any_words_and_any_bytes(words: str, body: bytes) -> None:
+def test_any_header_and_any_payload(header: str, payload: bytes) -> None:
     _, _, kept = stage()
-    assert judged(words, kept[101][1].body)[0]
-    assert judged(kept[101][1].words, body)[0]
+    assert judged(header, kept[101][1].payload)[0]
+    assert judged(kept[101][1].header, payload)[0]
 
 
 @FUZZ
 @given(st.sampled_from([f.name for f in dataclasses.fields(Answer)]), values)
 def test_an_answer_with_any_field(name: str, value: Any) -> None:
     _, _, kept = stage()
-    judged(json.dumps({**json.loads(kept[101][1].words), name: value}), kept[101][1].body)
+    judged(json.dumps({**json.loads(kept[101][1].header), name: value}), kept[101][1].payload)
 
 
 @FUZZ
@@ -384,26 +412,26 @@ def test_an_answer_with_any_field(name: str, value: Any) -> None:
 )
 def test_an_answer_with_any_evaluation(field: str, where: str, value: Any) -> None:
     _, _, kept = stage()
-    words = json.loads(kept[101][1].words)
-    held = words["evaluation"]
+    header = json.loads(kept[101][1].header)
+    held = header["evaluation"]
     if not where or field == "routes":
         held[field] = value
     elif where == "test" and field != "parameters":
         held[field]["personal"]["test"] = value
     else:
         held[field]["personal"] = value
-    judged(json.dumps(words), kept[101][1].body)
+    judged(json.dumps(header), kept[101][1].payload)
 
 
 @FUZZ
 @given(st.floats(width=32), st.sampled_from(["model", "control"]))
 def test_an_upload_of_any_number(number: float, where: str) -> None:
     _, _, kept = stage()
-    held = tree.decode(kept[101][1].body)
+    held = tree.decode(kept[101][1].payload)
     odd = dataclasses.replace(
         held, **{where: tree.map(lambda t: torch.full_like(t, number), getattr(held, where))}
     )
-    why, counts = judged(kept[101][1].words, tree.encode(odd))
+    why, counts = judged(kept[101][1].header, tree.encode(odd))
     # the bound on norms lies in between; a reply that only it refuses does not count towards a ban
     size = abs(number) if math.isfinite(number) else math.inf
     assert why == "" if size < 1e-3 else why != "" if size > 1e2 else True

@@ -26,15 +26,15 @@ from flwr.superlink.grid.http_grid import HttpGrid
 
 from fedlowrank.network.deploy import guard
 from fedlowrank.network.flower import GridTransport, to_records
-from fedlowrank.network.transport import Delivery, Parcel
+from fedlowrank.network.transport import Message, Response
 
 
 @dataclass
 class SuperLink:
     """Holds a reply to the message ``asked``, and counts the bytes that are fetched of it."""
 
-    words: str
-    body: bytes
+    header: str
+    payload: bytes
     asked: str = "asked"
     fetched: int = 0
     replies: list[Any] = field(default_factory=list)
@@ -45,7 +45,7 @@ class SuperLink:
             run_id=1, message_id="", src_node_id=7, dst_node_id=1, message_type="train.order", group_id="", ttl=60.0,
             reply_to_message_id=self.asked, created_at=0.0,
         )  # fmt: skip
-        reply = make_message(metadata=about, content=to_records(self.words, self.body))
+        reply = make_message(metadata=about, content=to_records(self.header, self.payload))
         with no_object_id_recompute():
             reply.metadata.__dict__["_message_id"] = reply.object_id
             self.objects = {i: o.deflate() for i, o in get_all_nested_objects(reply).items()}
@@ -65,11 +65,11 @@ class SuperLink:
         del request
 
 
-def received(link: SuperLink, most: int) -> Delivery:
+def received(link: SuperLink, most: int) -> Response:
     grid = HttpGrid(token="none")
     grid._client, grid._run = link, SimpleNamespace(run_id=1)  # type: ignore[assignment]
     transport = GridTransport(grid)
-    transport._open = {"asked": Parcel(7, "order", "{}", b"", most)}
+    transport._open = {"asked": Message(7, "order", "{}", b"", most)}
     (found,) = transport.receive()
     assert transport.receive() == [] or not transport._open
     return found
@@ -77,10 +77,10 @@ def received(link: SuperLink, most: int) -> Delivery:
 
 def test_a_reply_within_its_limit_is_read() -> None:
     # of which Flower sends each different piece once
-    for body in (random.Random(0).randbytes(12 << 20), bytes(12 << 20), b""):
-        link = SuperLink("words", body)
-        found = received(link, len(body) + 10)
-        assert (found.words, found.body, found.too_large, found.problem) == ("words", body, "", "")
+    for payload in (random.Random(0).randbytes(12 << 20), bytes(12 << 20), b""):
+        link = SuperLink("words", payload)
+        found = received(link, len(payload) + 10)
+        assert (found.header, found.payload, found.too_large, found.problem) == ("words", payload, "", "")
 
 
 def test_replies_that_share_pieces_are_read() -> None:
@@ -96,14 +96,14 @@ def test_replies_that_share_pieces_are_read() -> None:
     grid = HttpGrid(token="none")
     grid._client, grid._run = whole, SimpleNamespace(run_id=1)  # type: ignore[assignment]
     transport = GridTransport(grid)
-    transport._open = {link.asked: Parcel(7, "hello", "{}", b"", 2 << 20) for link in links}
-    assert [(d.words, d.too_large) for d in transport.receive()] == [("words", "")] * 5
+    transport._open = {link.asked: Message(7, "registration", "{}", b"", 2 << 20) for link in links}
+    assert [(d.header, d.too_large) for d in transport.receive()] == [("words", "")] * 5
 
 
 def test_a_reply_of_too_many_bytes_is_not_read_to_its_end() -> None:
     link = SuperLink("words", random.Random(0).randbytes(70 << 20))
     found = received(link, 30 << 20)
-    assert (found.words, found.body, found.problem) == ("", b"", "")
+    assert (found.header, found.payload, found.problem) == ("", b"", "")
     assert "it has more bytes, too many: 31522816 bytes are taken" in found.too_large
     # a piece has 5 MiB, and a few are fetched at once
     assert link.fetched < 60 << 20
@@ -137,7 +137,7 @@ def test_an_array_that_cannot_be_read_is_refused() -> None:
     assert "a piece of it cannot be read: JSONDecodeError" in received(link, 1 << 20).too_large
 
 
-# -- the SuperLink -----------------------------------------------------------------------------------------------------
+# -- the SuperLink
 
 
 def called(parts: list[bytes], headers: list[tuple[bytes, bytes]]) -> tuple[int, int]:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.errors import CheckpointError
-from fedlowrank.network.client_memory import Memory
+from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.messages import Order
-from fedlowrank.network.transport import Parcel
+from fedlowrank.network.transport import Message
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.run_folder import RunFolder
 from fedlowrank.simulation.simulate import Result
@@ -29,10 +29,10 @@ from .local import (
     intact,
     local,
     lost,
+    lost_reply,
     missed,
     no_space,
     served,
-    silence,
     small,
 )
 
@@ -40,16 +40,20 @@ from .local import (
 def watched(out: Path, lose: set[tuple[int, int]], double: set[tuple[int, int]]) -> Any:
     """Loses and doubles replies by round and client, and sees that no order is ahead of what is on the server's disk."""
 
-    def fault(carrier: LocalTransport, parcel: Parcel) -> Any:
-        if parcel.kind == "hello":
-            return intact(carrier, parcel)
-        order, client = Order.from_json(parcel.words), parcel.node - 100
+    def fault(carrier: LocalTransport, message: Message) -> Any:
+        if message.kind == "registration":
+            return intact(carrier, message)
+        order, client = Order.from_json(message.header), message.node - 100
         state = checkpoint.load(out / "checkpoint")
         assert state.round == order.round
         assert state.clients.get(client, {"stamp": 0}) == {"stamp": order.stamp}
         place = order.round + 1, client
-        found = carrier.answered(parcel)
-        return [silence(parcel)] if place in lose and order.train else [found] * (2 if place in double else 1)
+        found = carrier.answered(message)
+        return (
+            [lost_reply(message)]
+            if place in lose and order.train
+            else [found] * (2 if place in double else 1)
+        )
 
     return fault
 
@@ -61,7 +65,7 @@ def not_ahead(carrier: LocalTransport, out: Path) -> None:
     known = checkpoint.load(out / "checkpoint").clients
     for node, folder in carrier.folders.items():
         for path in {p.parent for p in folder.glob("*/*.tree")}:
-            assert known.get(node - 100, {"stamp": 0})["stamp"] in (0, *Memory(path).stamps)
+            assert known.get(node - 100, {"stamp": 0})["stamp"] in (0, *ClientMemory(path).stamps)
 
 
 def seen_through(carrier: LocalTransport, made: ExperimentConfig, out: Path, deaths: list[Any]) -> Result:
@@ -73,7 +77,7 @@ def seen_through(carrier: LocalTransport, made: ExperimentConfig, out: Path, dea
         except Killed:
             not_ahead(carrier, out)
         if out.exists() and not (out / "checkpoint" / "manifest.json").exists():
-            # before its first checkpoint nothing was sent but introductions, and nothing is lost
+            # before its first checkpoint nothing was sent but registrations, and nothing is lost
             assert not carrier.orders()
             shutil.rmtree(out)
     raise AssertionError("the last life has no hazard")
@@ -149,7 +153,7 @@ def test_deaths_and_full_disks_on_both_sides(
             carrier.hazards[node] = Hazard(at, no_space if full else Killed)
         result = seen_through(carrier, made, out, deaths)
         not_ahead(carrier, out)
-        # besides what a lost reply took along, the last wave's may be missing
+        # besides what a lost reply took along, the last round trip's may be missing
         assert agrees(result, carrier, made) <= missed(result) | {(3, node - 100) for node in clients}
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
-from fedlowrank.network.client_memory import ForgottenError, Memory
+from fedlowrank.network.client_memory import ClientMemory, ForgottenError
 from fedlowrank.simulation.digest import sealed
 
 from .local import Hazard, Killed, LocalTransport, no_space
@@ -26,7 +26,7 @@ def value(n: int) -> dict[str, Any]:
     return {"w": torch.tensor([n, n + 1]), "n": n}
 
 
-def keep(memory: Memory, stamp: int, n: int, base: int = 0) -> None:
+def keep(memory: ClientMemory, stamp: int, n: int, base: int = 0) -> None:
     memory.propose(base, stamp, value(n), b"up%d" % n, f"order{n}", f"answer{n}")
 
 
@@ -36,37 +36,37 @@ def files(folder: Path) -> set[str]:
 
 def test_a_state_stays_until_one_that_came_after_it_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "run"
-    memory = Memory(folder)
+    memory = ClientMemory(folder)
     assert memory.at(0) is None
     assert memory.answered("order1") is None
     keep(memory, 1, 1)
-    assert Memory(folder).at(0) is None
-    assert Memory(folder).answered("order1") == ("answer1", b"up1")
-    assert Memory(folder).answered("order2") is None
-    assert tree.equal(Memory(folder).at(1), value(1))
-    keep(Memory(folder), 2, 2, base=1)
+    assert ClientMemory(folder).at(0) is None
+    assert ClientMemory(folder).answered("order1") == ("answer1", b"up1")
+    assert ClientMemory(folder).answered("order2") is None
+    assert tree.equal(ClientMemory(folder).at(1), value(1))
+    keep(ClientMemory(folder), 2, 2, base=1)
     # the reply was lost: the next round goes by the state of before
-    assert tree.equal(Memory(folder).at(1), value(1))
-    keep(Memory(folder), 3, 3, base=1)
-    assert Memory(folder).answered("order2") is None
-    assert Memory(folder).stamps == [1, 3]
-    assert tree.equal(Memory(folder).at(3), value(3))
+    assert tree.equal(ClientMemory(folder).at(1), value(1))
+    keep(ClientMemory(folder), 3, 3, base=1)
+    assert ClientMemory(folder).answered("order2") is None
+    assert ClientMemory(folder).stamps == [1, 3]
+    assert tree.equal(ClientMemory(folder).at(3), value(3))
     # it is there as often as it is asked for, and what came before is gone
-    assert tree.equal(Memory(folder).at(3), value(3))
-    assert Memory(folder).stamps == [3]
-    keep(Memory(folder), 5, 5, base=3)
-    assert tree.equal(Memory(folder).at(3), value(3))
-    assert tree.equal(Memory(folder).at(5), value(5))
+    assert tree.equal(ClientMemory(folder).at(3), value(3))
+    assert ClientMemory(folder).stamps == [3]
+    keep(ClientMemory(folder), 5, 5, base=3)
+    assert tree.equal(ClientMemory(folder).at(3), value(3))
+    assert tree.equal(ClientMemory(folder).at(5), value(5))
 
 
 def test_what_is_needed_no_more_is_removed(tmp_path: Path) -> None:
-    memory = Memory(tmp_path)
+    memory = ClientMemory(tmp_path)
     keep(memory, 1, 1)
     assert files(tmp_path) == {"000001.tree"}
     keep(memory, 3, 3, base=1)
     assert files(tmp_path) == {"000001.tree", "000003.tree"}
     (tmp_path / "000003.tree.part").write_bytes(b"half")
-    assert tree.equal(Memory(tmp_path).at(3), value(3))
+    assert tree.equal(ClientMemory(tmp_path).at(3), value(3))
     assert files(tmp_path) == {"000003.tree"}
 
 
@@ -74,28 +74,28 @@ def test_a_state_that_is_not_there_is_said_to_be_forgotten(tmp_path: Path) -> No
     with pytest.raises(
         ForgottenError, match=r"expects the state after round 3, but those kept here are of round: none"
     ):
-        Memory(tmp_path).at(3)
-    keep(Memory(tmp_path), 4, 4)
-    keep(Memory(tmp_path), 6, 6, base=4)
+        ClientMemory(tmp_path).at(3)
+    keep(ClientMemory(tmp_path), 4, 4)
+    keep(ClientMemory(tmp_path), 6, 6, base=4)
     for stamp in (3, 5, 7):
         with pytest.raises(ForgottenError, match="of round: 4 and 6"):
-            Memory(tmp_path).at(stamp)
+            ClientMemory(tmp_path).at(stamp)
     # to have asked for what is not there took nothing away
-    assert tree.equal(Memory(tmp_path).at(4), value(4))
-    assert tree.equal(Memory(tmp_path).at(6), value(6))
+    assert tree.equal(ClientMemory(tmp_path).at(4), value(4))
+    assert tree.equal(ClientMemory(tmp_path).at(6), value(6))
     with pytest.raises(ForgottenError, match="of round: 6"):
-        Memory(tmp_path).at(4)
+        ClientMemory(tmp_path).at(4)
 
 
-def test_a_client_that_is_told_to_begin_anew_does_so_whatever_it_remembers(tmp_path: Path) -> None:
-    keep(Memory(tmp_path), 4, 4)
-    keep(Memory(tmp_path), 6, 6, base=4)
-    assert Memory(tmp_path).at(0) is None
-    keep(Memory(tmp_path), 7, 7)
+def test_a_client_that_is_told_to_start_again_does_so_whatever_it_remembers(tmp_path: Path) -> None:
+    keep(ClientMemory(tmp_path), 4, 4)
+    keep(ClientMemory(tmp_path), 6, 6, base=4)
+    assert ClientMemory(tmp_path).at(0) is None
+    keep(ClientMemory(tmp_path), 7, 7)
     # until the server has the reply, it may be sent back as well
-    assert Memory(tmp_path).at(0) is None
-    assert tree.equal(Memory(tmp_path).at(4), value(4))
-    assert tree.equal(Memory(tmp_path).at(7), value(7))
+    assert ClientMemory(tmp_path).at(0) is None
+    assert tree.equal(ClientMemory(tmp_path).at(4), value(4))
+    assert tree.equal(ClientMemory(tmp_path).at(7), value(7))
     assert files(tmp_path) == {"000007.tree"}
 
 
@@ -110,41 +110,41 @@ def fails(hazard: Hazard, act: Callable[[], object]) -> bool:
 
 
 def test_a_full_disk_changes_nothing_wherever_it_strikes(tmp_path: Path) -> None:
-    keep(Memory(tmp_path), 1, 1)
-    keep(Memory(tmp_path), 2, 2, base=1)
+    keep(ClientMemory(tmp_path), 1, 1)
+    keep(ClientMemory(tmp_path), 2, 2, base=1)
 
     def attempt(place: int) -> list[str]:
-        memory, hazard = Memory(tmp_path), Hazard({place}, no_space)
+        memory, hazard = ClientMemory(tmp_path), Hazard({place}, no_space)
         assert fails(hazard, lambda: keep(memory, 3, 3, base=1))
         assert memory.stamps == [1, 2]
         return hazard.points[: place + 1]
 
     place = 0
     while "000003.tree renamed" not in attempt(place):
-        assert Memory(tmp_path).answered("order2") == ("answer2", b"up2")
+        assert ClientMemory(tmp_path).answered("order2") == ("answer2", b"up2")
         place += 1
     # not synced, not renamed, renamed, its folder not synced
     assert place == 2
     # from here on the disk has the new one, whatever it says; nothing is acknowledged
-    assert Memory(tmp_path).answered("order3") == ("answer3", b"up3")
-    assert tree.equal(Memory(tmp_path).at(1), value(1))
+    assert ClientMemory(tmp_path).answered("order3") == ("answer3", b"up3")
+    assert tree.equal(ClientMemory(tmp_path).at(1), value(1))
 
 
 def test_what_cannot_be_removed_is_removed_the_next_time(tmp_path: Path) -> None:
-    keep(Memory(tmp_path), 1, 1)
-    keep(Memory(tmp_path), 2, 2, base=1)
+    keep(ClientMemory(tmp_path), 1, 1)
+    keep(ClientMemory(tmp_path), 2, 2, base=1)
     hazard = Hazard({0}, no_space)
-    assert not fails(hazard, lambda: Memory(tmp_path).at(2))
+    assert not fails(hazard, lambda: ClientMemory(tmp_path).at(2))
     assert hazard.points == ["000001.tree not removed"]
     assert "000001.tree" in files(tmp_path)
-    assert tree.equal(Memory(tmp_path).at(2), value(2))
+    assert tree.equal(ClientMemory(tmp_path).at(2), value(2))
     assert files(tmp_path) == {"000002.tree"}
 
 
 def test_no_folder_and_no_disk_for_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot make .*file/run"):
-        Memory(tmp_path / "file" / "run")
+        ClientMemory(tmp_path / "file" / "run")
 
 
 GOOD = {"order": "o", "answer": "a", "state": 0, "upload": 0, "branch": 0, "digests": ["", ""]}
@@ -158,16 +158,16 @@ GOOD = {"order": "o", "answer": "a", "state": 0, "upload": 0, "branch": 0, "dige
      json.dumps(sealed({**GOOD, "state": -1}))],
 )  # fmt: skip
 def test_a_damaged_first_line_is_named(tmp_path: Path, line: str) -> None:
-    keep(Memory(tmp_path), 1, 1)
+    keep(ClientMemory(tmp_path), 1, 1)
     rest = (tmp_path / "000001.tree").read_bytes().partition(b"\n")[2]
     (tmp_path / "000001.tree").write_bytes(line.encode("latin-1") + b"\n" + rest)
-    for act in (lambda: Memory(tmp_path).answered("order1"), lambda: Memory(tmp_path).at(1)):
+    for act in (lambda: ClientMemory(tmp_path).answered("order1"), lambda: ClientMemory(tmp_path).at(1)):
         with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
             act()
 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    keep(Memory(tmp_path), 1, 1)
+    keep(ClientMemory(tmp_path), 1, 1)
     path = tmp_path / "000001.tree"
     whole = path.read_bytes()
     line, state = whole.index(b"\n"), len(tree.encode(value(1)))
@@ -175,31 +175,31 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
         if place <= line + state:
             with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
-                Memory(tmp_path).at(1)
+                ClientMemory(tmp_path).at(1)
         if not line < place <= line + state:
             with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
-                Memory(tmp_path).answered("order1")
+                ClientMemory(tmp_path).answered("order1")
 
 
 def test_acknowledged_states_stay_for_a_server_that_goes_back(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     # round 4 was lost: its state was never acknowledged
     for base, stamp in [(0, 1), (1, 2), (2, 3), (3, 4), (3, 5), (5, 6)]:
-        keep(Memory(folder, 3), stamp, stamp, base=base)
+        keep(ClientMemory(folder, 3), stamp, stamp, base=base)
     assert files(folder) == {f"00000{n}.tree" for n in (2, 3, 5, 6)}
-    assert tree.equal(Memory(folder, 3).at(6), value(6))
+    assert tree.equal(ClientMemory(folder, 3).at(6), value(6))
     assert files(folder) == {f"00000{n}.tree" for n in (3, 5, 6)}
     # the server went back to the checkpoint after round 3
-    assert tree.equal(Memory(folder, 3).at(3), value(3))
-    memory = Memory(folder, 3)
+    assert tree.equal(ClientMemory(folder, 3).at(3), value(3))
+    memory = ClientMemory(folder, 3)
     memory.propose(3, 4, value(40), b"up", "again", "answer", branch=1)
-    assert (memory.stamps, memory.branch, Memory(folder).branch) == ([3, 4], 1, 1)
-    assert tree.equal(Memory(folder, 3).at(4), value(40))
+    assert (memory.stamps, memory.branch, ClientMemory(folder).branch) == ([3, 4], 1, 1)
+    assert tree.equal(ClientMemory(folder, 3).at(4), value(40))
 
 
 def test_files_that_were_taken_away_or_damaged_are_named(tmp_path: Path) -> None:
-    keep(Memory(tmp_path), 1, 1)
-    path, memory = tmp_path / "000001.tree", Memory(tmp_path)
+    keep(ClientMemory(tmp_path), 1, 1)
+    path, memory = tmp_path / "000001.tree", ClientMemory(tmp_path)
     whole = path.read_bytes()
     for changed in (whole[:-1], whole + b"x"):
         path.write_bytes(changed)
@@ -215,7 +215,8 @@ def test_files_that_were_taken_away_or_damaged_are_named(tmp_path: Path) -> None
 
 
 plans = st.tuples(
-    # where the process dies or finds its disk full while it works, if it does; whether the reply is lost; who asks again
+    # where the process dies or finds its disk full while it works, if it does; whether the reply is lost; who
+    # asks again
     st.none() | st.integers(0, 20),
     st.sampled_from([Killed, no_space]),
     st.booleans(),
@@ -225,7 +226,7 @@ plans = st.tuples(
 
 def work(folder: Path, round: int, stamp: int, n: int) -> tuple[str, bytes]:
     """A client's part in a round: from the value n of its state to 31 n + round."""
-    memory, order = Memory(folder), f"{round} on {stamp}"
+    memory, order = ClientMemory(folder), f"{round} on {stamp}"
     before = memory.answered(order)
     if before is not None:
         return before
@@ -257,5 +258,5 @@ def test_deaths_full_disks_and_lost_replies_in_any_order(plan: list[Any]) -> Non
                 if replies and not lost:
                     stamp, n = t, 31 * n + t
                     break
-        found = Memory(folder).at(stamp)
+        found = ClientMemory(folder).at(stamp)
         assert (0 if found is None else found["n"]) == n

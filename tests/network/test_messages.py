@@ -1,4 +1,4 @@
-"""What crosses as words: any text is a valid message or a MessageError, and no text of another machine breaks a line of a log."""
+"""Headers of messages: any text is a valid message or a MessageError, and no text of another machine breaks a line of a log."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.network.messages import LOCAL, Answer, Hello, MessageError, Order, Words, plain, sections
+from fedlowrank.network.messages import (
+    LOCAL,
+    Answer,
+    Header,
+    MessageError,
+    Order,
+    Registration,
+    plain,
+    sections,
+)
 from fedlowrank.simulation.evaluation import ClientEvaluation
 
 FUZZ = settings(
     max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
 )
 
-HELLO = Hello(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
+REGISTRATION = Registration(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
 ORDER = Order("a1b2", 3, 2, True, False, False, 1)
 FOUND = ClientEvaluation(
     {"personal": {"val": 0.5, "test": None}, "global": {"val": 1.0, "test": 0.0}},
@@ -27,8 +36,8 @@ FOUND = ClientEvaluation(
     [0.25, 0.75],
 )
 ANSWER = Answer(1, "a1b2", 3, "", "", 7, 2**70, {"local": 0.1 + 0.2}, FOUND)
-SAMPLES: list[Words] = [
-    HELLO,
+SAMPLES: list[Header] = [
+    REGISTRATION,
     ORDER,
     ANSWER,
     Order("a", 0, 0, False, True, True),
@@ -43,9 +52,9 @@ jsons = st.recursive(
 )
 
 
-@pytest.mark.parametrize("words", SAMPLES, ids=repr)
-def test_words_come_back_as_they_were(words: Words) -> None:
-    assert type(words).from_json(words.to_json()) == words
+@pytest.mark.parametrize("header", SAMPLES, ids=repr)
+def test_headers_are_read_back_unchanged(header: Header) -> None:
+    assert type(header).from_json(header.to_json()) == header
 
 
 def test_a_loss_that_is_not_finite_crosses_for_the_receiver_to_judge() -> None:
@@ -54,7 +63,7 @@ def test_a_loss_that_is_not_finite_crosses_for_the_receiver_to_judge() -> None:
         assert repr(found.losses["local"]) == repr(loss)
 
 
-def judged(cls: type[Words], text: str) -> Words | None:
+def judged(cls: type[Header], text: str) -> Header | None:
     refusal = ""
     try:
         found = cls.from_json(text)
@@ -70,14 +79,14 @@ def judged(cls: type[Words], text: str) -> Words | None:
 
 
 @FUZZ
-@given(st.sampled_from([Hello, Order, Answer]), texts)
-def test_any_text(cls: type[Words], text: str) -> None:
+@given(st.sampled_from([Registration, Order, Answer]), texts)
+def test_any_text(cls: type[Header], text: str) -> None:
     assert judged(cls, text) is None
 
 
 @FUZZ
-@given(st.sampled_from([Hello, Order, Answer]), jsons)
-def test_any_json(cls: type[Words], value: Any) -> None:
+@given(st.sampled_from([Registration, Order, Answer]), jsons)
+def test_any_json(cls: type[Header], value: Any) -> None:
     assert judged(cls, json.dumps(value)) is None
 
 
@@ -89,8 +98,8 @@ def test_any_json(cls: type[Words], value: Any) -> None:
     st.text(max_size=8) | st.sampled_from(["client", "run", "round", "branch", "losses"]),
     jsons,
 )
-def test_a_message_with_another_field(words: Words, name: str, value: Any) -> None:
-    judged(type(words), json.dumps({**dataclasses.asdict(words), name: value}))
+def test_a_message_with_another_field(header: Header, name: str, value: Any) -> None:
+    judged(type(header), json.dumps({**dataclasses.asdict(header), name: value}))
 
 
 @FUZZ
@@ -98,11 +107,11 @@ def test_a_message_with_another_field(words: Words, name: str, value: Any) -> No
     st.sampled_from(SAMPLES),
     st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.characters()), max_size=4),
 )
-def test_a_message_with_other_characters(words: Words, changes: list[tuple[float, str]]) -> None:
-    text = list(words.to_json())
+def test_a_message_with_other_characters(header: Header, changes: list[tuple[float, str]]) -> None:
+    text = list(header.to_json())
     for where, character in changes:
         text[int(where * len(text))] = character
-    judged(type(words), "".join(text))
+    judged(type(header), "".join(text))
 
 
 @pytest.mark.parametrize(

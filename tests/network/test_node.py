@@ -16,7 +16,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.run import Run, RunNotRunningException
 
 from fedlowrank.network import flower
-from fedlowrank.network.client import Party
+from fedlowrank.network.client import ClientRuntime
 from fedlowrank.network.deploy.node import Connection, Node, PinnedApp
 from fedlowrank.network.flower import from_records, to_records
 
@@ -61,7 +61,7 @@ class Server:
         push = lambda run, session, name, content: self.calls.append("push")  # noqa: E731
         confirm = lambda run, message: self.calls.append("confirm")  # noqa: E731
         return Connection(
-            7, self.receive, self.send, lambda run: self.run, self.app, self.proximal_term, push, confirm
+            7, self.receive, self.send, lambda run: self.run, self.app, self.pull, push, confirm
         )
 
 
@@ -79,12 +79,12 @@ def folder(tmp_path: Path) -> Path:
 def test_a_message_of_the_pinned_app_is_answered_by_the_installed_package(
     folder: Path, tmp_path: Path
 ) -> None:
-    server = Server(to_records("{}", b""), "query.hello", run_of(*PINNED))
+    server = Server(to_records("{}", b""), "query.registration", run_of(*PINNED))
     node = Node(server.connection(), flower.client, PINNED, folder, tmp_path)
     assert node.step()
-    words, body = Party(folder).hello()
-    assert from_records(server.reply.content) == (words.to_json(), body)
-    assert json.loads(words.to_json())["client"] == 1
+    header, payload = ClientRuntime(folder).registration()
+    assert from_records(server.reply.content) == (header.to_json(), payload)
+    assert json.loads(header.to_json())["client"] == 1
     assert server.calls.index("confirm") < server.calls.index("push")
     assert not node.step()
     assert not node.home.joinpath("working").exists()
@@ -101,7 +101,7 @@ def test_a_message_of_the_pinned_app_is_answered_by_the_installed_package(
 def test_a_message_of_another_app_is_refused_before_anything_of_it_is_fetched(
     run: Run, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = Server(to_records("{}", b""), "query.hello", run)
+    server = Server(to_records("{}", b""), "query.registration", run)
     Node(server.connection(), flower.client, PINNED, folder, tmp_path).step()
     assert server.reply.error.code == 7
     assert PINNED.digest in server.reply.error.reason
@@ -119,7 +119,7 @@ def test_a_message_that_makes_the_method_fail_is_answered_with_the_error(
 
 
 def test_a_run_that_ended_while_its_message_was_fetched_is_given_up(folder: Path, tmp_path: Path) -> None:
-    server = Server(to_records("{}", b""), "query.hello", run_of(*PINNED))
+    server = Server(to_records("{}", b""), "query.registration", run_of(*PINNED))
     server.over = True
     assert Node(server.connection(), flower.client, PINNED, folder, tmp_path).step()
     assert server.reply is None
@@ -137,7 +137,8 @@ def test_the_pinned_app_holds_no_module() -> None:
 
     found = PinnedApp.installed()
     assert found.name == "fedlowrank/fedlowrank"
-    # written out by hand: whoever changes a byte of the app locks clients of other releases out, and should know it
+    # written out by hand: whoever changes a byte of the app locks clients of other releases out, and should
+    # know it
     components = {
         "serverapp": "fedlowrank.network.flower:server",
         "clientapp": "fedlowrank.network.flower:client",

@@ -21,7 +21,7 @@ from flwr.app import Message as FlowerMessage
 from fedlowrank.cli import network as commands
 from fedlowrank.cli.main import main, parser
 from fedlowrank.network.flower import GridTransport
-from fedlowrank.network.transport import Delivery, Parcel
+from fedlowrank.network.transport import Message, Response
 from fedlowrank.simulation.run_folder import RunFolder
 
 from .local import LocalTransport, changed, in_round, intact, local, served, small
@@ -65,7 +65,7 @@ def test_a_failed_start_and_resume_do_not_advise_each_other(
         for options in ((), ("--resume",)):
             with pytest.raises(ReachedError):
                 serve(*options)
-        assert "begins anew" in capsys.readouterr().out
+        assert "starts again" in capsys.readouterr().err
         shutil.rmtree(out)
     (out / "checkpoint").mkdir(parents=True)
     (out / "checkpoint" / "manifest.json").write_text("{}")
@@ -101,9 +101,9 @@ def test_an_error_of_flower_is_told_in_words_even_if_its_reason_is_blank(reason:
             return [Reply()]
 
     carrier = GridTransport(Grid())  # type: ignore[arg-type]
-    carrier._open, carrier._unsent = {"m": Parcel(1, "hello", "{}")}, []
+    carrier._open, carrier._unsent = {"m": Message(1, "registration", "{}")}, []
     (found,) = carrier.receive()
-    assert found.gone
+    assert found.disconnected
     assert found.problem.startswith("its node is not connected any more (Flower's error 5")
     assert not found.problem.endswith(": )")
     assert FlowerMessage is not None
@@ -113,33 +113,33 @@ def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_pat
     made, log = small("fedavg", rounds=2), tmp_path / "run.audit.jsonl"
     sent: dict[tuple[int, int], bytes] = {}
 
-    def spoil(carrier: LocalTransport, parcel: Parcel) -> Any:
-        found: Delivery = carrier.answered(parcel)
-        return [changed(found, body=b"nonsense")]
+    def spoil(carrier: LocalTransport, message: Message) -> Any:
+        found: Response = carrier.answered(message)
+        return [changed(found, payload=b"nonsense")]
 
     fault = in_round(2, 1, spoil)
 
-    def watched(carrier: LocalTransport, parcel: Parcel) -> Any:
-        found = fault(carrier, parcel)
-        if parcel.kind == "order":
-            sent[json.loads(parcel.words)["round"] + 1, {999: 0}.get(parcel.node, parcel.node - 100)] = found[
-                0
-            ].body
+    def watched(carrier: LocalTransport, message: Message) -> Any:
+        found = fault(carrier, message)
+        if message.kind == "order":
+            sent[json.loads(message.header)["round"] + 1, {999: 0}.get(message.node, message.node - 100)] = (
+                found[0].payload
+            )
         return found
 
     carrier = local(made, tmp_path, watched)
-    stranger = tmp_path / "stranger"
-    shutil.copytree(carrier.folders[100], stranger)
-    carrier.folders[999] = stranger
+    unregistered = tmp_path / "unregistered"
+    shutil.copytree(carrier.folders[100], unregistered)
+    carrier.folders[999] = unregistered
     served(carrier, made, tmp_path / "run", audit=log)
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert sorted(e["client"] for e in events if e["event"] == "registered") == [0, 1, 2]
-    assert any(e["event"] == "rejected" and "is here already" in e["why"] for e in events)
+    assert any(e["event"] == "rejected" and "is connected already" in e["why"] for e in events)
     replies = {(e["round"], e["client"]): e for e in events if e["event"] == "reply"}
-    for where, body in sent.items():
-        digest = hashlib.blake2b(body, digest_size=16).hexdigest() if body else ""
+    for where, payload in sent.items():
+        digest = hashlib.blake2b(payload, digest_size=16).hexdigest() if payload else ""
         assert replies[where]["digest"] == digest
-        assert replies[where]["bytes"] > len(body)
+        assert replies[where]["bytes"] > len(payload)
     assert [w for w, e in replies.items() if not e["accepted"] and w[0] <= 2] == [(2, 1)]
     assert replies[2, 1]["why"]
     before = log.read_bytes()
@@ -203,11 +203,11 @@ def test_the_examples_of_a_deployment_are_commands_that_exist() -> None:
         found.append(parsed["Service"]["ExecStart"].replace("%i", "0"))
     assert len(found) == 4
     for line in found:
-        words = shlex.split(
+        header = shlex.split(
             line.partition("exec ")[2].partition(' "')[0] or re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", line)
         )
-        arguments = parser().parse_args(words[1:])
-        assert Path(words[0]).name == "fedlowrank"
+        arguments = parser().parse_args(header[1:])
+        assert Path(header[0]).name == "fedlowrank"
         assert (arguments.command, arguments.file) in {
             ("serve", Path("experiment.toml")),
             ("join", Path("experiment.toml")),

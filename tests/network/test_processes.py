@@ -26,11 +26,11 @@ from fedlowrank.simulation.lock import FolderInUseError, identify
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
 from fedlowrank.network.deploy import guard
-from fedlowrank.network.deploy import process_tree as family
+from fedlowrank.network.deploy import process_tree as process_tree
 from fedlowrank.network.deploy.flower_app import LONGEST, as_toml, write_app
+from fedlowrank.network.deploy.flower_process import FlowerProcess, ProcessError, free_port, listen
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys
 from fedlowrank.network.deploy.processes import SuperLink, SuperNode, environment
-from fedlowrank.network.deploy.program import ProcessError, Program, free_port, listen
 from fedlowrank.network.deploy.supervise import supervise
 
 
@@ -47,17 +47,17 @@ def until(is_so: Callable[[], Any], seconds: float = 100.0) -> Any:
 def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     """No process of a test outlives it: all of them have its folder on their command lines or started from such a one."""
     yield
-    left = {n: p.command for n, p in family.processes().items() if str(tmp_path) in p.command}
+    left = {n: p.command for n, p in process_tree.processes().items() if str(tmp_path) in p.command}
     for number in left:
         os.kill(number, signal.SIGKILL)
     assert not left
 
 
-class Script(Program):
+class Script(FlowerProcess):
     """A program that is a line of shell."""
 
     def __init__(self, home: Path, script: str) -> None:
-        super().__init__(home, "script", None, None)
+        super().__init__(home, "script")
         self.script = script
 
     def _own_address(self) -> str:
@@ -166,34 +166,34 @@ def test_the_environment_is_private_and_keeps_what_was_set(
 # processes
 
 
-def test_a_family_is_found_in_both_ways(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_process_tree_is_found_and_killed(tmp_path: Path) -> None:
     script = Script(
         tmp_path, f"setsid sh -c 'sleep 77 & echo ready; wait' {tmp_path} & sleep 78 & true & wait"
     )
     script.start()
     script.wait_for("ready", 10)
     assert script.pid is not None
-    found = family.descendants(script.pid)
+    found = process_tree.descendants(script.pid)
     assert sorted(p.command for p in found.values() if p.command.startswith("sleep")) == [
         "sleep 77",
         "sleep 78",
     ]
     # the shell that asked for a session of its own leads a group of its own
     assert len({p.group for p in found.values()} | {script.pid}) == 2
-    listed = family._listed()
-    assert {n: listed[n] for n in found} == found
     script.kill()
-    assert not set(found) & set(family.processes())
+    assert not set(found) & set(process_tree.processes())
     assert script.code == -9
 
 
+@pytest.mark.slow
 def test_one_that_ended_and_was_not_asked_how_does_not_live() -> None:
     child = subprocess.Popen(["true"])
-    until(lambda: child.pid not in family.processes(), 10)
-    assert child.pid not in family._listed()
+    until(lambda: child.pid not in process_tree.processes(), 10)
     child.wait()
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_too_soon_is_quoted_and_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     script = Script(tmp_path / "a", "printf '\\033[91mbroken\\033[0m: no ink\\n'; exit 3")
     script.start()
@@ -208,6 +208,7 @@ def test_a_program_that_ends_too_soon_is_quoted_and_one_that_takes_too_long_is_e
     assert not script.alive()
 
 
+@pytest.mark.slow
 def test_the_tail_is_of_the_last_start_and_no_longer_than_asked(tmp_path: Path) -> None:
     script = Script(tmp_path, "for i in 1 2 3; do echo old $i; done")
     script.start()
@@ -221,6 +222,7 @@ def test_the_tail_is_of_the_last_start_and_no_longer_than_asked(tmp_path: Path) 
     assert "old 1" in script.log.read_text()
 
 
+@pytest.mark.slow
 def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     script = Script(
         tmp_path,
@@ -229,14 +231,15 @@ def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     script.start()
     script.wait_for("ready", 10)
     assert script.pid is not None
-    found = family.descendants(script.pid)
+    found = process_tree.descendants(script.pid)
     began = time.monotonic()
     script.close(0.5)
     assert time.monotonic() - began < 8
-    assert not (set(found) | {script.pid}) & set(family.processes())
+    assert not (set(found) | {script.pid}) & set(process_tree.processes())
     script.close()
 
 
+@pytest.mark.slow
 def test_what_ends_when_asked_is_left_to(tmp_path: Path) -> None:
     script = Script(
         tmp_path, "trap 'sleep 0.3; echo adieu; exit 7' TERM; echo ready; while :; do sleep 0.05; done"
@@ -249,6 +252,7 @@ def test_what_ends_when_asked_is_left_to(tmp_path: Path) -> None:
     assert (script.code, script.tail().splitlines()[-1]) == (7, "adieu")
 
 
+@pytest.mark.slow
 def test_a_child_in_another_session_is_ended_even_if_its_parent_died_before(tmp_path: Path) -> None:
     wait = "import sys, time; print('ready', flush=True); time.sleep(83)"
     child = f'{sys.executable} -c "{wait}" {tmp_path} --runtime-api-address 127.0.0.1:1 --parent-pid'
@@ -256,18 +260,21 @@ def test_a_child_in_another_session_is_ended_even_if_its_parent_died_before(tmp_
     script.start()
     until(lambda: script.tail().count("ready") == 2)
     assert script.pid is not None
-    children = [n for n, p in family.descendants(script.pid).items() if p.command.startswith(sys.executable)]
-    (own,) = (n for n in children if family.processes()[n].command.endswith(str(script.pid)))
+    children = [
+        n for n, p in process_tree.descendants(script.pid).items() if p.command.startswith(sys.executable)
+    ]
+    (own,) = (n for n in children if process_tree.processes()[n].command.endswith(str(script.pid)))
     os.kill(script.pid, signal.SIGKILL)
     until(lambda: not script.alive())
     script.kill()
-    (other,) = set(children) & set(family.processes())
+    (other,) = set(children) & set(process_tree.processes())
     assert other != own
     # of whom it says that somebody else started it
     os.kill(other, signal.SIGKILL)
-    until(lambda: other not in family.processes())
+    until(lambda: other not in process_tree.processes())
 
 
+@pytest.mark.slow
 def test_what_a_killed_parent_left_running_is_ended_by_the_next_start_and_by_no_other(tmp_path: Path) -> None:
     starter = (
         "import sys, time; from pathlib import Path; from tests.network.test_processes import Script;"
@@ -280,13 +287,13 @@ def test_what_a_killed_parent_left_running_is_ended_by_the_next_start_and_by_no_
         script = Script(tmp_path, "echo second; sleep 90")
         with pytest.raises(FolderInUseError, match=f"process {parent.pid}"):
             script.start()
-        left = {orphan, *family.descendants(orphan)}
+        left = {orphan, *process_tree.descendants(orphan)}
         parent.kill()
-    assert left <= set(family.processes())
+    assert left <= set(process_tree.processes())
     assert len(left) >= 3
     script.start()
     try:
-        assert not left & set(family.processes())
+        assert not left & set(process_tree.processes())
         script.wait_for("second", 10)
     finally:
         script.close(0.1)
@@ -390,8 +397,7 @@ class Pretended(SuperNode):
     """A SuperNode whose starts are lines of shell, the last one again and again."""
 
     def __init__(self, home: Path, *scripts: str) -> None:
-        self.said: list[str] = []
-        super().__init__(home, "127.0.0.1:1", home, insecure=True, say=self.said.append)
+        super().__init__(home, "127.0.0.1:1", home, insecure=True)
         self.scripts = scripts
         self.starts = 0
 
@@ -421,12 +427,15 @@ def run_supervised(
     return thread, stop, errors
 
 
-def test_a_program_that_was_killed_and_then_refused_for_a_while_is_brought_back(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_program_that_was_killed_and_then_refused_for_a_while_is_brought_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     stay = f"{CONNECTED}; exec sleep 85"
     node = Pretended(tmp_path, f"{CONNECTED}; exit 9", REFUSED, REFUSED, REFUSED, REFUSED, stay)
     thread, stop, errors = run_supervised(node, pauses=[0.01, 0.05], patience=60)
     try:
-        until(lambda: node.starts == 6 and node.said[-1].startswith("connected"))
+        until(lambda: node.starts == 6 and caplog.messages[-1].startswith("connected"))
         assert node.alive()
         assert node.node_id() == 123
     finally:
@@ -435,12 +444,13 @@ def test_a_program_that_was_killed_and_then_refused_for_a_while_is_brought_back(
     assert not thread.is_alive()
     assert not errors
     assert not node.alive()
-    said = "\n".join(node.said)
-    assert said.count("started again in 0.01 s") == 1
-    assert said.count("started again in 0.05 s") == 4
-    assert "connected to 127.0.0.1:1, which calls this client 123" in said
+    log = "\n".join(caplog.messages)
+    assert log.count("started again in 0.01 s") == 1
+    assert log.count("started again in 0.05 s") == 4
+    assert "connected to 127.0.0.1:1, which calls this client 123" in log
 
 
+@pytest.mark.slow
 def test_refused_too_long_or_broken_from_the_start_it_is_given_up_with_its_log(tmp_path: Path) -> None:
     began = time.monotonic()
     node = Pretended(tmp_path / "refused", REFUSED)
@@ -457,6 +467,7 @@ def test_refused_too_long_or_broken_from_the_start_it_is_given_up_with_its_log(t
     assert node.starts == 3
 
 
+@pytest.mark.slow
 def test_one_that_connects_and_falls_is_never_given_up(tmp_path: Path) -> None:
     node = Pretended(tmp_path, f"{CONNECTED}; exit 9")
     thread, stop, errors = run_supervised(node, pauses=[0.01], patience=0.0)
@@ -466,6 +477,7 @@ def test_one_that_connects_and_falls_is_never_given_up(tmp_path: Path) -> None:
     assert not errors
 
 
+@pytest.mark.slow
 def test_a_connection_wipes_out_what_failed_before(tmp_path: Path) -> None:
     steady = f"{CONNECTED}; sleep 3; exit 9"
     scripts = ["exit 2", "exit 2", steady, "exit 2", REFUSED, REFUSED, REFUSED, f"{CONNECTED}; exec sleep 87"]
@@ -479,10 +491,13 @@ def test_a_connection_wipes_out_what_failed_before(tmp_path: Path) -> None:
     assert not errors
 
 
-def test_told_to_stop_in_a_pause_it_starts_nothing_more(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_told_to_stop_in_a_pause_it_starts_nothing_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     node = Pretended(tmp_path, "exit 1")
     thread, stop, errors = run_supervised(node, pauses=[30.0])
-    until(lambda: any("again in 30 s" in said for said in node.said), 20)
+    until(lambda: any("again in 30 s" in line for line in caplog.messages), 20)
     stop.set()
     thread.join(5)
     assert not thread.is_alive()

@@ -28,7 +28,7 @@ from fedlowrank.linalg.matricize import LowRank, Sparse
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.network.validation.shape_tracing import DryTrainer
+from fedlowrank.network.validation.shape_tracing import TracingTrainer
 from fedlowrank.network.validation.uploads import Templates, expected_upload, inspect
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.testing.check import federation as small
@@ -96,7 +96,7 @@ def go(method: AnyMethod, federation: Federation, rounds: int = 3, **settings: A
     return guarded
 
 
-# -- no honest reply is refused ----------------------------------------------------------------------------------------
+# -- no honest reply is refused
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -212,7 +212,7 @@ def test_clients_send_rows_for_the_classes_they_own(name: str) -> None:
     assert {len(u.labels) for u in found.uploads} == {2, 3}
 
 
-# -- other data --------------------------------------------------------------------------------------------------------
+# -- other data
 
 
 def regression() -> Federation:
@@ -228,13 +228,13 @@ class Normalized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
+        self.payload = nn.Sequential(
             nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(48, 5), nn.BatchNorm1d(5)
         )
         self.head = nn.Linear(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.body(x))
+        scores: Tensor = self.head(self.payload(x))
         return scores
 
 
@@ -244,17 +244,17 @@ def images() -> Federation:
     return Federation.from_arrays(data, Normalized, classes=4)
 
 
-class Words(nn.Module):
+class Header(nn.Module):
     """Scores of the next word by the last one."""
 
     head_name = "head"
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, self.layer, self.head = nn.Embedding(9, 5), nn.Linear(5, 6), nn.Linear(6, 9)
+        self.header, self.layer, self.head = nn.Embedding(9, 5), nn.Linear(5, 6), nn.Linear(6, 9)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.layer(self.words(input_ids) * attention_mask[..., None]))
+        scores: Tensor = self.head(self.layer(self.header(input_ids) * attention_mask[..., None]))
         return scores
 
 
@@ -267,7 +267,7 @@ def texts() -> Federation:
         data.append(ClientData(examples, examples.take(torch.arange(0)), examples))
         infos.append(ClientInfo(i, 12, "m", 2))
     example = {n: torch.ones(1, 7, dtype=torch.int64) for n in ("input_ids", "attention_mask")}
-    return Federation(data, infos, {"m": Architecture("m", Words(), example)}, ())
+    return Federation(data, infos, {"m": Architecture("m", Header(), example)}, ())
 
 
 @pytest.mark.parametrize("data", [regression, images, texts])
@@ -282,7 +282,7 @@ def test_every_method_on_other_kinds_of_data(name: str, data: Callable[[], Feder
     assert len(go(made(name, **settings, **kwargs), data(), rounds=2).uploads) == 6
 
 
-# -- what it costs to know ---------------------------------------------------------------------------------------------
+# -- what it costs to know
 
 
 def test_clients_that_are_alike_have_one_template() -> None:
@@ -317,7 +317,8 @@ def test_a_template_is_that_of_a_form_and_not_of_values() -> None:
     method, task, info = made("hetlora", prune=0.5), federation.task(3), federation.infos[0]
     down = method.download(method.server_init(task), info)
     wanted = expected_upload(method, task, info, down)
-    # factors of -1 would seem to shrink in the dry run, as if they were to be pruned; a client may be sent anything
+    # factors of -1 would seem to shrink in the dry run, as if they were to be pruned; a client may be sent
+    # anything
     for value in (-1.0, float("nan"), 1e300):
         found = expected_upload(method, task, info, tree.map(lambda t, v=value: torch.full_like(t, v), down))
         assert all(
@@ -331,17 +332,17 @@ def test_a_template_is_that_of_a_form_and_not_of_values() -> None:
     ("data", "shape", "dtype"),
     [(regression, (2, 3), torch.float32), (images, (2,), torch.int64), (texts, (2, 7), torch.int64)],
 )
-def test_targets_of_the_dry_run_are_of_the_kind_of_the_task(
+def test_targets_of_shape_tracing_are_of_the_kind_of_the_task(
     data: Any, shape: Any, dtype: torch.dtype
 ) -> None:
     task = data().task(3)
-    batch = DryTrainer(made("fedavg"), task, task.architectures[task.clients[0].architecture])._batch()
+    batch = TracingTrainer(made("fedavg"), task, task.architectures[task.clients[0].architecture])._batch()
     assert (tuple(batch.y.shape), batch.y.dtype) == (shape, dtype)
     x = batch.x.values() if isinstance(batch.x, dict) else [batch.x]
     assert all(len(t) == 2 for t in x)
 
 
-def test_a_dry_run_takes_nothing_from_the_client_nor_from_its_word() -> None:
+def test_shape_tracing_takes_nothing_from_the_client_nor_from_its_word() -> None:
     federation = small(False)
     # data that cannot be read, and a claim that would fill the memory
     task = dataclasses.replace(

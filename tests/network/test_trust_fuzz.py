@@ -22,7 +22,7 @@ from .trust_cases import CASES, at, judged, outline, paths, put, situation
 FUZZ = settings(
     max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None
 )
-# -- bytes -------------------------------------------------------------------------------------------------------------
+# -- bytes
 
 names = st.sampled_from(sorted(CASES))
 
@@ -81,12 +81,13 @@ def test_another_method_s_upload_is_refused() -> None:
     for name in CASES:
         for other in CASES:
             passed = judged(name, tree.encode(situation(other).upload)) is not None
-            # FedAvg and FedDyn both send a whole model, and so does FedKD's client where factors would not be smaller
+            # FedAvg and FedDyn both send a whole model, and so does FedKD's client where factors would not be
+            # smaller
             whole = passed and {name, other} <= {"fedavg", "feddyn", "fedkd"}
             assert passed == (name == other or whole), (name, other)
 
 
-# -- trees -------------------------------------------------------------------------------------------------------------
+# -- trees
 
 
 OTHERS: dict[str, Callable[[Any], Any]] = {

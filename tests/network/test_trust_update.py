@@ -15,11 +15,11 @@ from fedlowrank.core import tree
 from fedlowrank.core.contribution import Each
 from fedlowrank.core.errors import FedlowrankError
 from fedlowrank.core.method import ClientInfo, ServerView
-from fedlowrank.network.validation.uploads import Refused, Templates, inspect
+from fedlowrank.network.validation.uploads import RefusedReplyError, Templates, inspect
 
 from .trust_cases import CASES, LIMITS, aggregate, finite, situation
 
-# -- the second net ----------------------------------------------------------------------------------------------------
+# -- the second net
 
 
 def lies(name: str) -> Iterator[Any]:
@@ -102,7 +102,7 @@ def test_a_mask_of_another_density_harms_only_its_own_client() -> None:
         for info in s.run.federation.infos:
             try:
                 templates.of(info, method.download(server, info))
-            except Refused as error:
+            except RefusedReplyError as error:
                 refused.append(error)
         assert {error.client for error in refused} <= {s.me.id}
         assert all("FedSpa cannot work with what it would be sent" in str(error) for error in refused)

@@ -28,7 +28,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.network.validation.uploads import (
     FAULTS,
-    Refused,
+    RefusedReplyError,
     Template,
     Templates,
     checked_contribution,
@@ -63,7 +63,7 @@ def aggregate(method: Any, server: Any, replies: list[Reply], view: Any) -> tupl
     for client, upload in replies:
         try:
             found.add(client.id, checked_contribution(method, upload, client, server))
-        except Refused as error:
+        except RefusedReplyError as error:
             refused[client.id] = str(error)
             found.skip(client.id)
     if not found.contributed:
@@ -160,7 +160,7 @@ def judged(name: str, data: bytes) -> Any:
     refused = []
     try:
         found = inspect(data, s.template, s.me, LIMITS)
-    except Refused as error:
+    except RefusedReplyError as error:
         refused.append(error)
     if refused:
         assert refused[0].client == s.me.id

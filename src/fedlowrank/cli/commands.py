@@ -21,14 +21,14 @@ from ..core.errors import CheckpointError, ConfigError, NonFiniteError, TaskErro
 from ..core.files import as_checkpoint_error
 from ..data.describe import class_count_figure, class_count_table, class_counts
 from ..data.federation import Federation
-from ..network.account import went_back
+from ..network.account import prepare_resume
 from ..report import comparison, export_tensorboard, in_order, render_terminal, save_figures, write_report
 from ..report.style import EMBEDDED_FONTS
 from ..simulation.export import write
 from ..simulation.records import RunRecord, run_folders
 from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import simulate
-from .terminal import INTERRUPT_HINTS, OUT, say
+from .terminal import INTERRUPT_HINTS, OUT
 
 
 def run(
@@ -122,7 +122,7 @@ def resume(
             f"{folder} cannot be resumed with another configuration: {'; '.join(changes)}. Set these back, "
             "or start a new run in another folder."
         )
-    if (round is not None or without) and not went_back(folder, round, without, say):
+    if (round is not None or without) and not prepare_resume(folder, round, without):
         return 0
     run_method(experiment, name, experiment.federation(), folder, resume=True, vary=stored["vary"])
     OUT.print(render_terminal(comparison([RunRecord.load(folder)])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -187,6 +188,14 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+class _LogHandler(logging.Handler):
+    """Prints the package's log messages on the standard error stream."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message."""
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
@@ -200,6 +209,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:  # argparse takes no positional argument after an option
         args.overrides = [*args.overrides, *rest]
     path, before = list(sys.path), None
+    # rounds over a network are reported by log messages
+    package, handler = __package__.partition(".")[0], _LogHandler()
+    loggers = [logging.getLogger(f"{package}.{room}") for room in ("cli", "network")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
     if threading.current_thread() is threading.main_thread():
         # a polite kill ends as Ctrl-C does: the last finished round is kept
         before = signal.signal(signal.SIGTERM, _interrupt)
@@ -222,6 +238,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         # an import of the user's own code adds the working folder
         sys.path[:] = path
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
         if before is not None:
             signal.signal(signal.SIGTERM, before)
 

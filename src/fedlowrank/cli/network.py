@@ -20,14 +20,16 @@ from ..core.errors import CheckpointError, ConfigError, FedlowrankError
 from ..core.files import as_checkpoint_error, write_json
 from ..network.client import own_share, prepare
 from ..network.deploy.flower_app import CLIENT, SERVER, write_app, write_own_app
+from ..network.deploy.flower_process import ProcessError
 from ..network.deploy.keys import ClientKeys, ServerKeys, add_client, make_keys, renew_server, revoke_client
 from ..network.deploy.processes import SuperLink, SuperNode
-from ..network.deploy.program import ProcessError
 from ..network.deploy.supervise import supervise
 from ..network.drive import clients_of
 from ..simulation.run_folder import RunFolder
 from .commands import show_run
 from .terminal import say
+
+logger = logging.getLogger(__name__)
 
 RESTARTS = 3
 """How often a SuperLink that died is started again."""
@@ -79,9 +81,9 @@ def run_simulation(
         if old.exists():
             RunFolder.move_aside(old)
     with warnings.catch_warnings():
-        # of Ray, about accelerators that nobody asked for
+        # of Ray, about accelerators
         warnings.simplefilter("ignore", FutureWarning)
-        flower.simulation(chosen, folder, base, say, resume=resume, config=config)
+        flower.simulation(chosen, folder, base, resume=resume, config=config)
 
 
 def serve(
@@ -113,7 +115,9 @@ def serve(
     if resume and not out.exists():
         raise CheckpointError(f"there is no run in {out} to go on with; start it without --resume")
     if failed:
-        say(f"the run in {out} ended before its first checkpoint; it is moved aside, and begins anew")
+        logger.info(
+            f"the run in {out} ended before its first checkpoint; it is moved aside, and starts again"
+        )
     home = out.with_name(f"{out.name}.flower")
     with as_checkpoint_error(f"cannot make {home}"):
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -126,8 +130,8 @@ def serve(
         **({flower.NODES: str((home / "nodes.json").absolute())} if secured is not None else {}),
     }
     if insecure:
-        say("insecure: anyone who reaches this port can join, and read all that is sent")
-    link = SuperLink(home, secured, insecure=insecure, host=host, port=port, variables=variables, say=say)
+        logger.info("insecure: anyone who reaches this port can join, and read all that is sent")
+    link = SuperLink(home, secured, insecure=insecure, host=host, port=port, variables=variables)
     with _interrupted_once(), link:
         # not before it has its home to itself
         log.unlink(missing_ok=True)
@@ -136,9 +140,9 @@ def serve(
         if secured is not None:
             nodes = {str(link.register(key)): client for client, key in sorted(secured.clients.items())}
             for number in link.keep_only(secured.clients.values()):
-                say(f"the key of the client that Flower calls {number} was revoked; it is refused")
+                logger.info(f"the key of the client that Flower calls {number} was revoked; it is refused")
             write_json(home / "nodes.json", nodes)
-        say(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
+        logger.info(f"clients join by: fedlowrank join {file} --client N --server HOST:{link.port}")
         _see_through(link, home / "app", log)
     return show_run(out)
 
@@ -166,7 +170,7 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
             died += 1
             if died > RESTARTS:
                 raise ProcessError(f"the SuperLink died {died} times. The end of {link.log}:\n{link.tail()}")
-            say(f"the SuperLink died; the run goes on from its last round ({died} of {RESTARTS})")
+            logger.info(f"the SuperLink died; the run goes on from its last round ({died} of {RESTARTS})")
             link.start()
             _abandon(link, run)
             run, looked = link.submit(app), time.monotonic()
@@ -174,7 +178,7 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
         elif last is not None or time.monotonic() - looked > 60:
             looked = time.monotonic()
             status = link.status(run)
-            # what it said while that was asked
+            # lines that came while Flower answered
             last = last or follow.news()
             if status.is_completed or last == "finished":
                 return
@@ -188,7 +192,7 @@ def _abandon(link: SuperLink, run: int) -> None:
     try:
         link.stop(run)
     except ProcessError as error:
-        link.say(f"run {run} of before could not be stopped: {error}")
+        logger.info("run %d of before could not be stopped: %s", run, error)
 
 
 class _Follower:
@@ -209,7 +213,7 @@ class _Follower:
                     break
                 self.place += len(line)
                 text = line.decode(errors="replace").rstrip("\n")
-                say(text)
+                logger.info(text)
                 message = text.partition(" ")[2]
                 if message == "finished" or message.startswith("error: "):
                     last = message
@@ -242,22 +246,26 @@ def join(
         )
     own = None if keys is None else ClientKeys.read(keys)
     if data is None:
-        say(f"client {client} takes its share of the experiment's own data; pass --data for data of yours")
+        logger.info(
+            f"client {client} takes its share of the experiment's own data; pass --data for data of yours"
+        )
         shares = experiment.shares()
     else:
         shares = own_share(experiment, client, count, data, test)
     folder = folder or Path("clients") / experiment.name / str(client)
     prepare(folder, experiment, client, shares)
     sizes = (len(getattr(shares.data[client], s)) for s in ("train", "val", "test"))
-    say("client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes))
-    node = SuperNode(folder / "flower", server, folder, own, insecure=insecure, say=say)
+    logger.info(
+        "client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes)
+    )
+    node = SuperNode(folder / "flower", server, folder, own, insecure=insecure)
     stop = threading.Event()
     if not stay:
         threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()
     with _interrupted_once():
         supervise(node, stop)
     for model in _models(folder):
-        say(f"its model: {model.parent}")
+        logger.info(f"its model: {model.parent}")
     return 0
 
 
@@ -317,7 +325,7 @@ def keys(
     """Make the keys of a federation or of one more client, take one away, or renew the server's."""
     if sum((add is not None, revoke is not None, renew)) > 1:
         raise ConfigError("--add, --revoke and --renew exclude each other; give one at a time")
-    restart = "start `fedlowrank serve` anew, with --resume if its run goes on"
+    restart = "restart `fedlowrank serve`, with --resume if its run goes on"
     if add is not None:
         add_client(folder, add)
         say(f"{folder / f'client-{add}'}: give it to client {add}, and to nobody else; {restart}")

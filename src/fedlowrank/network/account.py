@@ -1,12 +1,13 @@
-"""``network.json`` in a run's folder: what a server has to know of its clients when it goes on with a run."""
+"""``network.json`` in a run folder: what a server needs of its clients to go on with a run."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import secrets
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from ..simulation import checkpoint
 from ..simulation.digest import KEY, check_seal, sealed
 from ..simulation.lock import exclusive
 
+logger = logging.getLogger(__name__)
+
 ACCOUNT = "network.json"
 """Name of the file."""
 
@@ -26,15 +29,16 @@ REFUSALS = 100
 
 @dataclass
 class Account:
-    """What a server has to know of its clients when it goes on with a run.
+    """What a server needs of its clients to go on with a run.
 
     Attributes:
         run: names the run to the clients.
-        clients: by identifier, as strings: examples in train, val and test.
-        refused: refused replies that count towards a ban, by client.
-        branch: how often the run went back to an earlier checkpoint; clients do not answer orders of a smaller number.
-        excluded: clients that a person excluded, with the round to which the run went back then.
-        silent: orders in a row that a client did not answer, by client.
+        clients: numbers of examples in train, val and test, by client (as text).
+        refused: refused replies that count towards the blocklist, by client.
+        branch: how often the run went back to an earlier checkpoint; clients refuse orders of a smaller
+            number.
+        excluded: clients that an operator excluded, with the round to which the run went back then.
+        silent: missed orders in a row, by client.
         updates: see :class:`.norms.NormBound`.
         refusals: round, client and reason of the last refused replies.
         settings: the section ``network`` of the experiment.
@@ -52,20 +56,16 @@ class Account:
 
     @classmethod
     def read(cls, folder: Path) -> Account:
-        """The account in a run's folder.
-
-        Raises:
-            CheckpointError: if there is none, or it is damaged.
-        """
+        """Read the account of a run folder; raises CheckpointError if it is missing or damaged."""
         path = folder / ACCOUNT
         kinds = {f.name: type(getattr(cls(""), f.name)) for f in dataclasses.fields(cls)}
         try:
             with as_checkpoint_error(f"cannot read {path}"):
-                found: dict[str, Any] = json.loads(path.read_text())
-            if KEY in found or "branch" in found:
+                stored: dict[str, Any] = json.loads(path.read_text())
+            if KEY in stored or "branch" in stored:
                 # one that has neither is of a version without digests
-                check_seal(found, path)
-            known = {name: value for name, value in found.items() if name in kinds}
+                check_seal(stored, path)
+            known = {name: value for name, value in stored.items() if name in kinds}
             sound = {"run", "clients", "refused"} <= known.keys()
             sound = sound and all(type(value) is kinds[name] for name, value in known.items())
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -86,16 +86,16 @@ def new_run_id() -> str:
 
 
 def go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
-    """Put a run of clients elsewhere back to an earlier checkpoint, and exclude clients from then on.
+    """Put a network run back to an earlier checkpoint, and exclude clients from then on.
 
     Args:
         folder: of the run.
         round: rounds completed at the checkpoint; None for the last one.
-        without: clients that take no further part.
+        without: clients to exclude.
 
     Raises:
         ConfigError: if there is no such client.
-        CheckpointError: if no checkpoint of that round is kept, or something is damaged; nothing has changed then.
+        CheckpointError: if the checkpoint is missing or a file is damaged; nothing has changed then.
     """
     account = Account.read(folder)
     kept = checkpoint.rounds_kept(folder / "checkpoint")
@@ -115,18 +115,18 @@ def go_back(folder: Path, round: int | None, without: Collection[int]) -> None:
     # before the checkpoint: a run whose clients expect to go back may go on from where it was, too
     if target in kept:
         account.write(folder)
-    back(folder, target)
+    restore_checkpoint(folder, target)
 
 
-def back(folder: Path, round: int) -> None:
-    """Put the checkpoint of a run back to an earlier one.
+def restore_checkpoint(folder: Path, round: int) -> None:
+    """Put the checkpoint of a run back to an earlier round.
 
     Args:
         folder: of the run.
         round: rounds completed at that checkpoint.
 
     Raises:
-        CheckpointError: if no checkpoint of that round is kept, or a file of it is damaged; nothing has changed then.
+        CheckpointError: if the checkpoint is missing or damaged; nothing has changed then.
     """
     checkpoint.go_back(folder / "checkpoint", round)
     best = folder / "best"
@@ -136,21 +136,20 @@ def back(folder: Path, round: int) -> None:
             shutil.rmtree(best)
 
 
-def went_back(folder: Path, round: int | None, without: Collection[int], say: Callable[[str], None]) -> bool:
-    """Do what ``fedlowrank resume RUN --round N --without CLIENT`` asks of a run's folder before the run goes on.
+def prepare_resume(folder: Path, round: int | None, without: Collection[int]) -> bool:
+    """Prepare a run folder for ``fedlowrank resume RUN --round N --without CLIENT``.
 
     Args:
         folder: of the run.
         round: rounds completed at the checkpoint to go back to; None for the last one.
         without: clients to exclude from then on.
-        say: takes log messages.
 
     Returns:
-        Whether the run can go on in this process; not where its clients are reached by a server of their own.
+        Whether this process can go on with the run; False if a server with remote clients must.
 
     Raises:
         ConfigError: if the clients of the run cannot be excluded.
-        CheckpointError: if no checkpoint of that round is kept, or something is damaged; nothing has changed then.
+        CheckpointError: if the checkpoint is missing or a file is damaged; nothing has changed then.
     """
     if not (folder / ACCOUNT).exists():
         if without:
@@ -159,15 +158,17 @@ def went_back(folder: Path, round: int | None, without: Collection[int], say: Ca
             )
         if round is not None:
             with exclusive(folder):
-                back(folder, round)
+                restore_checkpoint(folder, round)
         return True
     with exclusive(folder):
         go_back(folder, round, without)
-    say(f"the run stands after round {checkpoint.rounds_kept(folder / 'checkpoint')[-1]}")
+    logger.info("the run stands after round %d", checkpoint.rounds_kept(folder / "checkpoint")[-1])
     for client in sorted(without):
-        say(f"client {client} is excluded from now on")
+        logger.info("client %d is excluded from now on", client)
     # a simulation keeps the folders of its clients beside the run
     if folder.with_name(f"{folder.name}.clients").exists():
         return True
-    say(f"start its server again to go on: fedlowrank serve FILE.toml --resume -o {folder}, with its keys")
+    logger.info(
+        "start its server again to go on: fedlowrank serve FILE.toml --resume -o %s, with its keys", folder
+    )
     return False

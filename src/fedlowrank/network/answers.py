@@ -1,4 +1,4 @@
-"""Whether what a client says beside its upload can be true: what it counted, and what its models are worth."""
+"""Validation of the header of a client's answer: its counts and its evaluation."""
 
 from __future__ import annotations
 
@@ -9,40 +9,38 @@ from ..core.method import ClientInfo, Pass
 from ..core.model import Model
 from ..simulation.evaluation import SPLITS, ClientEvaluation
 from .messages import Answer, MessageError
-from .validation.uploads import Refused
+from .validation.uploads import RefusedReplyError
 
-HEADER = 1 << 20
-"""Characters of the JSON of an answer at most."""
+MAX_HEADER = 1 << 20
+"""Characters of the JSON of an answer."""
 
 SLACK = 1000
-"""How often a method may compute more, or a model hold more numbers, than a plain one does."""
+"""Factor by which a method may compute more, or a model have more parameters, than a plain one."""
 
 
 def read_answer(text: str, client: ClientInfo, run: str, round: int) -> Answer:
-    """The answer in these words.
+    """Parse the header of an answer.
 
     Raises:
-        Refused: if it is none, or answers something else.
+        RefusedReplyError: if it is not an answer of this client to the order of this round.
     """
-    if len(text) > HEADER:
-        raise Refused(client.id, "", f"its words take more than {HEADER} bytes")
+    if len(text) > MAX_HEADER:
+        raise RefusedReplyError(client.id, "", f"its header takes more than {MAX_HEADER} bytes")
     try:
         answer = Answer.from_json(text)
     except MessageError as error:
-        raise Refused(client.id, "", str(error)) from error
-    if (answer.client, answer.run, answer.round) != (client.id, run, round):
-        found, wanted = (answer.client, answer.run, answer.round), (client.id, run, round)
-        raise Refused(client.id, "", f"it answers {found} and not {wanted}")
+        raise RefusedReplyError(client.id, "", str(error)) from error
+    found, wanted = (answer.client, answer.run, answer.round), (client.id, run, round)
+    if found != wanted:
+        raise RefusedReplyError(client.id, "", f"it answers {found} and not {wanted}")
     return answer
 
 
 def steps_of(passes: Mapping[str, Pass], examples: int) -> dict[str, int]:
     """The optimizer steps of each pass over so many examples."""
-    whole = {name: p.epochs * -(-examples // p.batch_size) for name, p in passes.items()}
-    return {
-        name: n if passes[name].steps is None else min(n, passes[name].steps or 0)
-        for name, n in whole.items()
-    }
+    epochs = {name: p.epochs * -(-examples // p.batch_size) for name, p in passes.items()}
+    limits = {name: p.steps for name, p in passes.items()}
+    return {name: n if (most := limits[name]) is None else min(n, most) for name, n in epochs.items()}
 
 
 def check_counts(
@@ -52,67 +50,58 @@ def check_counts(
 
     Args:
         answer: of the client.
-        passes: of the method; none where the client was not asked to train.
-        trained: the passes in which the method trains, each as often as it does.
+        passes: of the method; empty if the client was not asked to train.
+        trained: names of the passes that the method trains, in order.
         model: of the client.
         examples: training examples that the client registered.
 
     Raises:
-        Refused: if it cannot have counted that.
+        RefusedReplyError: if a count is impossible.
     """
-    steps = steps_of(passes, examples)
-    most = sum(steps[name] * max(1, trained.count(name)) for name in steps)
-    if not 0 <= answer.steps <= most:
-        raise Refused(
-            answer.client,
-            "",
-            f"it counts {_short(answer.steps)} optimizer steps; {examples} examples make {most} at most",
+    steps = {name: n * max(1, trained.count(name)) for name, n in steps_of(passes, examples).items()}
+    max_steps = sum(steps.values())
+    if not 0 <= answer.steps <= max_steps:
+        reason = (
+            f"it counts {_digits(answer.steps)} optimizer steps; {examples} examples make {max_steps} at most"
         )
-    rows = examples + sum(
-        steps[name] * max(1, trained.count(name)) * p.batch_size for name, p in passes.items()
-    )
-    flops = SLACK * rows * 6 * weights_of(model) * inputs_of(model) if passes else 0
-    if not 0 <= answer.flops <= flops:
-        counted = (
-            f"it counts {_short(answer.flops)} floating-point operations; {_short(flops)} are taken at most"
-        )
-        raise Refused(answer.client, "", counted)
+        raise RefusedReplyError(answer.client, "", reason)
+    rows = examples + sum(steps[name] * p.batch_size for name, p in passes.items())
+    max_flops = SLACK * rows * 6 * weights_of(model) * inputs_of(model) if passes else 0
+    if not 0 <= answer.flops <= max_flops:
+        counted = f"it counts {_digits(answer.flops)} floating-point operations"
+        raise RefusedReplyError(answer.client, "", f"{counted}; {_digits(max_flops)} are taken at most")
     if not answer.losses.keys() <= passes.keys() or not all(map(math.isfinite, answer.losses.values())):
-        raise Refused(answer.client, "", "it reports losses that cannot be")
+        raise RefusedReplyError(answer.client, "", "it reports losses that cannot be")
 
 
 def weights_of(model: Model) -> int:
-    """All numbers in a model's weights, frozen ones included."""
+    """Parameter count of a model, frozen parameters included."""
     return max(1, model.parameters, sum(p.numel() for p in model.module.parameters()))
 
 
 def inputs_of(model: Model) -> int:
     """Numbers in one input of a model."""
     example = model.example
-    sizes = [int(t[:1].numel()) for t in (example.values() if isinstance(example, dict) else [example])]
-    return max(1, *sizes)
+    inputs = example.values() if isinstance(example, dict) else [example]
+    return max(1, *(int(t[:1].numel()) for t in inputs))
 
 
-def check_evaluation(found: ClientEvaluation, client: ClientInfo, model: Model) -> None:
-    """Whether an evaluation says of each of its series what can be said of one.
-
-    Raises:
-        Refused: if it does not.
-    """
-    accuracy, risk, parameters = found.accuracy, found.risk, found.parameters
-    sound = (
+def check_evaluation(evaluation: ClientEvaluation, client: ClientInfo, model: Model) -> None:
+    """Check that an evaluation is complete and its values are possible; raises RefusedReplyError."""
+    accuracy, risk, parameters = evaluation.accuracy, evaluation.risk, evaluation.parameters
+    is_valid = (
         len(accuracy) > 0
         and accuracy.keys() == risk.keys() == parameters.keys()
         and all(table.keys() == set(SPLITS) for table in (*accuracy.values(), *risk.values()))
         and all(v is None or 0 <= v <= 1 for table in accuracy.values() for v in table.values())
         and all(0 <= n <= SLACK * weights_of(model) for n in parameters.values())
         # a loss and a route may be NaN, of a model whose training diverged
-        and not any(p < 0 or p > 1 for p in found.routes or ())
+        and not any(p < 0 or p > 1 for p in evaluation.routes or ())
     )
-    if not sound:
-        raise Refused(client.id, "", "what it says its models are worth cannot be")
+    if not is_valid:
+        raise RefusedReplyError(client.id, "", "its evaluation is impossible")
 
 
-def _short(number: int) -> str:
-    """A number of which a client may say that it has thousands of digits."""
+def _digits(number: int) -> str:
+    """The number, shortened: a client may claim one of thousands of digits."""
     return str(number) if abs(number) < 10**18 else f"{'-' if number < 0 else ''}10^18 or more"

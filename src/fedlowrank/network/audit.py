@@ -1,12 +1,12 @@
-"""The server's audit log: one line of JSON for every client that registered or was rejected, and for every reply.
+"""The server's audit log: one line of JSON for every registration, rejection and reply.
 
-RUN.audit.jsonl, beside the run folder, is opened for appending only, also by ``serve --resume``; nothing here shortens it.
-Every line has ``time`` (UTC) and ``event``:
+RUN.audit.jsonl, beside the run folder, is only appended to, also by ``serve --resume``. Every line has
+``time`` (UTC) and ``event``:
 
 - ``registered``: client, node, examples
 - ``rejected``: node, why
 - ``reply``: client, round (from 1), bytes, digest (BLAKE2b of the upload, 16 bytes), accepted, why
-- ``refused``: client, round, why; also of a reply that was accepted when it arrived, but is out of proportion to the others
+- ``refused``: client, round, why; also of a reply that was accepted at first, but whose norm is an outlier
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from ..core.files import as_checkpoint_error
 from .messages import plain
-from .transport import Delivery
+from .transport import Response
 
 
 @dataclass(frozen=True)
@@ -35,35 +35,22 @@ class Audit:
     path: Path | None = None
 
     def registered(self, client: int, node: int, examples: int) -> None:
-        """A client was admitted."""
+        """Log the registration of a client."""
         self._append("registered", client=client, node=node, examples=examples)
 
     def rejected(self, node: int, why: str) -> None:
-        """A node was turned away."""
+        """Log the rejection of a node."""
         self._append("rejected", node=node, why=plain(why, 1000))
 
-    def reply(self, delivery: Delivery, client: int, round: int, why: str | None) -> None:
-        """A reply arrived, or the news that there is none.
-
-        Args:
-            delivery: as it came.
-            client: who was asked.
-            round: rounds completed before.
-            why: it was not used, or None if it was.
-        """
-        size = len(delivery.words) + len(delivery.body)
-        digest = hashlib.blake2b(delivery.body, digest_size=16).hexdigest() if delivery.body else ""
+    def reply(self, response: Response, client: int, round: int, why: str | None) -> None:
+        """Log a reply, with the reason if it was not used; ``round`` counts completed rounds."""
+        size = len(response.header) + len(response.payload)
+        digest = hashlib.blake2b(response.payload, digest_size=16).hexdigest() if response.payload else ""
         found: dict[str, Any] = {"client": client, "round": round + 1, "bytes": size, "digest": digest}
         self._append("reply", **found, accepted=why is None, why=plain(why or "", 1000))
 
     def refused(self, client: int, round: int, why: str) -> None:
-        """A reply is not used.
-
-        Args:
-            client: whose it is.
-            round: rounds completed before.
-            why: the reason.
-        """
+        """Log that a reply is not used; ``round`` counts completed rounds."""
         self._append("refused", client=client, round=round + 1, why=plain(why, 1000))
 
     def _append(self, event: str, **fields: Any) -> None:

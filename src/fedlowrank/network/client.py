@@ -1,16 +1,15 @@
-"""A client's half: its examples and its memory in a folder of its own, and an answer to every order of the server.
+"""The client runtime: answers the orders of a server from a folder of its own.
 
-FOLDER/party.json     which client of which experiment it is
+FOLDER/client.json    the number of the client, and the experiment
 FOLDER/data.tree      its examples, as the experiment prepares them
-FOLDER/RUN/           what it remembers of a run, see :mod:`.memory`
-FOLDER/RUN/model/     at the end: its own model
+FOLDER/RUN/           its states in a run, see :mod:`.client_memory`
+FOLDER/RUN/model/     its model, at the end of the run
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
@@ -21,6 +20,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from filelock import FileLock
 
 from ..config.assembly import Shares, assemble
 from ..config.experiment import ExperimentConfig
@@ -35,18 +35,20 @@ from ..simulation.digest import check_seal, digest_of, sealed
 from ..simulation.evaluation import LocalModel, evaluate_client, local_model
 from ..simulation.run import placed
 from ..simulation.run_folder import versions
-from .client_memory import ForgottenError, Memory
-from .messages import Answer, Hello, Order, sections
+from .client_memory import ClientMemory, ForgottenError
+from .messages import Answer, Order, Registration, sections
+
+CLIENT_FILE = "client.json"
 
 
 def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Shares) -> None:
-    """Make a client's folder; one that exists keeps what it remembers.
+    """Make a client's folder. The states in an existing folder stay.
 
     Args:
         folder: of the client.
         experiment: that it takes part in.
-        client: which of its clients.
-        shares: its examples at that place.
+        client: number of the client.
+        shares: the clients' examples; those of this client are stored.
 
     Raises:
         ConfigError: if the folder is of another client or experiment.
@@ -60,13 +62,14 @@ def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Sha
         "clients": len(shares.data),
         "data": digest_of(data),
     }
-    path = folder / "party.json"
+    path = folder / CLIENT_FILE
     if path.exists():
-        found = _party(path)
-        if found["client"] != client or sections(found["tables"]) != sections(tables):
+        stored = _read_client_file(path)
+        if stored["client"] != client or sections(stored["tables"]) != sections(tables):
             raise ConfigError(
-                f"{folder} is the folder of client {found['client']} of another experiment or of one that was changed. "
-                "Choose another folder, or remove it with all that the client remembers."
+                f"{folder} is the folder of client {stored['client']} of another experiment or of one that "
+                "was changed. "
+                "Choose another folder, or remove it with the client's states."
             )
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,16 +80,16 @@ def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Sha
 def own_share(
     experiment: ExperimentConfig, client: int, clients: int, data: Path, test: Path | None = None
 ) -> Shares:
-    """The shares of an experiment in which one client brings all examples of a file or folder of its own.
+    """The shares of an experiment whose client has all examples of a file or folder of its own.
 
-    The examples are divided into training, validation and test by the experiment's section ``split``.
+    The experiment's section ``split`` divides them into training, validation and test examples.
 
     Args:
         experiment: that the client takes part in.
-        client: who brings them.
-        clients: how many clients there are.
-        data: where they lie, in the form of the experiment's source.
-        test: where its test examples lie, if the source takes such a path.
+        client: number of the client.
+        clients: number of clients.
+        data: path of the examples, in the form of the experiment's source.
+        test: path of the test examples, if the source takes one.
     """
     tables = experiment.to_dict()
     own = {**tables["data"], "path": str(data.resolve())}
@@ -94,20 +97,20 @@ def own_share(
     if test is not None:
         own["test"] = str(test.resolve())
     alone = {**tables, "data": own, "partition": {"kind": "iid", "clients": 1}, "concept": {}}
-    found = ExperimentConfig.parse(alone).shares()
-    return elsewhere(found, client, clients)
+    shares = ExperimentConfig.parse(alone).shares()
+    return place_share(shares, client, clients)
 
 
-def elsewhere(shares: Shares, client: int, clients: int) -> Shares:
-    """Shares of which only the first is known, put in that client's place among others without examples."""
+def place_share(shares: Shares, client: int, clients: int) -> Shares:
+    """Shares in which one client has the first share's examples and all others have none."""
     mine = shares.data[0]
-    absent = ClientData(_none(mine.train), _none(mine.val), _none(mine.test))
+    absent = ClientData(_empty(mine.train), _empty(mine.val), _empty(mine.test))
     data = tuple(mine if i == client else absent for i in range(clients))
     return dataclasses.replace(shares, data=data, notes=())
 
 
-class Party:
-    """One client.
+class ClientRuntime:
+    """One client of an experiment.
 
     Args:
         folder: made by :func:`prepare`.
@@ -118,7 +121,7 @@ class Party:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        stored = _party(folder / "party.json")
+        stored = _read_client_file(folder / CLIENT_FILE)
         self.client = int(stored["client"])
         self.clients = int(stored["clients"])
         self.made, self.engine = _shared(json.dumps(stored["tables"], sort_keys=True))
@@ -128,8 +131,9 @@ class Party:
             data = (folder / "data.tree").read_bytes()
             if digest_of(data) != stored["data"]:
                 raise CheckpointError(
-                    f"{folder / 'data.tree'} is damaged: its digest is not the one in party.json. Run `fedlowrank join` again "
-                    "with the same --data and --folder to write it anew."
+                    f"{folder / 'data.tree'} is damaged: its digest is not the one in client.json. Run "
+                    "`fedlowrank join` again "
+                    "with the same --data and --folder to write it again."
                 )
             self.data = _unpacked(tree.decode(data))
         except (OSError, tree.TreeError, LookupError, TypeError) as error:
@@ -140,9 +144,9 @@ class Party:
         """The base model, or None."""
         return self.made.load_language(self.classes)
 
-    def hello(self) -> tuple[Hello, bytes]:
-        """Who it is, and the form of its examples."""
-        words = Hello(
+    def registration(self) -> tuple[Registration, bytes]:
+        """Header and payload of its registration."""
+        header = Registration(
             self.client,
             len(self.data.train),
             (len(self.data.val), len(self.data.test)),
@@ -151,45 +155,45 @@ class Party:
             versions(),
         )
         form = {
-            "x": _none(self.data.train).inputs,
-            "y": _none(self.data.train).y,
+            "x": _empty(self.data.train).inputs,
+            "y": _empty(self.data.train).y,
             "classes": list(self.classes),
         }
-        return words, tree.encode(form)
+        return header, tree.encode(form)
 
-    def answer(self, order: Order, body: bytes) -> tuple[Answer, bytes]:
-        """Do what the server asks.
+    def answer(self, order: Order, payload: bytes) -> tuple[Answer, bytes]:
+        """Execute an order.
 
         Args:
-            order: its words.
-            body: the bytes of the download.
+            order: header of the order.
+            payload: bytes of the download.
 
         Returns:
-            Words and bytes of the reply. The client's new state is on the disk by then, but does not count before an order
-            acknowledges it.
+            Header and payload of the reply. The client's new state is on the disk by then, but counts only
+            once an order acknowledges it.
         """
         reply = Answer(self.client, order.run, order.round)
         try:
-            with _alone(self.folder):
-                return self._answer(order, body, reply)
+            with _lock(self.folder):
+                return self._answer(order, payload, reply)
         except ForgottenError as error:
             return dataclasses.replace(reply, problem=str(error), kind="state"), b""
         except CheckpointError as error:
             return dataclasses.replace(reply, problem=str(error), kind="disk"), b""
 
-    def _answer(self, order: Order, body: bytes, reply: Answer) -> tuple[Answer, bytes]:
-        digest = hashlib.blake2b(order.to_json().encode() + body, digest_size=16).hexdigest()
-        memory = Memory(self.folder / _run_name(order.run), self.made.run.keep_checkpoints)
+    def _answer(self, order: Order, payload: bytes, reply: Answer) -> tuple[Answer, bytes]:
+        digest = hashlib.blake2b(order.to_json().encode() + payload, digest_size=16).hexdigest()
+        memory = ClientMemory(self.folder / _run_name(order.run), self.made.run.keep_checkpoints)
         before = memory.answered(digest)
         if before is not None:
             return Answer.from_json(before[0]), before[1]
         newest, branch = max(memory.stamps, default=0), memory.branch
-        # a server that goes by a state which is no longer here is told so below
+        # a state that is missing is reported below
         old = order.round + 1 < newest and order.stamp in (0, *memory.stamps)
         if order.branch < branch or (order.branch == branch and old):
             why = f"an order of round {order.round + 1} came when one of round {newest} had been answered"
             return dataclasses.replace(reply, problem=why, kind="other"), b""
-        state, method, down = memory.at(order.stamp), self.method, tree.decode(body)
+        state, method, down = memory.at(order.stamp), self.method, tree.decode(payload)
         federation = self.federation
         task, info = federation.task(self.made.run.rounds), federation.infos[self.client]
         if state is None:
@@ -221,8 +225,8 @@ class Party:
 
     @cached_property
     def federation(self) -> Federation:
-        """The federation as a client sees it: its own examples, and of the others only how many clients there are."""
-        shares = elsewhere(Shares((self.data,), self.classes, (), self.language), self.client, self.clients)
+        """The federation as a client sees it: its own examples, and only the number of other clients."""
+        shares = place_share(Shares((self.data,), self.classes, (), self.language), self.client, self.clients)
         return placed(assemble(self.made, shares, here=frozenset({self.client})), self.made.run)
 
     def _write_model(self, folder: Path, here: LocalModel, round: int) -> None:
@@ -235,46 +239,47 @@ class Party:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One process at a time: where a server was started again, one of before may still train for it."""
+def _lock(folder: Path) -> Iterator[None]:
+    """Wait for the folder's lock: after a restart, an earlier process may still train in it."""
+    # the system releases it however the process ends
+    lock = FileLock(folder / "lock")
     with as_checkpoint_error(f"cannot lock {folder}"):
-        file = (folder / "lock").open("w")
-    with file:
-        with as_checkpoint_error(f"cannot lock {folder}"):
-            # let go when the file is closed, however the process ends
-            fcntl.flock(file, fcntl.LOCK_EX)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _run_name(run: str) -> str:
-    """The folder of a run; the server names it, and may name nothing else on this disk."""
+    """The name of a run's folder; refuses a path, because the server chooses the name."""
     if not (run.isalnum() and run.isascii() and len(run) <= 64):
-        raise ConfigError(f"the server calls its run {run[:80]!r}, which is no name of a run")
+        raise ConfigError(f"the server calls its run {run[:80]!r}, which is not a valid name")
     return run
 
 
 @functools.lru_cache(maxsize=16)
 def _shared(tables: str) -> tuple[ExperimentConfig, Sequential]:
-    """What clients of one process have in common: the experiment, and an engine, which finds once what a step costs."""
+    """The experiment and the engine, which the clients of one process share."""
     made, engine = ExperimentConfig.parse(json.loads(tables)), Sequential()
     engine.micro_batch = made.run.micro_batch
     return made, engine
 
 
-def _party(path: Path) -> dict[str, Any]:
+def _read_client_file(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        check_seal(found, path)
-        sound = isinstance(found["client"], int) and isinstance(found["tables"], dict)
-        sound = sound and isinstance(found["clients"], int) and isinstance(found["classes"], list)
-        sound = sound and isinstance(found["data"], str)
+        stored: dict[str, Any] = json.loads(path.read_text())
+        check_seal(stored, path)
+        sound = isinstance(stored["client"], int) and isinstance(stored["tables"], dict)
+        sound = sound and isinstance(stored["clients"], int) and isinstance(stored["classes"], list)
+        sound = sound and isinstance(stored["data"], str)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path.parent} is not a client's folder: it holds no party.json") from error
+        raise CheckpointError(f"{path.parent} is not a client's folder: it holds no client.json") from error
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error!r}") from error
     if not sound:
         raise CheckpointError(f"{path} is damaged: it does not name a client and an experiment")
-    return found
+    return stored
 
 
 def _packed(data: ClientData) -> dict[str, Any]:
@@ -290,6 +295,6 @@ def _unpacked(stored: dict[str, Any]) -> ClientData:
     return ClientData(train, val, test, tuple(stored["notes"]), stored["quarter_turns"])
 
 
-def _none(examples: Examples) -> Examples:
-    """No example, of the same form."""
+def _empty(examples: Examples) -> Examples:
+    """Zero examples of the same form."""
     return examples.take(torch.arange(0))

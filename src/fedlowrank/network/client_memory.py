@@ -1,11 +1,11 @@
-"""What a client remembers on its own disk: the states the server has acknowledged, and one that it has not yet.
+"""A client's states in a run, on its disk: the acknowledged ones, and one that is not acknowledged yet.
 
-    RUN/000004.tree   after the round by which 4 were completed: the client's state, and what it sent then
+    RUN/000004.tree   the client's state after 4 completed rounds, and the reply that it sent then
 
-A state becomes the one to build on only when a later order names its stamp, for methods with duals break otherwise; until then
-the one before stays beside it. So there is nothing to write when a state is acknowledged. Some acknowledged states of before
-stay, too, for a server that goes back to an earlier checkpoint. A file is written whole or not at all, and is on the disk before
-the reply leaves. It holds digests of all its parts, which are verified when it is read.
+A state becomes the one to build on when a later order names its stamp; until then the previous one stays
+beside it. Some older acknowledged states stay, too, for a server that goes back to an earlier checkpoint. A
+file is written atomically, before the reply is sent, and has digests of its parts, which are verified when it
+is read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..simulation.digest import KEY, check_seal, digest_of, sealed
 
 
 class ForgottenError(CheckpointError):
-    """The server expects a client to build on a state that it has not got."""
+    """The server expects a client to build on a state that is missing."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class _Head:
 
     Attributes:
         order: digest of the order that was answered.
-        answer: the words of the answer.
-        state: bytes of the state, which comes next.
-        upload: bytes of what was sent, which is the rest.
+        answer: header of the answer.
+        state: size in bytes of the state, which comes next.
+        upload: size in bytes of the upload, which is the rest.
         branch: of the order.
         digests: of state and upload.
     """
@@ -49,8 +49,8 @@ class _Head:
     digests: list[str]
 
 
-class Memory:
-    """One client's memory of one run.
+class ClientMemory:
+    """The states of one client in one run.
 
     Args:
         folder: of the run; made if it does not exist.
@@ -78,7 +78,7 @@ class Memory:
             return head.branch
 
     def answered(self, order: str) -> tuple[str, bytes] | None:
-        """The words and the upload by which an order of that digest was answered before, or None."""
+        """Header and upload of the answer to an order with that digest, or None if it was not answered."""
         if not self.stamps:
             return None
         path = self._path(self.stamps[-1])
@@ -95,19 +95,20 @@ class Memory:
         return head.answer, upload
 
     def at(self, stamp: int) -> Any | None:
-        """The state with that stamp, None for stamp 0. Of the states before it the newest are kept, the others removed.
+        """Read the state with a stamp (None for stamp 0), and remove old states.
 
         Raises:
             ForgottenError: if there is no such state.
             CheckpointError: if it cannot be read.
         """
         if stamp == 0:
-            # so it is for the server, whatever was acknowledged here before it was told to begin anew
+            # the client starts again, whatever was acknowledged before
             return None
         if stamp not in self.stamps:
             kept = " and ".join(map(str, self.stamps)) or "none"
             raise ForgottenError(
-                f"the server expects the state after round {stamp}, but those kept here are of round: {kept}; {self.folder} "
+                f"the server expects the state after round {stamp}, but those kept here are of round: "
+                f"{kept}; {self.folder} "
                 "was lost or is of another machine"
             )
         path = self._path(stamp)
@@ -124,15 +125,16 @@ class Memory:
     def propose(
         self, base: int, stamp: int, state: Any, upload: bytes, order: str, answer: str, branch: int = 0
     ) -> None:
-        """Keep a state and a reply beside the state that it builds on, until the server acknowledges it.
+        """Store a state and a reply beside the state that it builds on, until the server acknowledges it.
 
         Args:
-            base: stamp of the latter; 0 where the client begins, maybe anew: then the oldest states stay.
+            base: stamp of the state that it builds on; 0 if the client starts, maybe again: then the oldest
+                states stay.
             stamp: rounds completed once the reply is accepted.
-            state: the new one.
+            state: the new state.
             upload: bytes of the reply.
             order: digest of the order that it answers.
-            answer: words of the reply.
+            answer: header of the reply.
             branch: of the order.
 
         Raises:
@@ -149,11 +151,11 @@ class Memory:
         self._keep(sorted({*kept, stamp}))
 
     def _acknowledged(self, stamp: int) -> list[int]:
-        """The newest acknowledged states, that of the stamp being the last."""
+        """Stamps of the newest acknowledged states, up to the given one."""
         return [s for s in self.stamps if s <= stamp][-self.keep :]
 
     def _keep(self, stamps: list[int]) -> None:
-        """Remove all other states, and what was half written; what cannot be removed now is removed the next time."""
+        """Remove all other states and partial files; errors are ignored, for the next call tries again."""
         gone = [self._path(s) for s in self.stamps if s not in stamps]
         for path in [*gone, *self.folder.glob("*.part")]:
             with contextlib.suppress(OSError):
@@ -166,23 +168,24 @@ class Memory:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[_Head, IO[bytes]]]:
-    """A state's file, read up to the end of its first line."""
+    """Open a state's file and read its first line."""
     with as_checkpoint_error(f"cannot read {path}"), path.open("rb") as file:
         try:
-            found = json.loads(file.readline())
-            check_seal(found, path)
-            head = _Head(**{name: value for name, value in found.items() if name != KEY})
+            fields = json.loads(file.readline())
+            check_seal(fields, path)
+            head = _Head(**{name: value for name, value in fields.items() if name != KEY})
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
         kinds = {"order": str, "answer": str, "state": int, "upload": int, "branch": int, "digests": list}
         if any(type(getattr(head, name)) is not kind for name, kind in kinds.items()) or head.state < 0:
-            raise CheckpointError(f"{path} is damaged: its first line does not tell what follows")
+            raise CheckpointError(f"{path} is damaged: its first line is incomplete")
         yield head, file
 
 
 def _check(content: bytes, digest: object, path: Path) -> None:
     if digest_of(content) != digest:
         raise CheckpointError(
-            f"{path} is damaged: its digest is not the one in its first line. Restore the file from a copy, or remove it: the "
-            "client is then left out, or begins anew where the server has network.forgotten = 'begin'."
+            f"{path} is damaged: its digest is not the one in its first line. Restore the file from a copy, "
+            "or remove it: the "
+            "client is then left out, or starts again if the server has network.forgotten = 'begin'."
         )

@@ -1,14 +1,15 @@
-"""Any method over Flower: the server's half in a ServerApp, a client's half in a ClientApp.
+"""Any method over Flower: the server's half as a ServerApp, a client's half as a ClientApp.
 
-No other file imports flwr but :mod:`.node` and :mod:`.guard`, which run as programs of their own.
+Only this module, :mod:`.intake` and the scripts :mod:`.deploy.node` and :mod:`.deploy.guard` import flwr.
 
-``server`` and ``client`` are what a Flower app names as its components. Where they find their things:
+``server`` and ``client`` are the components of a Flower app. Their inputs:
 
-- the ServerApp reads :data:`EXPERIMENT` (a JSON file of the experiment's tables), :data:`OUT` (the run folder), :data:`NODES`
-  (which client each registered key is, if keys are checked) and :data:`LOG` from its environment; an app that was submitted
-  by hand brings the tables and the folder in its run config;
-- the ClientApp reads ``folder`` from its node's config, the folder that ``fedlowrank join`` prepared; without it, it takes the
-  place ``partition-id`` of the experiment in the run config, and keeps its things under ``state`` of the node's config.
+- The ServerApp reads environment variables: :data:`EXPERIMENT` (a JSON file of the experiment's tables),
+  :data:`OUT` (run folder), :data:`NODES` (the client of each registered key, if keys are checked) and
+  :data:`LOG`. An app that was submitted by hand has the tables and the folder in its run config.
+- The ClientApp reads ``folder`` from its node's config, which ``fedlowrank join`` prepared. Without it, the
+  app is the client ``partition-id`` of the experiment in the run config, and its folder lies under ``state``
+  of the node's config.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ import functools
 import hashlib
 import importlib.util
 import json
+import logging
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, RecordDict
+from flwr.app import Message as FlowerMessage
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from flwr.superlink.grid.http_grid import HttpGrid
@@ -33,18 +37,19 @@ from ..core.errors import ConfigError, FedlowrankError
 from ..core.files import as_checkpoint_error
 from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import threads
-from .client import Party, prepare
+from .client import CLIENT_FILE, ClientRuntime, prepare
 from .drive import clients_of, drive
 from .intake import Intake
 from .messages import Order, sections
-from .server import Say
-from .transport import Delivery, Parcel
+from .transport import Message, Response
+
+logger = logging.getLogger(__name__)
 
 EXPERIMENT, OUT, NODES, LOG = "FEDLOWRANK_EXPERIMENT", "FEDLOWRANK_OUT", "FEDLOWRANK_NODES", "FEDLOWRANK_LOG"
 """Names of environment variables."""
 
-GONE = frozenset({3, 5})
-"""Codes of Flower's errors after which the node itself is to be asked again: message unavailable, node unavailable."""
+DISCONNECTED = frozenset({3, 5})
+"""Flower's error codes after which the node must register again: message unavailable, node unavailable."""
 
 MEANINGS = {
     1: "its client could not load the app",
@@ -55,163 +60,148 @@ MEANINGS = {
     7: "its client answers no messages of this app",
     8: "its client crashed",
 }
-"""What Flower's codes of errors say, for Flower's own reason may be blank."""
+"""Flower's error codes; Flower's own reason may be blank."""
 
-_TYPES = {"hello": "query.hello", "order": "train.order"}
-_KINDS = {t: k for k, t in _TYPES.items()}
+_TYPES = {"registration": "query.registration", "order": "train.order"}
 
 
-def to_records(words: str, body: bytes) -> RecordDict:
-    """A message as Flower carries it: the words, and one buffer; many arrays would take ten times as long."""
-    array = Array(dtype="uint8", shape=(len(body),), stype="safetensors", data=body)
-    return RecordDict({"words": ConfigRecord({"json": words}), "body": ArrayRecord({"tree": array})})
+def to_records(header: str, payload: bytes) -> RecordDict:
+    """Pack a message for Flower, with the payload as one array: many arrays take ten times as long."""
+    array = Array(dtype="uint8", shape=(len(payload),), stype="safetensors", data=payload)
+    return RecordDict({"header": ConfigRecord({"json": header}), "payload": ArrayRecord({"tree": array})})
 
 
 def from_records(records: RecordDict) -> tuple[str, bytes]:
-    """Inverse of :func:`to_records`.
-
-    Raises:
-        FedlowrankError: if the records are something else.
-    """
+    """Inverse of :func:`to_records`; raises FedlowrankError if the records are something else."""
     try:
-        words, body = records.config_records["words"]["json"], records.array_records["body"]["tree"].data
+        header = records.config_records["header"]["json"]
+        payload = records.array_records["payload"]["tree"].data
     except (KeyError, AttributeError) as error:
         raise FedlowrankError(f"a message lacks its parts: {error!r}") from error
-    if not isinstance(words, str) or not isinstance(body, bytes):
-        raise FedlowrankError("a message's words are no text, or its body no bytes")
-    return words, body
+    if not isinstance(header, str) or not isinstance(payload, bytes):
+        raise FedlowrankError("a message's header is not text, or its payload is not bytes")
+    return header, payload
 
 
 class GridTransport:
-    """Messages through a Flower grid.
-
-    Args:
-        grid: of a ServerApp.
-    """
+    """A :class:`.transport.Transport` over the grid of a ServerApp."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        self._open: dict[str, Parcel] = {}
-        self._unsent: list[Parcel] = []
+        self._open: dict[str, Message] = {}
+        self._unsent: list[Message] = []
         self._intake: Intake | None = None
         if isinstance(grid, HttpGrid):
             # a reply is fetched piece by piece; one that is too large is not read to its end
-            self._intake = Intake(grid._runtime_client, lambda asked: self._open[asked].most)
+            self._intake = Intake(grid._runtime_client, lambda asked: self._open[asked].max_bytes)
             grid._client = self._intake  # type: ignore[assignment]
 
     def nodes(self) -> set[int]:
         """The nodes that can be reached now."""
         return set(self._grid.get_node_ids())
 
-    def send(self, parcels: Sequence[Parcel], group: str, seconds: float) -> None:
-        """Send messages, of which none is worth anything after so many seconds."""
-        made = [
-            Message(to_records(p.words, p.body), p.node, _TYPES[p.kind], ttl=seconds, group_id=group)
-            for p in parcels
+    def send(self, messages: Sequence[Message], group: str, seconds: float) -> None:
+        """Send messages that expire after so many seconds."""
+        packed = [
+            FlowerMessage(
+                to_records(m.header, m.payload), m.node, _TYPES[m.kind], ttl=seconds, group_id=group
+            )
+            for m in messages
         ]
-        ids = list(self._grid.push_messages(made)) if made else []
-        # a node that went away in between gets no message, and its place holds no identifier
-        # a registration may still be under way while orders are sent
-        again = {p.node for p in parcels if p.kind == "hello"}
-        self._open = {m: p for m, p in self._open.items() if p.node not in again}
-        self._open |= {str(m): p for m, p in zip(ids, parcels, strict=True) if m}
-        self._unsent += [p for m, p in zip(ids, parcels, strict=True) if not m]
+        ids = list(self._grid.push_messages(packed)) if packed else []
+        # a registration may be pending while orders are sent
+        again = {m.node for m in messages if m.kind == "registration"}
+        self._open = {i: m for i, m in self._open.items() if m.node not in again}
+        # the identifier is empty where the node has left in between
+        self._open |= {str(i): m for i, m in zip(ids, messages, strict=True) if i}
+        self._unsent += [m for i, m in zip(ids, messages, strict=True) if not i]
 
-    def receive(self) -> list[Delivery]:
-        """What arrived since the last call."""
-        found = [Delivery(p.node, p.kind, problem="its node went away", gone=True) for p in self._unsent]
+    def receive(self) -> list[Response]:
+        """The responses since the last call."""
+        responses = [
+            Response(m.node, m.kind, problem="its node went away", disconnected=True) for m in self._unsent
+        ]
         self._unsent = []
         if self._open:
-            found += self._delivered(self._grid.pull_messages(list(self._open)))
-        return found
+            responses += self._responses(self._grid.pull_messages(list(self._open)))
+        return responses
 
-    def forget(self) -> None:
-        """Wait no longer for replies to orders."""
-        self._open = {m: p for m, p in self._open.items() if p.kind == "hello"}
-        self._unsent = [p for p in self._unsent if p.kind == "hello"]
+    def cancel_orders(self) -> None:
+        """Drop later responses to orders."""
+        self._open = {i: m for i, m in self._open.items() if m.kind == "registration"}
+        self._unsent = [m for m in self._unsent if m.kind == "registration"]
 
-    def _delivered(self, replies: Iterable[Message]) -> list[Delivery]:
-        found = []
+    def _responses(self, replies: Iterable[FlowerMessage]) -> Iterator[Response]:
         for reply in replies:
-            parcel = self._open.pop(reply.metadata.reply_to_message_id, None)
-            if parcel is None:
+            asked = reply.metadata.reply_to_message_id
+            message = self._open.pop(asked, None)
+            if message is None:
                 continue
-            if self._intake is not None and reply.metadata.reply_to_message_id in self._intake.refused:
-                why = self._intake.refused.pop(reply.metadata.reply_to_message_id)
-                found.append(Delivery(parcel.node, parcel.kind, too_large=why))
-                continue
-            if reply.has_error():
-                code, reason = reply.error.code, reply.error.reason
+            make = functools.partial(Response, message.node, message.kind)
+            if self._intake is not None and asked in self._intake.refused:
+                yield make(too_large=self._intake.refused.pop(asked))
+            elif reply.has_error():
+                code, reason = reply.error.code, (reply.error.reason or "").strip()
                 meaning = MEANINGS.get(code, "an error that this release does not know")
-                said = f": {reason.strip()}" if reason and reason.strip() else ""
-                problem = f"{meaning} (Flower's error {code}{said})"
-                found.append(Delivery(parcel.node, parcel.kind, problem=problem[:500], gone=code in GONE))
-                continue
-            try:
-                words, body = from_records(reply.content)
-            except FedlowrankError as error:
-                found.append(Delivery(parcel.node, parcel.kind, problem=str(error)))
-                continue
-            found.append(Delivery(parcel.node, parcel.kind, words, body))
-        return found
+                problem = f"{meaning} (Flower's error {code}{f': {reason}' if reason else ''})"
+                yield make(problem=problem[:500], disconnected=code in DISCONNECTED)
+            else:
+                try:
+                    yield make(*from_records(reply.content))
+                except FedlowrankError as error:
+                    yield make(problem=str(error))
 
 
-FolderOf = Callable[[Context], Path]
-
-
-def client_app(folder_of: FolderOf) -> ClientApp:
-    """A ClientApp whose party's folder is found by that function."""
+def client_app(folder_of: Callable[[Context], Path]) -> ClientApp:
+    """Make the ClientApp of the clients whose folders a function finds."""
     app = ClientApp()
 
-    @app.query("hello")
-    def hello(message: Message, context: Context) -> Message:
-        words, body = party_at(str(folder_of(context))).hello()
-        return Message(to_records(words.to_json(), body), reply_to=message)
+    @app.query("registration")
+    def register(message: FlowerMessage, context: Context) -> FlowerMessage:
+        header, payload = runtime_at(str(folder_of(context))).registration()
+        return FlowerMessage(to_records(header.to_json(), payload), reply_to=message)
 
     @app.train("order")
-    def order(message: Message, context: Context) -> Message:
-        words, body = from_records(message.content)
-        party = party_at(str(folder_of(context)))
-        with threads(party.made.run.threads):
-            answer, upload = party.answer(Order.from_json(words), body)
-        return Message(to_records(answer.to_json(), upload), reply_to=message)
+    def order(message: FlowerMessage, context: Context) -> FlowerMessage:
+        header, payload = from_records(message.content)
+        runtime = runtime_at(str(folder_of(context)))
+        with threads(runtime.made.run.threads):
+            answer, upload = runtime.answer(Order.from_json(header), payload)
+        return FlowerMessage(to_records(answer.to_json(), upload), reply_to=message)
 
     return app
 
 
 def server_app(run: Callable[[Grid, Context], None]) -> ServerApp:
-    """A ServerApp that does that."""
+    """Make a ServerApp of a function."""
     app = ServerApp()
-
-    @app.main()
-    def main(grid: Grid, context: Context) -> None:
-        run(grid, context)
-
+    app.main()(run)
     return app
 
 
 @functools.lru_cache(maxsize=256)
-def party_at(folder: str) -> Party:
-    """The party of a folder, read once a process."""
-    return Party(Path(folder))
+def runtime_at(folder: str) -> ClientRuntime:
+    """The client runtime of a folder, which a process reads once."""
+    return ClientRuntime(Path(folder))
 
 
 def _folder(context: Context) -> Path:
-    """Where this node's client keeps its things; prepared on its first message if nobody did before."""
+    """The folder of this node's client; prepared now if nobody did before."""
     config = context.node_config
     if "folder" in config:
         return Path(str(config["folder"]))
     if "partition-id" not in config:
         raise ConfigError(
-            "this node does not know which client it is. Start it by `fedlowrank join`, or give it --node-config "
+            "this node does not know which client it is. Start it by `fedlowrank join`, or give it "
+            "--node-config "
             "'folder=\"...\"' or 'partition-id=0'"
         )
     made, client = _from_run_config(context), int(config["partition-id"])
     state = Path(str(config.get("state", Path.home() / ".fedlowrank")))
+    # one node may serve runs of several experiments with the same name
     digest = hashlib.blake2b(json.dumps(sections(made.to_dict())).encode(), digest_size=6).hexdigest()
-    # one node may serve many runs, of experiments that bear one name
     folder = state / f"{made.name}-{digest}" / f"client-{client}"
-    if not (folder / "party.json").exists():
+    if not (folder / CLIENT_FILE).exists():
         prepare(folder, made, client, made.shares())
     return folder
 
@@ -232,29 +222,48 @@ def _serve(grid: Grid, context: Context) -> None:
     keys = None
     if NODES in env:
         keys = {int(n): int(c) for n, c in json.loads(Path(env[NODES]).read_text()).items()}
-    say = _speaker(Path(env[LOG]) if LOG in env else None)
+    with _logging(Path(env[LOG]) if LOG in env else None):
+        try:
+            if RunFolder.is_failed_start(out):
+                RunFolder.move_aside(out)
+            log = out.with_name(f"{out.name}.audit.jsonl")
+            with as_checkpoint_error(f"cannot make {out.parent}"):
+                out.parent.mkdir(parents=True, exist_ok=True)
+            drive(GridTransport(grid), made, out, resume=RunFolder.has_begun(out), keys=keys, audit=log)
+        except FedlowrankError as error:
+            logger.error("error: %s", error)
+            raise
+        logger.info("finished")
+
+
+class _OneLine(logging.Formatter):
+    """Formats a record as one line: ``fedlowrank serve`` takes some lines for the end of the run."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See the base class."""
+        return super().format(record).replace("\n", " | ")
+
+
+@contextmanager
+def _logging(file: Path | None) -> Iterator[None]:
+    """Log to the standard output, and to a file that ``fedlowrank serve`` follows."""
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    handlers[0].setFormatter(logging.Formatter("fedlowrank: %(message)s"))
+    if file is not None:
+        handlers.append(logging.FileHandler(file))
+        handlers[1].setFormatter(_OneLine("%(asctime)s %(message)s", "%H:%M:%S"))
+    package = logging.getLogger(__package__)
+    level = package.level
+    package.setLevel(logging.INFO)
+    for handler in handlers:
+        package.addHandler(handler)
     try:
-        if RunFolder.is_failed_start(out):
-            RunFolder.move_aside(out)
-        log = out.with_name(f"{out.name}.audit.jsonl")
-        with as_checkpoint_error(f"cannot make {out.parent}"):
-            out.parent.mkdir(parents=True, exist_ok=True)
-        drive(GridTransport(grid), made, out, say=say, resume=RunFolder.has_begun(out), keys=keys, audit=log)
-    except FedlowrankError as error:
-        say(f"error: {error}")
-        raise
-    say("finished")
-
-
-def _speaker(log: Path | None) -> Say:
-    def say(text: str) -> None:
-        print(f"fedlowrank: {text}", flush=True)
-        if log is not None:
-            with log.open("a") as file:
-                # one line, for whoever reads the file takes some lines for the end of the run
-                file.write(f"{time.strftime('%H:%M:%S')} {text.replace(chr(10), ' | ')}\n")
-
-    return say
+        yield
+    finally:
+        package.setLevel(level)
+        for handler in handlers:
+            package.removeHandler(handler)
+            handler.close()
 
 
 client = client_app(_folder)
@@ -265,7 +274,6 @@ def simulation(
     made: ExperimentConfig,
     out: Path,
     clients: Path,
-    say: Say,
     *,
     resume: bool = False,
     config: Mapping[str, Any] | None = None,
@@ -276,7 +284,6 @@ def simulation(
         made: the experiment.
         out: run folder.
         clients: folder of the clients' folders.
-        say: tells a person what is worth knowing.
         resume: go on from the last checkpoint.
         config: see :func:`.drive.drive`.
 
@@ -291,29 +298,20 @@ def simulation(
     shares, count = made.shares(), clients_of(made)
     for i in range(count):
         prepare(clients / str(i), made, i, shares)
-    failed: list[FedlowrankError] = []
+    sizes = [len(data.train) for data in shares.data]
+    errors: list[FedlowrankError] = []
 
     def run(grid: Grid, context: Context) -> None:
         del context
         try:
-            # here nobody can promise more than there is
-            own = [len(data.train) for data in shares.data]
-            drive(
-                GridTransport(grid),
-                made,
-                out,
-                say=say,
-                resume=resume,
-                progress=True,
-                config=config,
-                promised=own,
-            )
+            transport = GridTransport(grid)
+            drive(transport, made, out, resume=resume, progress=True, config=config, promised=sizes)
         except FedlowrankError as error:
             # Flower would wrap it in one of its own
-            failed.append(error)
+            errors.append(error)
 
     app = client_app(lambda context: clients / str(context.node_config["partition-id"]))
     resources: dict[str, Any] = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
     run_simulation(server_app(run), app, count, backend_config=resources)
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]

@@ -1,7 +1,7 @@
-"""What server and clients say to each other: a few words as JSON, and at most one tree as bytes.
+"""Messages between server and clients: a header in JSON, and at most one tree as bytes (the payload).
 
-A download and an upload cross as the bytes that :func:`fedlowrank.core.tree.encode` gives, one buffer a message, so that what is
-sent is what is counted. Everything else stands in the words, whose form is checked before anything is done with them.
+Downloads and uploads are encoded by :func:`fedlowrank.core.tree.encode`, one buffer for each message.
+Everything else is in the header, whose fields are validated before they are used.
 """
 
 from __future__ import annotations
@@ -18,58 +18,54 @@ import pydantic
 from ..core.errors import FedlowrankError
 from ..simulation.evaluation import ClientEvaluation
 
-W = TypeVar("W", bound="Words")
+H = TypeVar("H", bound="Header")
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever messages change."""
 
 
 class MessageError(FedlowrankError):
-    """A message is not of the form it should have."""
+    """A message does not have the form that it should have."""
 
 
 @dataclass(frozen=True)
-class Words:
-    """The part of a message that is not tensors."""
+class Header:
+    """The part of a message that is not a tree."""
 
     def to_json(self) -> str:
-        """As it crosses."""
+        """The header as it is sent."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls: type[W], text: str) -> W:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            MessageError: if the text is something else.
-        """
+    def from_json(cls: type[H], text: str) -> H:
+        """Inverse of :meth:`to_json`; raises MessageError if the text is something else."""
         try:
-            found: W = _ADAPTERS[cls].validate_json(text, strict=True)
+            header: H = _ADAPTERS[cls].validate_json(text, strict=True)
         except pydantic.ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(map(str, first["loc"])) or "the whole"
             raise MessageError(
                 plain(f"the message is not a {cls.__name__}: {where[:200]}: {first['msg']}")
             ) from error
-        return found
+        return header
 
 
 def plain(text: str, most: int = 500) -> str:
-    """What another machine wrote as one short line, so that no part of it can pass for a line of ours in a log."""
+    """Text of another machine as one short line, so that it cannot forge a line of a log."""
     return "".join(c if c.isprintable() else " " for c in text[:most])
 
 
 @dataclass(frozen=True)
-class Hello(Words):
-    """A client introduces itself. The bytes beside hold the form of its examples without any example.
+class Registration(Header):
+    """A client registers. The payload is the form of its examples, without any example.
 
     Attributes:
-        client: which client of the experiment it is.
-        examples: training examples it has.
-        sizes: examples of its validation and test parts.
-        sections: digest of each section of its experiment that must be the server's.
+        client: number of the client.
+        examples: number of its training examples.
+        sizes: numbers of its validation and test examples.
+        sections: digest of each section of its experiment that must equal the server's.
         base: digest of its base model, or "".
-        versions: of the software it runs.
+        versions: of its software.
         protocol: :data:`PROTOCOL`.
     """
 
@@ -83,18 +79,18 @@ class Hello(Words):
 
 
 @dataclass(frozen=True)
-class Order(Words):
-    """What the server asks of a client in a round. The bytes beside are its download.
+class Order(Header):
+    """What the server asks of a client in a round. The payload is the download.
 
     Attributes:
-        run: which run; a client keeps the states of different runs apart.
+        run: identifier of the run; a client separates the states of different runs.
         round: rounds completed, so 0 in the first.
-        stamp: on which of its states the client is to build: the number of rounds that were completed when the server
-            accepted its last reply, 0 if it never did. By this number a reply is acknowledged.
-        train: whether it is to train, or only to commit its state and to evaluate.
-        evaluate: whether it is to evaluate its models as they stand before training.
-        last: whether the run is over, so that the client writes its model down.
-        branch: how often the run went back to an earlier checkpoint; only then may rounds be asked for again.
+        stamp: identifies the state to build on: the rounds that were completed when the server accepted the
+            client's last reply, 0 if it never did. The stamp acknowledges that reply.
+        train: whether to train, or only to commit the state and evaluate.
+        evaluate: whether to evaluate the models before training.
+        last: whether the run is over, so that the client writes its model.
+        branch: how often the run went back to an earlier checkpoint; only then are rounds repeated.
     """
 
     run: str
@@ -107,19 +103,19 @@ class Order(Words):
 
 
 @dataclass(frozen=True)
-class Answer(Words):
-    """A client's reply to an order. The bytes beside are its upload, empty if it did not train.
+class Answer(Header):
+    """A client's reply to an order. The payload is its upload, empty if it did not train.
 
     Attributes:
-        client: who.
+        client: number of the client.
         run: as in the order.
         round: as in the order.
-        problem: why it has no upload although it should train, or "".
-        kind: of problem: state, it has not got the state it is to build on; training, a NaN; disk; other.
-        steps: optimizer steps taken.
-        flops: floating-point operations of its training.
+        problem: why there is no upload although the client should train, or "".
+        kind: of problem: state (the state to build on is missing), training (a NaN), disk, or other.
+        steps: optimizer steps.
+        flops: floating-point operations of the training.
         losses: mean loss of each pass.
-        evaluation: of its models, if that was asked.
+        evaluation: of the client's models, if the order asks for it.
     """
 
     client: int
@@ -133,29 +129,30 @@ class Answer(Words):
     evaluation: ClientEvaluation | None = None
 
 
-# once, for to make one takes longer than to read a message
-_ADAPTERS: dict[type[Words], pydantic.TypeAdapter[Any]] = {
-    c: pydantic.TypeAdapter(c) for c in (Hello, Order, Answer)
+# made once: making one takes longer than reading a message
+_ADAPTERS: dict[type[Header], pydantic.TypeAdapter[Any]] = {
+    c: pydantic.TypeAdapter(c) for c in (Registration, Order, Answer)
 }
 
 LOCAL = frozenset({
     "data.path", "data.test", "language.path", "language.offline", "run.device", "run.threads", "run.engine",
-    "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best", "run.micro_batch",
+    "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
+    "run.micro_batch",
     "run.client_memory", "run.pixels", "run.keep_checkpoints",
 })  # fmt: skip
-"""Fields in which a client may differ from the server: where its own things lie and how its machine computes."""
+"""Fields in which a client may differ from the server: its paths, and how its machine computes."""
 
 _UNSHARED = frozenset({"network", "reference", "compare", "seeds", "vary", "title", "paper"})
 
 
 def sections(tables: Mapping[str, Any]) -> dict[str, str]:
     """Digest of each section of an experiment in which server and clients must agree."""
-    found = {}
+    digests = {}
     for section, value in tables.items():
         if section in _UNSHARED:
             continue
         if isinstance(value, Mapping):
             value = {k: v for k, v in value.items() if f"{section}.{k}" not in LOCAL}
         text = json.dumps(value, sort_keys=True)
-        found[section] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-    return found
+        digests[section] = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return digests

@@ -1,8 +1,9 @@
-"""A run over a network: the server keeps of its clients only what they acknowledged."""
+"""A run over a network: of its clients' states the server keeps only stamps."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from typing import Any
 
@@ -14,29 +15,38 @@ from ..simulation.evaluation import ClientEvaluation, Evaluation, gather_evaluat
 from ..simulation.records import RoundRecord
 from ..simulation.round_results import RefusedError, RoundResults
 from ..simulation.run import Run, RunSettings
-from .server import Remote
-from .validation.uploads import FAULTS, Refused, checked_contribution, checked_update, update_without_faulty
+from .server import NetworkEngine
+from .validation.uploads import (
+    FAULTS,
+    RefusedReplyError,
+    checked_contribution,
+    checked_update,
+    update_without_faulty,
+)
+
+logger = logging.getLogger(__name__)
 
 
 class NetworkRun(Run):
-    """A run whose clients keep their own states; of each only the stamp of the one it builds on is known here.
+    """A run whose clients keep their own states; the server stores the stamp of the state each builds on.
 
     Args:
         method: what to run.
-        settings: the protocol; checkpoints are made every round, for what is acknowledged must be on the disk.
-        engine: how the clients are reached; they have introduced themselves.
-        federation: as the roster has it.
+        federation: see :meth:`.registry.ClientRegistry.federation`.
+        settings: the protocol, with a checkpoint every round: an acknowledged state must be on the disk.
+        engine: reaches the registered clients.
     """
 
-    engine: Remote
+    engine: NetworkEngine
 
     def __init__(
-        self, method: AnyMethod, federation: Federation, settings: RunSettings, engine: Remote
+        self, method: AnyMethod, federation: Federation, settings: RunSettings, engine: NetworkEngine
     ) -> None:
         if settings.keep_best:
             raise ConfigError(
-                "run.keep_best: over a network a round's evaluation is known when the next round is over, and the state of "
-                "the best is gone by then; leave it out"
+                "run.keep_best: over a network a round's evaluation is known when the next round is over, "
+                "and the "
+                "state of the best is gone by then; leave it out"
             )
         super().__init__(method, federation, settings, engine)
 
@@ -45,89 +55,92 @@ class NetworkRun(Run):
         return self.state.clients.get(info.id, {"stamp": 0})
 
     def step(self, losses: Any = None) -> RoundRecord:
-        """One round, one wave."""
+        """Run one round."""
         self._prepare()
         record = super().step(losses)
-        for client in self.engine.fresh:
-            self.engine.say(f"client {client} has lost its state, and begins anew")
-            # unless it did so in this round already, from the next one on it is as one that never took part
+        for client in self.engine.reset_clients:
+            logger.info("client %d has lost its state, and starts again", client)
+            # unless it trained again in this round, it counts as a client that never took part
             if self.state.clients.get(client) != {"stamp": self.round}:
                 clients = self.state.clients | {client: {"stamp": 0}}
                 self.state = dataclasses.replace(self.state, clients=clients)
                 self.unsaved.add(client)
-        self.engine.fresh.clear()
+        self.engine.reset_clients.clear()
         return record
 
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
         """See the base class; a reply that the method cannot use is refused."""
         try:
             return checked_contribution(self.method, upload, info, self.state.server)
-        except Refused as error:
+        except RefusedReplyError as error:
             raise RefusedError(self.engine.refuse(error, self.round)) from error
 
     def server_update(self, total: Any, view: ServerView, found: RoundResults) -> Any:
-        """See the base class; a reply on which the update fails is refused, and the others are used."""
+        """See the base class; replies on which the update fails are refused, and the others are used."""
+        before = self.state.server
         try:
-            server = checked_update(self.method, self.state.server, total, view)
+            server = checked_update(self.method, before, total, view)
         except FAULTS:
 
             def contribution(client: ClientInfo) -> Any:
-                return self.method.contribution(self.engine.spool.get(client.id), client, self.state.server)
+                return self.method.contribution(self.engine.spool.get(client.id), client, before)
 
-            server, faulty = update_without_faulty(self.method, self.state.server, contribution, view)
+            server, faulty = update_without_faulty(self.method, before, contribution, view)
             if not faulty:
                 raise
             for client, reason in faulty.items():
-                self.engine.refuse(Refused(client, "", reason), view.round)
+                self.engine.refuse(RefusedReplyError(client, "", reason), view.round)
                 found.drop(client, reason)
         return self.engine.boundary(server)
 
     def evaluation(self) -> Evaluation | None:
-        """Not known before the next wave."""
+        """None: the evaluation arrives with the next round trip, see :meth:`late`."""
         return None
 
     def late(self) -> Evaluation | None:
-        """What the clients found of the round before, on the way of the last wave."""
-        found = self.engine.found
-        if not found:
+        """The evaluation of the previous round, from the last round trip."""
+        evaluations = self.engine.evaluations
+        if not evaluations:
             return None
-        # side by side can only stand what measures the same; the others are mistaken, or lie
-        usual = Counter(_form(found[client]) for client in sorted(found)).most_common(1)[0][0]
-        for client in sorted(found):
-            if _form(found[client]) != usual:
-                self.engine.say(
-                    f"client {client} measures other things than most clients; what it found is left out"
+        # only evaluations of the same series can be compared; the majority decides
+        usual = Counter(_series_of(evaluations[client]) for client in sorted(evaluations)).most_common(1)[0][
+            0
+        ]
+        for client in sorted(evaluations):
+            if _series_of(evaluations[client]) != usual:
+                logger.info(
+                    "client %d measures other things than most clients; its evaluation is left out", client
                 )
-                del found[client]
-        return gather_evaluations([found.get(info.id) for info in self.federation.infos])
+                del evaluations[client]
+        return gather_evaluations([evaluations.get(info.id) for info in self.federation.infos])
 
     def finish(self) -> None:
-        """Tell the clients, so that they take their last state for good and write their models down."""
+        """Tell the clients that the run is over, so that they commit their states and write their models."""
         self._prepare()
         self.engine.finish([self._job(i) for i in self.federation.infos], self.round)
 
     def _prepare(self) -> None:
-        federation = self.engine.roster.updated(self.federation)
+        """Take in changed sizes, and tell the engine what to evaluate."""
+        federation = self.engine.registry.update_federation(self.federation)
         if federation is not self.federation:
             self.federation, self.task = federation, federation.task(self.settings.rounds)
         self.engine.sizes = tuple(i.examples for i in federation.infos)
-        self.engine.begin(self.method, self.task)
-        self.engine.evaluate = self.is_due()
-        training = (
-            {i.id for i in self.participants(self.round)} if self.round < self.settings.rounds else set()
-        )
-        due = self.engine.evaluate
-        self.engine.others = [self._job(i) for i in federation.infos if due and i.id not in training]
+        self.engine.set_task(self.method, self.task)
+        self.engine.evaluate = is_due = self.is_due()
+        is_over = self.round >= self.settings.rounds
+        training = set() if is_over else {i.id for i in self.participants(self.round)}
+        others = [i for i in federation.infos if is_due and i.id not in training]
+        self.engine.evaluation_jobs = [self._job(i) for i in others]
 
     def _job(self, info: ClientInfo) -> ClientJob:
         return ClientJob(self.state_of(info), self.method.download(self.state.server, info), info)
 
     def clients(self) -> list[dict[str, Any]]:
-        """One row a client; what classes it has is its own business."""
-        known = self.engine.roster.rows()
-        none = {"train": 0, "val": 0, "test": 0}
-        return [{**row, **known.get(row["id"], none), "classes": {}} for row in super().clients()]
+        """One row for each client, without its class counts, which the server does not know."""
+        known = self.engine.registry.rows()
+        empty = {"train": 0, "val": 0, "test": 0}
+        return [{**row, **known.get(row["id"], empty), "classes": {}} for row in super().clients()]
 
 
-def _form(found: ClientEvaluation) -> tuple[Any, ...]:
-    return tuple(found.accuracy), None if found.routes is None else len(found.routes)
+def _series_of(evaluation: ClientEvaluation) -> tuple[Any, ...]:
+    return tuple(evaluation.accuracy), None if evaluation.routes is None else len(evaluation.routes)

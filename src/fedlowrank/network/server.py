@@ -1,12 +1,13 @@
-"""The server's half: an engine whose clients are elsewhere.
+"""The server's half of a run: an engine that reaches its clients by messages.
 
-One wave of messages a round. The order to a client carries its download, the stamp of the state it builds on (which acknowledges
-its last reply), and asks it to evaluate what the round before came to; so evaluation costs no wave of its own.
+A round takes one message round trip. The order to a client carries its download and the stamp of the state
+that it builds on, which acknowledges its last reply. It also asks for the evaluation of the previous round.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,317 +15,323 @@ from typing import Any
 from ..config.network_settings import Limits, NetworkSettings
 from ..core import tree
 from ..core.errors import FedlowrankError
-from ..core.method import ClientInfo, Task
+from ..core.method import Pass, Task
 from ..data.federation import Federation
 from ..engines.base import AnyMethod, ClientJob, ClientResult, Engine
 from ..simulation.evaluation import ClientEvaluation
 from ..training.trainer import Meter
-from .answers import HEADER, check_counts, check_evaluation, read_answer, steps_of
+from .answers import MAX_HEADER, check_counts, check_evaluation, read_answer, steps_of
 from .audit import Audit
-from .messages import Answer, Order, plain
-from .registry import Roster, StrangerError
-from .silence import Silence
+from .backoff import Backoff
+from .messages import Order, plain
+from .registry import ClientRegistry, UnregisteredNodeError
 from .spool import Spool
-from .transport import LOOK, PATIENCE, Delivery, Exchange, Parcel, Transport
-from .validation.norms import Measured, NormBound, measure
-from .validation.uploads import Bans, Refused, Templates, inspect, most_bytes
+from .transport import POLL_SECONDS, REGISTRATION_WAIT, Exchange, Message, Response, Transport
+from .validation.norms import NormBound, PartNorms, measure
+from .validation.uploads import Blocklist, RefusedReplyError, Templates, inspect, max_upload_bytes
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 class NetworkError(FedlowrankError):
     """The clients of a run cannot be reached, or too few of them reply."""
 
 
+def _lost(why: str) -> ClientResult:
+    return ClientResult(None, None, Meter(), lost=why)
+
+
 @dataclasses.dataclass
-class Remote(Engine):
-    """Clients that are reached by messages.
+class NetworkEngine(Engine):
+    """Sends the jobs of a round to remote clients and validates their replies.
 
     Attributes:
-        transport: carries them.
-        roster: who is there.
-        settings: how to deal with them.
+        transport: carries the messages.
+        registry: the registered clients.
+        settings: section ``network`` of the experiment.
         run_id: names the run to the clients.
-        bans: who takes no further part.
-        say: tells a person what is worth knowing.
-        audit: log of who registered, and of every reply.
-        evaluate: whether the next wave asks what the models are worth.
-        found: what clients found out of that, in the last wave.
-        fresh: clients whose state is to be begun anew.
-        others: everyone's download, for those who do not train in a round.
-        sizes: by how many examples each client is weighted in this round, whoever joins in the meantime.
-        bound: compares the norms of updates.
-        silence: clients that let orders pass without a reply.
-        excluded: clients that take no part, with the reason.
-        spool: uploads of the round.
+        blocklist: clients that are excluded because their replies were refused.
+        audit: log of registrations and replies.
+        evaluate: whether the next round trip asks for evaluations.
+        evaluations: those of the last round trip, by client.
+        reset_clients: clients that start again from the initial state.
+        evaluation_jobs: jobs of the clients that only evaluate in the next round.
+        sizes: examples by which each client is weighted in this round.
+        bound: limits the norms of updates.
+        backoff: clients that do not reply to orders.
+        excluded: clients that an operator excluded, with the reason.
         branch: how often the run went back to an earlier checkpoint.
         refusals: round, client and reason of every refused reply.
-        sent: bytes of words and bodies sent and received, by what they were.
+        bytes_sent: communication volume: headers, downloads (down) and uploads (up).
+        spool: uploads of the round.
     """
 
     name = "network"
     transport: Transport = dataclasses.field(kw_only=True)
-    roster: Roster = dataclasses.field(kw_only=True)
+    registry: ClientRegistry = dataclasses.field(kw_only=True)
     settings: NetworkSettings = dataclasses.field(kw_only=True)
     run_id: str = dataclasses.field(kw_only=True)
-    bans: Bans = dataclasses.field(kw_only=True)
-    say: Say = dataclasses.field(kw_only=True, repr=False)
+    blocklist: Blocklist = dataclasses.field(kw_only=True)
     audit: Audit = Audit()
     evaluate: bool = False
-    found: dict[int, ClientEvaluation] = dataclasses.field(default_factory=dict)
-    fresh: set[int] = dataclasses.field(default_factory=set)
-    others: list[ClientJob] = dataclasses.field(default_factory=list)
+    evaluations: dict[int, ClientEvaluation] = dataclasses.field(default_factory=dict)
+    reset_clients: set[int] = dataclasses.field(default_factory=set)
+    evaluation_jobs: list[ClientJob] = dataclasses.field(default_factory=list)
     sizes: tuple[int, ...] = ()
     bound: NormBound = dataclasses.field(default_factory=lambda: NormBound(Limits().update_ratio))
-    silence: Silence = dataclasses.field(default_factory=lambda: Silence(0))
+    backoff: Backoff = dataclasses.field(default_factory=lambda: Backoff(0))
     excluded: Mapping[int, str] = dataclasses.field(default_factory=dict)
     branch: int = 0
     refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    sent: dict[str, int] = dataclasses.field(default_factory=lambda: {"words": 0, "down": 0, "up": 0})
+    bytes_sent: dict[str, int] = dataclasses.field(default_factory=lambda: {"header": 0, "down": 0, "up": 0})
     spool: Spool = dataclasses.field(default_factory=Spool, repr=False)
     _templates: Templates | None = None
-    _norms: dict[int, dict[str, Measured]] = dataclasses.field(default_factory=dict)
-    _capped: dict[int, str] = dataclasses.field(default_factory=dict)
+    _norms: dict[int, dict[str, PartNorms]] = dataclasses.field(default_factory=dict)
+    _logged_caps: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._exchange = Exchange(self.transport, self.settings.wait, self.say)
+        self._exchange = Exchange(self.transport, self.settings.wait)
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
     ) -> Generator[ClientResult, None, None]:
-        """Ask the clients of a round; who cannot be reached or is too slow is lost to it."""
-        del federation  # the clients know it
-        self.begin(method, task)
-        outcomes: dict[int, ClientResult] = {}
-        self.found, self._norms = {}, {}
+        """Yield the result of each job; clients that are unreachable or too slow are lost for the round."""
+        del federation  # the clients have it
+        self.set_task(method, task)
+        results: dict[int, ClientResult] = {}
+        self.evaluations, self._norms = {}, {}
         self.spool.clear()
-        left, needed = list(jobs), min(self.settings.min_replies, len(jobs))
+        pending, needed = list(jobs), min(self.settings.min_replies, len(jobs))
         for attempt in range(self.settings.attempts):
             if attempt:
-                known = {j.client.id for j in left if self.sizes[j.client.id]}
-                self._await({i for i in known if not self.bans.banned(i) and i not in self.excluded})
-                left = [
-                    dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.fresh else j
-                    for j in left
+                known = {j.client.id for j in pending if self.sizes[j.client.id]}
+                wanted = {i for i in known if not self.blocklist.is_blocked(i) and i not in self.excluded}
+                self._wait_for_return(wanted)
+                pending = [
+                    dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.reset_clients else j
+                    for j in pending
                 ]
-            outcomes |= dict(self._wave(left, [] if attempt else self.others, round, last=False))
-            self._compare(outcomes, round)
-            left = [j for j in jobs if outcomes[j.client.id].lost is not None]
-            good = len(jobs) - len(left)
+            results |= dict(
+                self._round_trip(pending, [] if attempt else self.evaluation_jobs, round, last=False)
+            )
+            self._check_norms(results, round)
+            pending = [j for j in jobs if results[j.client.id].lost is not None]
+            good = len(jobs) - len(pending)
             if good >= needed:
                 break
-            reasons = "; ".join(sorted({o.lost for o in outcomes.values() if o.lost}))
-            self.say(f"round {round + 1}: {good} good replies, {needed} are needed: {reasons}")
+            reasons = "; ".join(sorted({r.lost for r in results.values() if r.lost}))
+            logger.info("round %d: %d good replies, %d are needed: %s", round + 1, good, needed, reasons)
         else:
             raise NetworkError(
-                f"round {round + 1} was asked for {self.settings.attempts} times and never brought {needed} good replies of "
-                f"{len(jobs)} clients: {reasons}. Mend what is wrong and resume, or lower network.min_replies."
+                f"round {round + 1} was asked for {self.settings.attempts} times and never brought {needed} "
+                "good "
+                f"replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or lower "
+                "network.min_replies."
             )
         self.bound.learn(self._norms, round)
         for job in jobs:
-            outcome = outcomes[job.client.id]
-            if outcome.lost is None:
+            result = results[job.client.id]
+            if result.lost is None:
                 # one upload in memory at a time
-                outcome = dataclasses.replace(outcome, upload=self.spool.get(job.client.id))
-            yield outcome
+                result = dataclasses.replace(result, upload=self.spool.get(job.client.id))
+            yield result
 
-    def begin(self, method: AnyMethod, task: Task) -> None:
-        """Learn by what the replies of the next round trips are judged."""
+    def set_task(self, method: AnyMethod, task: Task) -> None:
+        """Set the method and task against which the next replies are validated."""
         if self._templates is None or self._templates.task is not task:
             self._templates = Templates(method, task)
 
-    def _compare(self, outcomes: dict[int, ClientResult], round: int) -> None:
-        """Refuse the replies whose updates are too long beside the others'; this does not count towards a ban."""
+    def _check_norms(self, results: dict[int, ClientResult], round: int) -> None:
+        """Refuse replies with outlying update norms; they do not count towards the blocklist."""
         if self._templates is None:
             return
         passes = self._templates.method.passes()
-        steps = {c: sum(steps_of(passes, self.roster.members[c].examples).values()) for c in self._norms}
-        for client, why in self.bound.refused(self._norms, steps, round).items():
-            if outcomes[client].lost is None:
-                refused = Refused(client, "", why, counts=False)
-                outcomes[client] = ClientResult(None, None, Meter(), lost=self.refuse(refused, round))
+        examples = {c: self.registry.registered[c].examples for c in self._norms}
+        steps = {c: sum(steps_of(passes, n).values()) for c, n in examples.items()}
+        for client, why in self.bound.outliers(self._norms, steps, round).items():
+            if results[client].lost is None:
+                error = RefusedReplyError(client, "", why, counts=False)
+                results[client] = _lost(self.refuse(error, round))
 
-    def refuse(self, error: Refused, round: int) -> str:
-        """Log a refused reply, keep nothing of it, and count it where it counts; returns the reason for the record."""
+    def refuse(self, error: RefusedReplyError, round: int) -> str:
+        """Log a refused reply, drop its evaluation and count it; returns the reason for the record."""
         client, why = error.client, plain(str(error), 1000)
-        self.found.pop(client, None)
+        self.evaluations.pop(client, None)
         self.audit.refused(client, round, why)
         self.refusals.append({"round": round + 1, "client": client, "reason": why})
-        if error.counts and self.bans.refuse(client):
-            self.say(f"client {client} is banned: {self.bans.counts[client]} of its replies were refused")
+        if error.counts and self.blocklist.add_refusal(client):
+            logger.info(self.blocklist.reason(client))
         return why
 
     def finish(self, jobs: list[ClientJob], round: int) -> None:
-        """Tell all clients that the run is over; what they say their models are worth is found."""
-        self.found = {}
-        for _ in self._wave([], jobs, round, last=True):
+        """Tell all clients that the run is over, and collect their last evaluations."""
+        self.evaluations = {}
+        for _ in self._round_trip([], jobs, round, last=True):
             pass
 
-    def meet(self, seconds: float, enough: Callable[[], bool]) -> None:
-        """Ask nodes who they are until there are enough of them, or the time is up."""
+    def wait_for_clients(self, seconds: float, is_enough: Callable[[], bool]) -> None:
+        """Register nodes until there are enough of them, or the time is up."""
         end = time.monotonic() + seconds
-        while not enough() and (left := end - time.monotonic()) > 0:
-            questions = self.roster.questions(self.transport.nodes())
-            # new nodes are looked for while others still hash their base model
-            patience = min(left, LOOK)
-            admitted = [self._admit(d) for d in self._exchange.replies(questions, "hello", patience)]
-            if not any(admitted) and not self._exchange.asked:
-                # whoever was turned away is not asked again at once
-                time.sleep(min(left, 1.0 if questions else 0.1))
+        while not is_enough() and (left := end - time.monotonic()) > 0:
+            requests = self.registry.registration_requests(self.transport.nodes())
+            # short, so that new nodes are found while others still hash their base model
+            responses = self._exchange.replies(requests, "registration", min(left, POLL_SECONDS))
+            accepted = [self._register(r) for r in responses]
+            if not any(accepted) and not self._exchange.pending:
+                # a rejected node is not asked again at once
+                time.sleep(min(left, 1.0 if requests else 0.1))
 
-    def _await(self, clients: set[int]) -> None:
-        """Give clients that are away the time to come back."""
-        self.meet(self.settings.wait, lambda: clients <= self.roster.reachable(self.transport.nodes()))
+    def _wait_for_return(self, clients: set[int]) -> None:
+        nodes = self.transport.nodes
+        self.wait_for_clients(self.settings.wait, lambda: clients <= self.registry.reachable(nodes()))
 
-    def _admit(self, delivery: Delivery) -> bool:
-        known = self.roster.strangers.get(delivery.node)
+    def _register(self, response: Response) -> bool:
+        """Register the client of a node; whether it was accepted."""
+        before = self.registry.rejections.get(response.node)
         try:
-            client = self.roster.admit(delivery, self.transport.nodes())
-        except StrangerError as error:
-            if self.roster.strangers[delivery.node] != known:
-                self.audit.rejected(delivery.node, str(error))
-                self.say(str(error))
+            client = self.registry.register(response, self.transport.nodes())
+        except UnregisteredNodeError as error:
+            if self.registry.rejections[response.node] != before:
+                self.audit.rejected(response.node, str(error))
+                logger.info(str(error))
             return False
-        self.audit.registered(client, delivery.node, self.roster.members[client].examples)
-        self.say(f"client {client} is here, with {self.roster.members[client].examples} examples")
-        capped = self.roster.capped()
-        for other, why in capped.items():
-            if self._capped.get(other) != why:
-                self.say(why)
-        self._capped = capped
+        examples = self.registry.registered[client].examples
+        self.audit.registered(client, response.node, examples)
+        logger.info("client %d is registered, with %d examples", client, examples)
+        caps = self.registry.capped_clients()
+        for why in (why for other, why in caps.items() if self._logged_caps.get(other) != why):
+            logger.info(why)
+        self._logged_caps = caps
         return True
 
-    def _sitting_out(self, train: list[ClientJob], round: int) -> set[int]:
-        """The clients that get no order, because they let too many pass; none of them if the round needs them."""
-        pausing = {j.client.id for j in train if self.silence.sits_out(j.client.id, round)}
-        if len(train) - len(pausing) < self.settings.min_replies:
-            return set()
-        return {client for client in self.silence.until if self.silence.sits_out(client, round)}
+    def _paused_clients(self, train: list[ClientJob], round: int) -> set[int]:
+        """The clients that get no order because of their backoff; none if the round needs them."""
+        paused = {client for client in self.backoff.until if self.backoff.is_paused(client, round)}
+        training = sum(j.client.id not in paused for j in train)
+        return set() if training < self.settings.min_replies else paused
 
-    def _wave(
-        self, train: list[ClientJob], watch: list[ClientJob], round: int, last: bool
+    def _round_trip(
+        self, train: list[ClientJob], evaluate: list[ClientJob], round: int, last: bool
     ) -> Iterator[tuple[int, ClientResult]]:
-        pausing = set() if last else self._sitting_out(train, round)
+        """Send the orders of a round and yield the result of each training client as it is known."""
+        paused = set() if last else self._paused_clients(train, round)
         present = self.transport.nodes()
-        parcels = self.roster.questions(present)
-        asked: dict[int, ClientJob] = {}
-        bodies: dict[int, bytes] = {}
-        for job, trains in [*((j, True) for j in train), *((j, False) for j in watch)]:
-            client = job.client.id
-            member = self.roster.members.get(client)
-            if self.bans.banned(client):
-                why = f"client {client} is banned: {self.bans.counts[client]} of its replies were refused"
-            elif member is None or member.node not in present:
-                why = f"client {client} is not connected"
-            elif client in self.excluded:
-                why = f"client {client} is excluded: {self.excluded[client]}"
-            elif client in pausing:
-                why = (
-                    f"client {client} sits out, and is asked again in round {self.silence.until[client] + 1}: it did not answer "
-                    f"{self.silence.counts[client]} orders in a row (network.silent_after)"
-                )
-            elif not self.sizes[client]:
-                # this round's federation does not know how large it is, so its reply would have no weight
-                why = f"client {client} came when the round had begun"
-            elif (most := self._most_bytes(job, trains, round)) is None:
-                why = f"client {client} is left out: {self.refusals[-1]['reason']}"
-            else:
-                words = self._order(job, round, trains, last)
-                if id(job.down) not in bodies:
-                    bodies[id(job.down)] = tree.encode(job.down)
-                body = bodies[id(job.down)]
-                parcels.append(Parcel(member.node, "order", words, body, most))
-                asked[member.node] = job
-                self.sent["words"] += len(words)
-                self.sent["down"] += len(body)
-                continue
-            if trains:
-                yield client, ClientResult(None, None, Meter(), lost=why)
-        del bodies
+        messages = self.registry.registration_requests(present)
         training = {j.client.id for j in train}
-        patience = self.settings.deadline if asked else min(self.settings.deadline, PATIENCE)
-        for delivery in self._exchange.replies(parcels, f"round-{round + 1}", patience):
-            if delivery.kind == "hello":
-                self._admit(delivery)
+        asked: dict[int, ClientJob] = {}
+        payloads: dict[int, bytes] = {}
+        for job in [*train, *evaluate]:
+            client, trains = job.client.id, job.client.id in training
+            why = self._reason_to_skip(client, present, paused)
+            max_bytes = None if why else self._max_bytes(job, trains, round)
+            if why is None and max_bytes is None:
+                why = f"client {client} is left out: {self.refusals[-1]['reason']}"
+            if why is not None or max_bytes is None:
+                if trains:
+                    yield client, _lost(str(why))
                 continue
-            job = asked.pop(delivery.node)
-            outcome = self._outcome(delivery, job, round, job.client.id in training)
-            self.audit.reply(delivery, job.client.id, round, outcome.lost)
-            if job.client.id in training:
-                yield job.client.id, outcome
-            elif outcome.lost:
-                self.say(outcome.lost)
-        for job in asked.values():
-            why = f"client {job.client.id} did not reply within {self.settings.deadline:g} s"
-            if pause := self.silence.missed(job.client.id, round):
-                why += f"; it sits out {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
-            if job.client.id in training:
-                yield job.client.id, ClientResult(None, None, Meter(), lost=why)
+            stamp = int(job.state["stamp"])
+            order = Order(self.run_id, round, stamp, trains, self.evaluate or last, last, self.branch)
+            header = order.to_json()
+            if id(job.down) not in payloads:
+                payloads[id(job.down)] = tree.encode(job.down)
+            payload = payloads[id(job.down)]
+            node = self.registry.node_of(client)
+            messages.append(Message(node, "order", header, payload, max_bytes))
+            asked[node] = job
+            self.bytes_sent["header"] += len(header)
+            self.bytes_sent["down"] += len(payload)
+        del payloads
+        deadline = self.settings.deadline if asked else min(self.settings.deadline, REGISTRATION_WAIT)
+        for response in self._exchange.replies(messages, f"round-{round + 1}", deadline):
+            if response.kind == "registration":
+                self._register(response)
+                continue
+            job = asked.pop(response.node)
+            client = job.client.id
+            result = self._check_reply(response, job, round, client in training)
+            self.audit.reply(response, client, round, result.lost)
+            if client in training:
+                yield client, result
+            elif result.lost:
+                logger.info(result.lost)
+        for client in (job.client.id for job in asked.values()):
+            why = f"client {client} did not reply within {self.settings.deadline:g} s"
+            if pause := self.backoff.record_timeout(client, round):
+                why += f"; it is paused for {pause} round{'s' if pause > 1 else ''} (network.silent_after)"
+            if client in training:
+                yield client, _lost(why)
             else:
-                self.say(why)
+                logger.info(why)
 
-    def _most_bytes(self, job: ClientJob, trains: bool, round: int) -> int | None:
-        """Bytes that a reply may have; None, and its client is refused, if the method cannot work with what it would be sent."""
+    def _reason_to_skip(self, client: int, present: set[int], paused: set[int]) -> str | None:
+        """Why a client gets no order, or None if it gets one."""
+        registered = self.registry.registered.get(client)
+        if self.blocklist.is_blocked(client):
+            return self.blocklist.reason(client)
+        if registered is None or registered.node not in present:
+            return f"client {client} is not connected"
+        if client in self.excluded:
+            return f"client {client} is excluded: {self.excluded[client]}"
+        if client in paused:
+            return (
+                f"client {client} is paused until round {self.backoff.until[client] + 1}: it did not answer "
+                f"{self.backoff.counts[client]} orders in a row (network.silent_after)"
+            )
+        if not self.sizes[client]:
+            # this round's federation does not know its size, so its reply would have no weight
+            return f"client {client} registered after the round had begun"
+        return None
+
+    def _max_bytes(self, job: ClientJob, trains: bool, round: int) -> int | None:
+        """Bytes that a reply may have; None, with a refusal, if the method fails on the download."""
         if not trains or self._templates is None:
-            return HEADER
+            return MAX_HEADER
         try:
-            return HEADER + most_bytes(self._templates.of(job.client, job.down), self.settings.limits)
-        except Refused as error:
+            template = self._templates.of(job.client, job.down)
+        except RefusedReplyError as error:
             self.refuse(error, round)
             return None
+        return MAX_HEADER + max_upload_bytes(template, self.settings.limits)
 
-    def _order(self, job: ClientJob, round: int, trains: bool, last: bool) -> str:
-        evaluate = self.evaluate or last
-        return Order(
-            self.run_id, round, int(job.state["stamp"]), trains, evaluate, last, self.branch
-        ).to_json()
-
-    def _outcome(self, delivery: Delivery, job: ClientJob, round: int, trains: bool) -> ClientResult:
-        """What a delivery is worth: nothing of it is believed before it has been looked at."""
+    def _check_reply(self, response: Response, job: ClientJob, round: int, trains: bool) -> ClientResult:
+        """Validate a reply and store its upload; nothing of a refused reply is kept."""
         client = job.client
-        lost = ClientResult(None, None, Meter())
-        self.sent["words"] += len(delivery.words)
-        self.sent["up"] += len(delivery.body)
-        if delivery.problem:
-            if delivery.gone:
-                self.roster.leave(client.id)
-            return dataclasses.replace(
-                lost, lost=f"no reply of client {client.id}: {plain(delivery.problem)}"
-            )
-        self.silence.heard(client.id)
-        if delivery.too_large:
-            return dataclasses.replace(
-                lost, lost=self.refuse(Refused(client.id, "", delivery.too_large), round)
-            )
+        self.bytes_sent["header"] += len(response.header)
+        self.bytes_sent["up"] += len(response.payload)
+        if response.problem:
+            if response.disconnected:
+                self.registry.disconnect(client.id)
+            return _lost(f"no reply of client {client.id}: {plain(response.problem)}")
+        self.backoff.record_reply(client.id)
         if self._templates is None:
             raise AssertionError("a round without templates")
+        method, limits = self._templates.method, self.settings.limits
+        upload: Any = None
+        passes: Mapping[str, Pass] = {}
+        trained: tuple[str, ...] = ()
         try:
-            answer = read_answer(delivery.words, client, self.run_id, round)
+            if response.too_large:
+                raise RefusedReplyError(client.id, "", response.too_large)
+            answer = read_answer(response.header, client, self.run_id, round)
             if answer.problem:
-                return dataclasses.replace(lost, lost=self._problem(answer, client))
-            upload = None
-            model, template = self._templates.task.model(client), None
+                if answer.kind == "state" and self.settings.forgotten == "begin":
+                    self.reset_clients.add(client.id)
+                return _lost(f"client {client.id}: {plain(answer.problem)}")
+            model = self._templates.task.model(client)
             if trains:
                 template = self._templates.of(client, job.down)
-                upload = inspect(delivery.body, template, client, self.settings.limits)
-            passes, trained = (
-                ({}, ()) if template is None else (self._templates.method.passes(), template.trained)
-            )
-            check_counts(answer, passes, trained, model, self.roster.members[client.id].examples)
+                upload = inspect(response.payload, template, client, limits)
+                passes, trained = method.passes(), template.trained
+            check_counts(answer, passes, trained, model, self.registry.registered[client.id].examples)
             if answer.evaluation is not None:
                 check_evaluation(answer.evaluation, client, model)
-        except Refused as error:
-            return dataclasses.replace(lost, lost=self.refuse(error, round))
-        # only now, for nothing of a refused reply is kept
+        except RefusedReplyError as error:
+            return _lost(self.refuse(error, round))
         if answer.evaluation is not None and self.evaluate:
-            self.found[client.id] = answer.evaluation
+            self.evaluations[client.id] = answer.evaluation
         if not trains:
-            return lost
-        self._norms[client.id] = measure(upload, self._templates.method.reference(job.down, client))
+            return ClientResult(None, None, Meter())
+        self._norms[client.id] = measure(upload, method.reference(job.down, client))
         self.spool.put(client.id, upload)
         return ClientResult({"stamp": round + 1}, None, Meter(answer.steps, answer.flops, answer.losses))
-
-    def _problem(self, answer: Answer, client: ClientInfo) -> str:
-        if answer.kind == "state" and self.settings.forgotten == "begin":
-            self.fresh.add(client.id)
-        return f"client {client.id}: {plain(answer.problem)}"

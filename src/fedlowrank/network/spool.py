@@ -1,4 +1,4 @@
-"""Uploads of a round on disk, so that a server's memory does not grow with the number of clients."""
+"""Uploads of a round on disk, so that the server's memory does not grow with the number of clients."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ class Spool:
         self._folder: Path | None = None
 
     def put(self, client: int, upload: Any) -> None:
-        """Store an upload.
-
-        Raises:
-            CheckpointError: if the disk is full.
-        """
+        """Store an upload; raises CheckpointError if the disk is full."""
         with as_checkpoint_error("cannot keep an upload in the temporary folder (TMPDIR)"):
             if self._folder is None:
                 self._folder = Path(tempfile.mkdtemp(prefix="fedlowrank-uploads-"))
@@ -31,11 +27,7 @@ class Spool:
             (self._folder / str(client)).write_bytes(tree.encode(upload))
 
     def get(self, client: int) -> Any:
-        """The upload of a client in this round.
-
-        Raises:
-            KeyError: if there is none.
-        """
+        """Read the upload of a client; raises KeyError if there is none."""
         path = None if self._folder is None else self._folder / str(client)
         if path is None or not path.exists():
             raise KeyError(client)

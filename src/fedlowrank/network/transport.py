@@ -1,148 +1,154 @@
-"""How messages get from the server to the nodes and back, whatever carries them."""
+"""Messages between the server and the nodes, whatever carries them."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-PATIENCE = 60.0
-"""Seconds for which a round that has nobody to ask waits for registrations."""
+logger = logging.getLogger(__name__)
 
-LOOK = 1.0
-"""Seconds between two looks for new nodes while clients are waited for."""
+REGISTRATION_WAIT = 60.0
+"""Seconds for which a round without any reachable client waits for registrations."""
+
+POLL_SECONDS = 1.0
+"""Seconds between two looks for new nodes while the server waits for clients."""
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Message:
     """A message to a node.
 
     Attributes:
-        node: identifier of the node, the carrier's and not the client's.
-        kind: hello, who are you; or order.
-        words: JSON, see :mod:`.messages`.
-        body: bytes of a tree.
-        most: bytes that the reply may have, words and body together; a carrier may stop reading a larger one.
+        node: identifier of the node, which is the transport's and not the client's.
+        kind: a request to register, or an order.
+        header: JSON, see :mod:`.messages`.
+        payload: bytes of a tree.
+        max_bytes: largest reply, header and payload together; a transport may stop reading a larger one.
     """
 
     node: int
-    kind: Literal["hello", "order"]
-    words: str
-    body: bytes = b""
-    most: int = 2 << 20
+    kind: Literal["registration", "order"]
+    header: str
+    payload: bytes = b""
+    max_bytes: int = 2 << 20
 
 
 @dataclass(frozen=True)
-class Delivery:
-    """A reply of a node, or the news that there will be none.
+class Response:
+    """A node's reply to a message, or the news that there will be none.
 
     Attributes:
-        node: whose.
+        node: identifier of the node.
         kind: of the message that it answers.
-        words: JSON.
-        body: bytes of a tree.
-        problem: why there is no reply, in the carrier's words; empty if there is one.
-        gone: whether the node is no longer there; its client may come back at another.
+        header: JSON.
+        payload: bytes of a tree.
+        problem: why there is no reply, in the transport's words; empty if there is one.
+        disconnected: whether the node has gone; its client may come back as another node.
         too_large: why the reply was not read to its end; empty if it was.
     """
 
     node: int
-    kind: Literal["hello", "order"]
-    words: str = ""
-    body: bytes = b""
+    kind: Literal["registration", "order"]
+    header: str = ""
+    payload: bytes = b""
     problem: str = ""
-    gone: bool = False
+    disconnected: bool = False
     too_large: str = ""
 
 
 class Transport(Protocol):
-    """A carrier of messages."""
+    """Carries messages to nodes and brings their responses."""
 
     def nodes(self) -> set[int]:
         """The nodes that can be reached now."""
         ...
 
-    def send(self, parcels: Sequence[Parcel], group: str, seconds: float) -> None:
-        """Send messages, of which none is worth anything after so many seconds."""
+    def send(self, messages: Sequence[Message], group: str, seconds: float) -> None:
+        """Send messages that expire after so many seconds."""
         ...
 
-    def receive(self) -> list[Delivery]:
-        """What arrived since the last call, in any order; does not wait."""
+    def receive(self) -> list[Response]:
+        """The responses since the last call, in any order; does not wait."""
         ...
 
-    def forget(self) -> None:
-        """Wait no longer for replies to orders; those to hello may still come."""
+    def cancel_orders(self) -> None:
+        """Drop later responses to orders; those to registration requests are still received."""
         ...
 
 
 class Exchange:
-    """Message round trips with many nodes. Registrations may take longer than one round trip: a late one is accepted.
+    """Does message round trips with many nodes.
 
-    A client that hashes a large base model before it can say who it is takes minutes. It is asked once, and not again before
-    ``wait`` seconds have passed.
+    A registration may take longer than one round trip, because a client first hashes its base model. A node
+    is asked once, and not again before ``wait`` seconds have passed.
 
     Args:
-        transport: the carrier.
+        transport: carries the messages.
         wait: seconds that a registration may take.
-        say: takes log messages.
 
     Attributes:
-        asked: when each node was asked who it is that has not answered yet.
+        pending: when each node was asked to register that has not answered yet.
     """
 
-    def __init__(self, transport: Transport, wait: float, say: Callable[[str], None]) -> None:
-        self.transport, self.wait, self.say = transport, wait, say
-        self.asked: dict[int, float] = {}
-        self._logged = -math.inf
+    def __init__(self, transport: Transport, wait: float) -> None:
+        self.transport, self.wait = transport, wait
+        self.pending: dict[int, float] = {}
+        self._last_log = -math.inf
 
-    def replies(self, parcels: Sequence[Parcel], group: str, seconds: float) -> Iterator[Delivery]:
-        """Send messages and yield the replies as they arrive, one a message at most.
+    def replies(self, messages: Sequence[Message], group: str, seconds: float) -> Iterator[Response]:
+        """Send messages and yield the responses as they arrive, at most one for each message.
 
-        It ends when all orders are answered or the time is up; if there are none, when all registrations are there.
+        The round trip ends when all orders are answered or the time is up. Without orders it ends when no
+        registration is pending.
 
         Args:
-            parcels: at most one to each node.
-            group: name of this round trip, for the carrier's records.
+            messages: at most one to each node.
+            group: name of this round trip, for the transport's records.
             seconds: to wait.
         """
         start, present = time.monotonic(), self.transport.nodes()
-        # a node that has gone answers no more; one that is back may be another process
-        self.asked = {n: t for n, t in self.asked.items() if n in present and start - t < self.wait}
-        questions = [p for p in parcels if p.kind == "hello" and p.node not in self.asked]
-        orders = [p for p in parcels if p.kind == "order"]
-        open_ = {p.node for p in orders}
-        self.asked |= {p.node: start for p in questions}
-        if questions:
-            self.transport.send(questions, "registration", self.wait)
+        # a node that left answers no more; one that came back may be another process
+        self.pending = {n: t for n, t in self.pending.items() if n in present and start - t < self.wait}
+        requests = [m for m in messages if m.kind == "registration" and m.node not in self.pending]
+        orders = [m for m in messages if m.kind == "order"]
+        unanswered = {m.node for m in orders}
+        self.pending |= {m.node: start for m in requests}
+        if requests:
+            self.transport.send(requests, "registration", self.wait)
         if orders:
             self.transport.send(orders, group, seconds)
         try:
-            while (open_ if orders else self.asked) and time.monotonic() - start < seconds:
-                found = self.transport.receive()
-                for delivery in found:
-                    # a reply that comes twice, or to something that was not asked, is no news
-                    if delivery.kind == "hello" and self.asked.pop(delivery.node, None) is not None:
-                        yield delivery
-                    elif delivery.kind == "order" and delivery.node in open_:
-                        open_.discard(delivery.node)
-                        yield delivery
-                if (open_ if orders else self.asked) and not found:
+            while (unanswered if orders else self.pending) and time.monotonic() - start < seconds:
+                responses = self.transport.receive()
+                for response in responses:
+                    # duplicates and answers to what was not asked are dropped
+                    if response.kind == "registration" and self.pending.pop(response.node, None) is not None:
+                        yield response
+                    elif response.kind == "order" and response.node in unanswered:
+                        unanswered.discard(response.node)
+                        yield response
+                if (unanswered if orders else self.pending) and not responses:
                     # often at first, when small models answer at once, and rarely when they take hours
                     time.sleep(min(1.0, max(0.02, (time.monotonic() - start) / 20)))
         finally:
-            self.transport.forget()
-            self._log()
+            self.transport.cancel_orders()
+            self._log_late_registrations()
 
-    def _log(self) -> None:
-        """Name the nodes whose registration takes long, once a minute."""
+    def _log_late_registrations(self) -> None:
+        """Name the nodes whose registration takes long, at most once a minute."""
         now = time.monotonic()
-        late = {n: now - t for n, t in sorted(self.asked.items()) if now - t >= PATIENCE / 2}
-        if late and now - self._logged >= PATIENCE:
-            self._logged = now
-            named = ", ".join(f"node {n} ({seconds:.0f} s)" for n, seconds in late.items())
-            self.say(
-                f"still waiting for the registration of {named}; each may take {self.wait:g} s (network.wait), and rounds go on "
-                "without it. A large base model takes minutes to hash."
+        late = {n: now - t for n, t in sorted(self.pending.items()) if now - t >= REGISTRATION_WAIT / 2}
+        if late and now - self._last_log >= REGISTRATION_WAIT:
+            self._last_log = now
+            nodes = ", ".join(f"node {n} ({seconds:.0f} s)" for n, seconds in late.items())
+            logger.info(
+                "still waiting for the registration of %s; each may take %g s (network.wait), and rounds go "
+                "on "
+                "without it. A large base model takes minutes to hash.",
+                nodes,
+                self.wait,
             )

@@ -1,4 +1,4 @@
-"""What Flower reads from files: the folder of an app, which is nothing but a ``pyproject.toml``, and settings in TOML."""
+"""The folder of a Flower app, which is one ``pyproject.toml``, and settings in TOML."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ _REFERENCE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config: Mapping[str, Value]) -> None:
     """Write an app that consists of objects in installed packages, for :meth:`.processes.SuperLink.submit`.
 
-    Every party must have the packages installed: only this file travels, to every client before its first message. Flower
-    takes an app of at most 10 MiB; nothing else limits the length of a value. But every process of the run reads the file
-    anew, a megabyte in some seconds, so what is long should travel another way.
+    The packages must be installed on every machine: only this file is sent, to every client before its first
+    message. Flower takes an app of at most 10 MiB. Every process of the run reads the file, a megabyte in
+    some seconds.
 
     Args:
-        folder: made if it does not exist; it should hold nothing else, for Flower would send that too.
+        folder: made if it does not exist; Flower sends whatever else is in it.
         name: a letter, then letters, digits and hyphens; 32 characters at most.
-        server_ref: the ``ServerApp``, as in ``package.module:name``. It must be assigned in that module by a plain
-            ``name = ...``: Flower looks for that in the source.
+        server_ref: the ``ServerApp`` as ``package.module:name``; the module must assign it by a plain ``name
+            = ...``.
         client_ref: the ``ClientApp``, likewise.
-        config: what both find in ``context.run_config``.
+        config: becomes ``context.run_config``.
 
     Raises:
-        ConfigError: if an argument is not as described, or all together is too long.
+        ConfigError: if an argument is not as described, or the app is too long.
         CheckpointError: if the file cannot be written.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{name!r} cannot name an app: it must be a letter followed by letters, digits and hyphens, 32 in all at most"
+            f"{name!r} cannot name an app: it must be a letter followed by letters, digits and hyphens, 32 "
+            "in all at most"
         )
     for reference in (server_ref, client_ref):
         if not _REFERENCE.fullmatch(reference):
@@ -49,7 +50,8 @@ def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config:
                 f"{reference!r} is no reference to an object; write it as in package.module:name"
             )
     text = (
-        f'[project]\nname = "{name}"\nversion = "1.0.0"\ndescription = "fedlowrank"\nlicense = "Apache-2.0"\n\n'
+        f'[project]\nname = "{name}"\nversion = "1.0.0"\n'
+        f'description = "fedlowrank"\nlicense = "Apache-2.0"\n\n'
         f'[tool.flwr.app]\npublisher = "fedlowrank"\n\n'
         f'[tool.flwr.app.components]\nserverapp = "{server_ref}"\nclientapp = "{client_ref}"\n\n'
         f"[tool.flwr.app.config]\n{as_toml(config)}"
@@ -57,7 +59,8 @@ def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config:
     content = text.encode()
     if len(content) > LONGEST:
         raise ConfigError(
-            f"the settings of app {name!r} take {len(content)} bytes; Flower takes an app of {LONGEST} at most"
+            f"the settings of app {name!r} take {len(content)} bytes; Flower takes an app of {LONGEST} at "
+            "most"
         )
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -65,27 +68,13 @@ def write_app(folder: Path, name: str, server_ref: str, client_ref: str, config:
 
 
 def write_own_app(folder: Path) -> str:
-    """Write the app that ``fedlowrank serve`` submits, the same bytes on every machine.
-
-    Args:
-        folder: as in :func:`write_app`.
-
-    Returns:
-        Its publisher and name, as Flower writes them.
-    """
+    """Write the app of ``fedlowrank serve``, the same bytes on every machine; returns publisher and name."""
     write_app(folder, "fedlowrank", SERVER, CLIENT, {})
     return "fedlowrank/fedlowrank"
 
 
 def as_toml(settings: Mapping[str, Value]) -> str:
-    """Settings as lines of TOML, in the form in which Flower gives them back unchanged.
-
-    Args:
-        settings: values by keys of letters, digits, hyphens and underscores.
-
-    Raises:
-        ConfigError: if a key or a value cannot be written so.
-    """
+    """Settings as TOML that Flower reads back unchanged; raises ConfigError if that is impossible."""
     return "".join(f"{_key(key)} = {_value(key, value)}\n" for key, value in settings.items())
 
 

@@ -1,14 +1,14 @@
-"""Started as a script: runs one of Flower's programs on the server's machine behind a secret token.
+"""Runs one of Flower's commands on the server's machine behind a secret token; started as a script.
 
-Flower serves three kinds of callers on one port. Clients prove with a registered key who they are. Commands register keys
-and start runs. The server's own subprocesses run the server's half of a method. Flower asks nothing of the last two, so
-whoever reaches the port could register a key, start an app of his own, or read every upload. Loopback is no protection: other
-users of the machine, tunnels and TCP proxies all call from it.
+Flower serves three kinds of callers on one port. Clients prove their identity with a registered key. Commands
+register keys and start runs. The server's subprocesses run the server's half of a method. Flower does not
+authenticate the last two, so whoever reaches the port could register a key, start an app, or read every
+upload. Loopback is no protection: other users of the machine, tunnels and TCP proxies all call from it.
 
-Therefore every call that is not a client's must carry a token in a header. The server draws it anew for every SuperLink and
-passes it on by an environment variable, which other users of a machine cannot read. (Flower's own task tokens stand on
-command lines, which they can.) The programs that may call are started by this same script, which adds the header to what
-they send.
+Therefore every call that is not a client's must carry a token in a header. The server makes a new token for
+every SuperLink and passes it on by an environment variable, which other users of a machine cannot read.
+(Flower's own tokens are on command lines, which they can.) The commands that may call are started by this
+script, too, which adds the header to what they send.
 
 This script imports nothing of fedlowrank, whose libraries would stay in memory beside Flower's.
 """
@@ -44,12 +44,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def guarded(app: App, token: str) -> App:
-    """Wraps a web application so that it refuses with 403 what is neither a client's call nor carries the token.
-
-    Args:
-        app: in the form of ASGI.
-        token: the secret.
-    """
+    """Wrap a web application (ASGI): it answers 403 to calls that are not a client's and lack the token."""
 
     async def guard(scope: Message, receive: Receive, send: Send) -> None:
         # the start and the end of the application itself are no calls
@@ -80,14 +75,7 @@ def has_token(scope: Message, token: str) -> bool:
 
 
 async def limited(app: App, scope: Message, receive: Receive, send: Send) -> None:
-    """Passes a call on, but nothing of a body beyond :data:`BODY` bytes: it would be held in memory before anybody looks at it.
-
-    Args:
-        app: in the form of ASGI.
-        scope: of the call.
-        receive: gives the parts of its body.
-        send: takes the answer.
-    """
+    """Pass a call on, but at most :data:`BODY` bytes of its body, which is read into memory."""
     lengths = [
         int(v) for n, v in scope.get("headers", ()) if bytes(n).lower() == b"content-length" and v.isdigit()
     ]
@@ -112,13 +100,13 @@ async def _answer(send: Send, status: int, body: bytes) -> None:
 
 
 def command(program: str) -> list[str]:
-    """The command line that runs one of Flower's programs by this script."""
+    """The command line that runs one of Flower's commands by this script."""
     # -P: without the folder of this script on the path, whose modules have common names
     return [sys.executable, "-P", __file__, program]
 
 
 def _guard_server(token: str) -> None:
-    """Makes the web server of this process serve the guarded application."""
+    """Make the web server of this process serve the guarded application."""
     import uvicorn
 
     run = uvicorn.run
@@ -130,7 +118,7 @@ def _guard_server(token: str) -> None:
 
 
 def _send_token(token: str) -> None:
-    """Makes every client of Flower's API in this process send the token, and to no other address than the one it calls."""
+    """Make the clients of Flower's API in this process send the token, and follow no redirects."""
     from flwr.supercore.protobuf.client import ProtobufClient
 
     make = ProtobufClient.__init__
@@ -144,7 +132,7 @@ def _send_token(token: str) -> None:
 
 
 class _Popen(subprocess.Popen[bytes]):
-    """Starts the programs that call the SuperLink by this script."""
+    """Starts the commands that call the SuperLink by this script."""
 
     def __init__(self, args: Any, **settings: Any) -> None:
         if isinstance(args, list) and args[0] in CALLERS:
@@ -153,7 +141,7 @@ class _Popen(subprocess.Popen[bytes]):
 
 
 def main() -> None:
-    """Runs the program of Flower that the first argument names, with the other arguments."""
+    """Run the command of Flower that the first argument names, with the other arguments."""
     program, token = sys.argv[1], os.environ[TOKEN]
     if program == "flower-superlink":
         _guard_server(token)

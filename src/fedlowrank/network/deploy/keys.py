@@ -1,12 +1,12 @@
-"""Certificates and keys of a federation whose parties know each other: who may join, and how the server proves itself.
+"""Certificates and keys of a federation: who may join, and how the server proves its identity.
 
-The server shows a certificate signed by an authority that is made here and that every client is given. A client shows
-nothing but a signature: its public key is registered at the server, its private key never leaves its machine. Client keys
-are not signed, so a client is added without the authority; only a new certificate of the server needs it.
+The server shows a certificate, signed by an authority that is made here and given to every client. A client
+proves its identity by a signature: its public key is registered at the server, and its private key never
+leaves its machine. Client keys are not signed, so only a new certificate of the server needs the authority.
 
-FOLDER/ca.key              signs certificates of the server; stays with whoever made the folder, no machine runs with it
-FOLDER/server/             for the machine of the server: ca.crt, server.pem, server.key, clients/3.pub for client 3
-FOLDER/client-3/           for the machine of client 3: ca.crt, client.key
+FOLDER/ca.key         signs certificates of the server; stays with whoever made the folder
+FOLDER/server/        for the server's machine: ca.crt, server.pem, server.key, clients/3.pub for client 3
+FOLDER/client-3/      for the machine of client 3: ca.crt, client.key
 """
 
 from __future__ import annotations
@@ -58,22 +58,17 @@ class ServerKeys:
 
     @classmethod
     def read(cls, folder: Path) -> ServerKeys:
-        """Find the files in a folder as :func:`make_keys` lays it out.
-
-        Args:
-            folder: the part ``server`` of the keys.
-
-        Raises:
-            ConfigError: if a file is missing, or a public key is not named by a client's number.
-        """
+        """Find the files in the folder ``server``; raises ConfigError if one is missing or misnamed."""
         authority, certificate, key = _files(folder, "ca.crt", "server.pem", "server.key")
-        found = sorted((folder.absolute() / "clients").glob("*.pub"))
-        strange = next((path for path in found if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None)
+        public_keys = sorted((folder.absolute() / "clients").glob("*.pub"))
+        strange = next((path for path in public_keys if not re.fullmatch(r"0|[1-9][0-9]*", path.stem)), None)
         if strange is not None:
             raise ConfigError(
                 f"{strange} is not named by the number of a client, as in 3.pub. Rename or remove it."
             )
-        return cls(authority, certificate, key, {int(path.stem): path for path in sorted(found, key=_number)})
+        return cls(
+            authority, certificate, key, {int(path.stem): path for path in sorted(public_keys, key=_number)}
+        )
 
 
 @dataclass(frozen=True)
@@ -90,31 +85,23 @@ class ClientKeys:
 
     @classmethod
     def read(cls, folder: Path) -> ClientKeys:
-        """Find the files in a folder as :func:`make_keys` lays it out.
-
-        Args:
-            folder: the part ``client-3`` of the keys.
-
-        Raises:
-            ConfigError: if a file is missing.
-        """
+        """Find the files in a folder such as ``client-3``; raises ConfigError if one is missing."""
         return cls(*_files(folder, "ca.crt", "client.key"))
 
 
 def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365) -> None:
-    """Make everything that a federation needs, for clients 0, 1, ...
+    """Make the keys of a federation with clients 0, 1, ...
 
     Args:
-        folder: made by this; what it is to hold is in the module's description.
-        clients: how many.
-        hosts: names and IP addresses under which clients reach the server, without a port. This machine's own
-            (localhost, 127.0.0.1, ::1) are always added.
-        days: how long the server's certificate is good for, at most :data:`AUTHORITY_DAYS`. Keys of clients have no end;
-            the server forgets them.
+        folder: made by this; the module's description lists its files.
+        clients: number of clients.
+        hosts: names and IP addresses of the server, without a port; localhost, 127.0.0.1 and ::1 are always
+            added.
+        days: life of the server's certificate, at most :data:`AUTHORITY_DAYS`. Client keys do not expire.
 
     Raises:
         ConfigError: if the folder exists, or an argument is not as described. Nothing is written then.
-        CheckpointError: if the disk takes no more.
+        CheckpointError: if the disk is full.
     """
     if clients < 1:
         raise ConfigError(f"a federation needs at least 1 client; clients is {clients}")
@@ -122,7 +109,8 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
     _check_days(days)
     if folder.exists():
         raise ConfigError(
-            f"{folder} exists already, and keys are never overwritten. Choose another folder; to add a client or to "
+            f"{folder} exists already, and keys are never overwritten. Choose another folder; to add a "
+            "client or to "
             "renew the server's certificate, say so."
         )
     with as_checkpoint_error(f"cannot make {folder}"):
@@ -143,15 +131,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
 
 
 def add_client(folder: Path, client: int) -> None:
-    """Make the key of one more client. The server must be given its public key, and knows it after its next start.
-
-    Args:
-        folder: made by :func:`make_keys`.
-        client: number of the client.
-
-    Raises:
-        ConfigError: if the client has a key already, or the folder is not one of keys.
-    """
+    """Make the key of one more client, read by the server at its next start; raises ConfigError if it has one."""
     if client < 0:
         raise ConfigError(f"clients are numbered from 0; client is {client}")
     (authority,) = _files(folder / "server", "ca.crt")
@@ -171,15 +151,15 @@ def add_client(folder: Path, client: int) -> None:
 
 
 def revoke_client(folder: Path, client: int) -> Path:
-    """Take a client's public key away from the server, which forgets the client at its next start.
+    """Move a client's public key away, so that the server rejects the client from its next start on.
 
     Args:
-        folder: made by :func:`make_keys`, or the part ``server`` of it.
+        folder: made by :func:`make_keys`, or its part ``server``.
         client: number of the client.
 
     Returns:
-        Where the public key lies now, for the record. A new key can be made by :func:`add_client` once the client's old
-        folder is gone.
+        Where the public key is now. :func:`add_client` makes a new one once the client's old folder is
+        removed.
 
     Raises:
         ConfigError: if the server has no key of the client.
@@ -198,15 +178,15 @@ def revoke_client(folder: Path, client: int) -> Path:
 
 
 def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
-    """Replace the server's certificate and key by new ones of the same authority. Clients notice nothing.
+    """Replace the server's certificate and key by new ones of the same authority; clients need no change.
 
     Args:
         folder: made by :func:`make_keys`, its ``ca.key`` included.
-        hosts: as there; they replace the old ones, which stay if none are given.
-        days: as there.
+        hosts: names and IP addresses of the server; empty for the old ones.
+        days: life of the certificate.
 
     Raises:
-        ConfigError: if a file is missing or an argument is not as described; or if the authority is at its end.
+        ConfigError: if a file is missing, an argument is not as described, or the authority has expired.
     """
     _check_days(days)
     (key_path,) = _files(folder, "ca.key")
@@ -217,7 +197,8 @@ def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
         raise ConfigError(f"{key_path} is not the key of {authority_path}. Put the two of one make together.")
     if authority.not_valid_after_utc <= _now():
         raise ConfigError(
-            f"the authority of {folder} ended on {authority.not_valid_after_utc:%Y-%m-%d}. Make new keys, and give every "
+            f"the authority of {folder} ended on {authority.not_valid_after_utc:%Y-%m-%d}. Make new keys, "
+            "and give every "
             "client its new folder."
         )
     names = _names(hosts) if hosts else _names_of(folder / "server" / "server.pem")
@@ -298,7 +279,7 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _names(hosts: Iterable[str]) -> list[x509.GeneralName]:
-    """Names and IP addresses told apart, without repetition."""
+    """The hosts as names and IP addresses, without repetition."""
     return [_name(host) for host in dict.fromkeys([*_LOCAL, *hosts])]
 
 
@@ -310,7 +291,8 @@ def _name(host: str) -> x509.GeneralName:
         labels = host.split(".")
         if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)) or labels[-1].isdigit():
             raise ConfigError(
-                f"{host!r} is neither the name of a machine nor an IP address. Give names and addresses as in "
+                f"{host!r} is neither the name of a machine nor an IP address. Give names and addresses as "
+                "in "
                 "fl.example.org, 192.0.2.7 or 2001:db8::7, without scheme or port."
             ) from None
         return x509.DNSName(host)
@@ -326,7 +308,8 @@ def _files(folder: Path, *names: str) -> list[Path]:
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise ConfigError(
-            f"{folder} has no file {', '.join(missing)}. The keys of a server are the folder `server`, those of client 3 the "
+            f"{folder} has no file {', '.join(missing)}. The keys of a server are the folder `server`, "
+            "those of client 3 the "
             "folder `client-3` of what was made for the federation."
         )
     return paths
@@ -349,7 +332,7 @@ def _write_private(path: Path, content: bytes) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Write a file that is at no moment half written, or readable by more than its mode says."""
+    """Write a file atomically, with a mode that it has from the beginning."""
     temporary = path.with_name(f"{path.name}.new")
     with as_checkpoint_error(f"cannot write {path}"):
         temporary.unlink(missing_ok=True)

@@ -1,9 +1,9 @@
-"""A client's node: pulls messages from the server, answers each by the installed fedlowrank, and executes nothing it is sent.
+"""A client's node: pulls messages from the server and answers each by the installed fedlowrank.
 
-Flower's own SuperNode unpacks the app that the server names and runs its code. This program speaks the same protocol to the
-server, but has no way to run an app: it never fetches one. It hands a message to :data:`.flower.client` of the installed
-package, and only if the message belongs to the app that fedlowrank itself submits (same identifier, same SHA-256 of the
-packed app). Any other message is refused with an error to the server and a line in the log.
+Flower's own SuperNode unpacks the app that the server names and runs its code. This program speaks the same
+protocol, but never fetches an app. It hands a message to :data:`.flower.client` of the installed package, and
+only if the message belongs to the app that fedlowrank itself submits (same identifier, same SHA-256 of the
+packed app). It answers any other message with an error and logs it.
 
 One process answers all messages, so PyTorch is imported once. :class:`.processes.SuperNode` starts it.
 """
@@ -64,11 +64,11 @@ class Connection(NamedTuple):
         node: number of this node at the server.
         receive: the next message without its content, and the tree of its objects; None if there is none.
         send: announces a reply; returns the objects that the server lacks, and a session to push them by.
-        get_run: what the server says of a run.
-        get_app: the packed app of a run. It is never called.
+        get_run: the server's description of a run.
+        get_app: the packed app of a run; never called.
         pull: an object of a message.
         push: an object of a reply.
-        confirm: says that all objects of a message have arrived.
+        confirm: reports that all objects of a message have arrived.
     """
 
     node: int
@@ -94,7 +94,7 @@ class PinnedApp(NamedTuple):
 
     @classmethod
     def installed(cls) -> PinnedApp:
-        """The app that the installed fedlowrank submits."""
+        """The app of the installed fedlowrank."""
         with tempfile.TemporaryDirectory() as folder:
             name = write_own_app(Path(folder))
             return cls(name, hashlib.sha256(build_fab_from_disk(Path(folder))).hexdigest())
@@ -103,9 +103,10 @@ class PinnedApp(NamedTuple):
         """Why messages of a run are refused, or None if they are answered."""
         if (run.fab_id, run.fab_hash) == self:
             return None
-        found = plain(f"{run.fab_id} with the digest {run.fab_hash}", 200)
+        offered = plain(f"{run.fab_id} with the digest {run.fab_hash}", 200)
         return (
-            f"this client answers messages of the app {self.name} with the digest {self.digest} only, not of {found}. If the "
+            f"this client answers messages of the app {self.name} with the digest {self.digest} only, not "
+            f"of {offered}. If the "
             "server is a `fedlowrank serve`, install the same releases of fedlowrank and Flower on both."
         )
 
@@ -163,7 +164,7 @@ class Node:
         context = Context(run, self.connection.node, node, RecordDict(), {})
         try:
             return self.app(whole, context)
-        except Exception as error:  # noqa: BLE001 - whatever a method raises, the server is told and the node stays
+        except Exception as error:  # noqa: BLE001 - the node survives any error of a method
             traceback.print_exc()
             reason = plain(f"{type(error).__name__}: {error}")
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=whole)
@@ -205,7 +206,7 @@ def _private_key(path: Path) -> tuple[ec.EllipticCurvePrivateKey, ec.EllipticCur
 
 
 def main() -> None:
-    """Connects to the server and answers its messages until told to end."""
+    """Connect to the server and answer its messages until terminated."""
     parser = argparse.ArgumentParser(description="the node of a client; `fedlowrank join` starts it")
     parser.add_argument("--server", required=True, metavar="HOST:PORT")
     parser.add_argument("--folder", type=Path, required=True, help="of the client")

@@ -1,6 +1,6 @@
 """The SuperLink of the server and the SuperNode of a client.
 
-Flower's command line is spoken to in its JSON form; nothing here imports Flower.
+Flower's commands are called for their JSON output; nothing here imports Flower.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...core.errors import ConfigError
 from ...core.files import write_atomically, write_json
 from . import guard
 from .flower_app import Value, as_toml
+from .flower_process import FlowerProcess, ProcessError, environment, find_command, free_port, listen
 from .keys import ClientKeys, ServerKeys
-from .program import ProcessError, Program, Say, environment, find_program, free_port, listen
 
 __all__ = ["ProcessError", "RunStatus", "SuperLink", "SuperNode", "environment"]
 
@@ -34,11 +34,11 @@ _ANSWER_SECONDS = 120
 
 @dataclass(frozen=True)
 class RunStatus:
-    """How a run stands.
+    """The status of a run.
 
     Attributes:
         status: pending, starting, running, finished:completed, finished:failed or finished:stopped.
-        details: why, in Flower's words; empty if there is nothing to say.
+        details: the reason, in Flower's words; may be empty.
     """
 
     status: str
@@ -46,29 +46,28 @@ class RunStatus:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will happen."""
+        """Whether the run is over."""
         return self.status.startswith("finished")
 
     @property
     def is_completed(self) -> bool:
-        """Whether it came to its end without an error."""
+        """Whether the run ended without an error."""
         return self.status == "finished:completed"
 
 
-class SuperLink(Program):
-    """The server's program, which clients connect to. As a context manager it is started and closed.
+class SuperLink(FlowerProcess):
+    """The server's process, which clients connect to. As a context manager it is started and closed.
 
-    What it knows (clients, runs, messages on their way) is kept in its home, so that it can be started again. Calls other than
-    clients' are answered only if they carry a token that nobody but this object and what it starts has; see :mod:`.guard`.
+    Its clients, runs and pending messages are stored in its home, so that it can be restarted. Calls other
+    than clients' need a token that only this object and its subprocesses have; see :mod:`.guard`.
 
     Args:
         home: its folder.
-        keys: with them it speaks TLS only and takes only clients that are registered.
-        insecure: True to do without, which is for trials on one machine: everyone may join, everything is readable.
+        keys: for TLS and registered clients only.
+        insecure: True instead of keys, for trials on one machine: everyone may join, everything is readable.
         host: address to listen on; ``0.0.0.0`` for all of this machine's.
-        port: to listen on, or None for a free one, which it then keeps.
+        port: to listen on, or None for a free one.
         variables: for its environment and the ServerApp's.
-        say: is told in a line when something of note happens.
 
     Raises:
         ConfigError: if neither or both of keys and insecure are given.
@@ -83,21 +82,20 @@ class SuperLink(Program):
         host: str = "127.0.0.1",
         port: int | None = None,
         variables: Mapping[str, str] | None = None,
-        say: Say | None = None,
     ) -> None:
-        super().__init__(home, "superlink", variables, say)
+        super().__init__(home, "superlink", variables)
         _check_security(keys, insecure)
         self.keys = keys
         self.host = host
         self.port = free_port(host) if port is None else port
-        # for what it starts and for nobody else
+        # only its subprocesses get it
         self.variables[guard.TOKEN] = secrets.token_hex(32)
         self._database = self.home / "superlink.db"
         self._registered = self.home / "registered.json"
 
     @property
     def address(self) -> str:
-        """Under which a program of this machine reaches it."""
+        """The address under which a process of this machine reaches it."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
@@ -112,24 +110,25 @@ class SuperLink(Program):
         self.close()
 
     def start(self, seconds: float = 60.0) -> None:
-        """Start it, with what it knew when it ended, and wait until it answers.
+        """Start it and wait until it answers.
 
         Args:
             seconds: to wait at most.
 
         Raises:
             ConfigError: if Flower is not installed.
-            ProcessError: if it does not come up, or another program listens on its port.
+            ProcessError: if it does not start, or its port is in use.
             CheckpointError: if its home cannot be written.
         """
-        find_program("flower-superlink")
+        find_command("flower-superlink")
         self._prepare()
         try:
             # the system frees the port of a killed process a moment later
             listen(self.host, self.port, 20.0 if self.ended_orphans else 0.0).close()
         except OSError as error:
             raise ProcessError(
-                f"cannot listen on {self.host}, port {self.port}: {error.strerror}. Choose another, or end the program that "
+                f"cannot listen on {self.host}, port {self.port}: {error.strerror}. Choose another, or end "
+                "the program that "
                 "has it."
             ) from error
         if not self._database.exists():
@@ -150,13 +149,13 @@ class SuperLink(Program):
         self._await(self._answers, "it answered", seconds)
 
     def register(self, public_key: Path) -> int:
-        """Let a client join. One that is registered already stays so.
+        """Register a client, if it is not registered yet.
 
         Args:
-            public_key: its file, as :func:`.keys.make_keys` makes it.
+            public_key: file that :func:`.keys.make_keys` made.
 
         Returns:
-            The number by which Flower calls it from now on.
+            Flower's number of the client.
 
         Raises:
             ConfigError: if the file is missing.
@@ -172,17 +171,7 @@ class SuperLink(Program):
         return known[key]
 
     def keep_only(self, public_keys: Iterable[Path]) -> list[int]:
-        """Forget every registered client but those with these keys; it cannot connect any more.
-
-        Args:
-            public_keys: files of the keys that stay.
-
-        Returns:
-            Flower's numbers of the clients that were forgotten.
-
-        Raises:
-            ProcessError: if Flower refuses.
-        """
+        """Unregister all clients but those with these public keys; returns Flower's numbers of the others."""
         known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
         stay = {path.read_text().strip() for path in public_keys}
         gone = [key for key in known if key not in stay]
@@ -193,71 +182,43 @@ class SuperLink(Program):
         return forgotten
 
     def nodes(self) -> dict[int, str]:
-        """Every client by Flower's number: registered (never seen yet), online or offline."""
-        found = self._flwr("supernode", "list")["nodes"]
-        return {int(node["node-id"]): node["status"] for node in found if node["status"] != "unregistered"}
+        """The status of every client by Flower's number: registered (never connected), online or offline."""
+        nodes = self._flwr("supernode", "list")["nodes"]
+        return {int(node["node-id"]): node["status"] for node in nodes if node["status"] != "unregistered"}
 
     def submit(self, app: Path) -> int:
-        """Start a run of an app that :func:`.flowerapp.write_app` wrote.
-
-        Args:
-            app: its folder.
-
-        Returns:
-            Flower's number of the run.
-
-        Raises:
-            ProcessError: if Flower refuses it, in Flower's words.
-        """
+        """Start a run of an app (:func:`.flower_app.write_app`); returns Flower's number of the run."""
         return int(self._flwr("run", str(app.absolute()))["run-id"])
 
     def status(self, run: int) -> RunStatus:
-        """How a run stands. To ask costs a second of processor time, so ask seldom.
+        """The status of a run. It costs a second of processor time.
 
-        After a kill the SuperLink takes a run that was going on for running still, for about a minute; stop such a run.
-
-        Args:
-            run: number from :meth:`submit`.
-
-        Raises:
-            ProcessError: if there is no such run.
+        After a kill the SuperLink takes a run for running for about a minute; stop such a run.
         """
-        found = self._flwr("list", "--run-id", str(run))["runs"][0]
-        return RunStatus(found["status"], {"N/A": ""}.get(found["status-details"], found["status-details"]))
+        fields = self._flwr("list", "--run-id", str(run))["runs"][0]
+        return RunStatus(
+            fields["status"], {"N/A": ""}.get(fields["status-details"], fields["status-details"])
+        )
 
     def stop(self, run: int) -> None:
-        """End a run.
-
-        Args:
-            run: number from :meth:`submit`.
-
-        Raises:
-            ProcessError: if there is no such run or it has ended.
-        """
+        """End a run; raises ProcessError if there is no such run or it has ended."""
         self._flwr("stop", str(run))
 
     def run_log(self, run: int) -> str:
-        """What the ServerApp of a run has said, which is in no file.
-
-        Args:
-            run: number from :meth:`submit`.
-
-        Raises:
-            ProcessError: if there is no such run.
-        """
+        """The output of the ServerApp of a run; raises ProcessError if there is no such run."""
         done = self._call("log", str(run), _CONNECTION, "--show")
         if done.returncode:
             raise ProcessError(f"Flower does not show the log of run {run}: {done.stderr.strip()}")
         return done.stdout
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
-        """The answer of one of Flower's commands."""
+        """Call one of Flower's commands and return its JSON output."""
         done = self._call(*arguments, _CONNECTION, "--format", "json")
         try:
             answer: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
-            said = (done.stdout + done.stderr).strip()[-2000:]
-            raise ProcessError(f"`flwr {arguments[0]}` gave no answer that can be read: {said}") from None
+            output = (done.stdout + done.stderr).strip()[-2000:]
+            raise ProcessError(f"`flwr {arguments[0]}` gave no answer that can be read: {output}") from None
         if not answer.get("success"):
             raise ProcessError(
                 f"`flwr {arguments[0]}` failed: {str(answer.get('error-message', answer)).strip()}"
@@ -266,7 +227,7 @@ class SuperLink(Program):
 
     def _call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         if not self.alive():
-            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._last_words()}")
+            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._log_end()}")
         try:
             return subprocess.run(
                 [*guard.command("flwr"), *arguments],
@@ -280,7 +241,7 @@ class SuperLink(Program):
             raise ProcessError(f"`flwr {arguments[0]}` had no answer within {_ANSWER_SECONDS} s") from None
 
     def _answers(self) -> bool:
-        """Whether it is up, with its guard."""
+        """Whether it answers, with its guard."""
         host, _, port = self.address.rpartition(":")
         place = (host.strip("[]"), int(port))
         connection = http.client.HTTPConnection(*place, timeout=5)
@@ -292,7 +253,8 @@ class SuperLink(Program):
             status = connection.getresponse().status
         except ssl.SSLCertVerificationError as error:
             raise ProcessError(
-                f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one with this host "
+                f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one "
+                "with this host "
                 "(`fedlowrank keys FOLDER --renew --host NAME`)."
             ) from error
         except (OSError, http.client.HTTPException):
@@ -301,23 +263,23 @@ class SuperLink(Program):
             connection.close()
         if status != 204:
             raise ProcessError(
-                f"the SuperLink at {self.address} would let everyone register clients and start runs: its guard is not "
+                f"the SuperLink at {self.address} would let everyone register clients and start runs: its "
+                "guard is not "
                 "installed, perhaps because this package does not know this release of Flower."
             )
         return True
 
 
-class SuperNode(Program):
-    """A client's program: it connects to the server, waits for messages and answers them; see :mod:`.node`.
+class SuperNode(FlowerProcess):
+    """A client's process: connects to the server and answers messages; see :mod:`.node`.
 
     Args:
         home: its folder.
-        address: of the server, as in ``fl.example.org:8000``.
-        folder: of the client, as :func:`.party.prepare` makes it.
-        keys: with them it speaks TLS, and proves to the server who it is.
-        insecure: True to do without, which is for trials on one machine.
+        address: of the server, such as ``fl.example.org:8000``.
+        folder: of the client, made by :func:`.client.prepare`.
+        keys: for TLS, and to prove the client's identity to the server.
+        insecure: True instead of keys, for trials on one machine.
         variables: for its environment.
-        say: is told in a line when something of note happens.
 
     Raises:
         ConfigError: if neither or both of keys and insecure are given.
@@ -332,23 +294,22 @@ class SuperNode(Program):
         *,
         insecure: bool = False,
         variables: Mapping[str, str] | None = None,
-        say: Say | None = None,
     ) -> None:
-        super().__init__(home, "supernode", variables, say)
+        super().__init__(home, "supernode", variables)
         _check_security(keys, insecure)
         self.address = address
         self.folder = folder.absolute()
         self.keys = keys
 
     def start(self) -> None:
-        """Start it. It may be there before the server is, and connects when it can.
+        """Start it. It may start before the server, and connects when it can.
 
         Raises:
             ConfigError: if Flower is not installed.
             ProcessError: if it runs already.
             CheckpointError: if its home cannot be written.
         """
-        find_program("flwr")
+        find_command("flwr")
         self._prepare()
         command = [sys.executable, "-P", "-m", "fedlowrank.network.deploy.node", "--server", self.address]
         command += ["--folder", str(self.folder), "--home", str(self.home)]
@@ -357,40 +318,31 @@ class SuperNode(Program):
         self._launch(command)
 
     def node_id(self) -> int | None:
-        """The number by which the server calls it; None until it has connected."""
+        """Its number at the server; None until it has connected."""
         if self.pid is None:
             return None
         with self.log.open("rb") as file:
             file.seek(self._begin)
-            found = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
-        return int(found[1]) if found else None
+            match = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
+        return int(match[1]) if match else None
 
     def wait_connected(self, seconds: float = 60.0) -> int:
-        """Wait until it has connected.
-
-        Args:
-            seconds: to wait at most; then it is ended.
-
-        Returns:
-            The number by which the server calls it.
-
-        Raises:
-            ProcessError: if it ends or takes longer.
-        """
+        """Wait until it has connected, and return its number; ends it and raises ProcessError on failure."""
         self._await(lambda: self.node_id() is not None, "it had connected", seconds)
         number = self.node_id()
         assert number is not None
         return number
 
     def is_working(self) -> bool:
-        """Whether it is answering a message at present."""
+        """Whether it is answering a message now."""
         return self.alive() and (self.home / WORKING).exists()
 
 
 def _check_security(keys: object, insecure: bool) -> None:
     if (keys is None) != insecure:
         raise ConfigError(
-            "give keys (`make_keys` makes them), or insecure=True for a trial on a machine that nobody else reaches"
+            "give keys (`make_keys` makes them), or insecure=True for a trial on a machine that nobody else "
+            "reaches"
             if keys is None
             else "keys and insecure=True contradict each other; give one of them"
         )

@@ -1,13 +1,16 @@
-"""A client that stays: its SuperNode is started again whenever it ends."""
+"""Keeps a client's SuperNode running: it is restarted whenever it ends."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
 
+from .flower_process import ProcessError
 from .processes import SuperNode
-from .program import ProcessError
+
+logger = logging.getLogger(__name__)
 
 PAUSES = (1.0, 2.0, 5.0, 10.0, 20.0)
 PATIENCE = 100.0
@@ -20,46 +23,54 @@ _REFUSED = "Exit Code: 305"
 def supervise(
     node: SuperNode, stop: threading.Event, pauses: Sequence[float] = PAUSES, patience: float = PATIENCE
 ) -> None:
-    """Keep a client's program running until told to stop, and close it then.
+    """Keep a SuperNode running until an event is set, and close it then.
 
-    A server that cannot be reached is no error: the program waits for it by itself. One that refuses is asked again for a
-    while, because it refuses a client whose program was killed, for about a minute, in the same words as a stranger.
+    A server that cannot be reached is no error: the SuperNode waits for it. A server that refuses is asked
+    again for a while: it refuses a client whose SuperNode was killed, for about a minute, as it refuses an
+    unregistered one.
 
     Args:
-        node: the program; it may run already.
+        node: may run already.
         stop: end when this is set.
-        pauses: seconds before each new start, the last one again and again; from the first again after a steady minute.
+        pauses: seconds before each restart; the last is repeated, and the first comes again after a steady
+            minute.
         patience: seconds for which the server may refuse.
 
     Raises:
-        ProcessError: if the server refuses for longer than that, or the program ends three times before it gets as far as
-            to be refused; with the end of its log.
+        ProcessError: if the server refuses for longer, or the SuperNode ends three times before it reaches
+            the server; with the end of its log.
     """
-    ended, failed, hope = 0, 0, time.monotonic()
+    restarts, failures, last_connection = 0, 0, time.monotonic()
     try:
         while not stop.is_set():
             if not node.alive():
                 node.start()
             began = time.monotonic()
-            connected = _watch(node, stop)
+            is_connected = _watch(node, stop)
             if stop.is_set():
                 return
             now = time.monotonic()
-            if connected:
-                failed, hope = 0, now
-                ended = 0 if now - began > _STEADY else ended
+            if is_connected:
+                failures, last_connection = 0, now
+                restarts = 0 if now - began > _STEADY else restarts
             else:
-                failed += 1
-            ended += 1
-            said = node.tail()
-            if failed >= _ATTEMPTS and (now - hope > patience or _REFUSED not in said):
+                failures += 1
+            restarts += 1
+            log = node.tail()
+            if failures >= _ATTEMPTS and (now - last_connection > patience or _REFUSED not in log):
                 raise ProcessError(
-                    f"{node.name} ended with code {node.code} {failed} times in a row, and is not started again. Check the "
-                    f"server's address, the keys, and whether the server knows this client's. The end of {node.log}:\n{said}"
+                    f"{node.name} ended with code {node.code} {failures} times in a row, and is not started "
+                    "again. "
+                    "Check the server's address, the keys, and whether the server knows this client's. "
+                    f"The end of {node.log}:\n{log}"
                 )
-            pause = pauses[min(ended, len(pauses)) - 1]
-            node.say(
-                f"{node.name} ended with code {node.code}; it is started again in {pause:g} s. See {node.log}."
+            pause = pauses[min(restarts, len(pauses)) - 1]
+            logger.info(
+                "%s ended with code %s; it is started again in %g s. See %s.",
+                node.name,
+                node.code,
+                pause,
+                node.log,
             )
             stop.wait(pause)
     finally:
@@ -67,18 +78,19 @@ def supervise(
 
 
 def _watch(node: SuperNode, stop: threading.Event) -> bool:
-    """Wait until a program ends or is to end; whether it has connected."""
-    began, warned = time.monotonic(), False
-    # it may have connected before anybody looked
+    """Wait until a SuperNode ends or should end; whether it has connected."""
+    began, is_warned = time.monotonic(), False
     number: int | None = None
     while node.alive() and not stop.wait(0.1):
         if number is None:
             number = node.node_id()
             if number is not None:
-                node.say(f"connected to {node.address}, which calls this client {number}")
-            elif not warned and time.monotonic() - began > _SLOW:
-                warned = True
-                node.say(
-                    f"no connection to {node.address} yet: the server may not run, or the address or a proxy be wrong"
+                logger.info("connected to %s, which calls this client %d", node.address, number)
+            elif not is_warned and time.monotonic() - began > _SLOW:
+                is_warned = True
+                logger.info(
+                    "no connection to %s yet: check that the server runs, the address and the proxy",
+                    node.address,
                 )
+    # it may have connected since the last look
     return number is not None or node.node_id() is not None

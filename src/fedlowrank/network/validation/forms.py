@@ -1,4 +1,4 @@
-"""The form of an upload: its structure, its types and its shapes, and whether something is of that form."""
+"""The form of an upload: its structure, types and shapes, and how an upload is compared with it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _TEXT = 300
 
 @dataclass(frozen=True)
 class Template:
-    """What an upload has to look like; make it by :meth:`of`.
+    """The form that an upload must have; made by :meth:`of`.
 
     Attributes:
-        form: a tree with :class:`OneOf` and :class:`Lengths`, whose tensors have types and shapes but hold nothing.
+        form: a tree with :class:`OneOf` and :class:`Lengths`, whose tensors have types and shapes but no
+            values.
         bytes: size of the largest upload of that form.
-        header: how many of these may be other than tensor data.
-        bools: booleans in it, which take more memory than bytes of a message.
+        header: bytes of it that are not tensor data.
+        bools: number of booleans, which take more memory than bytes of a message.
         trained: names of the passes in which a client trains for it.
     """
 
@@ -36,27 +37,27 @@ class Template:
 
     @classmethod
     def of(cls, form: Any, trained: tuple[str, ...] = ()) -> Template:
-        """The template of a form as :meth:`fedlowrank.core.method.Method.upload_form` returns it."""
-        held = bare(form)
-        wordy = _largest(held, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
-        header = tree.encoded_size(wordy) - tree.nbytes(wordy)
-        size = header + tree.nbytes(_largest(held, tree.nbytes))
-        return cls(held, size, header, _bools(_largest(held, _bools)), trained)
+        """The template of a form that :meth:`fedlowrank.core.method.Method.upload_form` returns."""
+        empty = erase_values(form)
+        largest_header = _largest(empty, lambda t: (sum(1 for _ in tree.leaves(t)), tree.nbytes(t)))
+        header = tree.encoded_size(largest_header) - tree.nbytes(largest_header)
+        size = header + tree.nbytes(_largest(empty, tree.nbytes))
+        return cls(empty, size, header, _bools(_largest(empty, _bools)), trained)
 
 
 def _bools(value: Any) -> int:
     return sum(t.numel() for _, t in tree.leaves(value) if t.dtype == torch.bool)
 
 
-def bare(form: Any) -> Any:
-    """The form with tensors of one element that is seen everywhere, so that it takes no memory."""
+def erase_values(form: Any) -> Any:
+    """Replace each tensor by an expanded one of a single element, which takes no memory."""
     if isinstance(form, OneOf):
-        return OneOf(*(bare(f) for f in form.forms))
+        return OneOf(*(erase_values(f) for f in form.forms))
     if isinstance(form, Lengths):
-        return Lengths(bare(form.form), form.most)
+        return Lengths(erase_values(form.form), form.most)
     if isinstance(form, Tensor):
         return torch.zeros((), dtype=form.dtype).expand(form.shape)
-    return _renewed(form, bare)
+    return _map_children(form, erase_values)
 
 
 def _largest(form: Any, size: Callable[[Any], Any]) -> Any:
@@ -65,21 +66,21 @@ def _largest(form: Any, size: Callable[[Any], Any]) -> Any:
         return max((_largest(f, size) for f in form.forms), key=size)
     if isinstance(form, Lengths):
         return tree.map(lambda t: t.new_zeros(()).expand([n or form.most for n in t.shape]), form.form)
-    return form if isinstance(form, Tensor) else _renewed(form, lambda f: _largest(f, size))
+    return form if isinstance(form, Tensor) else _map_children(form, lambda f: _largest(f, size))
 
 
-def _renewed(form: Any, change: Callable[[Any], Any]) -> Any:
+def _map_children(form: Any, change: Callable[[Any], Any]) -> Any:
     children = tree._items(form, "")
     return form if children is None else tree._rebuild(form, [(k, change(v)) for k, v in children])
 
 
-class Misfit(Exception):  # noqa: N818 - not a mistake of ours, but what was found
-    """A part of an upload is not of its form.
+class MismatchError(Exception):
+    """A part of an upload does not have its form.
 
     Args:
         path: of the part, a JSON pointer.
-        expected: what it should be, in words.
-        found: what it is.
+        expected: description of the form.
+        found: description of the part.
     """
 
     def __init__(self, path: str, expected: str, found: str) -> None:
@@ -95,7 +96,7 @@ class _Length:
         self.found: int | None = None
 
     def shape(self, form: Tensor, found: Tensor) -> list[int]:
-        """The shape that a tensor must have; -1 where none is right."""
+        """The shape that a tensor must have; -1 where no length is valid."""
         out = list(form.shape)
         for axis, n in enumerate(out):
             if n == 0 and found.ndim == form.ndim:
@@ -105,72 +106,78 @@ class _Length:
         return out
 
     def text(self) -> str:
-        """What stands for it in a message."""
+        """The length, or its range, for a message."""
         return f"1..{self.most}" if self.found is None else str(self.found)
 
 
-def fitted(form: Any, found: Any, path: str = "", length: _Length | None = None) -> Any:
-    """What was found, in the structure and the order of keys of its form.
+def match_form(form: Any, found: Any, path: str = "", length: _Length | None = None) -> Any:
+    """Return an upload in the structure and the key order of its form.
 
     Args:
         form: of a :class:`Template`.
-        found: a tree.
-        path: where in the upload this is.
-        length: what a dimension of 0 stands for.
+        found: the upload, a tree.
+        path: of this part of the upload.
+        length: meaning of a dimension of 0.
 
     Raises:
-        Misfit: if it is of another form.
+        MismatchError: if the upload has another form.
     """
     if isinstance(form, OneOf):
-        return _first_fit(form, found, path)
+        return _match_any(form, found, path)
     if isinstance(form, Lengths):
-        return fitted(form.form, found, path, _Length(form.most))
+        return match_form(form.form, found, path, _Length(form.most))
     if isinstance(form, Tensor):
         if not isinstance(found, Tensor) or found.dtype != form.dtype:
-            raise Misfit(path, kind(form, length), kind(found))
+            raise MismatchError(path, describe_value(form, length), describe_value(found))
         if list(found.shape) != (list(form.shape) if length is None else length.shape(form, found)):
-            raise Misfit(path, kind(form, length), kind(found))
+            raise MismatchError(path, describe_value(form, length), describe_value(found))
         return found
     if type(found) is not type(form):
-        raise Misfit(path, kind(form), kind(found))
+        raise MismatchError(path, describe_value(form), describe_value(found))
     wanted = tree._items(form, path)
     if wanted is None:
         if isinstance(form, str) and found != form:
-            raise Misfit(path, repr(form), short(repr(found)))
+            raise MismatchError(path, repr(form), shorten(repr(found)))
         return found
-    held = dict(tree._items(found, path) or ())
-    if held.keys() != dict(wanted).keys():
-        missing = [k for k, _ in wanted if k not in held]
-        more = [k for k in held if k not in dict(wanted)]
-        raise Misfit(path, f"{kind(form)} of {len(wanted)} parts", f"one {_apart(missing, more)}")
-    return tree._rebuild(form, [(k, fitted(f, held[k], tree.join(path, k), length)) for k, f in wanted])
+    parts = dict(tree._items(found, path) or ())
+    if parts.keys() != dict(wanted).keys():
+        missing = [k for k, _ in wanted if k not in parts]
+        more = [k for k in parts if k not in dict(wanted)]
+        raise MismatchError(
+            path, f"{describe_value(form)} of {len(wanted)} parts", f"one {_describe_keys(missing, more)}"
+        )
+    return tree._rebuild(form, [(k, match_form(f, parts[k], tree.join(path, k), length)) for k, f in wanted])
 
 
-def _first_fit(form: OneOf, found: Any, path: str) -> Any:
+def _match_any(form: OneOf, found: Any, path: str) -> Any:
     misfits = []
     for choice in form.forms:
         try:
-            return fitted(choice, found, path)
-        except Misfit as error:
+            return match_form(choice, found, path)
+        except MismatchError as error:
             misfits.append(error)
     first = misfits[0]
-    raise Misfit(first.path, f"{first.expected} (or one of {len(misfits) - 1} other forms)", first.found)
+    raise MismatchError(
+        first.path, f"{first.expected} (or one of {len(misfits) - 1} other forms)", first.found
+    )
 
 
-def kind(value: Any, length: _Length | None = None) -> str:
-    """What a value is, in words, without its numbers."""
+def describe_value(value: Any, length: _Length | None = None) -> str:
+    """Description of a value without its numbers."""
     if isinstance(value, Tensor):
         shape = [length.text() if length is not None and n == 0 else str(n) for n in value.shape]
-        return short(f"{str(value.dtype).removeprefix('torch.')} [{', '.join(shape)}]")
+        return shorten(f"{str(value.dtype).removeprefix('torch.')} [{', '.join(shape)}]")
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _apart(missing: Sequence[str], more: Sequence[str]) -> str:
+def _describe_keys(missing: Sequence[str], more: Sequence[str]) -> str:
     found = [("without", missing), ("with", more)]
-    return " and ".join(f"{word} {short(', '.join(map(repr, names[:4])))}" for word, names in found if names)
+    return " and ".join(
+        f"{word} {shorten(', '.join(map(repr, names[:4])))}" for word, names in found if names
+    )
 
 
-def short(text: str) -> str:
-    """The text, cut off where it is long, and in one line: it may be a client's."""
+def shorten(text: str) -> str:
+    """The text in one line, cut off where it is long: it may be a client's."""
     line = "".join(c if c.isprintable() else "?" for c in text[:_TEXT])
     return line if len(text) <= _TEXT else f"{line} … ({len(text)} characters)"

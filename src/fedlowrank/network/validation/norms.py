@@ -1,18 +1,18 @@
-"""Bounds the norm of an update by what is usual: a reply far above it is refused for the round, and its client named.
+"""Bounds the norm of updates: a reply whose update is an outlier is refused for the round.
 
-An update is what a reply changes. Each part of an upload (the fields of a dataclass; an upload of another type is one part) is
-measured twice: as the upload minus that part of the download which has the same form, and as the upload itself. A method that
-sends weights is close to its download, one that sends differences is close to zero, so the smaller of the two medians over the
-replies of a round tells which of the two is the update.
+Each part of an upload (the fields of a dataclass; an upload of another type is one part) is measured twice:
+as the upload minus the part of the download with the same form, and as the upload itself. The update is
+whichever has the smaller median over the replies: the difference for methods that send weights, the upload
+for those that send updates.
 
 A reply is refused if a part of its update is longer than
 
-    update_ratio · max(median of this round, median of the past rounds' medians) · max(1, steps of the client / median of steps).
+    update_ratio · max(median of this round, median of past medians) · max(1, client's steps / median steps).
 
-The steps are those that its registered number of examples implies. Of an even number of values the lower one of the middle two
-counts, so that one of two clients cannot raise the median. A single reply has nothing beside it, and is compared with past rounds
-alone. In the first round, and where all usual updates are zero, an update may be as long as the download itself, that of a single
-client update_ratio times as long.
+The steps are those that the registered number of examples implies. The median of an even number of values is
+the lower middle one, so that one of two clients cannot raise it. A single reply is compared with past rounds
+only. In the first round, and if all usual updates are zero, an update may be as long as the download, that of
+a single client update_ratio times as long.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ CHUNK = 2**16
 
 
 @dataclass(frozen=True)
-class Measured:
+class PartNorms:
     """Norms of a part of an upload.
 
     Attributes:
-        itself: of the part.
-        change: of the part minus the part of the download of the same form; None where the download has none.
-        download: of that part of the download; 0 where there is none.
+        itself: norm of the part.
+        change: norm of the part minus the part of the download of the same form; None if there is none.
+        download: norm of that part of the download; 0 if there is none.
     """
 
     itself: float
@@ -53,15 +53,10 @@ class Measured:
     download: float = 0.0
 
 
-def measure(upload: Any, down: Any) -> dict[str, Measured]:
-    """The norms of all parts of an upload that hold floating-point numbers, by the path of the part.
-
-    Args:
-        upload: a tree of finite numbers.
-        down: what the client was sent.
-    """
+def measure(upload: Any, down: Any) -> dict[str, PartNorms]:
+    """The norms of all parts of an upload that have floating-point numbers, by path; see the module."""
     references = list(_parts(down))
-    found = {}
+    norms = {}
     for path, part in _parts(upload):
         numbers = list(floats(part))
         if not numbers:
@@ -70,16 +65,16 @@ def measure(upload: Any, down: Any) -> dict[str, Measured]:
         form = _form(part)
         same = sorted((p for p in references if _form(p[1]) == form), key=lambda p: p[0] != path)
         if not same:
-            found[path] = Measured(itself)
+            norms[path] = PartNorms(itself)
             continue
         others = [number for _, number in floats(same[0][1])]
         change = hypot(norm(number, other) for (_, number), other in zip(numbers, others, strict=True))
-        found[path] = Measured(itself, change, hypot(map(norm, others)))
-    return found
+        norms[path] = PartNorms(itself, change, hypot(map(norm, others)))
+    return norms
 
 
 def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """A tree and the fields of its dataclasses, the outer ones last; of an upload only those that are no dataclass."""
+    """Yield the fields of dataclasses in a tree with their paths; a tree of another type is one part."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for f in dataclasses.fields(value):
             yield from _parts(getattr(value, f.name), tree.join(path, f.name))
@@ -147,73 +142,74 @@ class NormBound:
     """Compares updates with those of the round and of past rounds.
 
     Attributes:
-        ratio: see the module; 0 for no bound.
-        past: by completed rounds and part: the median of the changes (None where there were none), and of the parts themselves.
+        ratio: ``update_ratio``; 0 for no bound.
+        past: median of the changes (None if there were none) and of the parts, by completed rounds and part.
     """
 
     ratio: float
     past: dict[int, dict[str, tuple[float | None, float]]] = field(default_factory=dict)
 
-    def refused(
-        self, replies: Mapping[int, Mapping[str, Measured]], steps: Mapping[int, int], round: int
+    def outliers(
+        self, replies: Mapping[int, Mapping[str, PartNorms]], steps: Mapping[int, int], round: int
     ) -> dict[int, str]:
         """The clients whose updates are too long, with the reason.
 
         Args:
-            replies: of every client whose reply is otherwise in order, what :func:`measure` found.
-            steps: of every client, the optimizer steps that its registered examples imply.
-            round: rounds completed; later ones of :attr:`past` do not count.
+            replies: result of :func:`measure` for each valid reply.
+            steps: optimizer steps that each client's registered examples imply.
+            round: rounds completed; later ones of :attr:`past` are ignored.
         """
-        found: dict[int, str] = {}
+        reasons: dict[int, str] = {}
         if not self.ratio or not replies:
-            return found
+            return reasons
         usual_steps = max(1, low_median(steps[c] for c in replies))
         for part in sorted({p for measured in replies.values() for p in measured}):
-            held = {c: measured[part] for c, measured in replies.items() if part in measured}
-            for client, (size, bound, usual) in self._judged(part, held, round).items():
+            norms = {c: measured[part] for c, measured in replies.items() if part in measured}
+            for client, (size, bound, usual) in self._bounds_of(part, norms, round).items():
                 scale = max(1.0, steps[client] / usual_steps)
                 if size > bound * scale:
-                    found.setdefault(client, (
-                        f"its update has the norm {size:.4g}{f' at {part}' if part else ''}, above {bound * scale:.4g}; "
+                    reasons.setdefault(client, (
+                        f"its update has the norm {size:.4g}{f' at {part}' if part else ''}, above "
+                        f"{bound * scale:.4g}; "
                         f"{usual:.4g} is usual (network.limits.update_ratio = {self.ratio:g})"
                     ))  # fmt: skip
-        return found
+        return reasons
 
-    def _judged(
-        self, part: str, held: Mapping[int, Measured], round: int
+    def _bounds_of(
+        self, part: str, norms: Mapping[int, PartNorms], round: int
     ) -> dict[int, tuple[float, float, float]]:
-        """Of every client the size of its update, its bound before steps count, and what is usual."""
-        changes, parts = medians(held.values())
+        """Size of the update, bound before scaling by steps, and usual size, for each client."""
+        changes, parts = medians(norms.values())
         past = [self.past[t][part] for t in sorted(self.past) if t < round and part in self.past[t]]
         # past rounds tell weights from differences; a liar has no say in that
         both = [(change, whole) for change, whole in past if change is not None]
-        both = both or [(m.change, m.itself) for m in held.values() if m.change is not None]
+        both = both or [(m.change, m.itself) for m in norms.values() if m.change is not None]
         by_change = bool(both) and low_median(c for c, _ in both) <= low_median(w for _, w in both)
-        found = {}
-        for client, m in held.items():
+        bounds = {}
+        for client, m in norms.items():
             if by_change and m.change is not None:
                 size, now, before = m.change, changes, [change for change, _ in past if change is not None]
             else:
                 size, now, before = m.itself, parts, [whole for _, whole in past]
             known = [low_median(before)] if before else []
-            if now is not None and len(held) > 1:
+            if now is not None and len(norms) > 1:
                 known.append(now)
             usual = max(known, default=0.0)
             bound = self.ratio * usual
             if not before or usual == 0:
-                bound = max(bound, self._first(m, by_change, alone=not known, moved=usual > 0))
-            found[client] = size, bound, usual
-        return found
+                bound = max(bound, self._first_bound(m, by_change, alone=not known, moved=usual > 0))
+            bounds[client] = size, bound, usual
+        return bounds
 
-    def _first(self, m: Measured, by_change: bool, alone: bool, moved: bool) -> float:
-        """What an update may measure where past rounds say nothing of it."""
+    def _first_bound(self, m: PartNorms, by_change: bool, alone: bool, moved: bool) -> float:
+        """The bound of an update without past rounds to compare with."""
         if m.change is not None and m.download > 0 and (by_change or alone):
             return m.download * (self.ratio if alone else 1.0)
         # differences without any to compare them with
         return math.inf if alone else 0.0 if moved else self.ratio
 
-    def learn(self, replies: Mapping[int, Mapping[str, Measured]], round: int) -> None:
-        """Remember the medians of a round, of all replies that were compared, the refused ones included."""
+    def learn(self, replies: Mapping[int, Mapping[str, PartNorms]], round: int) -> None:
+        """Store the medians of a round over all replies that were compared, refused ones included."""
         parts = sorted({p for measured in replies.values() for p in measured})
         self.past = {t: p for t, p in self.past.items() if t < round}
         if parts:
@@ -235,8 +231,8 @@ class NormBound:
         return cls(ratio, past)
 
 
-def medians(held: Iterable[Measured]) -> tuple[float | None, float]:
-    """Of the changes, None where there are none, and of the parts themselves."""
-    found = list(held)
-    changes = [m.change for m in found if m.change is not None]
-    return low_median(changes) if changes else None, low_median(m.itself for m in found)
+def medians(norms: Iterable[PartNorms]) -> tuple[float | None, float]:
+    """Medians of the changes (None if there are none) and of the parts."""
+    parts = list(norms)
+    changes = [m.change for m in parts if m.change is not None]
+    return low_median(changes) if changes else None, low_median(m.itself for m in parts)

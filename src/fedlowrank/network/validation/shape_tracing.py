@@ -1,8 +1,8 @@
-"""What a client's upload has to look like, found without its data: ``local_update`` is run dry.
+"""Shape tracing: finds the form of a client's upload by calling ``local_update`` without data.
 
-The method itself says what it sends. Its ``local_update`` is called as at a client, on a download without values and with a
-trainer that trains nothing, and what it returns is the form of an upload. Where clients may differ,
-:meth:`fedlowrank.core.method.Method.upload_form` says how.
+The method's ``local_update`` gets a download of zeros and a trainer that trains nothing, and its result is
+the form of the upload. If clients may send tensors of different shapes, a method overrides
+:meth:`fedlowrank.core.method.Method.upload_form`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from ...core import tree
 from ...core.method import Batch, ClientInfo, ClientView, Method, Request, Task
 from ...core.model import Model
-from .forms import Template, bare
+from .forms import Template, erase_values
 
 AnyMethod = Method[Any, Any, Any, Any]
 T = TypeVar("T")
 
 
-class DryTrainer:
-    """Does what an engine does for a client's ``local_update``, but trains nothing and needs no data.
+class TracingTrainer:
+    """Stands in for an engine in a client's ``local_update``; it trains nothing and needs no data.
 
     Args:
         method: gives the passes.
@@ -31,7 +31,7 @@ class DryTrainer:
         model: of the client.
 
     Attributes:
-        trained: names of the passes that were trained, in their order.
+        trained: names of the passes that were trained, in order.
     """
 
     def __init__(self, method: AnyMethod, task: Task, model: Model) -> None:
@@ -41,24 +41,24 @@ class DryTrainer:
         self.trained: list[str] = []
 
     def train(self, request: Request) -> Any:
-        """The start with every number changed, for a method may ask whether training changed anything."""
+        """Return the start plus one: a method may ask whether training changed anything."""
         self.trained.append(request.name)
         return tree.canonical(tree.map(lambda t: t.detach() + 1, request.start))
 
     def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
-        """The statistic of the model's own example, twice, for one example alone cannot be normalized as a batch."""
+        """The statistic of the model's example, twice: batch normalization fails on one example."""
         with torch.no_grad():
             return tree.canonical(statistic(params, self._batch(), *constants))
 
     def steps(self, name: str) -> int:
-        """As if the client had a single example: what a client says of itself must not decide how much is computed here."""
+        """The steps of a client with one example: its registered number must not decide the cost here."""
         sweep = self.passes[name]
         return sweep.epochs if sweep.steps is None else min(sweep.epochs, sweep.steps)
 
     def _batch(self) -> Batch:
-        held = self.model.example
-        named = isinstance(held, dict)
-        x: Any = {n: _twice(t) for n, t in held.items()} if named else _twice(held)
+        example = self.model.example
+        named = isinstance(example, dict)
+        x: Any = {n: _twice(t) for n, t in example.items()} if named else _twice(example)
         if self.classes:
             first = next(iter(x.values())) if named else x
             return Batch(x, torch.zeros(2, dtype=torch.int64, device=first.device))
@@ -72,17 +72,17 @@ def _twice(t: Tensor) -> Tensor:
 
 
 def expected_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> Template:
-    """What a client sends back to what it was sent.
+    """The template of a client's upload.
 
     Args:
-        method: whose ``local_update`` is run dry; what that raises is not caught.
-        task: what is to be learnt.
+        method: its ``local_update`` is traced; errors that it raises are not caught.
+        task: what is to be learned.
         info: of the client.
-        down: what it was sent; its values are not looked at.
+        down: the download; its values are not used.
     """
     model = task.model(info)
-    trainer = DryTrainer(method, task, model)
+    trainer = TracingTrainer(method, task, model)
     view = ClientView(info, task, model, 0, task.key / "dry", trainer)
     # without values nothing that a client once sent can matter here, and equal forms have equal templates
     _, upload = method.local_update(method.client_init(task, info), tree.zeros_like(down), view)
-    return Template.of(method.upload_form(bare(upload), task), tuple(trainer.trained))
+    return Template.of(method.upload_form(erase_values(upload), task), tuple(trainer.trained))

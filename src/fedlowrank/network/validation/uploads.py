@@ -1,12 +1,12 @@
-"""Validation of what a client sends: checked before a method sees it.
+"""Two-stage validation of uploads.
 
-Validation has two stages. :func:`inspect` accepts what has the form that the method declares
-(:func:`.shape_tracing.expected_upload`), is no larger than that and holds finite numbers only. What no form can tell, such as a
-class that does not exist, shows when the server computes with it: such a reply is refused, and the round goes on without it.
-A client with too many refused replies is put on a blocklist (:class:`Bans`).
+:func:`inspect` accepts an upload that has the form which the method declares
+(:func:`.shape_tracing.expected_upload`), is no larger than that, and is finite. What no form expresses, such
+as a class that does not exist, fails when the server computes with it: such a reply is refused, and the round
+goes on without it. A client with too many refused replies is put on the :class:`Blocklist`.
 
-Neither stage stops a client that lies within the form, by numbers that are plausible and wrong. What it can do is bounded by the
-norm of its update (:mod:`.norms`) and by the number of examples by which its reply is weighted (``examples_ratio``).
+Plausible but wrong numbers pass both stages. Their effect is bounded by the norm of an update (:mod:`.norms`)
+and by the number of examples by which a reply is weighted (``examples_ratio``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ...core import tree
 from ...core.contribution import Aggregator, fault_of
 from ...core.errors import CheckpointError, FedlowrankError
 from ...core.method import ClientInfo, ServerView, Task
-from .forms import Misfit, Template, fitted, short
+from .forms import MismatchError, Template, match_form, shorten
 from .norms import floats, norm
 from .shape_tracing import AnyMethod, expected_upload
 
 __all__ = [
     "FAULTS",
-    "Bans",
-    "Refused",
+    "Blocklist",
+    "RefusedReplyError",
     "Template",
     "Templates",
     "checked_contribution",
@@ -40,25 +40,26 @@ __all__ = [
 ]
 
 FAULTS = (
-    RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError, FedlowrankError
+    RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError,
+    FedlowrankError,
 )  # fmt: skip
 """What a method may raise on numbers that it did not foresee."""
 
 SLACK = 2**16
-"""Bytes that an upload, or its header, may have beyond twice what is expected: other versions of a library write it otherwise."""
+"""Bytes that an upload or its header may have beyond twice the expected size, for other library versions."""
 
-_KEPT = 256
-"""Templates remembered; a method that sends clients what they missed has one for every number of missed rounds."""
+_MAX_TEMPLATES = 256
+"""Templates in the cache; a method that sends missed updates has one for each number of missed rounds."""
 
 
-class Refused(FedlowrankError):  # noqa: N818 - says what happened to the reply, as the report of a round does
-    """A client's reply, or what it says of itself, was refused; nothing of it was used.
+class RefusedReplyError(FedlowrankError):
+    """A client's reply or registration was refused; nothing of it is used.
 
     Args:
-        client: identifier of the client.
-        path: of what is wrong, a JSON pointer; empty for all of it.
+        client: number of the client.
+        path: of the fault, a JSON pointer; empty for the whole reply.
         reason: what is wrong.
-        counts: towards a ban; a reply does not that may be of an honest client whose training diverges.
+        counts: whether it counts towards the blocklist; not where training of an honest client may diverge.
     """
 
     def __init__(self, client: int, path: str, reason: str, counts: bool = True) -> None:
@@ -69,16 +70,16 @@ class Refused(FedlowrankError):  # noqa: N818 - says what happened to the reply,
         self.reason = reason
         self.counts = counts
 
-    def __reduce__(self) -> tuple[type[Refused], tuple[int, str, str, bool]]:
+    def __reduce__(self) -> tuple[type[RefusedReplyError], tuple[int, str, str, bool]]:
         return type(self), (self.client, self.path, self.reason, self.counts)
 
 
 class Templates:
-    """:func:`expected_upload` of many clients, computed once for all that are alike and were sent what looks alike.
+    """A cache of :func:`expected_upload` for clients of the same kind and downloads of the same form.
 
     Args:
         method: whose uploads.
-        task: what is to be learnt.
+        task: what is to be learned.
     """
 
     def __init__(self, method: AnyMethod, task: Task) -> None:
@@ -90,96 +91,97 @@ class Templates:
 
         Args:
             info: of the client.
-            down: what it is sent.
+            down: its download.
 
         Raises:
-            Refused: if the method fails on what the client is sent. Before the first round that is a fault of the method or its
-                settings; later what this client sent before may be to blame.
+            RefusedReplyError: if the method fails on the download. Before the first round that is a fault of
+                the method or its settings; later this client's uploads may be the cause.
         """
         key = (info.architecture, info.rank, info.cluster, tree.signature(down))
-        found = self._known.pop(key, None)
-        if found is None:
+        template = self._known.pop(key, None)
+        if template is None:
             try:
-                found = expected_upload(self.method, self.task, info, down)
+                template = expected_upload(self.method, self.task, info, down)
             except FAULTS as error:
-                reason = f"{self.method.title} cannot work with what it would be sent: {short(repr(error))}"
-                raise Refused(info.id, "", reason) from error
+                reason = f"{self.method.title} cannot work with what it would be sent: {shorten(repr(error))}"
+                raise RefusedReplyError(info.id, "", reason) from error
         # at the end are those that were asked for last
-        self._known[key] = found
-        if len(self._known) > _KEPT:
+        self._known[key] = template
+        if len(self._known) > _MAX_TEMPLATES:
             del self._known[next(iter(self._known))]
-        return found
+        return template
 
 
 def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> Any:
-    """The upload in these bytes, if it may be handed to the method.
+    """Decode and validate an upload.
 
     Args:
-        data: as it came.
-        template: what it has to look like.
+        data: bytes of the upload.
+        template: the form that it must have.
         client: who sent it.
-        limits: what is taken from a client.
+        limits: section ``network.limits`` of the experiment.
 
     Returns:
-        A tree of the template's structure, types and shapes, keys in the template's order, all numbers finite.
+        A tree of the template's structure, types and shapes, keys in the template's order, all numbers
+        finite.
 
     Raises:
-        Refused: if it is anything else.
+        RefusedReplyError: if it is invalid.
     """
     _check_size(data, template, client, limits)
     try:
-        found = tree.decode(data if isinstance(data, bytes) else bytes(data), template.bools)
-        upload = fitted(template.form, found)
+        decoded = tree.decode(data if isinstance(data, bytes) else bytes(data), template.bools)
+        upload = match_form(template.form, decoded)
     except tree.TreeError as error:
-        raise Refused(client.id, "", short(str(error))) from error
-    except Misfit as error:
-        raise Refused(client.id, error.path, f"expected {error.expected}, found {error.found}") from error
+        raise RefusedReplyError(client.id, "", shorten(str(error))) from error
+    except MismatchError as error:
+        raise RefusedReplyError(
+            client.id, error.path, f"expected {error.expected}, found {error.found}"
+        ) from error
     total = 0.0
     for path, number in floats(upload):
         total = math.hypot(total, norm(number))
         if not math.isfinite(total):
-            raise Refused(client.id, path, "it holds a NaN or an infinity")
+            raise RefusedReplyError(client.id, path, "it holds a NaN or an infinity")
     if limits.max_norm is not None and total > limits.max_norm:
         reason = f"its norm is {total:.4g}, above limits.max_norm = {limits.max_norm:.4g}"
-        raise Refused(client.id, "", reason, counts=False)
+        raise RefusedReplyError(client.id, "", reason, counts=False)
     return upload
 
 
-def most_bytes(template: Template, limits: Limits) -> int:
+def max_upload_bytes(template: Template, limits: Limits) -> int:
     """Bytes that an upload may have."""
     return 2 * template.bytes + SLACK if limits.max_bytes is None else limits.max_bytes
 
 
 def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> None:
-    """Whatever can be told without a look at what the bytes say."""
+    """Check sizes before anything is decoded."""
     if limits.max_examples is not None and client.examples > limits.max_examples:
-        claim = f"it claims {client.examples} training examples, above limits.max_examples = {limits.max_examples}"
-        raise Refused(client.id, "", claim)
-    size, most = memoryview(data).nbytes, most_bytes(template, limits)
+        claim = f"it claims {client.examples} training examples"
+        raise RefusedReplyError(client.id, "", f"{claim}, above limits.max_examples = {limits.max_examples}")
+    size, most = memoryview(data).nbytes, max_upload_bytes(template, limits)
     if size > most:
-        raise Refused(client.id, "", f"it has {size} bytes; at most {most} are taken (limits.max_bytes)")
+        raise RefusedReplyError(
+            client.id, "", f"it has {size} bytes; at most {most} are taken (limits.max_bytes)"
+        )
     # a header of many small parts takes many times its size in memory once it is read
     header, most = int.from_bytes(data[:8], "little"), 2 * template.header + SLACK
     if header > most:
-        raise Refused(
+        raise RefusedReplyError(
             client.id, "", f"its header has {header} bytes, where about {template.header} are expected"
         )
 
 
 def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
-    """The contribution of an inspected upload.
-
-    Raises:
-        Refused: if the method fails on it, or its numbers cannot be aggregated.
-    """
+    """The contribution of an upload; raises RefusedReplyError if the method fails or it is not finite."""
     try:
-        found = method.contribution(upload, client, server)
-        fault = fault_of(found)
+        contribution = method.contribution(upload, client, server)
+        fault = fault_of(contribution)
     except FAULTS as error:
-        raise Refused(client.id, "", _cannot_use(method, client, error)) from error
+        raise RefusedReplyError(client.id, "", _cannot_use(method, client, error)) from error
     if fault is not None:
-        raise Refused(client.id, "", f"{method.title} cannot use what it contributes: {fault}")
-    return found
+        raise RefusedReplyError(client.id, "", f"{method.title} cannot use what it contributes: {fault}")
+    return contribution
 
 
 def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView) -> Any:
@@ -193,8 +195,10 @@ def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView)
     for path, number in floats(new):
         if not math.isfinite(norm(number)):
             raise FedlowrankError(
-                f"{method.title}, round {view.round}: the server's new state would hold a NaN or an infinity at "
-                f"{path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or set limits.max_norm."
+                f"{method.title}, round {view.round}: the server's new state would hold a NaN or an "
+                "infinity at "
+                f"{path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or set "
+                "limits.max_norm."
             )
     return new
 
@@ -205,16 +209,16 @@ def update_without_faulty(
     """The server's next state without the replies on which the update fails alone.
 
     Args:
-        method: whose update failed on the total of all contributions.
+        method: its update failed on the total of all contributions.
         server: its state.
-        contribution: gives a client's contribution again.
+        contribution: computes a client's contribution again.
         view: of the server; names who replied.
 
     Returns:
-        The new state, and the reason for every client whose reply was left out. Without any reply left the state is the old one.
+        The new state (the old one if no reply is left), and the reason for every client that was left out.
 
     Raises:
-        Exception: as :func:`checked_update`, if no single reply is to blame, or those that are left fail together.
+        Exception: as :func:`checked_update`, if no single reply is the cause, or the others fail together.
     """
 
     def update(clients: Sequence[ClientInfo]) -> Any:
@@ -234,36 +238,41 @@ def update_without_faulty(
 
 
 def _cannot_use(method: AnyMethod, client: ClientInfo, error: Exception) -> str:
-    return f"{method.title} cannot use the reply of client {client.id}: {short(f'{type(error).__name__}: {error}')}"
+    reason = shorten(f"{type(error).__name__}: {error}")
+    return f"{method.title} cannot use the reply of client {client.id}: {reason}"
 
 
 @dataclass
-class Bans:
-    """Which clients take no further part, because their replies were refused too often.
+class Blocklist:
+    """Clients that are excluded because their replies were refused too often.
 
     Attributes:
-        after: how often is too often; 0 for never.
+        after: refused replies after which a client is blocked; 0 for never.
         counts: refused replies by client.
     """
 
     after: int
     counts: dict[int, int] = field(default_factory=dict)
 
-    def refuse(self, client: int) -> bool:
-        """Count a refused reply; whether its client is banned now."""
+    def add_refusal(self, client: int) -> bool:
+        """Count a refused reply; whether its client is blocked now."""
         self.counts[client] = self.counts.get(client, 0) + 1
-        return self.banned(client)
+        return self.is_blocked(client)
 
-    def banned(self, client: int) -> bool:
-        """Whether the client takes no further part."""
+    def is_blocked(self, client: int) -> bool:
+        """Whether the client is excluded."""
         return 0 < self.after <= self.counts.get(client, 0)
+
+    def reason(self, client: int) -> str:
+        """Why a client is blocked."""
+        return f"client {client} is on the blocklist: {self.counts[client]} of its replies were refused"
 
     def to_json(self) -> dict[str, int]:
         """The counts, to be stored with a checkpoint."""
         return {str(client): count for client, count in sorted(self.counts.items())}
 
     @classmethod
-    def from_json(cls, after: int, stored: Mapping[str, Any]) -> Bans:
+    def from_json(cls, after: int, stored: Mapping[str, Any]) -> Blocklist:
         """Inverse of :meth:`to_json`.
 
         Raises:
@@ -273,5 +282,5 @@ class Bans:
             isinstance(i, str) and i.isdecimal() and type(n) is int and n >= 0 for i, n in stored.items()
         )
         if not sound:
-            raise CheckpointError(f"the counts of refused replies are damaged: {short(repr(stored))}")
+            raise CheckpointError(f"the counts of refused replies are damaged: {shorten(repr(stored))}")
         return cls(after, {int(i): n for i, n in stored.items()})

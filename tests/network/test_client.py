@@ -21,8 +21,8 @@ from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.engines.base import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network import client as module
-from fedlowrank.network.client import Party, own_share, prepare
-from fedlowrank.network.client_memory import Memory
+from fedlowrank.network.client import ClientRuntime, own_share, prepare
+from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.messages import Order, sections
 from fedlowrank.network.server import NetworkError
 from fedlowrank.simulation.run import Run
@@ -57,11 +57,11 @@ def order(run: Run, /, **fields: Any) -> Order:
     return Order(**{**given, **fields})
 
 
-# -- the folder --------------------------------------------------------------------------------------------------------
+# -- the folder
 
 
 def test_preparing_twice_keeps_what_the_client_remembers(made: ExperimentConfig, folder: Path) -> None:
-    memory = Memory(folder / RUN)
+    memory = ClientMemory(folder / RUN)
     memory.propose(0, 1, {"x": 1}, b"", "o", "a")
     memory.at(1)
     # where its things lie and how it is reached is nobody else's business
@@ -69,8 +69,8 @@ def test_preparing_twice_keeps_what_the_client_remembers(made: ExperimentConfig,
     shares = made.shares()
     fewer = dataclasses.replace(shares.data[1], train=shares.data[1].train.take(torch.arange(3)))
     prepare(folder, changed, 1, dataclasses.replace(shares, data=(shares.data[0], fewer, shares.data[2])))
-    assert Memory(folder / RUN).at(1) == {"x": 1}
-    found = Party(folder)
+    assert ClientMemory(folder / RUN).at(1) == {"x": 1}
+    found = ClientRuntime(folder)
     assert len(found.data.train) == 3
     assert found.made.run.threads == 2
     assert torch.equal(found.data.test.x, shares.data[1].test.x)  # type: ignore[arg-type]
@@ -97,11 +97,11 @@ def test_a_folder_of_another_client_or_experiment_is_refused_and_left_alone(
 
 def test_a_folder_that_is_none_is_named(made: ExperimentConfig, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not a client's folder"):
-        Party(tmp_path / "nowhere")
+        ClientRuntime(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot make .*file/x"):
         prepare(tmp_path / "file" / "x", made, 1, made.shares())
-    stored = json.loads((folder / "party.json").read_text())
+    stored = json.loads((folder / "client.json").read_text())
     damaged: list[Any] = [
         "",
         "{",
@@ -113,19 +113,19 @@ def test_a_folder_that_is_none_is_named(made: ExperimentConfig, folder: Path, tm
     ]
     damaged += [{**stored, "client": "1"}, {**stored, "tables": 3}, {**stored, "clients": None}]
     for text in damaged:
-        (folder / "party.json").write_text(text if isinstance(text, str) else json.dumps(text))
-        with pytest.raises(CheckpointError, match=r"party\.json is damaged"):
-            Party(folder)
-        with pytest.raises(CheckpointError, match=r"party\.json is damaged"):
+        (folder / "client.json").write_text(text if isinstance(text, str) else json.dumps(text))
+        with pytest.raises(CheckpointError, match=r"client\.json is damaged"):
+            ClientRuntime(folder)
+        with pytest.raises(CheckpointError, match=r"client\.json is damaged"):
             prepare(folder, made, 1, made.shares())
-    (folder / "party.json").write_text(json.dumps(stored))
+    (folder / "client.json").write_text(json.dumps(stored))
     data = (folder / "data.tree").read_bytes()
     for other in (None, b"", data[:-1], tree.encode({"train": 3}), tree.encode(None)):
         (folder / "data.tree").unlink(missing_ok=True)
         if other is not None:
             (folder / "data.tree").write_bytes(other)
         with pytest.raises(CheckpointError, match=r"data\.tree is (missing or )?damaged"):
-            Party(folder)
+            ClientRuntime(folder)
 
 
 def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(
@@ -136,38 +136,38 @@ def test_a_disk_that_is_full_leaves_no_folder_that_looks_whole(
         with carrier.world(), pytest.raises(CheckpointError, match="No space left"):
             prepare(tmp_path / str(place), made, 1, made.shares())
         prepare(tmp_path / str(place), made, 1, made.shares())
-        assert len(Party(tmp_path / str(place)).data.train)
+        assert len(ClientRuntime(tmp_path / str(place)).data.train)
 
 
-# -- who it is ---------------------------------------------------------------------------------------------------------
+# -- who it is
 
 
-def test_it_introduces_itself_without_an_example(made: ExperimentConfig, folder: Path) -> None:
-    words, body = Party(folder).hello()
+def test_it_registers_without_an_example(made: ExperimentConfig, folder: Path) -> None:
+    header, payload = ClientRuntime(folder).registration()
     mine = made.shares().data[1]
-    assert (words.client, words.examples, words.sizes) == (
+    assert (header.client, header.examples, header.sizes) == (
         1,
         len(mine.train),
         (len(mine.val), len(mine.test)),
     )
-    assert words.sections == sections(made.to_dict())
-    assert words.base == ""
-    form = tree.decode(body)
+    assert header.sections == sections(made.to_dict())
+    assert header.base == ""
+    form = tree.decode(payload)
     assert form["x"].shape == (0, 4)
     assert form["y"].shape == (0,)
     assert form["y"].dtype == torch.int64
     assert form["classes"] == list(made.shares().classes)
-    assert len(body) < 1000
+    assert len(payload) < 1000
 
 
-# -- its answers -------------------------------------------------------------------------------------------------------
+# -- its answers
 
 
 def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, folder: Path) -> None:
     carrier = LocalTransport({101: folder})
     with carrier.world():
-        first = Party(folder).answer(order(run), download(run))
-        again = Party(folder).answer(order(run), download(run))
+        first = ClientRuntime(folder).answer(order(run), download(run))
+        again = ClientRuntime(folder).answer(order(run), download(run))
         assert again == first
         assert carrier.trained == [(1, 0)]
         # the sequential run sends the same
@@ -175,13 +175,13 @@ def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, fold
         assert first[1] == tree.encode(outcome.upload)
         assert (first[0].steps, first[0].flops) == (outcome.meter.steps, outcome.meter.flops)
         assert first[0].losses == outcome.meter.losses
-        # another order is another order, be it by its words or by its body alone
+        # another order is another order, be it by its header or by its payload alone
         trains = len(carrier.trained)
-        for other, body in (
+        for other, payload in (
             (order(run), other_download(run)),
             (order(run, evaluate=True), other_download(run)),
         ):
-            Party(folder).answer(other, body)
+            ClientRuntime(folder).answer(other, payload)
             trains += 1
             assert len(carrier.trained) == trains
 
@@ -200,29 +200,33 @@ def test_a_run_that_went_back_asks_for_old_rounds_again_and_orders_of_before_are
     run: Run, folder: Path
 ) -> None:
     for t in range(3):
-        assert Party(folder).answer(order(run, round=t, stamp=t), download(run))[0].problem == ""
-    before = tree.decode(Party(folder).answer(order(run, round=1, stamp=1, branch=1), other_download(run))[1])
-    # from the state after round 1, as a party that never went further
+        assert ClientRuntime(folder).answer(order(run, round=t, stamp=t), download(run))[0].problem == ""
+    before = tree.decode(
+        ClientRuntime(folder).answer(order(run, round=1, stamp=1, branch=1), other_download(run))[1]
+    )
+    # from the state after round 1, as a client that never went further
     fresh = folder.with_name("fresh")
-    prepare(fresh, Party(folder).made, 1, Party(folder).made.shares())
-    Party(fresh).answer(order(run), download(run))
-    wanted = tree.decode(Party(fresh).answer(order(run, round=1, stamp=1), other_download(run))[1])
+    prepare(fresh, ClientRuntime(folder).made, 1, ClientRuntime(folder).made.shares())
+    ClientRuntime(fresh).answer(order(run), download(run))
+    wanted = tree.decode(ClientRuntime(fresh).answer(order(run, round=1, stamp=1), other_download(run))[1])
     assert tree.equal(before, wanted)
-    late, body = Party(folder).answer(order(run, round=3, stamp=2), download(run))
-    assert (late.kind, body) == ("other", b"")
-    assert Party(folder).answer(order(run, round=2, stamp=2, branch=1), download(run))[0].problem == ""
+    late, payload = ClientRuntime(folder).answer(order(run, round=3, stamp=2), download(run))
+    assert (late.kind, payload) == ("other", b"")
+    assert (
+        ClientRuntime(folder).answer(order(run, round=2, stamp=2, branch=1), download(run))[0].problem == ""
+    )
 
 
 def test_a_damaged_state_is_not_built_on(run: Run, folder: Path) -> None:
     for t in range(2):
-        assert Party(folder).answer(order(run, round=t, stamp=t), download(run))[0].problem == ""
+        assert ClientRuntime(folder).answer(order(run, round=t, stamp=t), download(run))[0].problem == ""
     path = folder / RUN / "000002.tree"
     data = path.read_bytes()
     place = data.index(b"\n") + 500
     path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-    words, body = Party(folder).answer(order(run, round=2, stamp=2), download(run))
-    assert (words.kind, body) == ("disk", b"")
-    assert "000002.tree is damaged: its digest is not the one in its first line" in words.problem
+    header, payload = ClientRuntime(folder).answer(order(run, round=2, stamp=2), download(run))
+    assert (header.kind, payload) == ("disk", b"")
+    assert "000002.tree is damaged: its digest is not the one in its first line" in header.problem
 
 
 def test_damaged_examples_are_not_trained_on(run: Run, folder: Path) -> None:
@@ -231,16 +235,16 @@ def test_damaged_examples_are_not_trained_on(run: Run, folder: Path) -> None:
     for place in range(0, len(data), 97):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
         with pytest.raises(CheckpointError, match=r"data\.tree is damaged"):
-            Party(folder)
+            ClientRuntime(folder)
 
 
 def test_runs_have_memories_of_their_own(run: Run, folder: Path) -> None:
-    Party(folder).answer(order(run), download(run))
-    words, _ = Party(folder).answer(order(run, run="other", round=1, stamp=1), download(run))
-    assert words.kind == "state"
-    assert "was lost or is of another machine" in words.problem
-    words, _ = Party(folder).answer(order(run, round=1, stamp=1), download(run))
-    assert words.problem == ""
+    ClientRuntime(folder).answer(order(run), download(run))
+    header, _ = ClientRuntime(folder).answer(order(run, run="other", round=1, stamp=1), download(run))
+    assert header.kind == "state"
+    assert "was lost or is of another machine" in header.problem
+    header, _ = ClientRuntime(folder).answer(order(run, round=1, stamp=1), download(run))
+    assert header.problem == ""
 
 
 @pytest.mark.parametrize(
@@ -249,18 +253,18 @@ def test_runs_have_memories_of_their_own(run: Run, folder: Path) -> None:
 def test_a_run_with_a_name_that_is_a_path_is_refused(run: Run, folder: Path, name: str) -> None:
     before = sorted(folder.parent.rglob("*"))
     with pytest.raises(ConfigError, match="the server calls its run"):
-        Party(folder).answer(order(run, run=name), download(run))
+        ClientRuntime(folder).answer(order(run, run=name), download(run))
     assert [p for p in sorted(folder.parent.rglob("*")) if p.name != "lock"] == before
 
 
 def test_training_that_diverges_is_reported_and_keeps_the_state(run: Run, folder: Path) -> None:
-    Party(folder).answer(order(run), download(run))
-    words, body = Party(folder).answer(order(run, round=1, stamp=1), nan_download(run))
-    assert (words.kind, body) == ("training", b"")
-    assert "not finite" in words.problem
-    assert (words.steps, words.losses) == (0, {})
-    words, _ = Party(folder).answer(order(run, round=2, stamp=1), download(run))
-    assert words.problem == ""
+    ClientRuntime(folder).answer(order(run), download(run))
+    header, payload = ClientRuntime(folder).answer(order(run, round=1, stamp=1), nan_download(run))
+    assert (header.kind, payload) == ("training", b"")
+    assert "not finite" in header.problem
+    assert (header.steps, header.losses) == (0, {})
+    header, _ = ClientRuntime(folder).answer(order(run, round=2, stamp=1), download(run))
+    assert header.problem == ""
 
 
 def nan_download(run: Run) -> bytes:
@@ -269,21 +273,21 @@ def nan_download(run: Run) -> bytes:
 
 
 def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(run: Run, folder: Path) -> None:
-    party, now = Party(folder), order(run, round=1, stamp=1)
-    party.answer(order(run), download(run))
+    runtime, now = ClientRuntime(folder), order(run, round=1, stamp=1)
+    runtime.answer(order(run), download(run))
     shutil.copytree(folder / RUN, folder / "before")
-    wanted = party.answer(now, download(run))
+    wanted = runtime.answer(now, download(run))
     for place in range(30):
         shutil.rmtree(folder / RUN)
         shutil.copytree(folder / "before", folder / RUN)
         carrier = LocalTransport({}, hazards={0: Hazard({place}, no_space)})
         with carrier.world():
-            words, body = party.answer(now, download(run))
-        if words.problem:
-            assert (words.kind, body) == ("disk", b"")
-            assert "No space left on device" in words.problem
+            header, payload = runtime.answer(now, download(run))
+        if header.problem:
+            assert (header.kind, payload) == ("disk", b"")
+            assert "No space left on device" in header.problem
         # whatever happened, once there is room again all is as if nothing had
-        assert party.answer(now, download(run)) == wanted
+        assert runtime.answer(now, download(run)) == wanted
         if len(carrier.hazards[0].points) <= place:
             break
     # the state: not synced, not renamed, renamed, its folder not synced
@@ -291,25 +295,25 @@ def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(run: Run, folder: Pa
 
 
 def test_an_order_of_a_round_that_is_over_changes_nothing(run: Run, folder: Path) -> None:
-    Party(folder).answer(order(run), download(run))
+    ClientRuntime(folder).answer(order(run), download(run))
     # the reply was lost, and the server went on; then a process of before gets to its old order
-    Party(folder).answer(order(run, round=2), download(run))
-    words, body = Party(folder).answer(order(run, round=1), download(run))
-    assert (words.kind, body) == ("other", b"")
-    assert "an order of round 2 came when one of round 3 had been answered" in words.problem
-    assert Party(folder).answer(order(run, round=3, stamp=3), download(run))[0].problem == ""
+    ClientRuntime(folder).answer(order(run, round=2), download(run))
+    header, payload = ClientRuntime(folder).answer(order(run, round=1), download(run))
+    assert (header.kind, payload) == ("other", b"")
+    assert "an order of round 2 came when one of round 3 had been answered" in header.problem
+    assert ClientRuntime(folder).answer(order(run, round=3, stamp=3), download(run))[0].problem == ""
 
 
 def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path) -> None:
     done = threading.Event()
-    other = Party(folder)
+    other = ClientRuntime(folder)
 
     def work() -> None:
         other.answer(order(run), download(run))
         done.set()
 
     thread = threading.Thread(target=work)
-    with module._alone(folder):
+    with module._lock(folder):
         thread.start()
         assert not done.wait(0.3)
     thread.join(60)
@@ -317,21 +321,23 @@ def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path)
 
 
 def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
-    Party(folder).answer(order(run), download(run))
+    ClientRuntime(folder).answer(order(run), download(run))
     run.step()
-    words, _ = Party(folder).answer(order(run, stamp=1, train=False, evaluate=True, last=True), download(run))
+    header, _ = ClientRuntime(folder).answer(
+        order(run, stamp=1, train=False, evaluate=True, last=True), download(run)
+    )
     model = safetensors.torch.load_file(folder / RUN / "model" / "model.safetensors")
     wanted = run.personal(run.federation.infos[1])
     assert tree.equal(model, {n: wanted[n] for n in model})
     assert model.keys() == wanted.keys()
-    assert words.evaluation is not None
+    assert header.evaluation is not None
     found = run.evaluation()
     assert found is not None
-    assert words.evaluation.accuracy["personal"]["test"] == found.accuracy["personal"]["test"][1]
-    assert (words.steps, words.losses, words.problem) == (0, {}, "")
+    assert header.evaluation.accuracy["personal"]["test"] == found.accuracy["personal"]["test"][1]
+    assert (header.steps, header.losses, header.problem) == (0, {}, "")
 
 
-# -- data of one's own -------------------------------------------------------------------------------------------------
+# -- data of one's own
 
 
 @pytest.fixture
@@ -403,7 +409,7 @@ def test_a_client_with_other_columns_is_not_admitted(
     assert [r.lost for r in result.rounds[1:]] == [{"2": "client 2 is not connected"}] * 3
 
 
-def test_a_party_of_another_experiment_serves_none(made: ExperimentConfig, tmp_path: Path) -> None:
+def test_a_client_of_another_experiment_is_rejected(made: ExperimentConfig, tmp_path: Path) -> None:
     carrier = local(made, tmp_path)
     other = small("feddyn")
     prepare(tmp_path / "other", other, 1, other.shares())

@@ -1,10 +1,11 @@
-"""One of Flower's programs as a process of ours: started in a session of its own, watched, ended with all it started."""
+"""A subprocess that runs one of Flower's commands in its own session, and ends with its process tree."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import json
+import logging
 import os
 import re
 import shutil
@@ -19,23 +20,28 @@ from pathlib import Path
 from ...core.errors import CheckpointError, ConfigError, FedlowrankError
 from ...core.files import as_checkpoint_error, write_json
 from ...simulation.lock import exclusive, identify, is_alive
-from . import process_tree as family
+from . import process_tree
 
-Say = Callable[[str], None]
+logger = logging.getLogger(__name__)
+
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ProcessError(FedlowrankError):
-    """One of Flower's programs did not start, ended, or refused what it was asked."""
+    """A command of Flower did not start, ended, or failed."""
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Variables for every process of Flower: this process's own, and what keeps Flower quiet, private and offline.
+    """The environment of Flower's processes, which keeps them quiet, private and offline.
 
     Args:
-        home: folder for what Flower keeps: its connections, and the apps that it unpacks.
+        home: folder for what Flower stores.
     """
     own = os.environ
+    # processes of one machine talk over loopback, which no proxy reaches; where both spellings are set, the
+    # first counts
+    direct = own.get("no_proxy") or own.get("NO_PROXY")
+    no_proxy = ",".join(filter(None, [direct, "localhost", "127.0.0.1", "::1"]))
     forced = {
         "FLWR_HOME": str(home.absolute()),
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -46,49 +52,39 @@ def environment(home: Path) -> dict[str, str]:
         # or the server would listen on two more ports, which have no guard
         "FLWR_INTERNAL_GRPC_CONTROL_API": "0",
         "FLWR_INTERNAL_GRPC_FLEET_API": "0",
-        # programs start one another by name
+        # Flower's processes start one another by name
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), own.get("PATH", os.defpath)]),
-        # what a program printed before it was killed should be in the log
+        # the log should hold what a process printed before it was killed
         "PYTHONUNBUFFERED": "1",
+        "no_proxy": no_proxy,
+        "NO_PROXY": no_proxy,
     }
-    # programs of one machine talk over loopback, which no proxy reaches; where both spellings are set, the first counts
-    direct = own.get("no_proxy") or own.get("NO_PROXY")
-    forced["no_proxy"] = forced["NO_PROXY"] = ",".join(
-        filter(None, [direct, "localhost", "127.0.0.1", "::1"])
-    )
-    # the second is the pause in seconds between two looks for work, which every message waits for; it is 1 by default
+    # the second is the pause in seconds between two looks for work, which every message waits for; it is 1 by
+    # default
     return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **own, **forced}
 
 
-def find_program(name: str) -> str:
-    """The path of one of Flower's commands.
-
-    Args:
-        name: of the command.
-
-    Raises:
-        ConfigError: if Flower is not installed beside this package.
-    """
-    found = shutil.which(name, path=environment(Path())["PATH"])
-    if found is None:
+def find_command(name: str) -> str:
+    """The path of one of Flower's commands; raises ConfigError if Flower is not installed."""
+    path = shutil.which(name, path=environment(Path())["PATH"])
+    if path is None:
         raise ConfigError(f"there is no command {name}: Flower is missing. Install fedlowrank[network].")
-    return found
+    return path
 
 
 def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
-    """A socket that listens, which shows that nobody else does.
+    """Open a listening socket, which shows that the port is free.
 
     Args:
         host: address of this machine.
         port: or 0 for a free one.
-        seconds: to wait at most for a port that is in use.
+        seconds: to wait for a port that is in use.
     """
     end = time.monotonic() + seconds
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         try:
-            return socket.create_server(
-                (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
+            return socket.create_server((host, port), family=family)
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                 raise
@@ -96,37 +92,32 @@ def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine on which nobody listens at present.
-
-    Args:
-        host: address of this machine.
-    """
-    with listen(host, 0) as found:
-        port: int = found.getsockname()[1]
+    """A port of this machine that is not in use."""
+    with listen(host, 0) as listener:
+        port: int = listener.getsockname()[1]
         return port
 
 
-class Program:
-    """One of Flower's programs.
+class FlowerProcess:
+    """A subprocess that runs one of Flower's commands.
 
     Args:
-        home: folder of its log and of what Flower keeps; made if it does not exist, and readable by its owner only.
-        name: of the program, which also names the log.
-        variables: for its environment and that of everything it starts, in addition to :func:`environment`.
-        say: is told in a line when something of note happens.
+        home: folder of its log and of what Flower stores; made readable by its owner only.
+        name: of the command, which also names the log.
+        variables: for its environment and that of its process tree, in addition to :func:`environment`.
     """
 
-    def __init__(self, home: Path, name: str, variables: Mapping[str, str] | None, say: Say | None) -> None:
+    def __init__(self, home: Path, name: str, variables: Mapping[str, str] | None = None) -> None:
         self.home = home.absolute()
         self.name = name
         self.log = self.home / f"{name}.log"
         self.variables = {**environment(self.home), **(variables or {})}
-        self.say: Say = say or (lambda _: None)
+        self.ended_orphans = False
         self._process: subprocess.Popen[bytes] | None = None
         self._begin = 0
         self._record = self.home / f"{name}.process.json"
-        self._lock: contextlib.ExitStack | None = None
-        self.ended_orphans = False
+        self._lock = contextlib.ExitStack()
+        self._is_locked = False
 
     @property
     def pid(self) -> int | None:
@@ -140,14 +131,10 @@ class Program:
 
     def alive(self) -> bool:
         """Whether it runs."""
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self.code is None
 
     def tail(self, lines: int = 20) -> str:
-        """The end of what it has said since its last start.
-
-        Args:
-            lines: at most so many; empty ones are left out.
-        """
+        """The last lines of its log since its last start, without empty ones."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as file:
@@ -157,64 +144,53 @@ class Program:
         return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-lines:])
 
     def kill(self) -> None:
-        """End it and all it started at once, without a word to anyone.
-
-        Raises:
-            ProcessError: if a process withstands that.
-        """
+        """Kill it and its process tree; raises ProcessError if a process survives."""
         self._end(signal.SIGKILL, 0)
         self._release()
 
     def close(self, seconds: float = 10.0) -> None:
-        """Ask it to end, and see to it that it does.
-
-        Args:
-            seconds: after which it is killed, with all it started.
+        """Ask it to end, and kill it and its process tree after so many seconds.
 
         Raises:
-            ProcessError: if a process withstands that.
+            ProcessError: if a process survives.
         """
         self._end(signal.SIGTERM, seconds)
         self._release()
 
     def _own_address(self) -> str | None:
-        """Where its children reach it, if it has any."""
+        """The address under which its children reach it, if any."""
         return None
 
     def _prepare(self) -> None:
-        """Make and lock its home; and if it was started before, by whomever, end what is left of that."""
+        """Make and lock its home, and end what is left of an earlier start."""
         if self.alive():
             raise ProcessError(f"{self.name} runs already, as process {self.pid}")
         self._end(signal.SIGKILL, 0)
         with as_checkpoint_error(f"cannot make {self.home}"):
             self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if self._lock is None:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(exclusive(self.home))
-                self._lock = stack.pop_all()
+        if not self._is_locked:
+            self._lock.enter_context(exclusive(self.home))
+            self._is_locked = True
             self._end_orphans()
 
     def _release(self) -> None:
-        """Let others start it in the same home."""
+        """Remove the record of its process and unlock its home."""
         self._record.unlink(missing_ok=True)
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        self._lock.close()
+        self._is_locked = False
 
     def _end_orphans(self) -> None:
-        """End what was started in this home by a process that was killed; the lock shows that it is gone."""
+        """End what a killed process has started in this home; the lock shows that it is gone."""
         try:
-            found = json.loads(self._record.read_text())
-            pid, address = int(found["pid"]), str(found["address"])
+            record = json.loads(self._record.read_text())
+            pid, address = int(record["pid"]), str(record["address"])
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return
-        lives = is_alive(found)
-        groups = self._groups_of(pid, address, lives)
+        groups = _groups_of(pid, address, is_alive(record))
         if groups:
             self.ended_orphans = True
-            self.say(f"{self.name} of an earlier start, process {pid}, was left running; it is ended")
-            left = family.kill(groups)
-            if left:
+            logger.info("%s of an earlier start, process %d, was left running; it is ended", self.name, pid)
+            if left := process_tree.kill(groups):
                 raise ProcessError(f"processes of an earlier start cannot be ended: {sorted(left)}")
 
     def _launch(self, command: Sequence[str]) -> None:
@@ -233,27 +209,27 @@ class Program:
             except CheckpointError:
                 self.kill()
                 raise
-        self.say(f"{self.name} started as process {self.pid}; it writes to {self.log}")
+        logger.info("%s started as process %d; it writes to %s", self.name, self._process.pid, self.log)
 
     def _await(self, is_ready: Callable[[], bool], what: str, seconds: float) -> None:
-        """Wait until something is so. If it never comes to that, nothing is left of the program."""
+        """Wait until a condition holds; kill the process if that fails."""
         deadline = time.monotonic() + seconds
         try:
             while not is_ready():
                 if not self.alive():
                     raise ProcessError(
-                        f"{self.name} ended with code {self.code} before {what}. {self._last_words()}"
+                        f"{self.name} ended with code {self.code} before {what}. {self._log_end()}"
                     )
                 if time.monotonic() > deadline:
                     raise ProcessError(
-                        f"{self.name} took more than {seconds:g} s until {what}. {self._last_words()}"
+                        f"{self.name} took more than {seconds:g} s until {what}. {self._log_end()}"
                     )
                 time.sleep(0.05)
         except BaseException:
             self.kill()
             raise
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         return f"The end of {self.log}:\n{self.tail()}"
 
     def _end(self, how: signal.Signals, seconds: float) -> None:
@@ -262,26 +238,20 @@ class Program:
         if self.alive() and how == signal.SIGKILL:
             # so that it starts nothing more while its children are listed
             self._process.send_signal(signal.SIGSTOP)
-        groups = self._groups()
+        groups = _groups_of(self._process.pid, str(self._own_address()), self.alive())
         if self.alive():
             self._process.send_signal(how)
-        family.await_end(groups, seconds)
-        left = family.kill(groups)
-        if left:
+        process_tree.wait_for_end(groups, seconds)
+        if left := process_tree.kill(groups):
             raise ProcessError(f"{self.name} left processes that cannot be ended: {sorted(left)}")
         self._process.wait()
 
-    def _groups(self) -> set[int]:
-        """Process groups of all that it started, and its own while it runs; the number of one that ended may be another's."""
-        if self._process is None:
-            return set()
-        return self._groups_of(self._process.pid, str(self._own_address()), self.alive())
 
-    def _groups_of(self, pid: int, address: str, lives: bool) -> set[int]:
-        # a child that outlives it, and all that this child started, are one group
-        child = f" --runtime-api-address {address} --parent-pid {pid} "
-        found = [process for process in family.processes().values() if child in f"{process.command} "]
-        if lives:
-            found += family.descendants(pid).values()
-            return {pid} | {process.group for process in found}
-        return {process.group for process in found}
+def _groups_of(pid: int, address: str, is_running: bool) -> set[int]:
+    """Process groups of a process tree, with its root's only if that runs: its number may be reused."""
+    # a child that outlives the root, and the child's own tree, are one group
+    child = f" --runtime-api-address {address} --parent-pid {pid} "
+    groups = {p.group for p in process_tree.processes().values() if child in f"{p.command} "}
+    if is_running:
+        groups |= {pid, *(p.group for p in process_tree.descendants(pid).values())}
+    return groups

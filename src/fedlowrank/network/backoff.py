@@ -1,0 +1,54 @@
+"""Exponential backoff for clients that are connected but do not reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_EXPONENT = 10
+"""The longest pause is 2 to this power, in rounds."""
+
+
+@dataclass
+class Backoff:
+    """Counts orders without a reply and pauses the clients that missed too many.
+
+    A client that missed ``after`` orders in a row is paused for one round and asked again; then for two,
+    four, eight, ... rounds, until it replies.
+
+    Attributes:
+        after: missed orders in a row after which a client is paused; 0 for never.
+        counts: missed orders in a row, by client.
+        until: completed rounds from which a paused client is asked again.
+    """
+
+    after: int
+    counts: dict[int, int] = field(default_factory=dict)
+    until: dict[int, int] = field(default_factory=dict)
+
+    def record_timeout(self, client: int, round: int) -> int:
+        """Count a missed order after so many completed rounds; returns the rounds of the client's pause."""
+        count = self.counts[client] = self.counts.get(client, 0) + 1
+        if not self.after or count < self.after:
+            return 0
+        pause: int = 2 ** min(count - self.after, MAX_EXPONENT)
+        self.until[client] = round + 1 + pause
+        return pause
+
+    def record_reply(self, client: int) -> None:
+        """End a client's pause and reset its count."""
+        self.counts.pop(client, None)
+        self.until.pop(client, None)
+
+    def is_paused(self, client: int, round: int) -> bool:
+        """Whether a client gets no order after so many completed rounds."""
+        return round < self.until.get(client, 0)
+
+    def to_json(self) -> dict[str, int]:
+        """The counts, to be stored. Pauses are not: a server that is restarted asks every client."""
+        return {str(client): count for client, count in sorted(self.counts.items())}
+
+    @classmethod
+    def from_json(cls, after: int, stored: Mapping[str, int]) -> Backoff:
+        """Inverse of :meth:`to_json`."""
+        return cls(after, {int(client): int(count) for client, count in stored.items()})
