@@ -127,13 +127,20 @@ def flat(value: Any, path: str = "") -> dict[str, float]:
     return {p: v for key, child in items for p, v in flat(child, f"{path}/{key}").items()}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_every_engine_keeps_the_same_accounts(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "engines"),
+    [
+        ("fedkd", list(ENGINES)),
+        *((name, ["sequential", "vectorized"]) for name in METHODS if name != "fedkd"),
+    ],
+    ids=list(METHODS),
+)
+def test_every_engine_keeps_the_same_accounts(name: str, engines: list[str]) -> None:
     method = METHODS[name]()
     # of numbers that clients at once round otherwise
     rounded = ("loss", "accuracy", "risk", "observed")
     accounts, measured = [], []
-    for engine in ENGINES:
+    for engine in engines:
         run = Run(
             method,
             federation(method.heterogeneous),
@@ -144,7 +151,7 @@ def test_every_engine_keeps_the_same_accounts(name: str) -> None:
         accounts.append({k: v for k, v in record.untimed().items() if k not in rounded})
         measured.append((record.risk, record.observed))
         assert all(torch.isfinite(torch.tensor(v)) for v in record.loss.values())
-    assert accounts[0] == accounts[1] == accounts[2]
+    assert all(a == accounts[0] for a in accounts[1:])
     for other in measured[1:]:
         assert flat(other) == pytest.approx(flat(measured[0]), rel=1e-4, abs=1e-6)
     assert accounts[0]["steps"] > 0
@@ -692,7 +699,7 @@ def test_a_lost_reply_commits_nothing_but_is_counted() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["pfedlora"])
 def test_a_round_of_lost_replies_leaves_the_server_as_it_was(name: str, engine: str) -> None:
     method = METHODS[name]()
     on = federation(method.heterogeneous)
@@ -705,8 +712,9 @@ def test_a_round_of_lost_replies_leaves_the_server_as_it_was(name: str, engine: 
     assert run.round == 1
 
 
+# without messages, with Factored ones, of unequal ranks, with masks as bits
 @pytest.mark.parametrize("engine", HERE)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["standalone", "fedkd", "fedhl", "fedspa"])
 def test_bytes_are_those_of_the_messages(name: str, engine: str) -> None:
     heard: list[tuple[int, Any, Any]] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from contract import Reply, predictor, routes, server_update
+from contract import predictor, routes
 from fedlowrank.adapters.mixture import Pairs
 from fedlowrank.adapters.router import Router
 from fedlowrank.core import tree
 from fedlowrank.core.contribution import Aggregator
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.method import Batch, ClientInfo, ServerView
+from fedlowrank.core.method import Batch, ClientInfo
 from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.core.server_optimizer import Memory, fresh_memory, server_step
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_view
-from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.ensemble import Ensemble
 from fedlowrank.methods.families.clusters import (
@@ -71,7 +70,7 @@ KNOWN = (0, 1, 0, 2)
 MODEL = WIDTH * INPUTS + WIDTH + CLASSES * WIDTH + CLASSES
 
 
-@pytest.fixture(params=[Sequential, Vectorized, Wire])
+@pytest.fixture(params=[Sequential, Vectorized])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 
@@ -688,15 +687,3 @@ def test_choices_are_checked(make: Any) -> None:
     name = "mixed" if make is Ensemble else "weighting"
     with pytest.raises(ConfigError, match=name):
         make(**{name: "both"})
-
-
-def test_the_order_of_replies_moves_no_bit_of_an_empty_cluster() -> None:
-    run = run_of(IFCA(clusters=3, **LOCAL), alike(), steps=1)
-    replies = [Reply(i, run.method.local_update(*at(run, i.id))[1]) for i in run.federation.infos]
-    picked = {int(r.upload.choice.argmax()) for r in replies}
-    view = ServerView(run.task, 1, run.federation.key)
-    for order in (replies, replies[::-1]):
-        after = server_update(run.method, run.state.server, order, view)
-        for c in set(range(3)) - picked:
-            assert tree.equal(select(after, c), select(run.state.server, c))
-    assert dataclasses.is_dataclass(replies[0].upload)

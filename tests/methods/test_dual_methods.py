@@ -17,7 +17,7 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_key, client_view
-from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.apfl import APFL
 from fedlowrank.methods.ditto import Ditto
@@ -50,7 +50,7 @@ METHODS = {
 }
 
 
-@pytest.fixture(params=[Sequential, Vectorized, Wire])
+@pytest.fixture(params=[Sequential, Vectorized])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 

@@ -19,7 +19,7 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
 from fedlowrank.engines import vectorized as vectorized
 from fedlowrank.engines.base import Engine
-from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.matricize import LowRank, unpack
 from fedlowrank.methods.fedslr import FedSLR
@@ -42,7 +42,7 @@ STRONG = {"lam": 0.06, "mu": 0.05, "eta_g": 5.0}
 STILL = "a learning rate of 0 changes no model"
 
 
-@pytest.fixture(params=[Sequential, Vectorized, Wire])
+@pytest.fixture(params=[Sequential, Vectorized])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 

@@ -18,7 +18,7 @@ from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.optimizer import SGD, AdamW, Group, Schedule
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_key, client_view
-from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.families.clusters import select
 from fedlowrank.methods.fedavg import FedAvg
@@ -55,7 +55,7 @@ OPTIMAL = Router(routing="optimal")
 NAMES = ("body.0", "head")
 
 
-@pytest.fixture(params=[Sequential, Vectorized, Wire])
+@pytest.fixture(params=[Sequential, Vectorized])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.engines.base import Engine
-from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.factored import Factored
 from fedlowrank.methods.fd import FD
@@ -34,7 +34,7 @@ SAMPLE = {"participation": 0.75}
 TOLERANCE = 1e-10
 
 
-@pytest.fixture(params=[Sequential, Vectorized, Wire])
+@pytest.fixture(params=[Sequential, Vectorized])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 

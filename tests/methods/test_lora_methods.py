@@ -18,7 +18,7 @@ from fedlowrank.core.method import Method
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_key
-from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.delta import Form
 from fedlowrank.methods.families.effective_delta import Weighing
@@ -44,7 +44,7 @@ EQUAL = (3, 3, 3, 3)
 NAMES = ("body.0", "body.2")
 # scales 2, 1, 2/3 and 1/2 at ranks 1 to 4
 TUNING = Tuning(rank=2, scaling="alpha")
-ENGINES: Sequence[type[Engine]] = (Sequential, Wire, Vectorized)
+ENGINES: Sequence[type[Engine]] = (Sequential, Vectorized)
 
 
 @pytest.fixture(params=ENGINES)

@@ -18,7 +18,7 @@ from fedlowrank.core.method import Batch, Request
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_view
-from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedper import FedPer
@@ -54,7 +54,7 @@ SAMPLE = {"participation": 0.75}
 F32 = {"dtype": torch.float32}
 
 
-@pytest.fixture(params=[Sequential, Vectorized, Wire])
+@pytest.fixture(params=[Sequential, Vectorized])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 
@@ -297,8 +297,8 @@ def test_fedrep_freezes_what_it_does_not_train_in_each_phase(optimizer) -> None:
     (first, end_of_first), (second, end_of_second) = spy.seen
     assert (first.name, second.name) == ("head", "base")
     # phase one trains the old head on the body as received, phase two that body below the new head
-    assert tree.equal((first.start, first.given), (state, (down,)))
-    assert tree.equal((second.start, second.given), (down, (end_of_first,)))
+    assert tree.equal((first.start, first.constants), (state, (down,)))
+    assert tree.equal((second.start, second.constants), (down, (end_of_first,)))
     assert tree.equal((head, body), (end_of_first, end_of_second))
     assert head.keys() == model.head_of(model.initial).keys()
     assert body.keys() == model.body_of(model.initial).keys()

@@ -156,20 +156,6 @@ def test_fedkd_sends_factors_or_the_weight_whichever_is_smaller() -> None:
     assert [r.parameters_down for r in records] == wanted
 
 
-@pytest.mark.parametrize("name", sorted(METHODS))
-def test_bytes_are_those_of_the_encoded_messages(name: str) -> None:
-    federation = (unlike if METHODS[name].heterogeneous else alike)()
-    run = run_of(METHODS[name](**LOCAL), federation, steps=1)
-    downs = [run.method.download(run.state.server, i) for i in federation.infos]
-    ups = [
-        run.method.local_update(run.state_of(i), d, view_of(run, i.id))[1]
-        for i, d in zip(federation.infos, downs, strict=True)
-    ]
-    record = run.step()
-    assert record.bytes_down == sum(len(tree.encode(d)) for d in downs if d is not None)
-    assert record.bytes_up == sum(len(tree.encode(u)) for u in ups if u is not None)
-
-
 # -- losses ------------------------------------------------------------------------------------------------------------
 
 

@@ -339,6 +339,8 @@ def _measured(at: Trajectory) -> str | None:
         down = method.download(run.state.server, info)
         if tree.encoded_size(down) != len(tree.encode(down)):
             return "the size of a download depends on more than its structure"
+    if any(tree.encoded_size(up) != len(tree.encode(up)) for up in _uploads(run).values()):
+        return "the size of an upload depends on more than its structure"
     return None
 
 
