@@ -167,6 +167,11 @@ ENGINE = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 DATA = pytest.mark.parametrize("kind", ON)
 
 
+HOW = [(kind, SGD(lr=0.01)) for kind in ON]
+HOW += [("tables", SGD(lr=0.01, momentum=0.9, clip=1.0)), ("texts", AdamW()), ("images", AdamW())]
+"""Kinds of data, and steps; what an optimizer does has nothing to do with where batches come from."""
+
+
 # Looks, on the CPU
 
 
@@ -186,9 +191,8 @@ def looks(
 
 
 @ENGINE
-@DATA
 @pytest.mark.parametrize(
-    "optimizer", [SGD(lr=0.01), SGD(lr=0.01, momentum=0.9, clip=1.0), AdamW(lr=0.001)], ids=repr
+    ("kind", "optimizer"), HOW, ids=[f"{kind}-{how.kind}-{how.clip}" for kind, how in HOW]
 )
 def test_nobody_looks_at_a_number_in_a_step(
     engine: str, kind: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -257,11 +261,6 @@ def copies(engine: str, on: Federation, epochs: int, optimizer: Any, micro_batch
     assert {t.device.type for t in losses} == {"meta"}
     assert [len(t) for t in losses] == [t.steps("local") for t in found]
     return ear.heard
-
-
-HOW = [(kind, SGD(lr=0.01)) for kind in ON]
-HOW += [("tables", SGD(lr=0.01, momentum=0.9, clip=1.0)), ("texts", AdamW()), ("images", AdamW())]
-"""Kinds of data, and steps; what an optimizer does has nothing to do with where batches come from."""
 
 
 @ENGINE

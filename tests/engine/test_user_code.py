@@ -30,7 +30,8 @@ from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.training.trainer import LocalTrainer
 
-LOCAL = ["sequential", "wire", "vectorized", "processes"]
+HERE = ["sequential", "wire", "vectorized"]
+LOCAL = [*HERE, "processes"]
 LR, ROUNDS, SIZES = 0.2, 3, (24, 17)
 SCALE = 1.0
 """Read by modules below as a global, and changed between rounds."""
@@ -231,6 +232,10 @@ MODULES: list[type[Base]] = [
 ]
 
 
+CARRIED = [ModeCounter, ReadsGlobal, ReadsAttributes, ManifoldMixup]
+"""One module each of what an engine must carry to another process: buffers, globals, attributes, random draws."""
+
+
 def clients() -> list[dict[str, tuple[Tensor, Tensor]]]:
     g = torch.Generator().manual_seed(7)
     found = []
@@ -310,8 +315,16 @@ def _restore() -> Any:
     change(Base(), 0)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
-@pytest.mark.parametrize("kind", MODULES, ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        pytest.param(
+            k, e, marks=() if e in HERE or k in CARRIED else pytest.mark.slow, id=f"{k.__name__}-{e}"
+        )
+        for k in MODULES
+        for e in LOCAL
+    ],
+)
 def test_a_module_is_trained_as_a_plain_loop_trains_it(kind: type[Base], engine: str) -> None:
     run = federated(module_of(kind), engine, FEDAVG)
     expected = plain_loop(module_of(kind), run)

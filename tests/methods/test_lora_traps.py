@@ -219,7 +219,7 @@ def test_a_client_that_missed_rounds_catches_up_exactly(kind: Any, keep: Any) ->
     assert len(set(seen.values())) > 1
 
 
-@every
+@pytest.mark.parametrize("kind", [FedHL, FLoRA, FedExLoRA], ids=lambda k: k.title)
 def test_a_run_resumed_in_the_middle_ends_in_the_same_bits(kind: Any, tmp_path: Path) -> None:
     whole, half = (go(kind, n, rounds=4, participation=0.5) for n in (4, 2))
     save(tmp_path, half.round, half.state.server, half.state.clients)
@@ -252,8 +252,11 @@ class Infinite(Spoiled):
     value = float("-inf")
 
 
-@every
-@pytest.mark.parametrize("engine", [Spoiled, Infinite])
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [(FedIT, Infinite), *((kind, Spoiled) for kind in MIXED + SAME)],
+    ids=lambda v: v.__name__,
+)
 def test_a_reply_that_is_not_finite_is_dropped_and_the_rest_goes_on(kind: Any, engine: type[Spoiled]) -> None:
     run = go(kind, 1)
     run.engine = engine()
@@ -387,10 +390,11 @@ def test_bytes_on_the_wire(kind: Any, wire: Any, size: int) -> None:
     assert run.step().bytes_up == sum(tree.encoded_size(up) for up in ups)
 
 
-@pytest.mark.parametrize("wire", ["bfloat16", "int8"])
 @every
-def test_a_lossy_wire_costs_accuracy_and_nothing_else(kind: Any, wire: Any) -> None:
-    exact, lossy = (go(kind, 3, tuning=Tuning(rank=2, wire=w), participation=0.75) for w in ("float32", wire))
+def test_a_lossy_wire_costs_accuracy_and_nothing_else(kind: Any) -> None:
+    exact, lossy = (
+        go(kind, 3, tuning=Tuning(rank=2, wire=w), participation=0.75) for w in ("float32", "int8")
+    )
     for k in range(4):
         gap = float((scores(exact, k) - scores(lossy, k)).abs().max())
         # of 8 bits a factor; clients that train on what they received do not stray far
