@@ -528,7 +528,7 @@ def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
 
 
 def test_the_battery_with_more_epochs_of_the_head() -> None:
-    # with defaults every method passes it in tests/engine/test_engines.py
+    # with defaults every method passes it in tests/engines/test_engines.py
     assert [f for f in check_method(FedRep(head_epochs=2)) if not f.ok] == []
 
 
