@@ -115,11 +115,3 @@ def test_a_model_is_built_from_its_key_alone() -> None:
     torch.manual_seed(99)
     b = build(lambda: torch.nn.Linear(3, 2), Key((0,)))
     assert torch.equal(a.weight, b.weight)
-
-
-def test_all_methods_see_the_same_participants_and_initial_values() -> None:
-    runs = [run_of(METHODS[n](), alike(), rounds=5, steps=0, participation=0.5) for n in sorted(METHODS)]
-    for t in range(5):
-        assert len({tuple(i.id for i in r.participants(t)) for r in runs}) == 1
-    assert len({tuple(i.id for i in runs[0].participants(t)) for t in range(5)}) > 1
-    assert len({str(r.federation.architectures["small"].initial) for r in runs}) == 1

@@ -485,14 +485,3 @@ def test_clients_of_one_model_are_trained_at_once(name: str, monkeypatch: pytest
     run = run_of(METHODS[name](**LOCAL), alike(**F32), engine=Vectorized)
     assert len(run.state.clients) == len(SIZES)
     assert alone == []
-
-
-@pytest.mark.parametrize("name", ["feddyn", "ditto", "apfl"])
-def test_clients_at_once_are_clipped_and_keep_their_momentum_as_one_after_another(name: str) -> None:
-    method = METHODS[name](
-        optimizer=SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), batch_size=8, epochs=2
-    )
-    a, b = (run_of(method, alike(), engine=e, **SAMPLE) for e in (Sequential, Vectorized))
-    same(a.state.server, b.state.server, 1e-8)
-    for k in range(len(SIZES)):
-        same(a.state.clients[k], b.state.clients[k], 1e-8)

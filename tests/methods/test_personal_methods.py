@@ -28,7 +28,6 @@ from fedlowrank.methods.per_fedavg import PerFedAvg, half
 from fedlowrank.models.resnet import ResNet18
 from fedlowrank.simulation.evaluation import local_model
 from fedlowrank.simulation.run import Run, RunSettings
-from fedlowrank.testing.check import check_method
 from golden import personal_reference, reference
 
 from .setting import (
@@ -313,25 +312,6 @@ def test_how_long_fedrep_trains_the_body_does_not_touch_the_head() -> None:
     assert not tree.equal(short.state.server, long.state.server)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_one_client_with_all_data_trains_by_plain_sgd_under_fedper(momentum: float) -> None:
-    parts = arrays()
-    x, y = (np.concatenate([p["train"][i] for p in parts]) for i in (0, 1))
-    federation = alike(clients=[{"train": (x, y)}])
-    run = run_of(FedPer(optimizer=SGD(lr=0.1, momentum=momentum), batch_size=16, epochs=2), federation)
-    model = Net(WIDTH)
-    model.load_state_dict(federation.architectures["small"].initial)
-    for clients in plan(run):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
-        for i in clients[0][0]:
-            optimizer.zero_grad()
-            functional.cross_entropy(model(torch.as_tensor(x)[i]), torch.as_tensor(y)[i]).backward()
-            optimizer.step()
-    found = personal_of(run, 0)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("make", [FedRep, FedPer])
 def test_only_the_body_crosses_in_both_directions(make) -> None:
     run = run_of(make(**LOCAL), alike(**F32), steps=1)
@@ -525,11 +505,6 @@ def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
 
 
 # -- all ---------------------------------------------------------------------------------------------------------------
-
-
-def test_the_battery_with_more_epochs_of_the_head() -> None:
-    # with defaults every method passes it in tests/engines/test_engines.py
-    assert [f for f in check_method(FedRep(head_epochs=2)) if not f.ok] == []
 
 
 @pytest.mark.parametrize(
