@@ -708,6 +708,7 @@ def test_a_round_of_lost_replies_leaves_the_run_as_it_was(engine: str) -> None:
     assert record.lost == {str(i.id): "gone" for i in on.infos}
     assert tree.encode((run.state.server, str_keys(run))) == before
     assert run.round == 2
+    run.engine.close()
 
 
 # without messages, with Factored ones, of unequal ranks, with masks as bits

@@ -427,17 +427,6 @@ def alone(models: dict[str, Tensor], c: int, members: list[int]) -> Run:
     return run
 
 
-@pytest.mark.parametrize("mixed", ["outputs", "weights"])
-def test_an_ensemble_with_known_routes_is_fedavg_in_every_cluster(mixed: str) -> None:
-    run = run_of(Ensemble(clusters=4, mixed=mixed, router=OPTIMAL, **FULL), alike(cluster=KNOWN))
-    start = run.method.server_init(run.task)
-    for c in range(3):
-        members = [k for k, known in enumerate(KNOWN) if known == c]
-        close({n: t[c] for n, t in run.state.server.items()}, alone(start, c, members).state.server, 1e-10)
-    # to the fourth nobody belongs
-    assert tree.equal(select(run.state.server, 3), select(start, 3))
-
-
 @pytest.mark.parametrize("method", [Ensemble, FedEM, IFCA])
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]

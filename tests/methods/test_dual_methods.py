@@ -194,18 +194,6 @@ def test_lost_replies_leave_the_dual_of_the_server_the_mean_over_all_clients(mak
 # -- SCAFFOLD ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_round_of_scaffold_is_fedavg_of_equal_clients() -> None:
-    a = run_of(SCAFFOLD(**LOCAL), alike(), steps=1, **SAMPLE)
-    b = run_of(FedAvg(weighting="uniform", **LOCAL), alike(), steps=1, **SAMPLE)
-    same(a.state.server.model, b.state.server, 1e-14)
-    # not that of clients weighted by their examples, and no later round is
-    weighted = run_of(FedAvg(**LOCAL), alike(), steps=1, **SAMPLE)
-    assert tree.square_distance(a.state.server.model, weighted.state.server) > 1e-6
-    a.step()
-    b.step()
-    assert tree.square_distance(a.state.server.model, b.state.server) > 1e-4
-
-
 def mean_gradient_along_the_way(run: Run, client: int, weight_decay: float) -> dict[str, Tensor]:
     """What c_k claims to be, by autograd, of a first round from x = the initial weights and zero variates."""
     info, x = run.federation.infos[client], run.federation.architectures["small"].initial

@@ -101,24 +101,6 @@ def apart(a: Any, b: Any) -> float:
 # -- defects of public code --------------------------------------------------------------------------------------------
 
 
-@every
-def test_every_reply_counts(kind: Any) -> None:
-    run = go(kind, 1)
-    replies = replies_of(run, range(4))
-    together = answered(run, replies)
-    for k in range(4):
-        assert apart(answered(run, replies[:k] + replies[k + 1 :]), together) > 1e-6
-    # and the order in which they come does not; a stack is even the same bit for bit
-    turned = answered(run, replies[::-1])
-    if kind in (FLoRA, FedExLoRA):
-        assert tree.equal(turned.ledger, together.ledger)
-    if kind in (FedHL, FlexLoRA):
-        for n in NAMES:
-            torch.testing.assert_close(turned.delta[n].dense(), together.delta[n].dense(), rtol=0, atol=1e-14)
-    else:
-        assert apart(turned, together) < 1e-14
-
-
 def test_norms_that_are_all_zero_leave_the_weights_by_examples() -> None:
     run = run_of(HetLoRA(weighting="norm", optimizer=SGD(lr=0.0)), unequal(), steps=0, **QUIET)
     before = run.state.server.factors
