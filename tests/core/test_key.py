@@ -1,4 +1,5 @@
-"""Named randomness: equal names give equal draws, and torch's, NumPy's and Python's own generators are left alone."""
+"""Named randomness: equal names give equal draws, and torch's, NumPy's and Python's own generators are left
+alone."""
 
 from __future__ import annotations
 

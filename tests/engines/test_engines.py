@@ -1,4 +1,5 @@
-"""What engines promise: the same result however clients are executed, honest accounts, and errors that surface."""
+"""What engines promise: the same result however clients are executed, honest accounts, and errors that
+surface."""
 
 from __future__ import annotations
 
@@ -444,7 +445,8 @@ def test_what_a_loss_captures_is_not_mixed_up(make: Make) -> None:
     on = federation(False)
     one, other = (run_of(Captures(make=make), e, on, rounds=1) for e in ("sequential", "vectorized"))
     assert gap(one, other) < 1e-5
-    # a test that could not fail would show nothing: with the weight of client 0 for all, the result is another
+    # a test that could not fail would show nothing: with the weight of client 0 for all, the result is
+    # another
     same = run_of(Plain(), "sequential", on, rounds=1)
     assert gap(one, same) > 1e-3
 
@@ -818,7 +820,8 @@ def test_floating_point_operations_of_a_perceptron(engine: str) -> None:
     record = run.step()
     w = Perceptron.WIDTHS
     layers = [i * o for i, o in itertools.pairwise(w)]
-    # forward, gradients of the weights, and gradients of the inputs of all layers but the first; an example costs the
+    # forward, gradients of the weights, and gradients of the inputs of all layers but the first; an example
+    # costs the
     # same in any batch
     example = 2 * (sum(layers) + sum(layers) + sum(layers[1:]))
     assert record.flops == 2 * sum(sizes) * example

@@ -1,6 +1,8 @@
-"""What an accelerator would wait for: in the steps of a pass nobody looks at a number, and nothing is copied from the host.
+"""What an accelerator would wait for: in the steps of a pass nobody looks at a number, and nothing is copied
+from the host.
 
-A look is seen on a CPU as it is on a GPU. A copy to a device is seen on the device "meta", whose tensors have no content: what
+A look is seen on a CPU as it is on a GPU. A copy to a device is seen on the device "meta", whose tensors have
+no content: what
 looks at one fails, and what mixes one with the host's is noted here.
 """
 
@@ -238,7 +240,8 @@ def request(on: Federation, optimizer: Any) -> Request:
 
 
 def trainers(on: Federation, epochs: int, elsewhere: Federation) -> Iterator[LocalTrainer]:
-    """Of the clients in an order of falling steps; they know lengths of texts, which cannot be found where nothing is."""
+    """Of the clients in an order of falling steps; they know lengths of texts, which cannot be found where
+    nothing is."""
     method = METHODS["fedavg"](batch_size=4, epochs=epochs)
     order = sorted(on.infos, key=lambda i: -i.examples)
     for info in order:

@@ -1,4 +1,5 @@
-"""Clients in processes of their own: the sequential engine's bits, whoever does the work and whatever happens to it."""
+"""Clients in processes of their own: the sequential engine's bits, whoever does the work and whatever happens
+to it."""
 
 from __future__ import annotations
 

@@ -59,7 +59,8 @@ def test_flat_spectra_need_no_full_decomposition(
     shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sketch, "svd", lambda w: pytest.fail("decomposed in full"))
-    # what the server holds after rounds of random uploads: a plateau, then a drop to a long tail; and noise alone
+    # what the server holds after rounds of random uploads: a plateau, then a drop to a long tail; and noise
+    # alone
     plateau = np.r_[np.linspace(1, 0.6, 40), np.linspace(0.05, 1e-3, 260)]
     noise = np.linalg.svd(np.random.default_rng(6).normal(size=(300, 300)))[1] / 20
     rtol = 1e-12 if dtype == torch.float64 else 1e-5
@@ -100,7 +101,8 @@ def test_what_will_not_converge_is_given_up_halfway(monkeypatch: pytest.MonkeyPa
         # can be counted, but its vectors are off by ε (1e4)²
         (1e-4, torch.float64, False),
         (1e-4, torch.float32, True),
-        # its vectors are as good as float32 asks for, but the Gram matrix does not tell its square from rounding
+        # its vectors are as good as float32 asks for, but the Gram matrix does not tell its square from
+        # rounding
         (1e-6, torch.float32, False),
     ],
 )

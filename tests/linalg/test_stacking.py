@@ -212,7 +212,8 @@ def test_widths_up_to_the_matrix_and_above(shape: tuple[int, int], width: int) -
     ("shape", "noise"), [((350, 420), 1e-2), *(((420, 350), n) for n in (1.0, 1e-2, 1e-4, 1e-8, 0.0))]
 )
 def test_steps_of_fedhl_from_float32_uploads(shape: tuple[int, int], noise: float) -> None:
-    """From the server's own factors, with noise, against the recursion on the matrix; ranks as Householder's QRs have them."""
+    """From the server's own factors, with noise, against the recursion on the matrix; ranks as Householder's
+    QRs have them."""
     rng, ranks = np.random.default_rng(7), (16, 8, 8, 4)
     share = 1 / len(ranks)
     state = start({"w": shape}, Form("exact"), max(ranks))

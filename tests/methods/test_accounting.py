@@ -1,4 +1,5 @@
-"""Communication as FedSLR counts it: the floats of all messages of a session, four bytes each (Table 2, ResNet18)."""
+"""Communication as FedSLR counts it: the floats of all messages of a session, four bytes each (Table 2,
+ResNet18)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Routers, averages for each cluster, server optimizers; and the methods of whole models or one adaptor beside FLoRAL."""
+"""Routers, averages for each cluster, server optimizers; and the methods of whole models or one adaptor
+beside FLoRAL."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def at(run: Run, client: int) -> tuple[Any, Any, Any]:
     return run.state_of(info), run.method.download(run.state.server, info), view
 
 
-# -- routers -----------------------------------------------------------------------------------------------------------
+# -- routers -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_weights_of_replies_are_shares_times_examples() -> None:
     assert cluster_weights("X", ClientInfo(1, 5, "a", cluster=2), None, 3) == [0, 0, 5]
 
 
-# -- averages ----------------------------------------------------------------------------------------------------------
+# -- averages ------------------------------------------------------------------------------------------------
 
 
 def some(seed: int, count: int = 3) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def test_one_cluster_of_a_tree() -> None:
     assert torch.equal(select(value, 0)["b"], value["b"][:1])
 
 
-# -- models that begin -------------------------------------------------------------------------------------------------
+# -- models that begin ---------------------------------------------------------------------------------------
 
 
 def test_models_begin_at_different_draws_of_which_the_first_is_everyones() -> None:
@@ -272,7 +273,7 @@ def test_losses_of_all_models() -> None:
         np.testing.assert_allclose(found[c], -np.log(p), atol=1e-12)
 
 
-# -- the servers' optimizers -------------------------------------------------------------------------------------------
+# -- the servers' optimizers ---------------------------------------------------------------------------------
 
 
 def replay(optimizer: Any, made: Any, rounds: int = 6, scheduler: Any = None) -> None:
@@ -354,7 +355,7 @@ def test_the_memory_of_a_server_survives_its_bytes() -> None:
     assert len(memory.tensors) == 2
 
 
-# -- Local Adaptor -----------------------------------------------------------------------------------------------------
+# -- Local Adaptor -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("alpha", "precondition"), [(1.0, True), (1.6, False), (0.5, True)])
@@ -386,7 +387,7 @@ def test_a_frozen_local_adaptor_is_fedavg_and_none_is_sent() -> None:
     assert all(r.parameters_up == r.parameters_down == 3 * MODEL for r in records)
 
 
-# -- Ensemble ----------------------------------------------------------------------------------------------------------
+# -- Ensemble ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mixed", ["outputs", "weights"])
@@ -418,7 +419,8 @@ def test_ensemble(mixed: str, known: Any, engine: type[Engine]) -> None:
 
 
 def alone(models: dict[str, Tensor], c: int, members: list[int]) -> Run:
-    """FedAvg of these clients from the c-th of C models; with full batches the order of examples does not matter."""
+    """FedAvg of these clients from the c-th of C models; with full batches the order of examples does not
+    matter."""
     parts = arrays()
     run = run_of(FedAvg(**FULL), alike(clients=[parts[k] for k in members]), steps=0)
     run.state = State(0, {n: t[c].clone() for n, t in models.items()}, ClientStore())
@@ -446,7 +448,7 @@ def test_a_single_model_is_fedavg(method: Any, optimizer: Any) -> None:
         close(found.log_softmax(-1), predictor(b.method, *at(b, k))(x).detach().log_softmax(-1))
 
 
-# -- FedEM -------------------------------------------------------------------------------------------------------------
+# -- FedEM ---------------------------------------------------------------------------------------------------
 
 
 def test_fedem(engine: type[Engine]) -> None:
@@ -551,7 +553,7 @@ def test_an_impossible_component_stays_impossible_and_makes_no_nan() -> None:
     close(predictor(run.method, one, down, view)(x), alone)
 
 
-# -- IFCA --------------------------------------------------------------------------------------------------------------
+# -- IFCA ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", ["examples", "uniform"])
@@ -645,7 +647,7 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
         assert not run.unseen & set(run.step().participants)
 
 
-# -- the battery and bad input -----------------------------------------------------------------------------------------
+# -- the battery and bad input -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

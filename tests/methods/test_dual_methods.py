@@ -1,4 +1,5 @@
-"""SCAFFOLD, FedDyn, Ditto and APFL: against NumPy references, as limits of other methods, and what their duals conserve."""
+"""SCAFFOLD, FedDyn, Ditto and APFL: against NumPy references, as limits of other methods, and what their
+duals conserve."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def inference(run: Run, client: int) -> tuple[Any, Any]:
     return personal(run.method, *of), made if len(made) > 1 else made["personal"]
 
 
-# -- against the references --------------------------------------------------------------------------------------------
+# -- against the references ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("eta_g", "decay"), [(1.0, 0.0), (0.6, 0.05)])
@@ -169,7 +170,7 @@ def test_apfl_decays_its_weights_but_not_the_share_of_the_mixture() -> None:
     assert all(s.a.item() != 0.5 for s in states(run_of(APFL(**settings), alike(), **SAMPLE)))
 
 
-# -- duals: what the server holds is the mean over all clients ---------------------------------------------------------
+# -- duals: what the server holds is the mean over all clients -----------------------------------------------
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
@@ -191,7 +192,7 @@ def test_lost_replies_leave_the_dual_of_the_server_the_mean_over_all_clients(mak
     same(server.control if make is SCAFFOLD else server.h, mean_of_duals(run), 1e-5)
 
 
-# -- SCAFFOLD ----------------------------------------------------------------------------------------------------------
+# -- SCAFFOLD ------------------------------------------------------------------------------------------------
 
 
 def mean_gradient_along_the_way(run: Run, client: int, weight_decay: float) -> dict[str, Tensor]:
@@ -232,7 +233,7 @@ def test_a_round_without_a_learning_rate_leaves_every_variate_as_it_was() -> Non
     same(run.state.server, before.server, 1e-15)
 
 
-# -- FedDyn ------------------------------------------------------------------------------------------------------------
+# -- FedDyn --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.8])
@@ -285,7 +286,7 @@ def test_feddyn_shows_the_mean_of_the_last_replies_as_well_and_pays_for_it() -> 
     assert tree.equal(inference(plain, 1)[0], run.state.server.model)
 
 
-# -- where the duals lead ----------------------------------------------------------------------------------------------
+# -- where the duals lead ------------------------------------------------------------------------------------
 
 
 class Linear(torch.nn.Module):
@@ -342,7 +343,7 @@ def test_duals_find_a_stationary_point_of_the_mean_objective_and_hold_the_gradie
     assert tree.dot(average, average) > 1e-6
 
 
-# -- Ditto -------------------------------------------------------------------------------------------------------------
+# -- Ditto ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2), SGD(lr=0.1, momentum=0.9, clip=0.5), AdamW(lr=0.01)])
@@ -381,7 +382,7 @@ def test_ditto_shows_both_models() -> None:
     assert tree.equal(inference(run, 2)[0], run.state.clients[2])
 
 
-# -- APFL --------------------------------------------------------------------------------------------------------------
+# -- APFL ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("alpha", "adaptive"), [(0.0, False), (0.5, False), (0.5, True), (1.0, False)])
@@ -417,7 +418,7 @@ def test_apfl_infers_by_the_mixture_and_keeps_the_local_model_beside_it() -> Non
         assert tree.square_distance(state.v, wanted) > 1e-3
 
 
-# -- what is sent, refused and promised --------------------------------------------------------------------------------
+# -- what is sent, refused and promised ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""FedSLR and the designs it is compared with: golden values, identities and what goes wrong in public code."""
+"""FedSLR and the designs it is compared with: golden values, identities and what goes wrong in public
+code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""Every method against its NumPy reference: server state and all clients' states after three rounds in float64.
+"""Every method against its NumPy reference: server state and all clients' states after three rounds in
+float64.
 
-Three of four clients of unequal size take part in a round, so that weights, absences and the order of steps all show. The
-differences left are rounding, some 1e-15; a wrong sign, factor or weight is larger by ten orders of magnitude.
+Three of four clients of unequal size take part in a round, so that weights, absences and the order of steps
+all show. The
+differences left are rounding, some 1e-15; a wrong sign, factor or weight is larger by ten orders of
+magnitude.
 """
 
 from __future__ import annotations

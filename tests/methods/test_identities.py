@@ -61,7 +61,7 @@ def assert_bits(a: Any, b: Any) -> None:
     assert tree.equal(a, b)
 
 
-# -- limits ------------------------------------------------------------------------------------------------------------
+# -- limits --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,14 @@ def test_distillation_of_weight_zero_trains_as_standalone(gamma_or_lam: str) -> 
         )
 
 
-# -- one client is plain SGD -------------------------------------------------------------------------------------------
+# -- one client is plain SGD ---------------------------------------------------------------------------------
 
 
 def bare_loop(
     initial: nn.Module, x: Tensor, y: Tensor, rounds: list[list[np.ndarray]], **settings: Any
 ) -> nn.Module:
-    """Training as everyone writes it; the optimizer is new in every round because it keeps nothing between rounds."""
+    """Training as everyone writes it; the optimizer is new in every round because it keeps nothing between
+    rounds."""
     for steps in rounds:
         optimizer = torch.optim.SGD(initial.parameters(), **settings)
         for i in steps:
@@ -169,7 +170,7 @@ def test_one_client_with_all_data_is_plain_sgd(momentum: float) -> None:
         torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-12)
 
 
-# -- everything trained moves -------------------------------------------------------------------------------------------
+# -- everything trained moves --------------------------------------------------------------------------------
 
 
 LORA = {"fedit", "hetlora", "flexlora", "flora", "fedhl", "ffa_lora", "fedsa_lora", "fedex_lora"}
@@ -203,7 +204,7 @@ def test_training_changes_every_parameter_of_the_personal_model(name: str) -> No
         assert {n for n in initial if not torch.equal(params[n], initial[n])} == trained
 
 
-# -- labels that nobody else owns --------------------------------------------------------------------------------------
+# -- labels that nobody else owns ----------------------------------------------------------------------------
 
 
 def test_a_client_whose_labels_nobody_else_owns_trains_alone_under_fd() -> None:
@@ -247,10 +248,11 @@ def lone_upload(method: Any, run: Any, client: int) -> Any:
     return method.local_update(run.state_of(info), method.download(run.state.server, info), view)[1]
 
 
-# -- engines and functions ---------------------------------------------------------------------------------------------
+# -- engines and functions -----------------------------------------------------------------------------------
 
 
-# one method for each kind of pass: plain, proximal, two passes, a prox on spectra, masks, mixtures, factors, distillation
+# one method for each kind of pass: plain, proximal, two passes, a prox on spectra, masks, mixtures, factors,
+# distillation
 @pytest.mark.parametrize(
     "optimizer", [SGD(lr=0.1, momentum=0.9, weight_decay=0.01, clip=0.5), AdamW(lr=0.01)]
 )

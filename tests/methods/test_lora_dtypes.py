@@ -1,4 +1,5 @@
-"""Federated LoRA of modules in every floating-point type, on every wire: what is trained keeps the type of the module."""
+"""Federated LoRA of modules in every floating-point type, on every wire: what is trained keeps the type of
+the module."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def drawn(key: Key, rank: int) -> dict[str, Tensor]:
     }
 
 
-# -- one method is another ---------------------------------------------------------------------------------------------
+# -- one method is another -----------------------------------------------------------------------------------
 
 
 def test_fedhl_at_full_rank_is_flexlora() -> None:
@@ -195,7 +195,7 @@ def test_clients_of_zero_padding_begin_at_the_a_that_was_drawn(scaling: Any) -> 
             assert not bool(sent[n].b.any())
 
 
-# -- exact means -------------------------------------------------------------------------------------------------------
+# -- exact means ---------------------------------------------------------------------------------------------
 
 
 def test_fedex_of_one_round_is_the_base_with_the_mean_update() -> None:
@@ -254,7 +254,7 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
     assert not stacked.dense
 
 
-# -- scales ------------------------------------------------------------------------------------------------------------
+# -- scales --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])
@@ -294,7 +294,7 @@ def test_what_a_client_adds_does_not_depend_on_its_scale(kind: Any) -> None:
         close(scores(run, k), before[k])
 
 
-# -- nothing is lost ---------------------------------------------------------------------------------------------------
+# -- nothing is lost -----------------------------------------------------------------------------------------
 
 
 def at_rest(method: Method[Any, Any, Any, Any], run: Run, steps: int = 3) -> float:

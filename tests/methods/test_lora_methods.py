@@ -1,6 +1,7 @@
 """Federated LoRA against NumPy: products, heads and predictions after three rounds, in float64.
 
-Three of four clients of unequal size and rank take part in a round. Two layers of unequal shape are adapted, with a scale that
+Three of four clients of unequal size and rank take part in a round. Two layers of unequal shape are adapted,
+with a scale that
 depends on the rank. FedHL is compared with its dense recursion, though the package never forms W.
 """
 
@@ -117,7 +118,7 @@ def go(method: Method[Any, Any, Any, Any], engine: type[Engine], ranks: Sequence
     return run
 
 
-# -- factors averaged --------------------------------------------------------------------------------------------------
+# -- factors averaged ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [FedIT, FFALoRA])
@@ -193,7 +194,7 @@ def test_pruning_of_hetlora(penalty: float) -> None:
     assert sum(left) > 4
 
 
-# -- updates averaged --------------------------------------------------------------------------------------------------
+# -- updates averaged ----------------------------------------------------------------------------------------
 
 
 def updates_are(run: Run, ws: list[Array], net: Layers, ranks: Sequence[int], atol: float) -> None:
@@ -298,7 +299,7 @@ def test_the_residual_makes_clients_begin_at_w(engine: type[Engine]) -> None:
         predicts(run, k, reference.added(net, ws), close(engine))
 
 
-# -- updates of the base -----------------------------------------------------------------------------------------------
+# -- updates of the base -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", ["merged", "stacked"])

@@ -1,4 +1,5 @@
-"""Defects found in public code of federated LoRA, each with a test that ours does not have it; what travels, what is refused."""
+"""Defects found in public code of federated LoRA, each with a test that ours does not have it; what travels,
+what is refused."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def apart(a: Any, b: Any) -> float:
     return max(float((x[p] - y[p]).abs().max()) if x[p].numel() else 0.0 for p in x)
 
 
-# -- defects of public code --------------------------------------------------------------------------------------------
+# -- defects of public code ----------------------------------------------------------------------------------
 
 
 def test_norms_that_are_all_zero_leave_the_weights_by_examples() -> None:
@@ -168,7 +169,8 @@ def test_every_client_trains_at_its_own_rank(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA], ids=lambda k: k.title)
 def test_a_client_of_full_rank_receives_w_itself(kind: Any) -> None:
-    # with V in place of Vᵀ a layer that is not square could not even be multiplied; a square one would be wrong by 1.65
+    # with V in place of Vᵀ a layer that is not square could not even be multiplied; a square one would be
+    # wrong by 1.65
     run = go(kind, 2, ranks=(9, 2, 3, 4))
     sent = unpack(
         getattr(d := run.method.download(run.state.server, run.federation.infos[0]), "message", d).factors
@@ -214,7 +216,7 @@ def test_a_run_resumed_in_the_middle_ends_in_the_same_bits(kind: Any, tmp_path: 
     assert all(tree.equal(again.state.clients[k], whole.state.clients[k]) for k in whole.state.clients)
 
 
-# -- replies that cannot be used ---------------------------------------------------------------------------------------
+# -- replies that cannot be used -----------------------------------------------------------------------------
 
 
 class Spoiled(Sequential):
@@ -251,7 +253,7 @@ def test_a_reply_that_is_not_finite_is_dropped_and_the_rest_goes_on(kind: Any, e
     assert tree.equal(run.state.clients[2], before)
 
 
-# -- refused before training -------------------------------------------------------------------------------------------
+# -- refused before training ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", SAME, ids=lambda k: k.title)
@@ -307,7 +309,7 @@ def test_training_that_changes_no_factor_is_an_error(kind: Any) -> None:
         Run(kind(optimizer=quiet), federation, RunSettings(rounds=1), Sequential()).step()
 
 
-# -- what travels ------------------------------------------------------------------------------------------------------
+# -- what travels --------------------------------------------------------------------------------------------
 
 
 def numbers(kind: Any, rank: int) -> int:

@@ -76,7 +76,7 @@ def personal_of(run: Run, client: int, round: int | None = None) -> Any:
     return personal(run.method, state_of(run, client), download(run, client), view_of(run, client, round))
 
 
-# -- against NumPy -----------------------------------------------------------------------------------------------------
+# -- against NumPy -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("weights", ["uniform", "examples"])
@@ -151,7 +151,7 @@ def test_fedspa(density: float, prune: float, engine: type[Engine]) -> None:
         same(layers(personal_of(run, k)), personal_reference.on(net, masks[k]))
 
 
-# -- Per-FedAvg --------------------------------------------------------------------------------------------------------
+# -- Per-FedAvg ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6, 7])
@@ -266,7 +266,7 @@ def test_no_model_depends_on_test_data(make) -> None:
             assert torch.equal(a(probe), b(probe))
 
 
-# -- FedRep and FedPer -------------------------------------------------------------------------------------------------
+# -- FedRep and FedPer ---------------------------------------------------------------------------------------
 
 
 class Spy:
@@ -334,7 +334,7 @@ def test_a_model_without_a_head_is_refused(make) -> None:
         Run(make(), federation, RunSettings(rounds=1), Sequential())
 
 
-# -- FedSpa ------------------------------------------------------------------------------------------------------------
+# -- FedSpa --------------------------------------------------------------------------------------------------
 
 
 def shapes_of(module: nn.Module) -> dict[str, Tensor]:
@@ -364,7 +364,8 @@ def test_a_density_that_the_vectors_use_up_is_refused_before_training() -> None:
 
 
 def test_erk_densities_by_hand() -> None:
-    # sums of the shapes 5, 24 and 16; a budget of 70: 70 / 45 is more than the first can take (6 of 7.8), and the others
+    # sums of the shapes 5, 24 and 16; a budget of 70: 70 / 45 is more than the first can take (6 of 7.8), and
+    # the others
     # share 64 at 24 : 16
     params = {
         "a": torch.zeros(2, 3),
@@ -504,7 +505,7 @@ def test_fedspa_of_full_density_is_fedavg_of_uniform_weights() -> None:
     assert any((dense.state.server.model[n] - p).abs().max() > 1e-3 for n, p in other.state.server.items())
 
 
-# -- all ---------------------------------------------------------------------------------------------------------------
+# -- all -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

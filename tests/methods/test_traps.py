@@ -1,4 +1,5 @@
-"""Defects found in widely used public code, each with a test that ours does not have it; and what every method sends."""
+"""Defects found in widely used public code, each with a test that ours does not have it; and what every
+method sends."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ def predictor_of(run: Run, client: int) -> Any:
     )
 
 
-# -- what is sent ------------------------------------------------------------------------------------------------------
+# -- what is sent --------------------------------------------------------------------------------------------
 
 SMALL = WIDTH * 12 + WIDTH + CLASSES * WIDTH + CLASSES
 HEAD = CLASSES * WIDTH + CLASSES
@@ -156,7 +157,7 @@ def test_fedkd_sends_factors_or_the_weight_whichever_is_smaller() -> None:
     assert [r.parameters_down for r in records] == wanted
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
+# -- losses --------------------------------------------------------------------------------------------------
 
 
 def test_divergences_are_means_over_examples_and_not_over_classes() -> None:
@@ -182,7 +183,7 @@ def test_padding_counts_in_no_mean() -> None:
     assert float(empty.mean(values)) == 0.0
 
 
-# -- FML ---------------------------------------------------------------------------------------------------------------
+# -- FML -----------------------------------------------------------------------------------------------------
 
 
 def after_one_step(method: FML) -> tuple[Any, Any]:
@@ -205,7 +206,7 @@ def test_the_meme_does_not_learn_from_the_loss_of_the_private_model() -> None:
         assert not torch.allclose(clients[0]["head.weight"], found[0][1][0]["head.weight"], atol=1e-6)
 
 
-# -- FedKD -------------------------------------------------------------------------------------------------------------
+# -- FedKD ---------------------------------------------------------------------------------------------------
 
 
 def matrix(rank: int, rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -364,7 +365,7 @@ def test_fedkd_infers_with_the_mentor() -> None:
     np.testing.assert_allclose(predictor_of(run, 0)(x).detach().numpy(), wanted, atol=1e-12)
 
 
-# -- LG-FedAvg ---------------------------------------------------------------------------------------------------------
+# -- LG-FedAvg -----------------------------------------------------------------------------------------------
 
 
 def test_lg_fedavg_infers_with_the_head_after_aggregation() -> None:
@@ -400,7 +401,7 @@ def test_recorded_accuracy_is_that_of_the_personal_model_on_test_examples(name: 
         assert headline["val"][info.id] is None
 
 
-# -- FD ----------------------------------------------------------------------------------------------------------------
+# -- FD ------------------------------------------------------------------------------------------------------
 
 
 def test_fd_targets_are_probabilities_and_thirty_rounds_stay_finite() -> None:
@@ -436,7 +437,7 @@ def test_fd_leaves_out_the_clients_own_outputs() -> None:
         assert torch.equal(again.known, down.known)
 
 
-# -- FedProto ----------------------------------------------------------------------------------------------------------
+# -- FedProto ------------------------------------------------------------------------------------------------
 
 
 def proto_run(infer: str, known: list[bool]) -> tuple[Run, Prototypes]:
@@ -472,7 +473,7 @@ def test_the_nearest_own_prototype_is_of_a_class_the_client_has() -> None:
         assert found.tolist() == wanted
 
 
-# -- pFedLoRA ----------------------------------------------------------------------------------------------------------
+# -- pFedLoRA ------------------------------------------------------------------------------------------------
 
 
 def test_an_adapter_started_by_decomposition_of_the_head_begins_as_the_head() -> None:
@@ -513,7 +514,7 @@ def test_a_random_adapter_is_uniform_as_a_linear_layer_draws_it() -> None:
             assert float(t.std()) == pytest.approx(bound / 3**0.5, rel=0.1)
 
 
-# -- what does not fit is said before any training ---------------------------------------------------------------------
+# -- what does not fit is said before any training -----------------------------------------------------------
 
 
 def start(method: Any, federation: Federation) -> Run:
@@ -634,7 +635,8 @@ def test_dropout_of_a_small_shared_model_acts_at_clients_of_other_models(method)
 
 
 def test_the_reference_has_the_gradients_of_its_losses() -> None:
-    """Central differences of a network's loss, so that the reference is not merely consistent with the package."""
+    """Central differences of a network's loss, so that the reference is not merely consistent with the
+    package."""
     federation = unlike()
     net = start_of(federation)[0]
     x, y = train_data(federation)[0]

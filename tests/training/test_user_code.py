@@ -1,7 +1,9 @@
 """Modules and losses as users write them, in every engine, beside a plain PyTorch loop.
 
-The loop loads the server's weights into each client's own copy of the module, calls ``train()``, and steps through the same
-batches by ``backward()`` and ``torch.optim.SGD``. Python's, numpy's and torch's global generators start at the seed of the
+The loop loads the server's weights into each client's own copy of the module, calls ``train()``, and steps
+through the same
+batches by ``backward()`` and ``torch.optim.SGD``. Python's, numpy's and torch's global generators start at
+the seed of the
 client's pass.
 """
 
@@ -233,7 +235,8 @@ MODULES: list[type[Base]] = [
 
 
 CARRIED = [ModeCounter, ReadsGlobal, ReadsAttributes, ManifoldMixup]
-"""One module each of what an engine must carry to another process: buffers, globals, attributes, random draws."""
+"""One module each of what an engine must carry to another process: buffers, globals, attributes, random
+draws."""
 
 
 def clients() -> list[dict[str, tuple[Tensor, Tensor]]]:
@@ -252,7 +255,8 @@ def module_of(kind: type[Base]) -> Base:
 
 
 def change(model: Base, round: int) -> None:
-    """What a user changes between two rounds: a global, an attribute of a class, an attribute of the model."""
+    """What a user changes between two rounds: a global, an attribute of a class, an attribute of the
+    model."""
     global SCALE
     SCALE = 1.0 + round / 4
     Settings.factor = 1.0 + round / 3
@@ -439,7 +443,8 @@ def test_global_generators_stand_where_they_stood() -> None:
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("kind", [MovingMean, ModeCounter], ids=lambda k: k.__name__)
 def test_buffers_belong_to_the_client(kind: type[Base], engine: str) -> None:
-    """They go on from round to round, evaluation does not move them, and they are part of a client's own model."""
+    """They go on from round to round, evaluation does not move them, and they are part of a client's own
+    model."""
     runs = [federated(module_of(kind), engine, FEDAVG, every) for every in (1, 10**6)]
     assert all(torch.equal(p, runs[1].state.server[n]) for n, p in runs[0].state.server.items())
     for k, info in enumerate(runs[0].federation.infos):
@@ -455,7 +460,8 @@ def test_buffers_belong_to_the_client(kind: type[Base], engine: str) -> None:
 
 @pytest.mark.parametrize("kind", [MovingMean, Attention], ids=lambda k: k.__name__)
 def test_a_stop_changes_no_bit(kind: type[Base], tmp_path: Any) -> None:
-    """Buffers are part of the checkpoint, and counting operations in a fresh process does not change the order of sums."""
+    """Buffers are part of the checkpoint, and counting operations in a fresh process does not change the
+    order of sums."""
 
     def run(rounds: int, **settings: Any) -> Any:
         federation = Federation.from_arrays(clients(), module_of(kind), seed=0)
