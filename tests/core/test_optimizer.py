@@ -93,7 +93,7 @@ def test_clipping_bounds_the_norm_of_all_gradients_together() -> None:
     assert all(torch.equal(t, torch.zeros(2)) for t in clip([torch.zeros(2)], 1.0))
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------
+# -- schedules -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("t", range(12))
@@ -120,7 +120,7 @@ def test_the_learning_rate_of_a_round_is_scaled_by_the_schedule_for_all_groups()
     assert optimizer.learning_rate(5) == pytest.approx(0.1)
 
 
-# -- groups ------------------------------------------------------------------------------------------------------------
+# -- groups --------------------------------------------------------------------------------------------------
 
 
 def test_groups_match_whole_components_and_the_longest_wins() -> None:
@@ -143,7 +143,7 @@ def test_a_group_that_matches_nothing_is_refused_by_name() -> None:
         SGD(groups={"hed": Group(lr=1.0), "head": Group(lr=1.0)}).rates(["/head/w", "/body/w"], 0)
 
 
-# -- settings ----------------------------------------------------------------------------------------------------------
+# -- settings ------------------------------------------------------------------------------------------------
 
 NAN, INF = math.nan, math.inf
 

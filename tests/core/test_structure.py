@@ -81,7 +81,8 @@ def test_init_files_only_export() -> None:
 
 
 def test_imports_go_downwards_only() -> None:
-    """The layers of pyproject.toml: a method knows no engine, an engine no method, and there are no cycles of rooms."""
+    """The layers of pyproject.toml: a method knows no engine, an engine no method, and there are no cycles of
+    rooms."""
     command = Path(sys.executable).with_name("lint-imports")
     found = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout

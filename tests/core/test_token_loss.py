@@ -1,4 +1,5 @@
-"""Losses and scores of sequences are means over the tokens that count, whatever the padding and however a batch is cut."""
+"""Losses and scores of sequences are means over the tokens that count, whatever the padding and however a
+batch is cut."""
 
 from __future__ import annotations
 
@@ -120,7 +121,7 @@ def ends(
     return run
 
 
-# -- the mean over tokens ----------------------------------------------------------------------------------------------
+# -- the mean over tokens ------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None)
@@ -159,7 +160,7 @@ def test_weights_count_the_tokens_that_are_predicted() -> None:
     assert each.tolist() == pytest.approx([np.log(8), np.log(8), 0])
 
 
-# -- scores ------------------------------------------------------------------------------------------------------------
+# -- scores --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [7, 700])
@@ -181,7 +182,7 @@ def test_accuracy_and_risk_against_numpy(n: int) -> None:
     assert abs(np.mean(each) - risk) > 1e-3
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training ------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_without_its_padding_is_the_same_batch() -> None:
@@ -267,7 +268,7 @@ def test_a_run_is_descent_on_the_mean_over_tokens() -> None:
         torch.testing.assert_close(run.state.server[n], p.detach(), rtol=0, atol=1e-12)
 
 
-# -- order and cost ----------------------------------------------------------------------------------------------------
+# -- order and cost ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_length", [True, False])

@@ -1,6 +1,7 @@
 """Methods with dual variables or two models a client, in NumPy float64, written from the papers' equations.
 
-As in :mod:`golden.reference`, whose network, gradients and form of the data are used: nothing here knows of the package.
+As in :mod:`golden.reference`, whose network, gradients and form of the data are used: nothing here knows of
+the package.
 ``lrs`` holds one learning rate a round.
 """
 
@@ -104,9 +105,11 @@ def ditto(
 def apfl(
     w: Layers, local: list[Layers], data: Data, rounds: Rounds, lrs: list[float], alpha: float, pace: float
 ) -> tuple[Layers, list[Layers], list[float], set[float]]:
-    """Deng et al., Algorithm 1 with adaptive α: w, every v, every a, and the bounds at which an a was clipped.
+    """Deng et al., Algorithm 1 with adaptive α: w, every v, every a, and the bounds at which an a was
+    clipped.
 
-    The learning rate of a is ``pace`` times that of the networks; the paper's pace is 1, and at 0 all a are fixed.
+    The learning rate of a is ``pace`` times that of the networks; the paper's pace is 1, and at 0 all a are
+    fixed.
     """
     local, shares, clipped = list(local), [alpha] * len(local), set()
     for sampled, lr in zip(rounds, lrs, strict=True):

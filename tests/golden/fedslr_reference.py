@@ -1,4 +1,5 @@
-"""FedSLR, LPGD and GPGD in NumPy float64 with gradients by hand; networks, data and rounds as in :mod:`golden.reference`.
+"""FedSLR, LPGD and GPGD in NumPy float64 with gradients by hand; networks, data and rounds as in
+:mod:`golden.reference`.
 
 FedSLR is Algorithm 2: the server keeps every γ_i. Learning rates are given as a function of the round.
 """

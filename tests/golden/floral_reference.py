@@ -1,7 +1,8 @@
 """FLoRAL, its baselines, FedEM and IFCA in NumPy float64, written from the papers' equations; see ``reference``.
 
 Networks, data and rounds are as there. Adaptors are a list beside the layers of a network, of each layer
-``(U [C, out, r], V [C, in, r], B [C, out])``. A client's first pass is local training, its second that of a newcomer's router.
+``(U [C, out, r], V [C, in, r], B [C, out])``. A client's first pass is local training, its second that of a
+newcomer's router.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Adaptors = list[tuple[Array, Array, Array]]
 EPS = 1e-5
 
 
-# -- mixtures of adaptors ----------------------------------------------------------------------------------------------
+# -- mixtures of adaptors ------------------------------------------------------------------------------------
 
 
 def mixed(net: Layers, adaptors: Adaptors, pi: Array, alpha: float) -> Layers:
@@ -241,7 +242,8 @@ def floral(
     center: bool = False,
     server: Server | None = None,
 ) -> tuple[Layers, Adaptors, dict[int, Array]]:
-    """Algorithm 1: u, a, and θ (of the MFL router log π) of every client that took part. ``known`` is optimal routing."""
+    """Algorithm 1: u, a, and θ (of the MFL router log π) of every client that took part. ``known`` is optimal
+    routing."""
     count = len(adaptors[0][0])
     thetas: dict[int, Array] = {}
     for t, clients in enumerate(rounds):
@@ -302,7 +304,7 @@ def local_adaptor(
     return net, own
 
 
-# -- mixtures of whole models ------------------------------------------------------------------------------------------
+# -- mixtures of whole models --------------------------------------------------------------------------------
 
 
 def scaled(net: Layers, factor: float) -> Layers:

@@ -1,6 +1,7 @@
 """Federated LoRA in NumPy float64, dense where the package works on factors, written from the papers; see ``reference``.
 
-Networks, data and rounds are as there. The last layer is the head, trained whole; every other layer has the weight W_0 + s·B A
+Networks, data and rounds are as there. The last layer is the head, trained whole; every other layer has the
+weight W_0 + s·B A
 with its bias fixed. Factors are a list ``(B [d, r], A [r, k])`` beside the layers without the head; ``drawn`` are the random A
 ``[r_max, k]`` of these layers. A scale is a function of the rank.
 """
@@ -45,7 +46,7 @@ class Setting:
         return [len(self.data[k][1]) for k in clients]
 
 
-# -- a client ----------------------------------------------------------------------------------------------------------
+# -- a client ------------------------------------------------------------------------------------------------
 
 
 def fresh(net: Layers, drawn: list[Array], rank: int) -> Factors:
@@ -108,7 +109,7 @@ def mean_heads(heads: list[tuple[Array, Array]], sizes: list[int]) -> tuple[Arra
     return weighted_mean([[h] for h in heads], sizes)[0]
 
 
-# -- means of factors --------------------------------------------------------------------------------------------------
+# -- means of factors ----------------------------------------------------------------------------------------
 
 
 def mean_factors(replies: list[Factors], weights: Sequence[float]) -> Factors:
@@ -117,7 +118,8 @@ def mean_factors(replies: list[Factors], weights: Sequence[float]) -> Factors:
 
 
 def fedit(s: Setting, move_a: bool = True) -> tuple[Factors, Layers]:
-    """Zhang et al.: means of B and of A; with A fixed it is FFA-LoRA (Sun et al.). Factors, and the net with the mean head."""
+    """Zhang et al.: means of B and of A; with A fixed it is FFA-LoRA (Sun et al.). Factors, and the net with
+    the mean head."""
     rank, net = s.ranks[0], s.net
     factors = fresh(net, s.drawn, rank)
     for clients in s.rounds:
@@ -132,7 +134,8 @@ def fedit(s: Setting, move_a: bool = True) -> tuple[Factors, Layers]:
 
 
 def fedsa(s: Setting) -> tuple[list[Factors], Layers]:
-    """Guo et al.: mean of A, B of one's own. The factors of every client now, and the net with the mean head."""
+    """Guo et al.: mean of A, B of one's own. The factors of every client now, and the net with the mean
+    head."""
     rank, net = s.ranks[0], s.net
     shared, own = (
         [a[:rank] for a in s.drawn],
@@ -155,9 +158,11 @@ def fedsa(s: Setting) -> tuple[list[Factors], Layers]:
 def hetlora(
     s: Setting, *, by_norm: bool = False, per_index: bool = False, prune: float = 1.0, penalty: float = 1e-3
 ) -> tuple[Factors, Layers, list[int]]:
-    """Cho et al., Algorithm 1: the server's factors of scale 1, the net with the mean head, and the ranks that are left.
+    """Cho et al., Algorithm 1: the server's factors of scale 1, the net with the mean head, and the ranks
+    that are left.
 
-    Ranks are rounded down, fall by one at least and to one at most. A component that nobody sent stays what it was, if means are
+    Ranks are rounded down, fall by one at least and to one at most. A component that nobody sent stays what
+    it was, if means are
     per component.
     """
     ranks, top, net = list(s.ranks), max(s.ranks), s.net
@@ -199,7 +204,7 @@ def hetlora(
     return server, net, ranks
 
 
-# -- means of updates --------------------------------------------------------------------------------------------------
+# -- means of updates ----------------------------------------------------------------------------------------
 
 
 def triplets(w: Array) -> tuple[Array, Array, Array]:
@@ -266,7 +271,8 @@ def eq15(
 def fedhl(
     s: Setting, how: str = "sqrt", residual: bool = False, **weighing: object
 ) -> tuple[Dense, Layers, list]:
-    """Peng et al., Algorithm 1, line 17 as it stands: W, the net with the mean head, and the weights of every round."""
+    """Peng et al., Algorithm 1, line 17 as it stands: W, the net with the mean head, and the weights of every
+    round."""
     net, ws = s.net, [np.zeros_like(w) for w, _ in s.net[:-1]]
     history = []
     for clients in s.rounds:
@@ -304,11 +310,12 @@ def flexlora(s: Setting, how: str = "B") -> tuple[Dense, Layers]:
     return ws, net
 
 
-# -- updates of the base -----------------------------------------------------------------------------------------------
+# -- updates of the base -------------------------------------------------------------------------------------
 
 
 def flora(s: Setting, draws: list[dict[int, list[Array]]]) -> Layers:
-    """Wang et al.: the stack of B with p_i on this side alone, times the stack of A, goes into the base; A is drawn anew."""
+    """Wang et al.: the stack of B with p_i on this side alone, times the stack of A, goes into the base; A is
+    drawn anew."""
     net = s.net
     for clients, own in zip(s.rounds, draws, strict=True):
         sizes = np.array(s.sizes(list(clients)))

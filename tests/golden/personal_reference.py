@@ -1,6 +1,7 @@
 """Update rules of the personalized methods in NumPy float64, written from the papers' equations; see ``reference``.
 
-Networks, data and rounds are as there. A mask is a list of Boolean arrays, one for each layer's weight; biases are dense.
+Networks, data and rounds are as there. A mask is a list of Boolean arrays, one for each layer's weight;
+biases are dense.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def per_fedavg(
     delta: float | None = None,
     weighted: bool = False,
 ) -> Layers:
-    """Fallah et al., Algorithm 1: first order, or with the Hessian-vector product by finite differences of that width."""
+    """Fallah et al., Algorithm 1: first order, or with the Hessian-vector product by finite differences of
+    that width."""
     for clients in rounds:
         replies = []
         for k, (steps, _) in clients.items():
@@ -94,7 +96,8 @@ def fedrep(
 
 
 def erk_counts(shapes: list[tuple[int, ...]], density: float) -> list[float]:
-    """Active entries of each weight before rounding: ε of min(1, ε sum(shape) / prod(shape)) found by bisection.
+    """Active entries of each weight before rounding: ε of min(1, ε sum(shape) / prod(shape)) found by
+    bisection.
 
     Vectors are dense and count towards the density of the whole.
     """
@@ -114,7 +117,8 @@ def erk_counts(shapes: list[tuple[int, ...]], density: float) -> list[float]:
 def exchanged(mask: Array, weight: Array, gradient: Array, rate: float) -> Array:
     """The mask after the smallest weights made room for the largest gradients, entry by entry.
 
-    At equal gradients an entry that just left is taken before one that was not there, the smallest weight first.
+    At equal gradients an entry that just left is taken before one that was not there, the smallest weight
+    first.
     """
     entries = list(np.ndindex(mask.shape))
     active = [e for e in entries if mask[e]]
@@ -137,7 +141,8 @@ def on(net: Layers, mask: Mask) -> Layers:
 def fedspa(
     net: Layers, masks: list[Mask], data: Data, rounds: Rounds, lr: float, alpha: float
 ) -> tuple[Layers, list[Mask]]:
-    """Huang et al., Algorithms 1 and 2: the dense network and all masks; updates are subtracted by their plain mean."""
+    """Huang et al., Algorithms 1 and 2: the dense network and all masks; updates are subtracted by their
+    plain mean."""
     masks = list(masks)
     for t, clients in enumerate(rounds):
         rate = alpha / 2 * (1 + math.cos(math.pi * t / len(rounds)))

@@ -1,9 +1,11 @@
 """The methods' update rules in NumPy float64 with gradients by hand, written from the papers' equations.
 
 Nothing here knows of the package or of PyTorch. A network is a list of layers ``(weight [out, in], bias [out])`` with ReLU
-between them; the last layer is the head and its input the representation. The order of examples is given as plain data:
+between them; the last layer is the head and its input the representation. The order of examples is given as
+plain data:
 
-    rounds[t] = {client: [pass, ...]}    the participants of round t; a pass is a list of index arrays, one a step
+    rounds[t] = {client: [pass, ...]}    the participants of round t; a pass is a list of index arrays, one a
+    step
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ Data = list[tuple[Array, Array]]
 Rounds = list[dict[int, list[list[Array]]]]
 
 
-# -- a network ---------------------------------------------------------------------------------------------------------
+# -- a network -----------------------------------------------------------------------------------------------
 
 
 def forward(net: Layers, x: Array) -> tuple[list[Array], Array]:
@@ -85,7 +87,7 @@ def plain_sgd(net: Layers, x: Array, y: Array, steps: list[Array], lr: float, mu
     return net
 
 
-# -- the methods -------------------------------------------------------------------------------------------------------
+# -- the methods ---------------------------------------------------------------------------------------------
 
 
 def standalone(nets: list[Layers], data: Data, rounds: Rounds, lr: float) -> list[Layers]:
@@ -146,7 +148,8 @@ def energy_rank(s: Array, energy: float) -> int:
 
 
 def low_rank(w: Array, energy: float) -> tuple[Array, int]:
-    """The matrix as it arrives, and the numbers sent for it: factors where those are fewer, else the matrix itself."""
+    """The matrix as it arrives, and the numbers sent for it: factors where those are fewer, else the matrix
+    itself."""
     u, s, vt = np.linalg.svd(w, full_matrices=False)
     r = energy_rank(s, energy)
     sent = r * (w.shape[0] + w.shape[1] + 1)
@@ -178,9 +181,11 @@ def fedkd(
     lr: float,
     energies: tuple[float, float],
 ) -> tuple[list[Layers], list[Layers], list[Array], list[int]]:
-    """Wu et al., Algorithm 1: the mentee after every round (from the start on), mentors, projections, numbers sent up.
+    """Wu et al., Algorithm 1: the mentee after every round (from the start on), mentors, projections, numbers
+    sent up.
 
-    The share of energy rises linearly from the first of ``energies`` in the first round to the second in the last.
+    The share of energy rises linearly from the first of ``energies`` in the first round to the second in the
+    last.
     """
     mentors, projections, history, sent = list(mentors), list(projections), [mentee], []
     for t, clients in enumerate(rounds):
@@ -239,7 +244,8 @@ def leave_one_out(latest: dict[int, dict[int, Array]], client: int, classes: int
 def fd(
     nets: list[Layers], data: Data, rounds: Rounds, lr: float, gamma: float, classes: int
 ) -> tuple[dict[int, dict[int, Array]], list[Layers]]:
-    """Jeong et al., Algorithm 1: the latest mean softmax output for each client and label, and the networks."""
+    """Jeong et al., Algorithm 1: the latest mean softmax output for each client and label, and the
+    networks."""
     nets, latest = list(nets), {}
     for clients in rounds:
         replies = {}
@@ -264,7 +270,8 @@ def fd(
 def fedproto(
     nets: list[Layers], data: Data, rounds: Rounds, lr: float, lam: float, weighted: bool = True
 ) -> tuple[dict[int, Array], list[Layers]]:
-    """Tan et al., Algorithm 1, with the mean over features of the squared differences as in the authors' code."""
+    """Tan et al., Algorithm 1, with the mean over features of the squared differences as in the authors'
+    code."""
     nets, known = list(nets), {}
     for clients in rounds:
         shares: dict[int, list[tuple[float, Array]]] = {}
@@ -312,7 +319,8 @@ def pfedlora(
     mu: float,
     relu: bool,
 ) -> tuple[Layers, list[Layers]]:
-    """Yi et al., equations 3 to 10: the model beside the frozen adapter, then the adapter on the frozen model."""
+    """Yi et al., equations 3 to 10: the model beside the frozen adapter, then the adapter on the frozen
+    model."""
     nets = list(nets)
     for clients in rounds:
         replies = []

@@ -1,4 +1,5 @@
-"""A small federation for the tests of methods: four clients of unequal size and skewed classes, models of two forms."""
+"""A small federation for the tests of methods: four clients of unequal size and skewed classes, models of two
+forms."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ OWNED = ((0, 1), (0, 1, 2), (2, 3), (1, 2))
 
 
 class Net(nn.Module):
-    """Linear layers with ReLU between them, computed in the type of the parameters whatever that of the inputs."""
+    """Linear layers with ReLU between them, computed in the type of the parameters whatever that of the
+    inputs."""
 
     head_name = "head"
 
@@ -107,7 +109,8 @@ def order_of(run: Run, round: int, info: ClientInfo) -> list[list[np.ndarray]]:
 
 
 def plan(run: Run) -> list[dict[int, list[list[np.ndarray]]]]:
-    """What the reference needs to know of a run: who takes part in a round and in which order it sees its examples."""
+    """What the reference needs to know of a run: who takes part in a round and in which order it sees its
+    examples."""
     return [{i.id: order_of(run, t, i) for i in run.participants(t)} for t in range(run.settings.rounds)]
 
 

@@ -1,4 +1,5 @@
-"""Low-rank methods on models that break rules of thumb: groups, biases, names that lie about what they hold."""
+"""Low-rank methods on models that break rules of thumb: groups, biases, names that lie about what they
+hold."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ torch.set_num_threads(1)
 
 
 class Lying(nn.Module):
-    """Matrices named as biases and norms, vectors named as weights of convolutions; groups, a bias, a kernel of 3×1."""
+    """Matrices named as biases and norms, vectors named as weights of convolutions; groups, a bias, a kernel
+    of 3×1."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,10 @@
-"""Every method against its NumPy reference: server state and all clients' states after three rounds in float64.
+"""Every method against its NumPy reference: server state and all clients' states after three rounds in
+float64.
 
-Three of four clients of unequal size take part in a round, so that weights, absences and the order of steps all show. The
-differences left are rounding, some 1e-15; a wrong sign, factor or weight is larger by ten orders of magnitude.
+Three of four clients of unequal size take part in a round, so that weights, absences and the order of steps
+all show. The
+differences left are rounding, some 1e-15; a wrong sign, factor or weight is larger by ten orders of
+magnitude.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.engines.base import Engine
-from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.factored import Factored
 from fedlowrank.methods.fd import FD
@@ -34,7 +37,7 @@ SAMPLE = {"participation": 0.75}
 TOLERANCE = 1e-10
 
 
-@pytest.fixture(params=[Sequential, Vectorized, Wire])
+@pytest.fixture(params=[Sequential, Vectorized])
 def engine(request: pytest.FixtureRequest) -> type[Engine]:
     return request.param
 

@@ -23,7 +23,7 @@ from fedlowrank.core.key import Key
 from fedlowrank.core.method import Method, ServerView
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data.federation import Federation
-from fedlowrank.engines.base import client_key, client_view
+from fedlowrank.engines.base import client_view
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.linalg.delta import DeltaForm, update_deltas
 from fedlowrank.linalg.pair import Pair
@@ -120,7 +120,7 @@ def drawn(key: Key, rank: int) -> dict[str, Tensor]:
     }
 
 
-# -- one method is another ---------------------------------------------------------------------------------------------
+# -- one method is another -----------------------------------------------------------------------------------
 
 
 def test_fedhl_at_full_rank_is_flexlora() -> None:
@@ -138,32 +138,12 @@ def test_fedhl_at_full_rank_is_flexlora() -> None:
     assert max(float((whole(c)[n] - whole(d)[n]).norm()) for n in NAMES) > 1e-3
 
 
-def test_fedhl_is_flexlora_while_w_has_no_more_rank_than_the_clients() -> None:
-    # one client a round: W is its update, of rank 3
-    methods: list[Any] = [FedHL(split="B", **LOCAL), FlexLoRA(**LOCAL)]
-    a, b = (run_of(m, federation((3,) * 4), participation=0.25, steps=0, **QUIET) for m in methods)
-    for _ in range(3):
-        a.step()
-        b.step()
-        assert all(d.rank == 3 for d in a.state.server.delta.values())
-        close(whole(a), whole(b))
-
-
 def test_fedit_of_one_client_is_training_alone() -> None:
     run = run_of(FedIT(tuning=Tuning(rank=2), **LOCAL), federation([2], clients=arrays()[:1]), **QUIET)
     module = wrapped(run, 2, drawn(run.federation.key / "init", 2))
     by_torch(module, run, 3)
     torch.testing.assert_close(scores(run, 0), module(run.federation.clients[0].test.x), rtol=0, atol=1e-10)
     assert bool(module.body[0].lora_B.any())
-
-
-def test_flora_of_one_client_is_training_on_what_it_merged() -> None:
-    run = run_of(
-        FLoRA(tuning=Tuning(rank=2), **LOCAL), federation([3], clients=arrays()[:1]), rounds=1, **QUIET
-    )
-    module = wrapped(run, 3, drawn(client_key(run.federation, 0, 0), 3))
-    by_torch(module, run, 1)
-    torch.testing.assert_close(scores(run, 0), module(run.federation.clients[0].test.x), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.2, momentum=0.9, weight_decay=0.01), AdamW(lr=0.01)])
@@ -215,7 +195,7 @@ def test_clients_of_zero_padding_begin_at_the_a_that_was_drawn(scaling: Any) -> 
             assert not bool(sent[n].b.any())
 
 
-# -- exact means -------------------------------------------------------------------------------------------------------
+# -- exact means ---------------------------------------------------------------------------------------------
 
 
 def test_fedex_of_one_round_is_the_base_with_the_mean_update() -> None:
@@ -274,17 +254,7 @@ def test_a_base_that_is_merged_predicts_as_one_with_a_stack_beside(kind: Any) ->
     assert not stacked.dense
 
 
-def test_with_the_residual_every_client_begins_at_w() -> None:
-    run = run_of(
-        FedHL(residual=True, form=DeltaForm("exact"), **LOCAL), federation(), participation=0.75, **QUIET
-    )
-    for k in range(4):
-        close(scores(run, k), scores(run, k, "server"))
-    plain = run_of(FedHL(**LOCAL), federation(), participation=0.75, **QUIET)
-    assert max(float((scores(plain, k) - scores(plain, k, "server")).abs().max()) for k in range(3)) > 1e-3
-
-
-# -- scales ------------------------------------------------------------------------------------------------------------
+# -- scales --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [FedHL, FlexLoRA, FLoRA, HetLoRA, FedIT, FFALoRA, FedSALoRA, FedExLoRA])
@@ -324,7 +294,7 @@ def test_what_a_client_adds_does_not_depend_on_its_scale(kind: Any) -> None:
         close(scores(run, k), before[k])
 
 
-# -- nothing is lost ---------------------------------------------------------------------------------------------------
+# -- nothing is lost -----------------------------------------------------------------------------------------
 
 
 def at_rest(method: Method[Any, Any, Any, Any], run: Run, steps: int = 3) -> float:

@@ -1,6 +1,7 @@
 """Federated LoRA against NumPy: products, heads and predictions after three rounds, in float64.
 
-Three of four clients of unequal size and rank take part in a round. Two layers of unequal shape are adapted, with a scale that
+Three of four clients of unequal size and rank take part in a round. Two layers of unequal shape are adapted,
+with a scale that
 depends on the rank. FedHL is compared with its dense recursion, though the package never forms W.
 """
 
@@ -18,7 +19,7 @@ from fedlowrank.core.method import Method
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_key
-from fedlowrank.engines.sequential import Sequential, Wire
+from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods.families.effective_delta import Weighing
@@ -44,7 +45,7 @@ EQUAL = (3, 3, 3, 3)
 NAMES = ("body.0", "body.2")
 # scales 2, 1, 2/3 and 1/2 at ranks 1 to 4
 TUNING = Tuning(rank=2, scaling="alpha")
-ENGINES: Sequence[type[Engine]] = (Sequential, Wire, Vectorized)
+ENGINES: Sequence[type[Engine]] = (Sequential, Vectorized)
 
 
 @pytest.fixture(params=ENGINES)
@@ -117,7 +118,7 @@ def go(method: Method[Any, Any, Any, Any], engine: type[Engine], ranks: Sequence
     return run
 
 
-# -- factors averaged --------------------------------------------------------------------------------------------------
+# -- factors averaged ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [FedIT, FFALoRA])
@@ -193,7 +194,7 @@ def test_pruning_of_hetlora(penalty: float) -> None:
     assert sum(left) > 4
 
 
-# -- updates averaged --------------------------------------------------------------------------------------------------
+# -- updates averaged ----------------------------------------------------------------------------------------
 
 
 def updates_are(run: Run, ws: list[Array], net: Layers, ranks: Sequence[int], atol: float) -> None:
@@ -300,7 +301,7 @@ def test_the_residual_makes_clients_begin_at_w(engine: type[Engine]) -> None:
         predicts(run, k, reference.added(net, ws), close(engine))
 
 
-# -- updates of the base -----------------------------------------------------------------------------------------------
+# -- updates of the base -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", ["merged", "stacked"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import tempfile
 import traceback
@@ -24,8 +25,9 @@ from ..engines import Sequential, Vectorized, Wire
 from ..engines.base import ClientJob, Engine
 from ..linalg.matricize import sum_parts
 from ..simulation.checkpoint import load, save
+from ..simulation.client_store import ClientStore
 from ..simulation.evaluation import measure
-from ..simulation.run import Run, RunSettings
+from ..simulation.run import Run, RunSettings, State
 
 AnyMethod = Method[Any, Any, Any, Any]
 
@@ -85,9 +87,10 @@ def check_method(method: AnyMethod) -> list[Finding]:
         One finding a check; a check that raises fails, with the error as its detail.
     """
     found = []
-    for name, test in CHECKS.items():
+    at = Trajectory(method)
+    for name, test in _CHECKS.items():
         try:
-            detail = test(method)
+            detail = test(at)
         except Exception as error:  # noqa: BLE001 - a third party's method may raise anything; the finding reports it
             last = traceback.extract_tb(error.__traceback__)[-1]
             detail = f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
@@ -95,13 +98,65 @@ def check_method(method: AnyMethod) -> list[Finding]:
     return found
 
 
-def go(method: AnyMethod, engine: Engine, rounds: int = 3, total: int = 6, **settings: Any) -> Run:
-    """The first few of ``total`` rounds on a small federation."""
+class _UnevaluatedRun(Run):
+    """A run whose rounds take no time for accuracies that no check reads."""
+
+    def is_due(self) -> bool:
+        return False
+
+
+ROUNDS = 3
+"""Rounds that the runs of the checks plan."""
+
+
+def _start(method: AnyMethod, engine: Engine | None = None, total: int = ROUNDS, **settings: Any) -> Run:
+    """A run on a small federation before its first round."""
     protocol = RunSettings(rounds=total, participation=0.8, **settings)
-    run = Run(method, federation(method.heterogeneous), protocol, engine)
+    return _UnevaluatedRun(method, federation(method.heterogeneous), protocol, engine or Sequential())
+
+
+def go(method: AnyMethod, engine: Engine, rounds: int = 3, total: int = ROUNDS, **settings: Any) -> Run:
+    """The first few of ``total`` rounds on a small federation."""
+    run = _start(method, engine, total, **settings)
     for _ in range(rounds):
         run.step()
     return run
+
+
+class Trajectory:
+    """States of a method's sequential run, computed once for all checks.
+
+    States are kept as bytes, so that a method that changes a state in place does not change what is compared.
+
+    Args:
+        method: what runs.
+    """
+
+    def __init__(self, method: AnyMethod) -> None:
+        self.method = method
+        self._run: Run | None = None
+        self._known: list[bytes] = []
+
+    def encoded(self, rounds: int) -> bytes:
+        """Server state and client states after some rounds, as bytes."""
+        if self._run is None:
+            self._run = _start(self.method)
+            self._known.append(tree.encode(_states(self._run)))
+        while len(self._known) <= rounds:
+            self._run.step()
+            self._known.append(tree.encode(_states(self._run)))
+        return self._known[rounds]
+
+    def states(self, rounds: int) -> Any:
+        """Server state and client states after some rounds."""
+        return tree.decode(self.encoded(rounds))
+
+    def run(self, rounds: int, **settings: Any) -> Run:
+        """A run that goes on after some rounds."""
+        server, clients = self.states(rounds)
+        run = _start(self.method, **settings)
+        run.restore(State(rounds, server, ClientStore() | {int(i): c for i, c in clients.items()}))
+        return run
 
 
 def _states(run: Run) -> Any:
@@ -127,32 +182,29 @@ def _same(a: Any, b: Any) -> str | None:
     return None if tree.equal(a, b) else _first_difference(a, b, 0, 0) or "some bits differ"
 
 
-def _wire(method: AnyMethod) -> str | None:
-    return _same(_states(go(method, Sequential())), _states(go(method, Wire())))
+def _wire(at: Trajectory) -> str | None:
+    return _same(at.states(3), _states(go(at.method, Wire())))
 
 
-def _vectorized(method: AnyMethod) -> str | None:
-    return _first_difference(_states(go(method, Sequential())), _states(go(method, Vectorized())), 1e-3, 1e-4)
+def _vectorized(at: Trajectory) -> str | None:
+    return _first_difference(at.states(3), _states(go(at.method, Vectorized())), 1e-3, 1e-4)
 
 
-def _resume(method: AnyMethod) -> str | None:
-    whole = go(method, Sequential(), 4)
-    half = go(method, Sequential(), 2)
-    again = Run(method, half.federation, half.settings, Sequential())
+def _resume(at: Trajectory) -> str | None:
+    half = at.run(2)
+    again = _start(at.method)
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder), half.round, half.state.server, half.state.clients)
         again.restore(load(Path(folder)))
-    for _ in range(2):
-        again.step()
-    return _same(_states(whole), _states(again))
+    again.step()
+    return _same(at.states(3), _states(again))
 
 
-def _extended(method: AnyMethod) -> str | None:
-    if method.uses_rounds:
+def _extended(at: Trajectory) -> str | None:
+    if at.method.uses_rounds:
         return None
-    # a schedule over 2 rounds has come to its end where one over 40 has hardly begun
-    few, many = (_states(go(method, Sequential(), 2, total)) for total in (2, 40))
-    differs = _same(few, many)
+    # a schedule over 3 rounds has come to its end where one over 40 has hardly begun
+    differs = _same(at.states(ROUNDS), _states(go(at.method, Sequential(), ROUNDS, 40)))
     return (
         None
         if differs is None
@@ -160,22 +212,25 @@ def _extended(method: AnyMethod) -> str | None:
     )
 
 
-def _pure(method: AnyMethod) -> str | None:
-    run = go(method, Sequential(), 2)
-    before = tree.encode((_states(run), [a.initial for a in run.federation.architectures.values()]))
+def _pure(at: Trajectory) -> str | None:
+    run = _start(at.method)
+    initial = tree.encode([a.initial for a in run.federation.architectures.values()])
     random = torch.get_rng_state()
-    run.step()
-    fresh = go(method, Sequential(), 2)
-    if before != tree.encode((_states(fresh), [a.initial for a in fresh.federation.architectures.values()])):
+    for _ in range(2):
+        run.step()
+    held = tree.encode(_states(run))
+    if held != at.encoded(2):
         return "two equal runs end in different states"
-    if not torch.equal(random, torch.get_rng_state()):
-        return "a round draws from torch's global generator; use view.key"
-    before = tree.encode(_states(run))
     uploads = _uploads(run)
     _updated(run, uploads, list(uploads))
-    run.start()
+    run.evaluation()
+    if not torch.equal(random, torch.get_rng_state()):
+        return "a round draws from torch's global generator; use view.key"
+    now = tree.encode([a.initial for a in run.federation.architectures.values()])
     return (
-        None if before == tree.encode(_states(run)) else "a function of the method changes its input in place"
+        None
+        if held == tree.encode(_states(run)) and initial == now
+        else "a function of the method changes its input in place"
     )
 
 
@@ -197,7 +252,8 @@ def _updated(run: Run, uploads: dict[int, Any], order: list[int]) -> Any:
     return server if total is None else run.method.server_update(server, total, view)
 
 
-def _still(method: AnyMethod) -> str | None:
+def _still(at: Trajectory) -> str | None:
+    method = at.method
     changed = {
         f.name: dataclasses.replace(value, lr=0.0, weight_decay=0.0, groups={})
         for f in dataclasses.fields(method)
@@ -206,7 +262,7 @@ def _still(method: AnyMethod) -> str | None:
     # a penalty goes on acting when nobody learns; a method says which of its settings to put aside for this
     # check
     still = dataclasses.replace(method, **changed, **type(method).at_rest)
-    run = Run(still, federation(method.heterogeneous), RunSettings(rounds=6), Sequential())
+    run = _UnevaluatedRun(still, federation(method.heterogeneous), RunSettings(rounds=ROUNDS), Sequential())
     first = {i.id: run.personal(i) for i in run.federation.infos}
     run.step()
     for info in run.federation.infos:
@@ -216,17 +272,17 @@ def _still(method: AnyMethod) -> str | None:
     return None
 
 
-def _learns(method: AnyMethod) -> str | None:
-    faster = method
+def _learns(at: Trajectory) -> str | None:
+    method = faster = at.method
     if isinstance(method.optimizer, SGD):
         faster = dataclasses.replace(
             method, optimizer=dataclasses.replace(method.optimizer, lr=0.1), batch_size=8
         )
     on = federation(method.heterogeneous, scale=8, shift=0)
-    run = Run(faster, on, RunSettings(rounds=30, evaluate_every=100), Sequential())
+    run = _UnevaluatedRun(faster, on, RunSettings(rounds=30), Sequential())
     before = after = _mean_accuracy(run)
     while run.round < 30 and after <= before + 0.1:
-        for _ in range(10):
+        for _ in range(3):
             run.step()
         after = _mean_accuracy(run)
     return (
@@ -250,14 +306,14 @@ def _mean_accuracy(run: Run) -> float:
     return sum(shares) / len(shares)
 
 
-def _unseen(method: AnyMethod) -> str | None:
-    run = go(method, Sequential(), 1)
+def _unseen(at: Trajectory) -> str | None:
+    run = at.run(1)
     seen = set(run.state.clients)
     unseen = [i for i in run.federation.infos if i.id not in seen]
     if not unseen and run.state.clients:
         return "every client took part; nothing was tested"
-    accuracy = run.start().accuracy or {}
-    values = [series["test"][i.id] for series in accuracy.values() for i in unseen]
+    found = run.evaluation()
+    values = [series["test"][i.id] for series in found.accuracy.values() for i in unseen] if found else []
     return (
         None
         if all(v is not None and 0 <= v <= 1 for v in values)
@@ -265,30 +321,32 @@ def _unseen(method: AnyMethod) -> str | None:
     )
 
 
-def _lost(method: AnyMethod) -> str | None:
-    run = go(method, Sequential(), 0, lost_replies=0.4)
-    for _ in range(4):
-        # encoded, for a method that changes its state in place would change a mere reference too
-        before = {i: tree.encode(s) for i, s in run.state.clients.items()}
-        record = run.step()
-        after = {i: tree.encode(s) for i, s in run.state.clients.items()}
-        for client in map(int, record.lost):
-            if before.get(client) != after.get(client):
-                return f"client {client} changed its state although its reply was lost"
-    return None
+def _lost(at: Trajectory) -> str | None:
+    run = at.run(2, lost_replies=0.6)
+    # encoded, for a method that changes its state in place would change a mere reference too
+    before = {i: tree.encode(s) for i, s in run.state.clients.items()}
+    record = run.step()
+    after = {i: tree.encode(s) for i, s in run.state.clients.items()}
+    lost = [int(client) for client in record.lost]
+    if not before.keys() & set(lost):
+        return "no client with a state lost its reply; nothing was tested"
+    changed = [i for i in lost if before.get(i) != after.get(i)]
+    return f"client {changed[0]} changed its state although its reply was lost" if changed else None
 
 
-def _measured(method: AnyMethod) -> str | None:
-    run = go(method, Sequential(), 2)
+def _measured(at: Trajectory) -> str | None:
+    run, method = at.run(2), at.method
     for info in run.federation.infos:
         down = method.download(run.state.server, info)
         if tree.encoded_size(down) != len(tree.encode(down)):
             return "the size of a download depends on more than its structure"
+    if any(tree.encoded_size(up) != len(tree.encode(up)) for up in _uploads(run).values()):
+        return "the size of an upload depends on more than its structure"
     return None
 
 
-def _adds_up(method: AnyMethod) -> str | None:
-    run = go(method, Sequential(), 2)
+def _adds_up(at: Trajectory) -> str | None:
+    run = at.run(2)
     for info in run.federation.infos:
         made = run.local_model(info)
         predictors = made.predictors
@@ -303,17 +361,17 @@ def _adds_up(method: AnyMethod) -> str | None:
     return None
 
 
-def _refuses(method: AnyMethod) -> str | None:
-    if method.heterogeneous:
+def _refuses(at: Trajectory) -> str | None:
+    if at.method.heterogeneous:
         return None
     try:
-        Run(method, federation(True), RunSettings(rounds=1), Sequential())
+        Run(at.method, federation(True), RunSettings(rounds=1), Sequential())
     except TaskError:
         return None
     return "a federation of unequal models is accepted; use task.common_model, or set heterogeneous = True"
 
 
-CHECKS: dict[str, Callable[[AnyMethod], str | None]] = {
+_CHECKS: dict[str, Callable[[Trajectory], str | None]] = {
     "every message survives its bytes (wire = sequential, bit for bit)": _wire,
     "a resumed run ends as an unbroken one (bit for bit)": _resume,
     "a run of more rounds begins like one of fewer (bit for bit)": _extended,
@@ -327,4 +385,15 @@ CHECKS: dict[str, Callable[[AnyMethod], str | None]] = {
     "the parts of a model add up to it": _adds_up,
     "unequal models are refused where they must be": _refuses,
 }
-"""Every check: None if it passes, else what is wrong."""
+
+
+def _alone(check: Callable[[Trajectory], str | None]) -> Callable[[AnyMethod], str | None]:
+    @functools.wraps(check)
+    def run(method: AnyMethod) -> str | None:
+        return check(Trajectory(method))
+
+    return run
+
+
+CHECKS: dict[str, Callable[[AnyMethod], str | None]] = {name: _alone(c) for name, c in _CHECKS.items()}
+"""Every check by itself: None if a method passes it, else what is wrong."""

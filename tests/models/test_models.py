@@ -130,7 +130,7 @@ def test_an_mlp_flattens_and_its_last_hidden_layer_is_the_representation() -> No
     torch.testing.assert_close(a.apply(a.initial, x), r @ w[4].T + w[5])
 
 
-# -- any module --------------------------------------------------------------------------------------------------------
+# -- any module ----------------------------------------------------------------------------------------------
 
 
 class Own(nn.Module):
@@ -270,7 +270,8 @@ def test_a_head_that_shares_a_weight_with_the_body_is_refused_or_follows_it() ->
         a = Architecture("tied", Tied(), x[:1])
     except TaskError:
         return
-    # a weight that has one name must have one value wherever it is used, not that of the first round in the head
+    # a weight that has one name must have one value wherever it is used, not that of the first round in the
+    # head
     other = {n: p + 0.5 for n, p in a.initial.items()}
     torch.testing.assert_close(a.head(other, a.represent(other, x)), a.apply(other, x))
 

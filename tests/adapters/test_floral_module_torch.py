@@ -1,4 +1,5 @@
-"""Floral beside PyTorch's own machinery: modules with two names, checkpointing, replicas, distributed training, threads."""
+"""Floral beside PyTorch's own machinery: modules with two names, checkpointing, replicas, distributed
+training, threads."""
 
 from __future__ import annotations
 
@@ -222,7 +223,8 @@ def test_a_fixed_route_gives_no_gradient_outside_distributed_training() -> None:
 
 
 def replicas(model: nn.Module, count: int, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """``DataParallel``'s own replication, whose broadcast alone needs GPUs: here it is a copy that gradients pass through."""
+    """``DataParallel``'s own replication, whose broadcast alone needs GPUs: here it is a copy that gradients
+    pass through."""
 
     def broadcast(tensors: list[Tensor], devices: list[int], detach: bool = False) -> list[list[Tensor]]:
         return [[t if detach and d == 0 else t.clone() for t in tensors] for d in devices]

@@ -105,6 +105,7 @@ def test_bad_options_are_named(options: list[str], said: str, capsys: pytest.Cap
     ],
 )
 def test_a_round_is_not_slower_than_plain_pytorch(name: str, engine: str, most: float) -> None:
-    """Measured 0.8, 0.66, 0.71 and 1.13. The margins are for busy machines: they tell a round that takes half as long again."""
+    """Measured 0.8, 0.66, 0.71 and 1.13. The margins are for busy machines: they tell a round that takes half
+    as long again."""
     found = time_rounds(name, [engine], 7, clients=20, sample=10)
     assert statistics.median(found.arms[engine].cpu) < most

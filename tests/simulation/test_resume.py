@@ -74,7 +74,8 @@ def write_experiment(folder: Path, text: str = EXPERIMENT) -> Path:
 
 
 def start(*arguments: object, log: Path) -> int:
-    """Run a command in a process of its own, forked so that it need not import everything anew; its process id."""
+    """Run a command in a process of its own, forked so that it need not import everything anew; its process
+    id."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         process = os.fork()
@@ -173,7 +174,8 @@ def test_a_killed_run_resumes_to_the_same_bits(
     process = start("run", file, f"run.checkpoint_every={every}", "-o", folder, log=log)
     at = chance.randrange(0, 5)
     for _ in range(3):
-        # the moment falls anywhere in the rounds after that one: training, appending, writing of the checkpoint
+        # the moment falls anywhere in the rounds after that one: training, appending, writing of the
+        # checkpoint
         if not wait_for(folder, at, process):
             process = 0
             break

@@ -1,4 +1,5 @@
-"""Floral over every kind of layer: exactly the module at the start, merged ≡ unmerged, and the sum over adaptors by hand."""
+"""Floral over every kind of layer: exactly the module at the start, merged ≡ unmerged, and the sum over
+adaptors by hand."""
 
 from __future__ import annotations
 
@@ -209,7 +210,8 @@ def batch_norms(model: Floral) -> tuple[Any, Any]:
 
 
 def own_norms(training: bool, momentum: float | None = 0.1) -> tuple[Floral, list[nn.BatchNorm2d]]:
-    """A BatchNorm whose adaptors keep their own statistics, and the C BatchNorms of appendix F.2 one by one."""
+    """A BatchNorm whose adaptors keep their own statistics, and the C BatchNorms of appendix F.2 one by
+    one."""
     model = Floral(
         nn.BatchNorm2d(3, momentum=momentum, eps=1e-2, dtype=REAL),
         num_clusters=3,

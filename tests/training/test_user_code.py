@@ -1,7 +1,9 @@
 """Modules and losses as users write them, in every engine, beside a plain PyTorch loop.
 
-The loop loads the server's weights into each client's own copy of the module, calls ``train()``, and steps through the same
-batches by ``backward()`` and ``torch.optim.SGD``. Python's, numpy's and torch's global generators start at the seed of the
+The loop loads the server's weights into each client's own copy of the module, calls ``train()``, and steps
+through the same
+batches by ``backward()`` and ``torch.optim.SGD``. Python's, numpy's and torch's global generators start at
+the seed of the
 client's pass.
 """
 
@@ -30,7 +32,8 @@ from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.training.trainer import LocalTrainer
 
-LOCAL = ["sequential", "wire", "vectorized", "processes"]
+HERE = ["sequential", "wire", "vectorized"]
+LOCAL = [*HERE, "processes"]
 LR, ROUNDS, SIZES = 0.2, 3, (24, 17)
 SCALE = 1.0
 """Read by modules below as a global, and changed between rounds."""
@@ -231,6 +234,11 @@ MODULES: list[type[Base]] = [
 ]
 
 
+CARRIED = [ModeCounter, ReadsGlobal, ReadsAttributes, ManifoldMixup]
+"""One module each of what an engine must carry to another process: buffers, globals, attributes, random
+draws."""
+
+
 def clients() -> list[dict[str, tuple[Tensor, Tensor]]]:
     g = torch.Generator().manual_seed(7)
     found = []
@@ -247,7 +255,8 @@ def module_of(kind: type[Base]) -> Base:
 
 
 def change(model: Base, round: int) -> None:
-    """What a user changes between two rounds: a global, an attribute of a class, an attribute of the model."""
+    """What a user changes between two rounds: a global, an attribute of a class, an attribute of the
+    model."""
     global SCALE
     SCALE = 1.0 + round / 4
     Settings.factor = 1.0 + round / 3
@@ -310,8 +319,16 @@ def _restore() -> Any:
     change(Base(), 0)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
-@pytest.mark.parametrize("kind", MODULES, ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    ("kind", "engine"),
+    [
+        pytest.param(
+            k, e, marks=() if e in HERE or k in CARRIED else pytest.mark.slow, id=f"{k.__name__}-{e}"
+        )
+        for k in MODULES
+        for e in LOCAL
+    ],
+)
 def test_a_module_is_trained_as_a_plain_loop_trains_it(kind: type[Base], engine: str) -> None:
     run = federated(module_of(kind), engine, FEDAVG)
     expected = plain_loop(module_of(kind), run)
@@ -426,7 +443,8 @@ def test_global_generators_stand_where_they_stood() -> None:
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("kind", [MovingMean, ModeCounter], ids=lambda k: k.__name__)
 def test_buffers_belong_to_the_client(kind: type[Base], engine: str) -> None:
-    """They go on from round to round, evaluation does not move them, and they are part of a client's own model."""
+    """They go on from round to round, evaluation does not move them, and they are part of a client's own
+    model."""
     runs = [federated(module_of(kind), engine, FEDAVG, every) for every in (1, 10**6)]
     assert all(torch.equal(p, runs[1].state.server[n]) for n, p in runs[0].state.server.items())
     for k, info in enumerate(runs[0].federation.infos):
@@ -442,7 +460,8 @@ def test_buffers_belong_to_the_client(kind: type[Base], engine: str) -> None:
 
 @pytest.mark.parametrize("kind", [MovingMean, Attention], ids=lambda k: k.__name__)
 def test_a_stop_changes_no_bit(kind: type[Base], tmp_path: Any) -> None:
-    """Buffers are part of the checkpoint, and counting operations in a fresh process does not change the order of sums."""
+    """Buffers are part of the checkpoint, and counting operations in a fresh process does not change the
+    order of sums."""
 
     def run(rounds: int, **settings: Any) -> Any:
         federation = Federation.from_arrays(clients(), module_of(kind), seed=0)

@@ -1,6 +1,8 @@
-"""What an accelerator would wait for: in the steps of a pass nobody looks at a number, and nothing is copied from the host.
+"""What an accelerator would wait for: in the steps of a pass nobody looks at a number, and nothing is copied
+from the host.
 
-A look is seen on a CPU as it is on a GPU. A copy to a device is seen on the device "meta", whose tensors have no content: what
+A look is seen on a CPU as it is on a GPU. A copy to a device is seen on the device "meta", whose tensors have
+no content: what
 looks at one fails, and what mixes one with the host's is noted here.
 """
 
@@ -167,6 +169,11 @@ ENGINE = pytest.mark.parametrize("engine", ["sequential", "vectorized"])
 DATA = pytest.mark.parametrize("kind", ON)
 
 
+HOW = [(kind, SGD(lr=0.01)) for kind in ON]
+HOW += [("tables", SGD(lr=0.01, momentum=0.9, clip=1.0)), ("texts", AdamW()), ("images", AdamW())]
+"""Kinds of data, and steps; what an optimizer does has nothing to do with where batches come from."""
+
+
 # Looks, on the CPU
 
 
@@ -186,9 +193,8 @@ def looks(
 
 
 @ENGINE
-@DATA
 @pytest.mark.parametrize(
-    "optimizer", [SGD(lr=0.01), SGD(lr=0.01, momentum=0.9, clip=1.0), AdamW(lr=0.001)], ids=repr
+    ("kind", "optimizer"), HOW, ids=[f"{kind}-{how.kind}-{how.clip}" for kind, how in HOW]
 )
 def test_nobody_looks_at_a_number_in_a_step(
     engine: str, kind: str, optimizer: Any, monkeypatch: pytest.MonkeyPatch
@@ -234,7 +240,8 @@ def request(on: Federation, optimizer: Any) -> Request:
 
 
 def trainers(on: Federation, epochs: int, elsewhere: Federation) -> Iterator[LocalTrainer]:
-    """Of the clients in an order of falling steps; they know lengths of texts, which cannot be found where nothing is."""
+    """Of the clients in an order of falling steps; they know lengths of texts, which cannot be found where
+    nothing is."""
     method = METHODS["fedavg"](batch_size=4, epochs=epochs)
     order = sorted(on.infos, key=lambda i: -i.examples)
     for info in order:
@@ -257,11 +264,6 @@ def copies(engine: str, on: Federation, epochs: int, optimizer: Any, micro_batch
     assert {t.device.type for t in losses} == {"meta"}
     assert [len(t) for t in losses] == [t.steps("local") for t in found]
     return ear.heard
-
-
-HOW = [(kind, SGD(lr=0.01)) for kind in ON]
-HOW += [("tables", SGD(lr=0.01, momentum=0.9, clip=1.0)), ("texts", AdamW()), ("images", AdamW())]
-"""Kinds of data, and steps; what an optimizer does has nothing to do with where batches come from."""
 
 
 @ENGINE

@@ -91,7 +91,8 @@ def spread(
 
 
 def mixture(module: nn.Module, share: float, density: float, seed: int = 0) -> tuple[Weights, Params]:
-    """Factors of every matrix at that share of the largest rank that pays, other parameters anew; and a sparse part."""
+    """Factors of every matrix at that share of the largest rank that pays, other parameters anew; and a
+    sparse part."""
     g = torch.Generator().manual_seed(seed)
     weights: Weights = {}
     for n, p in module.named_parameters():
@@ -342,7 +343,8 @@ def test_every_form_occurs() -> None:
 
 
 def data_in(path: Path) -> dict[str, Tensor]:
-    """Tensors of a file by the last part of their names; a safetensors file holds nothing else after its header."""
+    """Tensors of a file by the last part of their names; a safetensors file holds nothing else after its
+    header."""
     with safetensors.safe_open(path, "pt") as file:
         found = {n.rsplit("/", 1)[1]: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
     whole, header = path.stat().st_size, int.from_bytes(path.read_bytes()[:8], "little")
@@ -469,7 +471,8 @@ def test_fast_keeps_a_sparse_linear_layer_where_few_values_are_left() -> None:
 
 
 def test_rows_strided_over_are_work() -> None:
-    """The first of two thin convolutions makes all rows: with a stride, factors that save bytes may cost time."""
+    """The first of two thin convolutions makes all rows: with a stride, factors that save bytes may cost
+    time."""
     g = torch.Generator().manual_seed(0)
     found = []
     for stride in (1, 4):

@@ -1,4 +1,5 @@
-"""One pass of a client over its data: against a bare loop, with hooks, randomness, failures and the count of operations."""
+"""One pass of a client over its data: against a bare loop, with hooks, randomness, failures and the count of
+operations."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def assert_close(a: Any, b: Any, atol: float = 1e-12) -> None:
     tree.map(lambda x, y: torch.testing.assert_close(x, y, rtol=0, atol=atol), a, b)
 
 
-# -- against a bare loop -----------------------------------------------------------------------------------------------
+# -- against a bare loop -------------------------------------------------------------------------------------
 
 
 def test_a_pass_with_clipping_momentum_and_decay_is_a_bare_loop() -> None:
@@ -135,7 +136,7 @@ def test_a_pass_that_the_method_does_not_name_is_refused() -> None:
         v.train(ce(v), v.model.initial, "locale", SGD())
 
 
-# -- hooks -------------------------------------------------------------------------------------------------------------
+# -- hooks ---------------------------------------------------------------------------------------------------
 
 
 def test_the_proximal_step_follows_every_step_with_the_rate_of_the_round() -> None:
@@ -249,7 +250,7 @@ def test_parts_of_the_tree_can_have_rates_of_their_own() -> None:
     assert torch.allclose(found["fast"], torch.full((2,), 0.9))
 
 
-# -- purity ------------------------------------------------------------------------------------------------------------
+# -- purity --------------------------------------------------------------------------------------------------
 
 
 def test_the_start_and_what_is_given_are_left_untouched() -> None:
@@ -287,7 +288,7 @@ def test_a_statistic_is_the_sum_over_all_examples() -> None:
     assert float(count) == 600
 
 
-# -- dropout -----------------------------------------------------------------------------------------------------------
+# -- dropout -------------------------------------------------------------------------------------------------
 
 
 class Wet(Net):
@@ -359,7 +360,7 @@ def test_dropout_differs_from_round_to_round_and_from_client_to_client() -> None
     assert first[0] == first[3]
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", [Sequential, Vectorized])
@@ -416,7 +417,7 @@ def test_a_hook_of_another_structure_is_refused() -> None:
         v.train(ce(v), v.model.initial, "local", SGD(), prox=lambda p, lr: {**p, "more": torch.ones(1)})
 
 
-# -- operations --------------------------------------------------------------------------------------------------------
+# -- operations ----------------------------------------------------------------------------------------------
 
 
 def flops(method: Any, fed: Federation, client: int = 0) -> int:
@@ -430,7 +431,8 @@ def flops(method: Any, fed: Federation, client: int = 0) -> int:
 
 @pytest.mark.parametrize("batch_size", [8, 23, 100])
 def test_operations_of_a_linear_layer_are_counted_forward_and_backward(batch_size: int) -> None:
-    # forward 2 b i o, backward the same for the weight; the inputs need no gradient, and the batch sizes sum to n
+    # forward 2 b i o, backward the same for the weight; the inputs need no gradient, and the batch sizes sum
+    # to n
     n = SIZES[0]
     assert flops(FedAvg(batch_size=batch_size), federation()) == 2 * (2 * n * INPUTS * CLASSES)
     assert flops(FedAvg(batch_size=batch_size, epochs=3), federation()) == 3 * 2 * (2 * n * INPUTS * CLASSES)

@@ -1,4 +1,5 @@
-"""Digests of checkpoints, and the earlier checkpoints that are kept: what is on the disk is read by hand and compared."""
+"""Digests of checkpoints, and the earlier checkpoints that are kept: what is on the disk is read by hand and
+compared."""
 
 from __future__ import annotations
 

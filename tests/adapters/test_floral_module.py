@@ -1,4 +1,5 @@
-"""Floral in a plain training loop: parameters, routes, state, merging, preconditioning and centering of whole models."""
+"""Floral in a plain training loop: parameters, routes, state, merging, preconditioning and centering of whole
+models."""
 
 from __future__ import annotations
 

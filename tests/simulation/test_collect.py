@@ -158,6 +158,7 @@ def test_a_round_that_fails_in_training_while_the_server_adds_up_leaves_all_as_i
 def test_after_a_server_that_fails_half_way_the_next_round_is_a_round_like_any_other(
     engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    others = set(multiprocessing.active_children())
     run = run_of(Sums(), engine)
     caught = []
     monkeypatch.setattr(Sums, "most", 3)
@@ -168,7 +169,7 @@ def test_after_a_server_that_fails_half_way_the_next_round_is_a_round_like_any_o
         caught.append(error)
     assert len(caught) == 1
     # an answer that nobody waited for would be taken for that of the next question
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= others
     monkeypatch.undo()
     run.step()
     run.engine.close()

@@ -1,4 +1,5 @@
-"""Clients in processes of their own: the sequential engine's bits, whoever does the work and whatever happens to it."""
+"""Clients in processes of their own: the sequential engine's bits, whoever does the work and whatever happens
+to it."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def _clients(run: Run) -> Any:
     return {str(i): s for i, s in run.state.clients.items()}
 
 
-@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedslr", "floral", "pfedlora", "fedhl", "fd"])
+@pytest.mark.parametrize("name", ["fedslr", "floral", "pfedlora"])
 def test_the_sequential_engine_s_bits(name: str) -> None:
     assert same(run_of(METHODS[name](), Processes()), run_of(METHODS[name](), Sequential()))
 

@@ -1,4 +1,5 @@
-"""Parameters that require no gradient are code: never trained, stored or sent, and one tensor for all who use them."""
+"""Parameters that require no gradient are code: never trained, stored or sent, and one tensor for all who use
+them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Where LoRA factors go: the output of every kind of module equals that of a copy whose weight was changed by hand."""
+"""Where LoRA factors go: the output of every kind of module equals that of a copy whose weight was changed by
+hand."""
 
 from __future__ import annotations
 

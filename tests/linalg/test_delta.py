@@ -310,8 +310,10 @@ def test_what_a_client_held_does_not_count_for_the_width_where_it_vanishes() -> 
 def truncation_error(before: Matrix, after: Matrix, p: Sequence[float], ranks: Sequence[int]) -> float:
     """Bound on the error of Σ p_i W^{r_i}, where W is ``before``, from its spectral gaps.
 
-    Singular vectors whose residuals on both sides are at most δ give W^r up to √2 δ σ_r / (σ_r - σ_{r+1}) (Wedin). Here δ =
-    10 ε √d σ₁, which the leading triplets of a matrix of d rows promise. The largest error seen over seeds is 1/11.
+    Singular vectors whose residuals on both sides are at most δ give W^r up to √2 δ σ_r / (σ_r - σ_{r+1})
+    (Wedin). Here δ =
+    10 ε √d σ₁, which the leading triplets of a matrix of d rows promise. The largest error seen over seeds is
+    1/11.
     """
     s = np.linalg.svd(before)[1]
     spread = sum(q * s[r - 1] / (s[r - 1] - s[r]) if s[0] else q for q, r in zip(p, ranks, strict=True))

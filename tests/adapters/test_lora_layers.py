@@ -1,4 +1,5 @@
-"""LoRA layers for any module: nothing changes at the start, what is chosen, what is trained, what is refused."""
+"""LoRA layers for any module: nothing changes at the start, what is chosen, what is trained, what is
+refused."""
 
 from __future__ import annotations
 

@@ -102,7 +102,8 @@ def test_what_will_not_converge_is_given_up_halfway(monkeypatch: pytest.MonkeyPa
         # can be counted, but its vectors are off by ε (1e4)²
         (1e-4, torch.float64, False),
         (1e-4, torch.float32, True),
-        # its vectors are as good as float32 asks for, but the Gram matrix does not tell its square from rounding
+        # its vectors are as good as float32 asks for, but the Gram matrix does not tell its square from
+        # rounding
         (1e-6, torch.float32, False),
     ],
 )

@@ -1,4 +1,5 @@
-"""Batch normalization in a federation: the batch in training, the client's own statistics at inference, nothing that travels."""
+"""Batch normalization in a federation: the batch in training, the client's own statistics at inference,
+nothing that travels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``module.load_state_dict(result.personal(i))`` gives the model by which a client infers, of modules of any kind."""
+"""``module.load_state_dict(result.personal(i))`` gives the model by which a client infers, of modules of any
+kind."""
 
 from __future__ import annotations
 
