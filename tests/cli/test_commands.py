@@ -82,7 +82,7 @@ def test_help_explains_the_fields_of_an_experiment(command: str, capsys: Capsys)
         ("rounds", "50", "rounds of communication"),
         ("participation", "1.0", "share of the clients"),
         ("classes_per_client", "2", "number k of classes"),
-        ("names", "('cnn1',)", "client k holds"),
+        ("names", "('cnn1',)", "client k has"),
         ("mu", "0.9", "weight of the model's own loss"),
         ("lr", "0.01", "learning rate"),
     ):

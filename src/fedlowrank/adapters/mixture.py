@@ -7,11 +7,11 @@ weight, and a mixed model one forward pass, whatever C is.
 
 Foldings of a convolution ``[O, I, k1, k2]``, rows × columns, and the parameter count of rank r:
 
-    balanced    one kernel axis to O, the other to I, so that rows + columns is least  (c_min k_max + c_max k_min) r
-    filter      O k2 × I k1 at the rank O r: r filters of two steps for every output   (O k2 + I k1) O r       (eq. 39)
-    channel     O k1 k2 × I, or O × I k1 k2 where that is less                         (c_min k1 k2 + c_max) r (eq. 38)
-    reshaped    O k1 k2 × I                                                            (O k1 k2 + I) r         (eq. 41)
-    input       O × I k1 k2                                                            (O + I k1 k2) r         (Table 4)
+    balanced    one kernel axis to O, the other to I: least rows + columns   (c_min k_max + c_max k_min) r
+    filter      O k2 × I k1 at rank O r: r filters of two steps per output   (O k2 + I k1) O r (eq. 39)
+    channel     O k1 k2 × I, or O × I k1 k2 where that is less               (c_min k1 k2 + c_max) r (eq. 38)
+    reshaped    O k1 k2 × I                                                  (O k1 k2 + I) r (eq. 41)
+    input       O × I k1 k2                                                  (O + I k1 k2) r (Table 4)
 """
 
 from __future__ import annotations

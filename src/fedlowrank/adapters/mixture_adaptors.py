@@ -1,4 +1,4 @@
-"""Mixture adaptors of a whole module: initial values, mixing, preconditioning, centering (FLoRAL, §3.2, app. F).
+"""Mixture adaptors of a whole module: initial values, mixing, preconditioning, centering (FLoRAL).
 
 An adaptor of a matrix or a convolution is a low-rank update (:class:`~fedlowrank.adapters.mixture.Pairs`);
 one of a bias or of the γ, β of a normalization is an offset. All of them add to the weights, so a mixture is
@@ -55,8 +55,8 @@ def initial_adaptors(
         construction: of convolutions.
         like: a tensor with the dtype and device to have, or one for every parameter by name; by default
             float32.
-        random: which factor is random_factor, the other being zero; of embeddings always V, for a row of U that is
-            zero stays so, and with it the row of a padding token.
+        random: which factor is random_factor, the other being zero; of embeddings always V, for a row of U
+            that is zero stays so, and with it the row of a padding token.
 
     Raises:
         ConfigError: if C < 1.
@@ -149,8 +149,7 @@ def center_adaptors(
         construction: of convolutions.
 
     Returns:
-        New weights and adaptors. Low-rank updates lose what exceeds their rank; offsets lose
-        nothing.
+        New weights and adaptors. Low-rank updates lose what exceeds their rank; offsets lose nothing.
     """
     base, residual = dict(weights), dict(adapted)
     for name, a in adapted.items():

@@ -87,8 +87,8 @@ class LoadedBase:
 def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
     """Load a model and its tokenizer.
 
-    Weights that the files do not hold, such as a new classification head, are initialized from the key by the rules
-    of the model's own code; torch's global generator is as before.
+    Weights that the files do not hold, such as a new classification head, are initialized from the key by the
+    rules of the model's own code; torch's global generator is as before.
 
     Args:
         base: settings.

@@ -78,8 +78,8 @@ class AdapterFolders:
     def write(self, folder: Path, model: ModelParts) -> Path:
         """Write a model by itself.
 
-        A layer whose weight changed is stored whole, every other one as factors. If all weights changed it is a
-        whole model.
+        A layer whose weight changed is stored whole, every other one as factors. If all weights changed it is
+        a whole model.
         """
         if len(model.weight_updates) == len(model.factors):
             return self.write_whole(folder, model)

@@ -79,8 +79,8 @@ def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
 
     Args:
         model: the weights, such as ``stories260K.bin``: 7 little-endian int32 (dim, hidden, layers, heads, kv
-            heads, vocabulary, length; a negative vocabulary means that the output layer is not the embedding),
-            then float32.
+            heads, vocabulary, length; a negative vocabulary means that the output layer is not the
+            embedding), then float32.
         tokenizer: the vocabulary, such as ``tok512.bin``: int32 longest piece, then for each token float32
             score, int32 length, and its bytes.
         folder: made if it does not exist.

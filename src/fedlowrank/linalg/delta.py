@@ -182,8 +182,8 @@ def update_deltas(
 
     Args:
         deltas: W by layer name.
-        blocks: (w_b, pair) of every layer; a layer that is left out has none. The weight includes the scale of
-            the upload. It may be negative: so a server subtracts what it sent over a lossy wire
+        blocks: (w_b, pair) of every layer; a layer that is left out has none. The weight includes the scale
+            of the upload. It may be negative: so a server subtracts what it sent over a lossy wire
             (:mod:`fedlowrank.adapters.wire_format`), to the last bit. Pairs of any floating-point type, on
             any device; they are computed in the dtype and on the device of W.
         sent_ranks: (p_i, r_i) of the clients that were sent :func:`truncate_delta` without loss.
