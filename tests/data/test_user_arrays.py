@@ -15,7 +15,7 @@ from fedlowrank import SGD, Federation, simulate
 from fedlowrank.core.errors import ConfigError, DataError, NonFiniteError, TaskError
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.data.user_arrays import examples_from_arrays
-from fedlowrank.methods import FedAvg, Floral, PFedLoRA
+from fedlowrank.methods import FedAvg, FederatedFloral, PFedLoRA
 
 X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(12) % 3
@@ -193,7 +193,7 @@ def test_another_optimizer(optimizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"FedAvg: optimizer is .*fedlowrank\.SGD\(lr=\.\.\.\)"):
         FedAvg(optimizer=optimizer)
     with pytest.raises(ConfigError, match=r"server_optimizer"):
-        Floral(server_optimizer=optimizer)
+        FederatedFloral(server_optimizer=optimizer)
 
 
 def test_a_class_instead_of_a_method() -> None:

@@ -22,7 +22,7 @@ from fedlowrank.engines.sequential import Sequential
 from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods.families.clusters import select
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.methods.floral import Floral
+from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.local_adaptor import LocalAdaptor
 from fedlowrank.simulation.client_store import ClientStore
 from fedlowrank.simulation.run import Run, RunSettings, State
@@ -74,7 +74,9 @@ def dense(adaptors: reference.Adaptors) -> list[Any]:
     return [(u @ v.transpose(0, 2, 1), b) for u, v, b in adaptors]
 
 
-def golden(method: Floral, engine: type[Engine], products: bool = False, **wanted: Any) -> tuple[Run, Any]:
+def golden(
+    method: FederatedFloral, engine: type[Engine], products: bool = False, **wanted: Any
+) -> tuple[Run, Any]:
     """Three rounds of a run and of the reference, server and θ compared."""
     federation = alike(cluster=KNOWN)
     run = run_of(method, federation, engine=engine, **SAMPLE)
@@ -106,7 +108,7 @@ def golden(method: Floral, engine: type[Engine], products: bool = False, **wante
     ids=["plain", "cold", "warm", "top"],
 )
 def test_a_learned_router(router: dict[str, Any], wanted: dict[str, Any], engine: type[Engine]) -> None:
-    method = Floral(clusters=3, rank=2, alpha=1.7, router=Router(**router), **LOCAL)
+    method = FederatedFloral(clusters=3, rank=2, alpha=1.7, router=Router(**router), **LOCAL)
     run, _ = golden(method, engine, **wanted)
     shares = [method.router.shares(s) for s in states(run)]
     assert all(float(pi.sum()) == pytest.approx(1) for pi in shares)
@@ -119,7 +121,7 @@ def test_a_learned_router(router: dict[str, Any], wanted: dict[str, Any], engine
 def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None:
     """Eq. 4 and 5: π of the models received, unchanged by training and used in the average; even in the first
     round."""
-    method = Floral(
+    method = FederatedFloral(
         clusters=3, rank=2, alpha=1.7, router=Router(lr=4.0, update="mfl", temperature=0.5), **LOCAL
     )
     run, thetas = golden(method, engine, router_lr=4.0, mfl=True, temperature=0.5)
@@ -139,7 +141,7 @@ def test_the_mfl_router_weighs_the_averaged_models(engine: type[Engine]) -> None
 @pytest.mark.parametrize("precondition", [True, False])
 @pytest.mark.parametrize("alpha", [1.0, 0.4])
 def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
-    method = Floral(
+    method = FederatedFloral(
         clusters=2, rank=1, alpha=alpha, precondition=precondition, router=Router(lr=0.5), **LOCAL
     )
     golden(method, Sequential, router_lr=0.5, precondition=precondition)
@@ -147,23 +149,27 @@ def test_preconditioning_and_alpha(precondition: bool, alpha: float) -> None:
 
 def test_weight_decay_leaves_the_router_alone(engine: type[Engine]) -> None:
     local = {**LOCAL, "optimizer": SGD(lr=LR, weight_decay=0.05)}
-    golden(Floral(clusters=2, rank=2, router=Router(lr=0.9), **local), engine, router_lr=0.9, decay=0.05)
+    golden(
+        FederatedFloral(clusters=2, rank=2, router=Router(lr=0.9), **local), engine, router_lr=0.9, decay=0.05
+    )
 
 
 def test_optimal_routing(engine: type[Engine]) -> None:
-    run, _ = golden(Floral(clusters=3, rank=2, alpha=1.3, router=OPTIMAL, **LOCAL), engine, known=list(KNOWN))
+    run, _ = golden(
+        FederatedFloral(clusters=3, rank=2, alpha=1.3, router=OPTIMAL, **LOCAL), engine, known=list(KNOWN)
+    )
     assert all(s is None for s in states(run))
 
 
 def test_a_client_without_memory_learns_its_router_anew(engine: type[Engine]) -> None:
-    method = Floral(clusters=3, rank=2, router=Router(lr=0.7, keep=False), **LOCAL)
+    method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7, keep=False), **LOCAL)
     run, _ = golden(method, engine, router_lr=0.7, keep=False)
     assert all(s is None for s in states(run))
 
 
 def test_noise_on_the_router_comes_from_its_named_key(engine: type[Engine]) -> None:
     federation, std = alike(cluster=KNOWN), 0.8
-    method = Floral(clusters=3, rank=2, router=Router(lr=0.7, noise=std), **LOCAL)
+    method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7, noise=std), **LOCAL)
     rounds = plan(run_of(method, federation, steps=0, **SAMPLE))
 
     def drawn(t: int, k: int, steps: int) -> np.ndarray:
@@ -188,7 +194,7 @@ def test_noise_has_the_standard_deviation_asked_for() -> None:
 
 @pytest.mark.parametrize("alpha", [1.0, 1.7])
 def test_centering_by_numpy(alpha: float, engine: type[Engine]) -> None:
-    method = Floral(clusters=3, rank=2, alpha=alpha, center=True, router=Router(lr=0.7), **LOCAL)
+    method = FederatedFloral(clusters=3, rank=2, alpha=alpha, center=True, router=Router(lr=0.7), **LOCAL)
     run, thetas = golden(method, engine, products=True, router_lr=0.7, center=True)
     # and the mean offset has gone into the base
     last = plan(run)[-1]
@@ -204,7 +210,7 @@ def test_a_server_optimizer(which: str, engine: type[Engine]) -> None:
     if which == "adam":
         optimizer = AdamW(lr=0.02, beta1=0.8, beta2=0.95, eps=1e-4, weight_decay=0.0)
         server = reference.server_adam(0.02, 0.8, 0.95, 1e-4)
-    method = Floral(clusters=3, rank=2, router=Router(lr=0.7), server_optimizer=optimizer, **LOCAL)
+    method = FederatedFloral(clusters=3, rank=2, router=Router(lr=0.7), server_optimizer=optimizer, **LOCAL)
     run, _ = golden(method, engine, router_lr=0.7, server=server)
     assert run.state.server.memory.count == 3
 
@@ -212,7 +218,7 @@ def test_a_server_optimizer(which: str, engine: type[Engine]) -> None:
 def test_the_inference_of_a_newcomer_learns_its_router_on_the_frozen_mixture() -> None:
     federation = alike(cluster=KNOWN)
     router = Router(lr=0.9, adapt=4, temperature=0.5)
-    method = Floral(clusters=3, rank=2, alpha=1.7, router=router, **LOCAL)
+    method = FederatedFloral(clusters=3, rank=2, alpha=1.7, router=router, **LOCAL)
     run = run_of(method, federation, steps=1, participation=0.5)
     # one of those that did not take part in the first round
     k = next(i for i in range(len(SIZES)) if i not in run.state.clients)
@@ -242,7 +248,7 @@ def test_one_frozen_cluster_is_fedavg(base: Any, precondition: bool) -> None:
     settings = {"batch_size": 8, "epochs": 2}
     # decay would shrink the adaptor's random factor, which is no part of the model while the other is zero
     frozen = dataclasses.replace(base, groups={"adaptors": Group(lr=0.0)})
-    method = Floral(clusters=1, rank=2, precondition=precondition, optimizer=frozen, **settings)
+    method = FederatedFloral(clusters=1, rank=2, precondition=precondition, optimizer=frozen, **settings)
     a, b = run_of(method, alike(), **SAMPLE), run_of(FedAvg(optimizer=base, **settings), alike(), **SAMPLE)
     close = {"rtol": 0, "atol": 1e-12}
     tree.map(
@@ -263,7 +269,7 @@ def together(clients: list[int], cluster: int | None = None) -> Federation:
 @pytest.mark.parametrize("precondition", [True, False])
 def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> None:
     settings = {"rank": 2, "alpha": 1.3, "precondition": precondition, **LOCAL}
-    floral = Floral(clusters=4, router=OPTIMAL, **settings)
+    floral = FederatedFloral(clusters=4, router=OPTIMAL, **settings)
     federation = alike(cluster=range(4))
     run = run_of(floral, federation, steps=0)
     # the random factors of all clusters those of the first, which are a lone adaptor's
@@ -292,13 +298,13 @@ def test_a_cluster_for_every_client_is_the_local_adaptor(precondition: bool) -> 
 
 @pytest.mark.parametrize("kinds", [("linear",), ("bias",)])
 def test_only_what_is_asked_for_is_adapted(kinds: tuple[Any, ...]) -> None:
-    run = run_of(Floral(clusters=2, rank=1, kinds=kinds, **LOCAL), alike())
+    run = run_of(FederatedFloral(clusters=2, rank=1, kinds=kinds, **LOCAL), alike())
     suffix = "weight" if kinds == ("linear",) else "bias"
     assert set(run.state.server.model["adaptors"]) == {f"{n}.{suffix}" for n in NAMES}
 
 
 def test_a_cluster_to_which_nobody_belongs_keeps_its_adaptors_bit_for_bit() -> None:
-    run = run_of(Floral(clusters=4, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), **SAMPLE)
+    run = run_of(FederatedFloral(clusters=4, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), **SAMPLE)
     start = run.method.server_init(run.task).model["adaptors"]
     now = run.state.server.model["adaptors"]
     assert tree.equal(select(now, 3), select(start, 3))
@@ -308,7 +314,7 @@ def test_a_cluster_to_which_nobody_belongs_keeps_its_adaptors_bit_for_bit() -> N
 
 def test_the_first_round_changes_no_base_by_adaptors_that_are_zero() -> None:
     federation = alike()
-    run = run_of(Floral(clusters=3, rank=2, **LOCAL), federation, steps=0)
+    run = run_of(FederatedFloral(clusters=3, rank=2, **LOCAL), federation, steps=0)
     for info in federation.infos:
         assert tree.equal(run.personal(info), federation.architectures["small"].initial)
 
@@ -333,7 +339,7 @@ def upload_of(run: Run, client: int) -> Any:
 
 
 def test_a_learned_router_sends_the_base_all_adaptors_and_its_shares() -> None:
-    run = run_of(Floral(clusters=3, rank=2, **LOCAL), alike(), steps=1)
+    run = run_of(FederatedFloral(clusters=3, rank=2, **LOCAL), alike(), steps=1)
     up = upload_of(run, 1)
     assert paths(up) == {
         **{f"/model{p}": s for p, s in paths(run.state.server.model).items()},
@@ -349,7 +355,7 @@ def test_a_learned_router_sends_the_base_all_adaptors_and_its_shares() -> None:
 
 
 def test_known_routes_carry_one_adaptor_each_way() -> None:
-    run = run_of(Floral(clusters=3, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), steps=1)
+    run = run_of(FederatedFloral(clusters=3, rank=2, router=OPTIMAL, **LOCAL), alike(cluster=KNOWN), steps=1)
     for k, c in enumerate(KNOWN):
         down, up = run.method.download(run.state.server, run.federation.infos[k]), upload_of(run, k)
         assert tree.equal(down["adaptors"], select(run.state.server.model["adaptors"], c))
@@ -361,7 +367,9 @@ def test_known_routes_carry_one_adaptor_each_way() -> None:
 
 
 def test_the_memory_of_the_servers_optimizer_is_not_sent() -> None:
-    run = run_of(Floral(clusters=2, rank=2, server_optimizer=AdamW(lr=0.01), **LOCAL), alike(), steps=1)
+    run = run_of(
+        FederatedFloral(clusters=2, rank=2, server_optimizer=AdamW(lr=0.01), **LOCAL), alike(), steps=1
+    )
     assert set(run.method.download(run.state.server, run.federation.infos[0])) == {"base", "adaptors"}
 
 
@@ -397,7 +405,7 @@ def opposed(clients: int = 6) -> Federation:
     return Federation.from_arrays(data, Plain, classes=2, cluster=[k % 2 for k in range(clients)])
 
 
-def separated(method: Floral, run: Run) -> Any:
+def separated(method: FederatedFloral, run: Run) -> Any:
     """A server whose two adaptors are the two clusters' solutions."""
     u = torch.tensor([[[-4.0], [4.0]], [[4.0], [-4.0]]], dtype=torch.float64)
     v = torch.tensor([[[1.0], [0.0]]] * 2, dtype=torch.float64)
@@ -415,7 +423,7 @@ def separated(method: Floral, run: Run) -> Any:
 def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
     federation = opposed()
     run = Run(
-        Floral(clusters=2, rank=1, router=router),
+        FederatedFloral(clusters=2, rank=1, router=router),
         federation,
         RunSettings(rounds=3, unseen=0.34),
         Sequential(),
@@ -431,7 +439,10 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
 def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
     federation = opposed()
     run = Run(
-        Floral(clusters=2, rank=1, batch_size=8), federation, RunSettings(rounds=8, unseen=0.34), Sequential()
+        FederatedFloral(clusters=2, rank=1, batch_size=8),
+        federation,
+        RunSettings(rounds=8, unseen=0.34),
+        Sequential(),
     )
     seen: set[int] = set()
     for _ in range(8):
@@ -445,7 +456,7 @@ def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
 
 def test_known_routes_of_unseen_clients_are_their_clusters() -> None:
     federation = opposed()
-    method = Floral(clusters=3, rank=1, router=OPTIMAL, batch_size=8)
+    method = FederatedFloral(clusters=3, rank=1, router=OPTIMAL, batch_size=8)
     run = Run(method, federation, RunSettings(rounds=2, unseen=0.34), Sequential())
     assert run.step().routes == [[float(c == k % 2) for c in range(3)] for k in range(6)]
 
@@ -467,14 +478,16 @@ def clustered(make: Any) -> Any:
 @pytest.mark.parametrize(
     "method",
     [
-        Floral(clusters=3, rank=1, router=Router(noise=1.0, temperature=2.0, top=2, keep=False), center=True),
+        FederatedFloral(
+            clusters=3, rank=1, router=Router(noise=1.0, temperature=2.0, top=2, keep=False), center=True
+        ),
         # of entries with next to no gradient Adam's step depends on rounding; its eps says what next to none
         # is
-        Floral(clusters=2, rank=1, server_optimizer=AdamW(lr=0.01, eps=1e-3, weight_decay=0.0)),
+        FederatedFloral(clusters=2, rank=1, server_optimizer=AdamW(lr=0.01, eps=1e-3, weight_decay=0.0)),
     ],
     ids=["noise", "adam"],
 )
-def test_every_form_passes_every_check(method: Floral, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_passes_every_check(method: FederatedFloral, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedlowrank.testing.check.federation", clustered(small))
     at_rest = {"a learning rate of 0 changes no model"}
     found = {f.name: f.detail for f in check_method(method) if not f.ok}
@@ -490,18 +503,18 @@ def started(method: Any, federation: Federation) -> Run:
 
 def test_there_is_at_least_one_cluster() -> None:
     with pytest.raises(ConfigError, match=r"at least one cluster.*clusters is 0"):
-        started(Floral(clusters=0), alike())
+        started(FederatedFloral(clusters=0), alike())
 
 
 def test_known_routes_need_known_clusters() -> None:
     with pytest.raises(
         TaskError, match=r"FLoRAL: optimal routing needs .* client 0 is unknown.*routing = 'learned'"
     ):
-        started(Floral(router=OPTIMAL), alike())
+        started(FederatedFloral(router=OPTIMAL), alike())
     with pytest.raises(TaskError, match="FLoRAL: client 3 is of cluster 2, but clusters is 2"):
-        started(Floral(clusters=2, router=OPTIMAL), alike(cluster=KNOWN))
+        started(FederatedFloral(clusters=2, router=OPTIMAL), alike(cluster=KNOWN))
     # with a learned router nobody asks
-    started(Floral(clusters=2), alike(cluster=KNOWN))
+    started(FederatedFloral(clusters=2), alike(cluster=KNOWN))
 
 
 class Bare(nn.Module):
@@ -515,7 +528,7 @@ class Bare(nn.Module):
         return x @ self.table
 
 
-@pytest.mark.parametrize("method", [Floral(), LocalAdaptor()], ids=lambda m: m.title)
+@pytest.mark.parametrize("method", [FederatedFloral(), LocalAdaptor()], ids=lambda m: m.title)
 def test_a_model_without_a_layer_to_adapt_is_refused(method: Any) -> None:
     federation = Federation.from_arrays(arrays(), Bare, classes=CLASSES)
     with pytest.raises(TaskError, match=r"no layer to adapt.*Bare"):
@@ -525,11 +538,11 @@ def test_a_model_without_a_layer_to_adapt_is_refused(method: Any) -> None:
 @pytest.mark.parametrize("rank", [0, -1, 1.5])
 def test_a_rank_is_a_number_or_a_budget(rank: float) -> None:
     with pytest.raises(ConfigError, match="rank must be an integer >= 1, or a budget"):
-        started(Floral(rank=rank), alike())
+        started(FederatedFloral(rank=rank), alike())
 
 
 def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
-    begin = run_of(Floral(clusters=2, rank=1), alike(), steps=0).state.server
+    begin = run_of(FederatedFloral(clusters=2, rank=1), alike(), steps=0).state.server
     # at adaptors that are zero θ has no gradient, so begin elsewhere; and in the second round, of which the
     # rate is half
     moved = {
@@ -538,7 +551,9 @@ def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
     }
     thetas = []
     for schedule in (Schedule(kind="exponential", factor=0.5), Schedule()):
-        method = Floral(clusters=2, rank=1, optimizer=SGD(lr=LR, schedule=schedule), batch_size=max(SIZES))
+        method = FederatedFloral(
+            clusters=2, rank=1, optimizer=SGD(lr=LR, schedule=schedule), batch_size=max(SIZES)
+        )
         run = run_of(method, alike(), steps=0)
         run.state = State(1, dataclasses.replace(begin, model=moved), ClientStore())
         run.step()
@@ -549,7 +564,7 @@ def test_the_schedule_of_the_optimizer_is_the_routers_too() -> None:
 
 def test_the_servers_adam_moves_nothing_that_no_client_moved() -> None:
     # the mean of equal values is that value up to rounding, which Adam would make a full step of
-    method = Floral(
+    method = FederatedFloral(
         clusters=2,
         rank=1,
         optimizer=SGD(lr=0.0),

@@ -1,7 +1,7 @@
 """FLoRAL without a federation: one module with C mixed adaptors, for a plain PyTorch training loop.
 
 Almansoori, Horváth, Takáč, "Collaborative and Efficient Personalization with Mixtures of Adaptors",
-arXiv:2410.03497. The federated method of the same name is :class:`fedlowrank.methods.Floral`; both use
+arXiv:2410.03497. The federated method of the same name is :class:`fedlowrank.methods.FederatedFloral`; both use
 :mod:`fedlowrank.adapters.mixture_adaptors`.
 """
 

@@ -26,7 +26,7 @@ from .fedspa import FedSpa
 from .ffa_lora import FFALoRA
 from .flexlora import FlexLoRA
 from .flora import FLoRA
-from .floral import Floral
+from .floral import FederatedFloral
 from .fml import FML
 from .gpgd import GPGD
 from .hetlora import HetLoRA
@@ -60,7 +60,7 @@ METHODS: dict[str, type[Method[Any, Any, Any, Any]]] = {
     "fedslr": FedSLR,
     "lpgd": LPGD,
     "gpgd": GPGD,
-    "floral": Floral,
+    "floral": FederatedFloral,
     "local_adaptor": LocalAdaptor,
     "ensemble": Ensemble,
     "fedem": FedEM,
@@ -103,8 +103,8 @@ __all__ = [
     "FedSALoRA",
     "FedSLR",
     "FedSpa",
+    "FederatedFloral",
     "FlexLoRA",
-    "Floral",
     "HetLoRA",
     "LGFedAvg",
     "LocalAdaptor",

@@ -94,9 +94,7 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.energy_start > self.energy_end:
-            raise ConfigError(
-                f"FedKD: energy_start is {self.energy_start}, above energy_end = {self.energy_end}"
-            )
+            raise ConfigError(f"FedKD: energy_start must be <= energy_end = {self.energy_end}")
 
     def _energy(self, view: ServerView | ClientView) -> float:
         rise = (self.energy_end - self.energy_start) * view.round / max(view.task.rounds - 1, 1)
@@ -110,9 +108,8 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
         """T_k and s^0 at their initial weights, W as a linear layer's."""
         mentor, mentee = task.model(client), task.smallest_model(self.mentee)
         generator = (task.key / "fedkd" / mentor.name).generator()
-        draw = torch.rand(mentor.width, mentee.width, generator=generator)
-        like = next(iter(mentor.initial.values()))
-        return Models(mentor.initial, mentee.initial, ((2 * draw - 1) / mentee.width**0.5).to(like))
+        w = (2 * torch.rand(mentor.width, mentee.width, generator=generator) - 1) / mentee.width**0.5
+        return Models(mentor.initial, mentee.initial, w.to(next(iter(mentor.initial.values()))))
 
     def download(self, server: Server, client: ClientInfo) -> Download:
         """The updates since the client's copy, or the mentee where that is smaller."""
@@ -160,9 +157,8 @@ class FedKD(Method[Server, Models, Download, CompressedUpdate]):
         """s^{t+1} is what clients can rebuild from the compressed mean update; those that replied hold s^t."""
         update = compress_update(total, self._energy(view))
         at = server.at | {str(client.id): len(server.updates) for client in view.replied}
-        return Server(
-            add(server.mentee, decompress_update(update, server.mentee)), [*server.updates, update], at
-        )
+        mentee = add(server.mentee, decompress_update(update, server.mentee))
+        return Server(mentee, [*server.updates, update], at)
 
     def client_model(self, state: Models, down: Download, view: ClientView) -> ClientModel:
         """The mentor T_k."""

@@ -69,7 +69,7 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
+class FederatedFloral(Method[Server, Tensor | None, dict[str, Any], Upload]):
     """Federated low-rank adaptive learning.
 
     Attributes:
@@ -157,25 +157,22 @@ class Floral(Method[Server, Tensor | None, dict[str, Any], Upload]):
         model, memory = server_step(self.server_optimizer, server.model, new, server.memory, view.round)
         if self.center:
             p = total["adaptors"]["weights"]
-            u, a = center_adaptors(
-                model["base"], model["adaptors"], p / p.sum(), self.alpha, self.construction
-            )
+            u, a = model["base"], model["adaptors"]
+            u, a = center_adaptors(u, a, p / p.sum(), self.alpha, self.construction)
             model = {"base": u, "adaptors": a}
         return Server(model, memory)
 
     def client_model(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
-        theta = state
-        if theta is None:
-            theta = learn_router(self.router, down, even(down["adaptors"]), self._apply(view.model), view)
+        apply, fresh = self._apply(view.model), even(down["adaptors"])
+        theta = learn_router(self.router, down, fresh, apply, view) if state is None else state
         pi = self.router.shares(theta)
         params = mix_weights(down["base"], down["adaptors"], pi, self.alpha, self.construction)
         return ClientModel(params, routes=routes_of(self.title, self.router, view.info, pi, self.clusters))
 
     def _adapted(self, task: Task) -> dict[str, AdaptedParameter]:
-        return find_trained_adapted_parameters(
-            task.common_model(self.title), self.rank, self.construction, self.kinds
-        )
+        model = task.common_model(self.title)
+        return find_trained_adapted_parameters(model, self.rank, self.construction, self.kinds)
 
     def _apply(self, model: Model) -> Apply:
         alpha, construction = self.alpha, self.construction
