@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -343,6 +344,12 @@ def test_check_a_class_of_ones_own(capsys: Capsys) -> None:
 
 def test_check_a_built_in_method(capsys: Capsys) -> None:
     assert "FAILED" not in done(capsys, "check", "fedavg")
+
+
+def test_auto_says_which_engine_it_chose_and_why(capsys: Capsys) -> None:
+    assert main(["run", write(Path()), "--engine", "auto", "run.rounds=1"]) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"^engine auto: (sequential|vectorized|processes) \(.+\)$", said, re.MULTILINE)
 
 
 def test_the_installed_command() -> None:
