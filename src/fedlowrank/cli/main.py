@@ -160,8 +160,8 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("join", "network:join", network, "take part in a run as one of its clients")
     add("--client", type=int, required=True, help="which one, counted from 0")
-    add("--data", type=Path, help="data of one's own, in the form of the experiment's source")
-    add("--test", type=Path, help="test data of one's own, if the source takes such a path")
+    add("--data", type=Path, help="your own data, in the form of the experiment's source")
+    add("--test", type=Path, help="your own test data, if the source takes such a path")
     add("--server", default="127.0.0.1:8000", metavar="HOST:PORT", help="default: %(default)s")
     add("--keys", type=Path, help="folder of this client's keys, which the server's operator made")
     add("--insecure", action="store_true", help="no keys and no encryption: for a trial on one machine")
@@ -180,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
     add = command("app", "network:app", network, "a Flower app of an experiment, for `flwr run`")
     add("-o", "--out", type=Path, default=Path("flower-app"), help="folder; default: %(default)s")
 
-    add = command("check", "catalog:check", common, "test a method of one's own against the contract")
+    add = command("check", "catalog:check", common, "test your own method against the contract")
     add("name", metavar="method", help="a built-in name, or package.module:Class")
 
     add = command("data", "commands:data", experiment, "show how an experiment shares out its data")
@@ -232,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"interrupted. {INTERRUPT_HINTS[-1]}", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # whoever read the output has enough; the interpreter must not fail on flushing the rest
+        # the reader of the output has closed the pipe; the interpreter must not fail on flushing the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     finally:

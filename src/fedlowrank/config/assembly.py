@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,6 @@ from ..data.federation import Federation
 from ..language import federation as language_models
 from ..language.federation import Language
 from ..models.architecture import Architecture, build_architecture
-from .data_section import expand_path
 from .lora_section import LoraSettings, PeftSettings, broadcast_ranks
 
 if TYPE_CHECKING:
@@ -73,7 +74,10 @@ def load_language(experiment: ExperimentConfig, classes: tuple[str, ...]) -> Lan
 def _language_settings(experiment: ExperimentConfig) -> tuple[Any, Mapping[str, Any], Key]:
     """The base model, the fields of ``peft.LoraConfig``, and the key of new weights."""
     extra = experiment.lora.model_extra if isinstance(experiment.lora, PeftSettings) else None
-    return expand_path(experiment.language), extra or {}, Key((experiment.run.seed,)) / "init" / "language"
+    settings: Any = experiment.language
+    path = os.path.expandvars(os.path.expanduser(settings.path))  # noqa: PTH111 - a hub name is no path
+    key = Key((experiment.run.seed,)) / "init" / "language"
+    return dataclasses.replace(settings, path=path), extra or {}, key
 
 
 def assemble(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -115,14 +114,4 @@ class DataSettings:
 
 @functools.lru_cache(maxsize=1)
 def _load(source: Any, how: Normalization) -> Dataset:
-    return normalize(expand_path(source).load(), how)
-
-
-def expand_path(settings: T) -> T:
-    """Write out ``~`` and environment variables in the field ``path`` of a dataclass, if it has one."""
-    path, changeable = getattr(settings, "path", None), settings
-    if not isinstance(path, str):
-        return settings
-    full = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 - a hub name is no path
-    found: T = dataclasses.replace(changeable, path=full)  # type: ignore[type-var]
-    return found
+    return normalize(source.load(), how)

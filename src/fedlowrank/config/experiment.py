@@ -68,7 +68,7 @@ class ExperimentConfig(pydantic.BaseModel):
         name: of the experiment, for folders and reports.
         title: for people; by default the name.
         paper: which paper it reproduces.
-        method: that ``run`` runs: built in, a variant below, or ``module:Class`` of one's own.
+        method: that ``run`` runs: built in, a variant below, or ``module:Class`` of your own.
         compare: methods that ``compare`` runs; by default the one above.
         seeds: that ``compare`` runs; by default that of the run.
         vary: what ``compare`` varies, each ``section.field=v1,v2,...``; of several, every combination.
@@ -239,7 +239,7 @@ class ExperimentConfig(pydantic.BaseModel):
         """Build a method with the settings of ``[defaults]``, overlaid by those of ``[methods.NAME]``.
 
         Args:
-            name: of a built-in method, of a variant, or ``module:Class`` of a method of one's own.
+            name: of a built-in method, of a variant, or ``module:Class`` of your own method.
 
         Raises:
             ConfigError: if there is no such method or a setting is wrong.
@@ -318,7 +318,7 @@ def method_class(name: str, allow_code: bool = True) -> type[Method[Any, Any, An
     """Find a method's class.
 
     Args:
-        name: of a built-in method, or ``module:Class`` of one's own.
+        name: of a built-in method, or ``module:Class`` of your own.
         allow_code: import the latter.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The section ``[lora]``: which ranks clients have, and where a module of one's own gets LoRA layers."""
+"""The section ``[lora]``: which ranks clients have, and where your own module gets LoRA layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..core.key import Key
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """LoRA of the built-in models and of one's own; of a language model see :class:`PeftSettings`.
+    """LoRA of the built-in models and of your own; of a language model see :class:`PeftSettings`.
 
     Attributes:
         ranks: of the clients; a shorter list is repeated evenly over them, so that of 100 clients and a list

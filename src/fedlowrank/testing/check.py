@@ -222,7 +222,7 @@ def _pure(at: Trajectory) -> str | None:
     if held != at.encoded(2):
         return "two equal runs end in different states"
     uploads = _uploads(run)
-    _updated(run, uploads, list(uploads))
+    _updated(run, uploads)
     run.evaluation()
     if not torch.equal(random, torch.get_rng_state()):
         return "a round draws from torch's global generator; use view.key"
@@ -242,13 +242,13 @@ def _uploads(run: Run) -> dict[int, Any]:
     return {i.id: r.upload for i, r in zip(infos, results, strict=True) if r.upload is not None}
 
 
-def _updated(run: Run, uploads: dict[int, Any], order: list[int]) -> Any:
-    """The server's next state, with the contributions reduced in an order of clients."""
-    server, aggregator, infos = run.state.server, Aggregator(order), run.federation.infos
-    for client in order:
-        aggregator.add(client, run.method.contribution(uploads[client], infos[client], server))
+def _updated(run: Run, uploads: dict[int, Any]) -> Any:
+    """The server's next state after these uploads, by client."""
+    server, aggregator, infos = run.state.server, Aggregator(list(uploads)), run.federation.infos
+    for client, upload in uploads.items():
+        aggregator.add(client, run.method.contribution(upload, infos[client], server))
     total = aggregator.finish()
-    view = ServerView(run.task, run.round, run.federation.key, [infos[client] for client in sorted(order)])
+    view = ServerView(run.task, run.round, run.federation.key, [infos[client] for client in uploads])
     return server if total is None else run.method.server_update(server, total, view)
 
 
