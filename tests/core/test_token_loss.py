@@ -27,7 +27,7 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.evaluation import measure
+from fedlowrank.simulation.scoring import Pool, measure
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.training.local_data import LocalData, chunk_size, gather
 
@@ -171,11 +171,9 @@ def test_accuracy_and_risk_against_numpy(n: int) -> None:
         assert chunk_size(examples) == 4096 // 24
     with torch.no_grad():
         risk, accuracy = by_hand(model(**examples.x).numpy(), examples.y.numpy())
-        found = measure(lambda x: model(**x), examples)
-        wide = measure(lambda x: model(**x), widened(examples, 13))
-    assert found.risk == pytest.approx(risk, abs=1e-12)
-    assert found.accuracy == pytest.approx(accuracy, abs=1e-15)
-    assert (wide.risk, wide.accuracy) == (pytest.approx(risk, abs=1e-12), pytest.approx(accuracy, abs=1e-15))
+        found = measure(lambda x: model(**x), Pool([examples, widened(examples, 13)]))
+    assert found.risk == pytest.approx([risk, risk], abs=1e-12)
+    assert found.accuracy == pytest.approx([accuracy, accuracy], abs=1e-15)
     # a mean over texts would be another number
     alone = [examples.take(torch.tensor([i])) for i in range(7)]
     each = [by_hand(model(**e.x).detach().numpy(), e.y.numpy())[0] for e in alone]

@@ -23,7 +23,7 @@ from fedlowrank.data.partition import Iid, Natural
 from fedlowrank.data.split import Local, Matched, OwnTest, TestShare, WholeTest
 from fedlowrank.data.synthetic import SyntheticLinear, SyntheticMLP
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.evaluation import measure
+from fedlowrank.simulation.scoring import Pool, measure
 
 KEY = Key((1,))
 
@@ -204,9 +204,9 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
         found = result.personal(k)
         assert np.allclose(found["weight"].numpy(), after, atol=1e-5)
         model = made.architectures["model"]
-        score = measure(lambda rows, p=found, m=model: m.apply(p, rows), made.clients[k].test)
-        assert score.accuracy is None
-        assert score.risk == pytest.approx(np.mean(((x @ after.T - y) ** 2).sum(1)) / 2, rel=1e-4)
+        score = measure(lambda rows, p=found, m=model: m.apply(p, rows), Pool([made.clients[k].test]))
+        assert score.accuracy == [None]
+        assert score.risk[0] == pytest.approx(np.mean(((x @ after.T - y) ** 2).sum(1)) / 2, rel=1e-4)
 
 
 # Synthetic regressions

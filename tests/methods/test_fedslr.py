@@ -26,7 +26,7 @@ from fedlowrank.linalg.matricize import LowRank, unpack_weights
 from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
 from fedlowrank.methods.lpgd import LPGD
-from fedlowrank.simulation.evaluation import local_model
+from fedlowrank.simulation.local_model import local_model
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.testing.check import CHECKS
 from fedlowrank.testing.check import federation as check_federation

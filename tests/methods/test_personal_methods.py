@@ -26,7 +26,7 @@ from fedlowrank.methods.fedrep import FedRep
 from fedlowrank.methods.fedspa import FedSpa, layer_counts, next_mask
 from fedlowrank.methods.per_fedavg import PerFedAvg, half
 from fedlowrank.models.resnet import ResNet18
-from fedlowrank.simulation.evaluation import local_model
+from fedlowrank.simulation.local_model import local_model
 from fedlowrank.simulation.run import Run, RunSettings
 from golden import personal_reference, reference
 

@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,3 +72,9 @@ class Key:
             finally:
                 random.setstate(python)
                 np.random.set_state(numpy)  # noqa: NPY002
+
+
+def generator_states() -> tuple[Any, ...]:
+    """States of the global generators of torch, Python and numpy, to see whether user code has drawn from them."""
+    numpy = np.random.get_state()  # noqa: NPY002
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy[1].tobytes(), *numpy[2:]

@@ -267,6 +267,12 @@ class Method(ABC, Generic[S, C, D, U]):
                     "fedlowrank.AdamW(lr=...), which say how every client steps. An optimizer of torch belongs to one model."
                 )
 
+    @property
+    def is_global(self) -> bool:
+        """Whether every client uses the server's model as it is: no hook that could tell clients apart is overridden."""
+        hooks = "download", "client_model", "server_model"
+        return all(getattr(type(self), name) is getattr(Method, name) for name in hooks)
+
     def remarks(self, task: Task) -> list[str]:
         """What a user should know of how the settings fit the task, such as a rank that is not the one asked for."""
         del task

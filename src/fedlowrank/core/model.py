@@ -44,6 +44,11 @@ class Model(Protocol):
         ...
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether user code runs in a hook of a layer."""
+        ...
+
+    @property
     def width(self) -> int:
         """Width of the representation, its last dimension; raises TaskError without a head."""
         ...

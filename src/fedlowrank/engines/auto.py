@@ -72,7 +72,7 @@ class Auto(Engine):
             self.chosen = kind(self.ledger, self.micro_batch)
         yield from self.chosen.run(method, federation, task, round, jobs)
 
-    def each(self, work: Callable[[T], dict[str, Any]], items: Sequence[T]) -> list[dict[str, Any]]:
+    def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
         """See the base class."""
         return super().each(work, items) if self.chosen is None else self.chosen.each(work, items)
 

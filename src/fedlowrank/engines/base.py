@@ -67,7 +67,7 @@ class Engine(ABC):
     ) -> Generator[ClientResult, None, None]:
         """Execute the jobs of one round."""
 
-    def each(self, work: Callable[[T], dict[str, Any]], items: Sequence[T]) -> list[dict[str, Any]]:
+    def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
         """Map a function over items; results are JSON values."""
         return [work(item) for item in items]
 

@@ -209,7 +209,7 @@ class Processes(Engine):
             self.close()
             raise
 
-    def each(self, work: Callable[[T], Header], items: Sequence[T]) -> list[Header]:
+    def each(self, work: Callable[[T], Any], items: Sequence[T]) -> list[Any]:
         """See the base class; by processes that are forked for it, and so have all that ``work`` needs."""
         count = min(self.workers or cores(), cores(), len(items))
         if count < 2 or not can_fork():
@@ -218,7 +218,7 @@ class Processes(Engine):
             Worker(lambda header, _: ({"found": [work(items[i]) for i in header["items"]]}, []))
             for _ in range(count)
         ]
-        found: dict[int, Header] = {}
+        found: dict[int, Any] = {}
         try:
             for k, worker in enumerate(pool):
                 worker.ask({"items": list(range(k, len(items), count))}, [])

@@ -13,7 +13,7 @@ from ..core.errors import FedlowrankError, TaskError
 from ..core.key import Key
 from ..core.tree import Params
 from .normalization import Chunks, FunctionalModule, frozen_normalizations, refuse_instance_statistics
-from .standard import is_standard
+from .standard import has_hooks, is_standard
 from .stateless import SavedSlots, restore
 
 _PROBE = Key(("probe",))
@@ -124,6 +124,11 @@ class Architecture:
     def is_standard(self) -> bool:
         """Whether shortcuts of engines are exact now; see :func:`fedlowrank.models.standard.is_standard`."""
         return is_standard(self.module)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether user code runs in a hook of a layer."""
+        return has_hooks(self.module)
 
     def with_buffers(self, changed: Params) -> Architecture:
         """A copy for a client whose buffers differ from the initial ones; the copy alone keeps changes."""

@@ -64,16 +64,21 @@ def is_standard(module: nn.Module) -> bool:
     Batch normalization counts as standard: the engines set its mode themselves. Asked anew for every pass,
     because a hook may be registered, or a layer replaced, between two rounds.
     """
+    return not has_hooks(module) and all(_is_standard_layer(layer) for layer in module.modules())
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a forward or backward hook is registered on a layer, or on all modules."""
     if any(getattr(torch_module, f"_global{name}") for name in _HOOKS):
-        return False
-    return all(_is_standard_layer(layer) for layer in module.modules())
+        return True
+    return any(getattr(layer, name) for layer in module.modules() for name in _HOOKS)
 
 
 def _is_standard_layer(layer: nn.Module) -> bool:
     kind = type(layer)
     if kind not in LAYERS and not kind.__module__.startswith(OWN):
         return False
-    if "forward" in layer.__dict__ or any(getattr(layer, name) for name in _HOOKS):
+    if "forward" in layer.__dict__:
         return False
     if isinstance(layer, _DropoutNd):
         return layer.p == 0

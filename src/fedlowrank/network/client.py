@@ -32,7 +32,8 @@ from ..data.federation import Federation
 from ..engines.base import ClientJob
 from ..engines.sequential import Sequential
 from ..simulation.digest import check_seal, digest_of, sealed
-from ..simulation.evaluation import LocalModel, evaluate_client, local_model
+from ..simulation.evaluation import evaluate_client
+from ..simulation.local_model import LocalModel, local_model
 from ..simulation.run import placed
 from ..simulation.run_folder import versions
 from .client_memory import ClientMemory, ForgottenError

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..core import tree
-from ..core.client_model import ClientModel, Parts, Predictor
-from ..core.key import Key
-from ..core.loss import pointwise_loss
-from ..core.method import ClientInfo, Method, Task
-from ..core.model import Model
-from ..core.tree import Params
-from ..data.dataset import ClientData, Examples
+from ..core.key import generator_states
+from ..core.method import ClientInfo, Task
+from ..data.dataset import ClientData
 from ..data.federation import Federation
-from ..engines.base import Engine, client_view
-from ..linalg.matricize import count_parameters
-from ..models.client_buffers import install_buffers
-from ..training.local_data import chunk_size, gather
+from ..engines.base import AnyMethod, Engine
+from .local_model import LocalModel, local_model
 from .records import Accuracy
+from .scoring import Pool, Scores, concatenate, measure
 
-AnyMethod = Method[Any, Any, Any, Any]
 SPLITS = ("val", "test")
+
+BLOCK = 4096
+"""Examples of the clients in a block, the unit of work that an engine maps over."""
+
+CACHE = 1 << 30
+"""Bytes of concatenated inputs that are kept from one evaluation to the next."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ClientEvaluation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What every client's model is worth, and what it takes.
+    """What the models of several clients are worth, and what they take.
 
     Attributes:
         accuracy: series by name, the headline first; in each the splits; in each one number a client.
@@ -66,52 +67,225 @@ class Evaluation:
     parameters: dict[str, list[int]] | None
 
 
-def evaluate(
-    method: AnyMethod,
-    federation: Federation,
-    task: Task,
-    engine: Engine,
-    server: Any,
-    state_of: Callable[[ClientInfo], Any],
-    round: int,
-) -> Evaluation:
-    """Accuracy, loss, routes and size of every client's model, those that never took part included.
+class Evaluator:
+    """Evaluates the models that clients would use now, those of clients that never took part included.
+
+    Clients whose models are the very same tensors are evaluated in one pass over their concatenated examples.
 
     Args:
         method: says how a client infers.
         federation: the clients.
         task: what is learnt.
-        engine: executes what a method does to its model before it infers (adaptation on *training* data).
-        server: its state after the round.
-        state_of: state of a client, fresh for one that never took part.
-        round: counted from 0.
+        engine: maps over blocks of clients; also executes what a method does to its model before it infers
+            (adaptation on *training* data).
     """
 
-    def one(info: ClientInfo) -> dict[str, Any]:
-        client = local_model(method, federation, task, engine, state_of(info), info, round, server=server)
-        return asdict(evaluate_client(client, federation.clients[info.id]))
+    def __init__(self, method: AnyMethod, federation: Federation, task: Task, engine: Engine) -> None:
+        self.method, self.federation, self.task, self.engine = method, federation, task, engine
+        self._pools: dict[tuple[int, ...], Pool] = {}
+        self._is_separable: dict[str, bool] = {}
 
-    return gather_evaluations([ClientEvaluation(**found) for found in engine.each(one, federation.infos)])
+    def evaluate(
+        self,
+        server: Any,
+        state_of: Callable[[ClientInfo], Any],
+        round: int,
+        clients: Sequence[ClientInfo] | None = None,
+    ) -> Evaluation:
+        """Accuracy, loss, routes and size of every client's model.
+
+        Args:
+            server: its state after the round.
+            state_of: state of a client, fresh for one that never took part.
+            round: counted from 0.
+            clients: whom to evaluate; None for all. The others have None in the place of their numbers.
+        """
+
+        def model_of(info: ClientInfo) -> LocalModel:
+            state = state_of(info)
+            return local_model(
+                self.method, self.federation, self.task, self.engine, state, info, round, server=server
+            )
+
+        def work(block: Sequence[ClientInfo]) -> dict[str, Any]:
+            return vars(self._evaluate_block(block, model_of))
+
+        everyone = self.federation.infos
+        blocks = self._blocks(everyone if clients is None else clients)
+        found = self.engine.each(work, blocks)
+        parts = [([i.id for i in b], Evaluation(**f)) for b, f in zip(blocks, found, strict=True)]
+        return scatter(parts, len(everyone))
+
+    def _blocks(self, infos: Sequence[ClientInfo]) -> list[list[ClientInfo]]:
+        """Consecutive clients with about BLOCK examples together; the same for every engine."""
+        blocks: list[list[ClientInfo]] = []
+        examples = BLOCK
+        for info in infos:
+            if examples >= BLOCK:
+                blocks.append([])
+                examples = 0
+            blocks[-1].append(info)
+            data = self.federation.clients[info.id]
+            examples += data.val.y.shape[0] + data.test.y.shape[0]
+        return blocks
+
+    def _evaluate_block(
+        self, infos: Sequence[ClientInfo], model_of: Callable[[ClientInfo], LocalModel]
+    ) -> Evaluation:
+        groups: dict[Any, list[int]] = {}
+        models: dict[Any, LocalModel] = {}
+        own = self.task.architectures.values()
+        is_global = self.method.is_global and not any(model.buffers or model.couples for model in own)
+        for place, info in enumerate(infos):
+            # the server's own model needs no look at every client
+            shared: Any = info.architecture if is_global else None
+            if shared not in models:
+                model = model_of(info)
+                shared = shared or model.identity or info.id
+                models.setdefault(shared, model)
+            groups.setdefault(shared, []).append(place)
+        parts = []
+        for shared, places in groups.items():
+            model, group = models[shared], [infos[i] for i in places]
+            scores = self._score_together(group, model)
+            if scores is not None:
+                parts.append((places, _of_one_model(model, scores, len(group))))
+                continue
+            for place, info in zip(places, group, strict=True):
+                client = model if len(group) == 1 else model_of(info)
+                parts.append(([place], as_table(evaluate_client(client, self.federation.clients[info.id]))))
+        return scatter(parts, len(infos))
+
+    def _score_together(self, infos: Sequence[ClientInfo], shared: LocalModel) -> dict[str, Scores] | None:
+        """Scores of one model on the splits of all clients, by series; None where clients must be scored one by one."""
+        model = shared.model
+        if len(infos) == 1 or model.couples or model.has_hooks or self._is_separable.get(model.name) is False:
+            return None
+        pool = self._pool([info.id for info in infos])
+        if pool is None:
+            return None
+        with torch.inference_mode():
+            if model.is_standard or model.name in self._is_separable:
+                return {name: measure(predict, pool) for name, predict in shared.predictors.items()}
+            return self._checked(infos[0], shared, pool)
+
+    def _checked(self, first: ClientInfo, shared: LocalModel, pool: Pool) -> dict[str, Scores] | None:
+        """Scores by a module of the user's; None if it mixes examples of a batch or draws random numbers.
+
+        Whether it does is found by comparing the first client's scores with those on its examples alone.
+        """
+        data = self.federation.clients[first.id]
+        alone = Pool([getattr(data, split) for split in SPLITS])
+        is_equal = True
+        with shared.key.global_generators(data.train.y.device):
+            before = generator_states()
+            found = {name: measure(predict, pool) for name, predict in shared.predictors.items()}
+            for name, predict in shared.predictors.items():
+                expected, got = measure(predict, alone).risk, found[name].risk[: len(SPLITS)]
+                is_equal = is_equal and all(map(_is_close, expected, got))
+            draws = generator_states() != before
+        self._is_separable[shared.model.name] = is_equal and not draws
+        if is_equal and not draws:
+            return found
+        why = "draws random numbers" if draws else "mixes the examples of a batch"
+        logger.warning("model %s %s: it is evaluated client by client", shared.model.name, why)
+        return None
+
+    def _pool(self, clients: Sequence[int]) -> Pool | None:
+        """The splits of clients, one after another; None where inputs cannot be concatenated."""
+        key = tuple(clients)
+        if key in self._pools:
+            return self._pools[key]
+        data = [self.federation.clients[i] for i in clients]
+        pool = concatenate([getattr(own, split) for own in data for split in SPLITS])
+        if pool is not None and sum(p.bytes for p in self._pools.values()) + pool.bytes <= CACHE:
+            self._pools[key] = pool
+        return pool
 
 
 def evaluate_client(client: LocalModel, data: ClientData) -> ClientEvaluation:
     """What one client's models are worth on its own examples."""
-    accuracy: dict[str, dict[str, float | None]] = {}
-    risk: dict[str, dict[str, float | None]] = {}
     device = data.train.y.device
     # a layer that is not standard may draw random numbers in evaluation, too
     draws = contextlib.nullcontext() if client.model.is_standard else client.key.global_generators(device)
+    accuracy: dict[str, dict[str, float | None]] = {}
+    risk: dict[str, dict[str, float | None]] = {}
     with torch.inference_mode(), draws:
         predictors = client.predictors
         for name, predict in predictors.items():
-            scores = {split: measure(predict, getattr(data, split)) for split in SPLITS}
-            accuracy[name] = {split: s.accuracy for split, s in scores.items()}
-            risk[name] = {split: s.risk for split, s in scores.items()}
+            scores = measure(predict, Pool([getattr(data, split) for split in SPLITS]))
+            accuracy[name] = dict(zip(SPLITS, scores.accuracy, strict=True))
+            risk[name] = dict(zip(SPLITS, scores.risk, strict=True))
         sizes = {name: client.count_parameters(name) for name in predictors}
-        # four digits tell a route; all of a float would make the records of many clients large
-        shares = client.client_model.routes
-        routes = None if shares is None else [float(f"{p:.4f}") for p in shares.tolist()]
-    return ClientEvaluation(accuracy, risk, sizes, routes)
+        return ClientEvaluation(accuracy, risk, sizes, client.routes)
+
+
+def as_table(found: ClientEvaluation) -> Evaluation:
+    """The evaluation of a single client."""
+
+    def table(values: dict[str, dict[str, float | None]]) -> Accuracy:
+        return {name: {split: [v] for split, v in of.items()} for name, of in values.items()}
+
+    routes = None if found.routes is None else [found.routes]
+    sizes = {name: [count] for name, count in found.parameters.items()}
+    return Evaluation(table(found.accuracy), table(found.risk), routes, sizes)
+
+
+def _of_one_model(shared: LocalModel, scores: dict[str, Scores], clients: int) -> Evaluation:
+    """The evaluation of clients that share a model."""
+
+    def table(kind: str) -> Accuracy:
+        width = len(SPLITS)
+        return {
+            name: {split: getattr(of, kind)[k::width] for k, split in enumerate(SPLITS)}
+            for name, of in scores.items()
+        }
+
+    routes = None if shared.routes is None else [shared.routes] * clients
+    sizes = {name: [shared.count_parameters(name)] * clients for name in scores}
+    return Evaluation(table("accuracy"), table("risk"), routes, sizes)
+
+
+def scatter(parts: Sequence[tuple[Sequence[int], Evaluation]], count: int) -> Evaluation:
+    """One evaluation of several.
+
+    Args:
+        parts: evaluations, each with the places of its clients.
+        count: of places; those that no part fills have None.
+
+    Raises:
+        ValueError: if there is no part.
+    """
+    if not parts:
+        raise ValueError("no client was evaluated")
+    series = parts[0][1].accuracy
+    is_whole = sum(len(places) for places, _ in parts) == count
+
+    def fill(values: Callable[[Evaluation], Sequence[Any]]) -> list[Any]:
+        row: list[Any] = [None] * count
+        for places, part in parts:
+            # a client may measure other series than most
+            for place, value in zip(places, values(part), strict=False):
+                row[place] = value
+        return row
+
+    def table(kind: str) -> Accuracy:
+        def of(name: str, split: str) -> list[float | None]:
+            return fill(lambda part: getattr(part, kind).get(name, {}).get(split, ()))
+
+        return {name: {split: of(name, split) for split in SPLITS} for name in series}
+
+    has_routes = is_whole and all(part.routes is not None for _, part in parts)
+
+    def sizes_of(name: str) -> list[int]:
+        return fill(lambda part: (part.parameters or {}).get(name, ()))
+
+    return Evaluation(
+        table("accuracy"),
+        table("risk"),
+        fill(lambda part: part.routes or ()) if has_routes else None,
+        {name: sizes_of(name) for name in series} if is_whole else None,
+    )
 
 
 def gather_evaluations(found: Sequence[ClientEvaluation | None]) -> Evaluation:
@@ -120,140 +294,11 @@ def gather_evaluations(found: Sequence[ClientEvaluation | None]) -> Evaluation:
     Raises:
         ValueError: if none is.
     """
-    known = [f for f in found if f is not None]
-    series = next(iter(known)).accuracy if known else {}
-    if not known:
-        raise ValueError("no client was evaluated")
-
-    def table(kind: str) -> Accuracy:
-        def one(f: ClientEvaluation | None, name: str, split: str) -> float | None:
-            return None if f is None else getattr(f, kind).get(name, {}).get(split)
-
-        return {name: {split: [one(f, name, split) for f in found] for split in SPLITS} for name in series}
-
-    whole = len(known) == len(found)
-    routes = [f.routes for f in known if f.routes is not None]
-    sizes = {name: [f.parameters[name] for f in known] for name in series} if whole else None
-    return Evaluation(table("accuracy"), table("risk"), routes if whole and routes else None, sizes)
+    return scatter([([i], as_table(f)) for i, f in enumerate(found) if f is not None], len(found))
 
 
-@dataclass(frozen=True)
-class LocalModel:
-    """The model of one client, with what its use needs.
-
-    Attributes:
-        client_model: as the method gives it.
-        model: the client's architecture, with its own buffers and normalization statistics.
-        key: randomness of inference.
-        server: parameters of the server's own model, where it is not what clients are sent.
-    """
-
-    client_model: ClientModel
-    model: Model
-    key: Key
-    server: Params | None = None
-
-    @property
-    def predictors(self) -> dict[str, Predictor]:
-        """Functions from inputs to scores by series, the headline first."""
-        series: dict[str, Params | Predictor] = dict(self.client_model.series)
-        if not series:
-            series["personal"] = self.client_model.whole()
-        if self.server is not None:
-            series["server"] = self.server
-        return {
-            name: value if callable(value) else partial(self.model.apply, value)
-            for name, value in series.items()
-        }
-
-    @property
-    def parts(self) -> Mapping[str, Parts]:
-        """The parts of each series whose model takes fewer numbers than its weights."""
-        return self.client_model.parts
-
-    def personal(self) -> Params:
-        """Parameters of the whole model, with the client's own statistics of batch normalizations."""
-        return self.model.whole(self.client_model.whole())
-
-    def count_parameters(self, series: str) -> int:
-        """Parameter count of the model of a series."""
-        return (
-            count_parameters(self.parts[series], self.model.initial)
-            if series in self.parts
-            else self.model.parameters
-        )
-
-
-def local_model(
-    method: AnyMethod,
-    federation: Federation,
-    task: Task,
-    engine: Engine,
-    state: Any,
-    info: ClientInfo,
-    round: int,
-    *,
-    server: Any = None,
-    down: Any = None,
-) -> LocalModel:
-    """The model that a client would use now.
-
-    Args:
-        method: says which.
-        federation: the clients.
-        task: what is learnt.
-        engine: executes what a method does to its model before it infers, such as adaptation on *training*
-            data.
-        state: of the client.
-        info: who it is.
-        round: counted from 0.
-        server: state of the server, where it is known here.
-        down: what the client was sent, where the server is elsewhere.
-    """
-    trainer = engine.trainer(method, federation, round, info)
-    known = server is not None or down is None
-    state, task = install_buffers(task, state)
-    view = client_view(federation, task, round, info, trainer)
-    view = replace(view, model=view.model.with_local_statistics(lambda: (b.x for b in trainer.data.chunks())))
-    with torch.inference_mode(False):
-        message = tree.canonical(method.download(server, info)) if known else down
-        made = method.client_model(state, message, view)
-        whole = method.server_model(server, state, view) if known else None
-    return LocalModel(made, view.model, view.key / "evaluation", whole)
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a predictor is worth on some examples; None where there are none.
-
-    Attributes:
-        accuracy: share of examples whose highest score is their label's (of language models: of tokens that
-            are predicted); None for a regression, too.
-        risk: mean loss; of language models the exponential of it is the perplexity.
-    """
-
-    accuracy: float | None
-    risk: float | None
-
-
-def measure(predict: Callable[[Any], Tensor], examples: Examples) -> Score:
-    """Accuracy and mean loss of a predictor; of language models, over the tokens that count."""
-    n = len(examples)
-    if n == 0:
-        return Score(None, None)
-    right = torch.zeros((), dtype=torch.int64, device=examples.y.device)
-    lost, count = (torch.zeros((), dtype=torch.float64, device=examples.y.device) for _ in range(2))
-    for index in torch.split(torch.arange(n, device=examples.y.device), chunk_size(examples)):
-        batch = gather(examples, index)
-        scores = predict(batch.x)
-        each, weights = pointwise_loss(scores, batch.y), batch.weights
-        lost += each.sum() if weights is None else (each * weights).sum()
-        count += len(batch) if weights is None else weights.sum()
-        if examples.tokens:
-            right += (scores[:, :-1].argmax(-1) == batch.y[:, 1:]).sum()
-        elif not examples.regression:
-            right += (scores.argmax(-1) == batch.y).sum()
-    if float(count) == 0:
-        # texts in which no token is to be predicted
-        return Score(None, None)
-    return Score(None if examples.regression else float(right / count), float(lost / count))
+def _is_close(a: float | None, b: float | None) -> bool:
+    """Whether two mean losses are equal up to the rounding of sums in another order."""
+    if a is None or b is None:
+        return a is b
+    return math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) or (math.isnan(a) and math.isnan(b))

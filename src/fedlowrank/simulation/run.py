@@ -21,7 +21,8 @@ from ..engines.base import ClientJob, Engine
 from ..engines.jobs import LazyJobs
 from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
-from .evaluation import Evaluation, LocalModel, evaluate, local_model
+from .evaluation import Evaluation, Evaluator
+from .local_model import LocalModel, local_model
 from .progress import tell
 from .records import RoundRecord
 from .round_results import Clock, RoundResults
@@ -183,6 +184,7 @@ class Run:
         self.engine = engine
         engine.micro_batch = settings.micro_batch
         self.task = federation.task(settings.rounds)
+        self.evaluator = Evaluator(method, self.federation, self.task, engine)
         if method.needs_classes and self.task.classes == 0:
             raise TaskError(
                 f"{method.title} works on classes and cannot learn a task without them; choose another method"
@@ -334,8 +336,7 @@ class Run:
 
     def evaluation(self) -> Evaluation | None:
         """What the models are worth now; None where it is only known later, see :meth:`late`."""
-        state, t = self.state, max(self.round - 1, 0)
-        return evaluate(self.method, self.federation, self.task, self.engine, state.server, self.state_of, t)
+        return self.evaluator.evaluate(self.state.server, self.state_of, max(self.round - 1, 0))
 
     def late(self) -> Evaluation | None:
         """The evaluation of the last round but one, where :meth:`evaluation` did not know it; None if there is none."""

@@ -26,8 +26,8 @@ from ..engines.base import ClientJob, Engine
 from ..linalg.matricize import sum_parts
 from ..simulation.checkpoint import load, save
 from ..simulation.client_store import ClientStore
-from ..simulation.evaluation import measure
 from ..simulation.run import Run, RunSettings, State
+from ..simulation.scoring import Pool, measure
 
 AnyMethod = Method[Any, Any, Any, Any]
 
@@ -298,11 +298,8 @@ def _mean_accuracy(run: Run) -> float:
     for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
         predict = next(iter(run.local_model(info).predictors.values()))
         with torch.inference_mode():
-            shares += [
-                s
-                for e in (data.train, data.val, data.test)
-                if (s := measure(predict, e).accuracy) is not None
-            ]
+            found = measure(predict, Pool([data.train, data.val, data.test])).accuracy
+        shares += [share for share in found if share is not None]
     return sum(shares) / len(shares)
 
 

@@ -1,0 +1,124 @@
+"""The model of one client, with what its use needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..core import tree
+from ..core.client_model import ClientModel, Parts, Predictor
+from ..core.key import Key
+from ..core.method import ClientInfo, ClientView, Task
+from ..core.model import Model
+from ..core.tree import Params
+from ..data.federation import Federation
+from ..engines.base import AnyMethod, Engine
+from ..linalg.matricize import count_parameters
+from ..models.client_buffers import install_buffers
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """The model of one client, with what its use needs.
+
+    Attributes:
+        client_model: as the method gives it.
+        model: the client's architecture, with its own buffers and normalization statistics.
+        key: randomness of inference.
+        server: parameters of the server's own model, where it is not what clients are sent.
+    """
+
+    client_model: ClientModel
+    model: Model
+    key: Key
+    server: Params | None = None
+
+    @property
+    def predictors(self) -> dict[str, Predictor]:
+        """Functions from inputs to scores by series, the headline first."""
+        return {
+            name: value if callable(value) else partial(self.model.apply, value)
+            for name, value in self._series().items()
+        }
+
+    @property
+    def identity(self) -> Any:
+        """Equal for clients whose models are the same tensors in the same module; None if a series is a function."""
+        series = self._series()
+        if any(callable(params) for params in series.values()):
+            return None
+        tensors = [(name, key, t.data_ptr()) for name, of in series.items() for key, t in of.items()]
+        return id(self.model), tuple(tensors)
+
+    def _series(self) -> dict[str, Any]:
+        series: dict[str, Params | Predictor] = dict(self.client_model.series)
+        if not series:
+            series["personal"] = self.client_model.whole()
+        if self.server is not None:
+            series["server"] = self.server
+        return series
+
+    @property
+    def parts(self) -> Mapping[str, Parts]:
+        """The parts of each series whose model takes fewer numbers than its weights."""
+        return self.client_model.parts
+
+    @property
+    def routes(self) -> list[float] | None:
+        """Share of each cluster, to four digits (all of a float would make the records of many clients large)."""
+        shares = self.client_model.routes
+        return None if shares is None else [float(f"{p:.4f}") for p in shares.tolist()]
+
+    def personal(self) -> Params:
+        """Parameters of the whole model, with the client's own statistics of batch normalizations."""
+        return self.model.whole(self.client_model.whole())
+
+    def count_parameters(self, series: str) -> int:
+        """Parameter count of the model of a series."""
+        return (
+            count_parameters(self.parts[series], self.model.initial)
+            if series in self.parts
+            else self.model.parameters
+        )
+
+
+def local_model(
+    method: AnyMethod,
+    federation: Federation,
+    task: Task,
+    engine: Engine,
+    state: Any,
+    info: ClientInfo,
+    round: int,
+    *,
+    server: Any = None,
+    down: Any = None,
+) -> LocalModel:
+    """The model that a client would use now.
+
+    Args:
+        method: says which.
+        federation: the clients.
+        task: what is learnt.
+        engine: executes what a method does to its model before it infers, such as adaptation on *training*
+            data.
+        state: of the client.
+        info: who it is.
+        round: counted from 0.
+        server: state of the server, where it is known here.
+        down: what the client was sent, where the server is elsewhere.
+    """
+    trainer = engine.trainer(method, federation, round, info)
+    known = server is not None or down is None
+    state, task = install_buffers(task, state)
+    model = task.model(info).with_local_statistics(lambda: (b.x for b in trainer.data.chunks()))
+    view = ClientView(info, task, model, round, trainer.data.key, trainer)
+    with torch.inference_mode(False):
+        message = tree.canonical(method.download(server, info)) if known else down
+        made = method.client_model(state, message, view)
+        whole = method.server_model(server, state, view) if known else None
+    return LocalModel(made, view.model, view.key / "evaluation", whole)
