@@ -17,7 +17,8 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
 from fedlowrank.models.mlp import MLP
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 
 
 def main() -> None:

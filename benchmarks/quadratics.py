@@ -21,7 +21,8 @@ from fedlowrank.core.optimizer import SGD
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 
 RANKS = [32, 32, 16, 16, 8, 8, 4, 4, 2, 2]
 SIZE = (48, 40)

@@ -89,7 +89,8 @@ def make_plan(name: str, clients: int, rounds: int) -> Plan:
     from fedlowrank.core.optimizer import SGD
     from fedlowrank.engines import ENGINES
     from fedlowrank.methods import METHODS
-    from fedlowrank.simulation.run import Run, RunSettings
+    from fedlowrank.simulation.run import Run
+    from fedlowrank.simulation.settings import RunSettings
 
     fed = federation_of(name, clients)
     settings = RunSettings(rounds=rounds, participation=10 / clients)

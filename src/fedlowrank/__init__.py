@@ -20,7 +20,7 @@ from .core.optimizer import SGD, AdamW, Group, Schedule
 from .data.augment import Augment
 from .data.federation import Federation
 from .methods import METHODS
-from .simulation.run import RunSettings
+from .simulation.settings import RunSettings
 from .simulation.simulate import Result, simulate
 
 __all__ = [

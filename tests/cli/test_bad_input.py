@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import json
 import os
 import struct
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from fedlowrank.cli.main import main
 from fedlowrank.core.errors import FedlowrankError
 from fedlowrank.data.bundled import Iris
+from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.records import RunRecord
 
 from .small import SMALL, done, files, refused, write
@@ -359,7 +359,7 @@ def test_a_diverging_run_names_client_round_and_pass(capsys: Capsys) -> None:
     record = RunRecord.load(folder)
     assert record.status["state"] == "stopped"
     assert "not finite" in record.status["message"]
-    assert json.loads((folder / "checkpoint/manifest.json").read_text())["round"] == len(record.rounds) - 1
+    assert checkpoint.load(folder / "checkpoint").round == len(record.rounds) - 1
     # resuming comes to the same end, and not to a worse one
     before = files(folder / "checkpoint")
     assert "not finite" in refused(capsys, "resume", str(folder))
@@ -393,14 +393,15 @@ def test_a_full_disk(capsys: Capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(handle: int) -> None:
         nonlocal count
         count += 1
-        if count > 20:
+        if count > 15:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(handle)
 
     file = write(Path())
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        assert "No space left on device" in refused(capsys, "run", file, "run.rounds=8")
+        whole = ("run", file, "run.rounds=8", "run.checkpoint_every=1")
+        assert "No space left on device" in refused(capsys, *whole)
     folder = Path("runs/small/fedavg-s0")
     assert not list(folder.rglob("*.part"))
     done(capsys, "resume", str(folder))

@@ -23,7 +23,7 @@ from fedlowrank.core.errors import ConfigError
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import ModelSettings
 from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run import RunSettings
+from fedlowrank.simulation.settings import RunSettings
 
 from .small import SMALL, done, files, refused, write
 

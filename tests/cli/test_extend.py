@@ -29,8 +29,30 @@ def compared(folder: Path) -> object:
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "pfedlora"])
 def test_more_rounds_equal_as_many_from_the_start(method: str, capsys: Capsys) -> None:
     file = write(Path())
-    done(capsys, "run", file, *DEEP, "--method", method, "-o", "grown", "run.rounds=2")
-    done(capsys, "run", file, *DEEP, "--method", method, "-o", "whole", "run.rounds=5")
+    done(
+        capsys,
+        "run",
+        file,
+        *DEEP,
+        "--method",
+        method,
+        "-o",
+        "grown",
+        "run.rounds=2",
+        "run.checkpoint_every=1",
+    )
+    done(
+        capsys,
+        "run",
+        file,
+        *DEEP,
+        "--method",
+        method,
+        "-o",
+        "whole",
+        "run.rounds=5",
+        "run.checkpoint_every=1",
+    )
     done(capsys, "resume", "grown", "run.rounds=5")
     assert len(RunRecord.load(Path("grown")).rounds) == 6
     assert compared(Path("grown")) == compared(Path("whole"))
@@ -50,7 +72,7 @@ def test_compare_gives_its_runs_more_rounds(capsys: Capsys) -> None:
 
 
 def test_a_run_gets_no_fewer_rounds(capsys: Capsys) -> None:
-    done(capsys, "run", write(Path()), "run.rounds=2")
+    done(capsys, "run", write(Path()), "run.rounds=2", "run.checkpoint_every=1")
     before = files(Path("runs"))
     found = refused(capsys, "resume", "runs/small/fedavg-s0", "run.rounds=1")
     assert "run.rounds was 2 and is 1, but a run can only get more rounds" in found

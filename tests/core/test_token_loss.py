@@ -27,8 +27,9 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.fedhl import FedHL
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
+from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.scoring import Pool, measure
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training.local_data import LocalData, chunk_size, gather
 
 torch.set_num_threads(1)

@@ -15,7 +15,8 @@ from fedlowrank.engines import Processes, Sequential, Vectorized, auto
 from fedlowrank.engines.auto import Auto, choose
 from fedlowrank.engines.base import Engine
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.simulation.simulate import simulate
 
 OWN = type("Own", (FedAvg,), {"__module__": "elsewhere"})

@@ -32,7 +32,8 @@ from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import CHECKS, check_method, federation
 from fedlowrank.training.trainer import LocalTrainer
 

@@ -23,7 +23,8 @@ from fedlowrank.engines.base import ClientJob, Engine
 from fedlowrank.engines.processes import WorkerError
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.simulation.simulate import simulate
 from fedlowrank.testing.check import federation
 

@@ -18,7 +18,8 @@ from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.linalg.delta import DeltaForm
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training.cohort import zero_padded
 
 from .counting import Counting

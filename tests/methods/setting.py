@@ -15,7 +15,8 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines.base import Engine, client_key
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.models import standard
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training.local_data import LocalData
 
 torch.set_num_threads(1)

@@ -39,7 +39,8 @@ from fedlowrank.methods.fedem import FedEM
 from fedlowrank.methods.ifca import IFCA, nearest
 from fedlowrank.methods.local_adaptor import LocalAdaptor
 from fedlowrank.simulation.client_store import ClientStore
-from fedlowrank.simulation.run import Run, RunSettings, State
+from fedlowrank.simulation.run import Run, State
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import federation as small
 from golden import floral_reference as reference

@@ -27,7 +27,8 @@ from fedlowrank.methods.fedslr import FedSLR
 from fedlowrank.methods.gpgd import GPGD
 from fedlowrank.methods.lpgd import LPGD
 from fedlowrank.simulation.local_model import local_model
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import CHECKS
 from fedlowrank.testing.check import federation as check_federation
 from golden import fedslr_reference as reference

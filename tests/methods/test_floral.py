@@ -25,7 +25,8 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.floral import FederatedFloral
 from fedlowrank.methods.local_adaptor import LocalAdaptor
 from fedlowrank.simulation.client_store import ClientStore
-from fedlowrank.simulation.run import Run, RunSettings, State
+from fedlowrank.simulation.run import Run, State
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import check_method
 from fedlowrank.testing.check import federation as small
 from golden import floral_reference as reference

@@ -32,7 +32,8 @@ from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
 from fedlowrank.simulation.checkpoint import load, save
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from golden import lora_reference as reference
 from golden.reference import forward
 

@@ -27,7 +27,8 @@ from fedlowrank.methods.fedspa import FedSpa, layer_counts, next_mask
 from fedlowrank.methods.per_fedavg import PerFedAvg, half
 from fedlowrank.models.resnet import ResNet18
 from fedlowrank.simulation.local_model import local_model
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from golden import personal_reference, reference
 
 from .setting import (

@@ -40,7 +40,8 @@ from fedlowrank.methods.lg_fedavg import LGFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.cnn import CNN
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from golden import reference
 
 from .setting import (

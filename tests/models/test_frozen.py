@@ -24,7 +24,8 @@ from fedlowrank.engines.vectorized import Vectorized
 from fedlowrank.methods import METHODS
 from fedlowrank.models import standard
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,8 @@ from fedlowrank.core.errors import TaskError
 from fedlowrank.engines import Sequential, Vectorized
 from fedlowrank.methods import FedAvg
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 
 
 class Net(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,58 @@ def test_the_last_checkpoints_are_kept_and_each_can_be_gone_back_to(tmp_path: Pa
         assert_is(folder, again[0])
 
 
-def test_only_files_of_kept_checkpoints_stay_and_the_manifest_has_their_digests(tmp_path: Path) -> None:
+def test_files_and_their_contents_by_hand(tmp_path: Path) -> None:
     folder = write(tmp_path / "all", 2)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    # after rounds 4 and 5, in which nobody changed
-    wanted = {"server-000004.tree", "server-000005.tree", "client-0-000003.tree", "client-1-000002.tree",
-              "client-2-000004.tree", "client-3-000004.tree"}  # fmt: skip
-    assert {p.name for p in folder.iterdir()} == wanted | {"manifest.json"}
-    assert manifest["digests"] == {
-        name: hashlib.blake2b((folder / name).read_bytes(), digest_size=16).hexdigest() for name in wanted
-    }
+    # client 0 last changed in round 3; client 1 did in round 2, whose file was the oldest and was copied from
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "000003.states", "000004.checkpoint", "000005.checkpoint",
+    ]  # fmt: skip
+    whole = (folder / "000004.checkpoint").read_bytes()
+    size = int.from_bytes(whole[-8:], "big")
+    table = json.loads(whole[-8 - size : -8])
+    assert table["round"] == 4
+    assert sorted(table["clients"]) == ["1", "2", "3"]
+    entries = {None: table["server"], **table["clients"]}
+    assert sum(length for _, length, _ in entries.values()) == len(whole) - size - 8
+    for client, (offset, length, digest) in entries.items():
+        state = whole[offset : offset + length]
+        assert hashlib.blake2b(state, digest_size=16).hexdigest() == digest
+        wanted = HISTORY[4][0] if client is None else states_at(4)[int(client)]
+        assert tree.equal(tree.decode(state), wanted)
+
+
+def test_a_client_without_state_takes_no_bytes_and_keeps_no_file(tmp_path: Path) -> None:
+    for t in range(6):
+        checkpoint.save(tmp_path, t, {"w": torch.zeros(2)}, {t: None, t + 1: None})
+    (only,) = tmp_path.iterdir()
+    assert only.stat().st_size < 1000
+    assert dict(checkpoint.load(tmp_path).clients) == dict.fromkeys(range(7))
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_states_of_clients_that_rarely_change_take_no_more_than_twice_their_bytes(
+    tmp_path: Path, keep: int
+) -> None:
+    state, expected = torch.zeros(1000), {}
+    for t in range(60):
+        changed = {t % 17: {"v": state + t}, (5 * t) % 13: {"v": state - t}}
+        expected |= changed
+        checkpoint.save(tmp_path, t, {}, changed, keep)
+        assert {c: float(s["v"][0]) for c, s in everything(tmp_path).items()} == {
+            c: float(s["v"][0]) for c, s in expected.items()
+        }
+    live = sum(len(tree.encode(s)) for s in expected.values())
+    on_disk = sum(p.stat().st_size for p in tmp_path.iterdir())
+    # once for the states, once for what is out of date, and the checkpoints that are kept
+    assert on_disk < (2.2 + keep) * live
+
+
+def test_one_sync_of_a_file_and_one_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(handle), fsync(handle))[1])
+    checkpoint.save(tmp_path, 0, {"w": torch.zeros(2)}, {c: {"v": torch.ones(3)} for c in range(100)})
+    assert len(synced) == 2
 
 
 def test_a_round_that_is_not_kept_is_refused_with_those_that_are(tmp_path: Path) -> None:
@@ -93,42 +136,30 @@ def everything(folder: Path) -> dict[int, Any]:
 
 
 def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
-    folder = write(tmp_path, 1)
-    for path in sorted(folder.iterdir()):
-        whole = path.read_bytes()
-        for place in range(0, len(whole), 1 if path.suffix == ".json" else 7):
-            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
-            with pytest.raises(CheckpointError, match=f"{path.name}.*(damaged|cannot be read)"):
-                everything(folder)
-        path.write_bytes(whole)
-    assert_is(folder, 5)
+    for t, (server, _) in enumerate(HISTORY[:2]):
+        checkpoint.save(tmp_path, t, server, states_at(1))
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=f"{path.name}.*(damaged|cannot be read)"):
+            everything(tmp_path)
+    for end in range(0, len(whole), 7):
+        path.write_bytes(whole[:end])
+        with pytest.raises(CheckpointError, match=f"{path.name} is damaged"):
+            everything(tmp_path)
 
 
 def test_a_damaged_earlier_checkpoint_is_not_gone_back_to(tmp_path: Path) -> None:
     folder = write(tmp_path, 3)
-    path = folder / "client-2-000002.tree"
+    path = folder / "000003.checkpoint"
     data = path.read_bytes()
-    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match=r"client-2-000002\.tree is damaged"):
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(CheckpointError, match=r"000003\.checkpoint is damaged"):
         checkpoint.go_back(folder, 3)
     assert_is(folder, 5)
     checkpoint.go_back(folder, 4)
     assert_is(folder, 4)
-
-
-def test_a_checkpoint_of_a_version_without_digests_is_read_and_gets_digests_with_the_next(
-    tmp_path: Path,
-) -> None:
-    folder = write(tmp_path, 1, rounds=3)
-    old = {"round": 2, "server": "server-000002.tree",
-           "clients": {"0": "client-0-000001.tree", "1": "client-1-000002.tree", "2": "client-2-000002.tree"}}  # fmt: skip
-    (folder / "manifest.json").write_text(json.dumps(old))
-    assert_is(folder, 2)
-    checkpoint.save(folder, 3, *HISTORY[3], keep=2)
-    assert_is(folder, 3)
-    assert len(json.loads((folder / "manifest.json").read_text())["digests"]) == 6
-    checkpoint.go_back(folder, 2)
-    assert_is(folder, 2)
 
 
 EXPERIMENT = """
@@ -144,6 +175,7 @@ names = ["mlp"]
 hidden = [6]
 [run]
 rounds = 5
+checkpoint_every = 1
 representations = 0
 """
 

@@ -21,7 +21,8 @@ from fedlowrank.data.federation import Federation
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
 from fedlowrank.simulation.round_results import Clock
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 
 torch.set_num_threads(1)
 

@@ -14,7 +14,8 @@ from fedlowrank.core.optimizer import SGD
 from fedlowrank.engines import Sequential
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.models.architecture import build_module
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing import bench
 from fedlowrank.testing.bench import SUBJECTS, federation, markdown, rows, time_rounds
 

@@ -31,7 +31,8 @@ from fedlowrank.methods.fedprox import FedProx
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.methods.standalone import Standalone
 from fedlowrank.models.cnn import CNN
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training.local_data import LocalData
 from methods.setting import CLASSES, INPUTS, SIZES, Net, arrays
 

@@ -29,7 +29,8 @@ from fedlowrank.engines import ENGINES
 from fedlowrank.methods import FedAvg
 from fedlowrank.models.standard import is_standard
 from fedlowrank.simulation.records import RoundRecord
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training.trainer import LocalTrainer
 
 HERE = ["sequential", "wire", "vectorized"]

@@ -23,8 +23,8 @@ from ..language.federation import Language, LanguageSettings
 from ..language.peft_config import lora_config
 from ..methods import METHODS
 from ..models.zoo import ModelSettings
-from ..simulation.run import RunSettings
 from ..simulation.run_folder import changes_of
+from ..simulation.settings import RunSettings
 from .assembly import Shares, assemble, load_language, share_data
 from .data_section import DataSettings
 from .lora_section import LoraSettings, PeftSettings

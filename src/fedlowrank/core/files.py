@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
 
 
-def write_atomically(path: Path, *data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write a file whole or not at all: temporary file, fsync, rename, fsync of the folder.
 
     Args:
         path: of the file.
-        data: what it is to hold, in parts.
+        data: what it is to hold, whole or in parts.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; the old file is then untouched.
@@ -26,12 +26,13 @@ def write_atomically(path: Path, *data: bytes) -> None:
     with as_checkpoint_error(f"cannot write {path}"):
         try:
             with part.open("wb") as file:
-                file.writelines(data)
+                for written in [data] if isinstance(data, bytes) else data:
+                    file.write(written)
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
             sync_folder(path.parent)
-        except OSError:
+        except (OSError, CheckpointError):
             # a disk that cannot write may not remove either; the first error is the one to tell
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)

@@ -130,7 +130,7 @@ def restore_checkpoint(folder: Path, round: int) -> None:
     """
     checkpoint.go_back(folder / "checkpoint", round)
     best = folder / "best"
-    if (best / "manifest.json").exists() and checkpoint.rounds_kept(best)[-1] > round:
+    if checkpoint.exists(best) and checkpoint.rounds_kept(best)[-1] > round:
         # of a round that will be done again
         with as_checkpoint_error(f"cannot remove {best}"):
             shutil.rmtree(best)

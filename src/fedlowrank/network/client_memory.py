@@ -146,7 +146,7 @@ class ClientMemory:
         line = json.dumps(sealed(vars(head))).encode() + b"\n"
         # those between base and stamp were never acknowledged, or the server went back to before them
         kept = self._acknowledged(base) if base else self.stamps[: self.keep]
-        write_atomically(self._path(stamp), line, encoded, upload)
+        write_atomically(self._path(stamp), [line, encoded, upload])
         self.stamps = sorted({*self.stamps, stamp})
         self._keep(sorted({*kept, stamp}))
 

@@ -14,7 +14,8 @@ from ..engines.base import AnyMethod, ClientJob
 from ..simulation.evaluation import ClientEvaluation, Evaluation, gather_evaluations
 from ..simulation.records import RoundRecord
 from ..simulation.round_results import RefusedError, RoundResults
-from ..simulation.run import Run, RunSettings
+from ..simulation.run import Run
+from ..simulation.settings import RunSettings
 from .server import NetworkEngine
 from .validation.uploads import (
     FAULTS,
@@ -129,7 +130,7 @@ class NetworkRun(Run):
         self.engine.evaluate = is_due = self.is_due()
         is_over = self.round >= self.settings.rounds
         training = set() if is_over else {i.id for i in self.participants(self.round)}
-        others = [i for i in federation.infos if is_due and i.id not in training]
+        others = [i for i in self.evaluated if is_due and i.id not in training]
         self.engine.evaluation_jobs = [self._job(i) for i in others]
 
     def _job(self, info: ClientInfo) -> ClientJob:

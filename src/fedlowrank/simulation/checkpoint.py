@@ -1,31 +1,81 @@
-"""The states of a run on disk, each written whole or not at all, with digests that are verified when a state is read.
+"""The states of a run on disk: one file for each checkpoint, written whole or not at all.
 
-    checkpoint/manifest.json        the commit point: round, file of the server, file of each client, digests of all files
-    checkpoint/server-000012.tree   state of the server after round 12
-    checkpoint/client-3-000010.tree state of client 3, which last changed in round 10
+    checkpoint/000012.checkpoint    server and the clients that changed since the checkpoint before
+    checkpoint/000007.states        a former checkpoint, kept because it holds the last state of some client
 
-Only states that changed since the last checkpoint are written. The manifest is replaced last, by a rename;
-files that it does not name are left-overs of a killed process and are removed. Under ``earlier`` it names the
-checkpoints before the last one that are kept: of each the file of the server, and those files of clients that
-differ from the last checkpoint's (null for a client that had no state yet).
+A file holds encoded states one after another, then a table of contents (JSON: the round, and for the server
+and each client offset, size and digest), then the size of that table in 8 bytes. Its rename is the commit
+point. A client's state at a checkpoint is the one in the newest file up to it. A client whose state is None
+takes an entry of the table and no bytes.
+
+A checkpoint that is no longer kept is first renamed to ``.states``, then removed once newer files hold the
+states of all its clients. Where such files take more than the states that they are kept for, the next
+checkpoint copies the states of the oldest.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..core import tree
 from ..core.errors import CheckpointError
-from ..core.files import as_checkpoint_error, write_atomically, write_json
+from ..core.files import as_checkpoint_error, write_atomically
 from .client_store import ClientStore, LazyMapping
-from .digest import KEY, check_seal, digest_of, sealed
+from .digest import check_seal, digest_of, sealed
 from .run import State
 
-MARKS = frozenset({"digests", "earlier", KEY})
-"""Entries that every manifest has but those of versions without digests."""
+KEPT, STATES = ".checkpoint", ".states"
+_LENGTH = 8
+"""Bytes of the size of the table of contents."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a state lies in a file."""
+
+    offset: int
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file and its table of contents."""
+
+    path: Path
+    round: int
+    server: _Entry
+    clients: dict[int, _Entry | None]
+
+    @property
+    def size(self) -> int:
+        return sum(e.size for e in (self.server, *self.clients.values()) if e is not None)
+
+    def read(self, entry: _Entry) -> bytes:
+        """The bytes of a state, compared with their digest."""
+        what = f"the checkpoint file {self.path} is missing or cannot be read"
+        with as_checkpoint_error(what), self.path.open("rb") as file:
+            file.seek(entry.offset)
+            found = file.read(entry.size)
+        if digest_of(found) != entry.digest:
+            raise CheckpointError(
+                f"the checkpoint file {self.path} is damaged: a state has another digest than when it was written. Restore "
+                "it from a copy, or go back to an earlier checkpoint (fedlowrank resume RUN --round N)."
+            )
+        return found
+
+    def decode(self, entry: _Entry | None) -> Any:
+        """A state."""
+        if entry is None:
+            return None
+        try:
+            return tree.decode(self.read(entry))
+        except tree.TreeError as error:
+            raise CheckpointError(f"the checkpoint file {self.path} is damaged: {error}") from error
 
 
 def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep: int = 1) -> None:
@@ -43,50 +93,80 @@ def save(folder: Path, round: int, server: Any, changed: Mapping[int, Any], keep
     """
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-    before = _manifest(folder) if (folder / "manifest.json").exists() else None
-    clients = {} if before is None else dict(before["clients"])
-    digests: dict[str, str] = {} if before is None else dict(before.get("digests", {}))
+    files = _files(folder)
+    kept = [f for f in files if f.path.suffix == KEPT and f.round < round][::-1][: keep - 1]
+    copied = _to_copy([f for f in files if f not in kept], files, changed, round)
 
-    def write(name: str, state: Any) -> str:
-        encoded = tree.encode(state)
-        digests[name] = digest_of(encoded)
-        write_atomically(folder / name, encoded)
-        return name
+    def states() -> Iterator[tuple[int | None, bytes | None]]:
+        yield None, tree.encode(server)
+        for client in changed:
+            state = changed[client]
+            yield client, None if state is None else tree.encode(state)
+        for client, (file, entry) in copied.items():
+            yield client, None if entry is None else file.read(entry)
 
-    server_file = write(f"server-{round:06d}.tree", server)
-    new = {
-        str(client): write(f"client-{client}-{round:06d}.tree", state) for client, state in changed.items()
-    }
-    earlier = [] if before is None else _earlier(before, new, round)[: max(0, keep - 1)]
-    manifest = {"round": round, "server": server_file, "clients": clients | new, "earlier": earlier}
-    # files that a version without digests wrote get theirs now
-    kept = {
-        n: digests[n] if n in digests else digest_of(_bytes(folder / n)) for n in sorted(_files(manifest))
-    }
-    write_json(folder / "manifest.json", sealed({**manifest, "digests": kept}))
-    tidy(folder)
+    write_atomically(folder / f"{round:06d}{KEPT}", _packed(round, states()))
+    tidy(folder, keep)
 
 
-def _earlier(before: Mapping[str, Any], changed: Mapping[str, str], round: int) -> list[dict[str, Any]]:
-    """The checkpoints before a new one, newest first, where those clients' files are new."""
-    found = []
-    for entry in (
-        {"round": before["round"], "server": before["server"], "clients": {}},
-        *before.get("earlier", ()),
-    ):
-        if entry["round"] < round:
-            old = {client: before["clients"].get(client) for client in changed}
-            found.append({**entry, "clients": old | entry["clients"]})
-    return found
+def _packed(round: int, states: Iterator[tuple[int | None, bytes | None]]) -> Iterator[bytes]:
+    """The parts of a file: states, table of contents, size of the table; the server has None for a number."""
+    entries: dict[int | None, list[Any] | None] = {}
+    offset = 0
+    for client, state in states:
+        entries[client] = None if state is None else [offset, len(state), digest_of(state)]
+        if state is not None:
+            offset += len(state)
+            yield state
+    table = {"round": round, "server": entries.pop(None), "clients": entries}
+    contents = json.dumps(sealed(table)).encode()
+    yield contents
+    yield len(contents).to_bytes(_LENGTH, "big")
 
 
-def tidy(folder: Path) -> None:
-    """Remove files that the manifest does not name."""
-    named = {"manifest.json", *_files(_manifest(folder))}
+def _to_copy(
+    spare: Sequence[_File], files: Sequence[_File], changed: Mapping[int, Any], round: int
+) -> dict[int, tuple[_File, _Entry | None]]:
+    """States of clients that did not change, but which a new file holds, too.
+
+    Args:
+        spare: files that are no longer kept as checkpoints, oldest first.
+        files: all.
+        changed: clients that changed.
+        round: of the new file, which replaces a file of that round.
+    """
+    current = {c: found for c, found in _newest(files, round).items() if c not in changed}
+    live = sum(entry.size for _, entry in current.values() if entry is not None)
+    excess = sum(file.size for file in spare) - live
+    copied = {f.round for f in spare if f.round == round}
+    for file in spare:
+        if excess > 0:
+            copied.add(file.round)
+            excess -= file.size
+    return {c: (f, entry) for c, (f, entry) in current.items() if entry is None or f.round in copied}
+
+
+def tidy(folder: Path, keep: int | None = None) -> None:
+    """Remove what an interrupted process left, and checkpoints that are no longer kept.
+
+    Args:
+        folder: of the checkpoints.
+        keep: how many to keep; None for all.
+    """
     with as_checkpoint_error(f"cannot tidy {folder}"):
-        for path in folder.iterdir():
-            if path.name not in named:
-                path.unlink()
+        for path in folder.glob("*.part"):
+            path.unlink()
+        files = _files(folder)
+        kept = [f for f in files if f.path.suffix == KEPT]
+        for file in [] if keep is None else kept[:-keep]:
+            # first it stops being a checkpoint, for it may need files that are removed now
+            file.path.rename(file.path.with_suffix(STATES))
+        if keep is not None:
+            kept = kept[-keep:]
+        needed = {f.round for f, _ in _newest(files, kept[0].round).values()}
+        for file in files:
+            if file.round < kept[0].round and file.round not in needed:
+                file.path.with_suffix(STATES).unlink(missing_ok=True)
 
 
 def load(folder: Path, store: ClientStore | None = None) -> State:
@@ -100,22 +180,27 @@ def load(folder: Path, store: ClientStore | None = None) -> State:
         CheckpointError: if there is none, or a file of it is missing or has another digest than when it was
             written.
     """
-    manifest = _manifest(folder)
-    digests = manifest.get("digests", {})
-    files = {int(c): name for c, name in manifest["clients"].items()}
-    clients = LazyMapping(files, lambda c: _read(folder / files[c], digests.get(files[c])))
-    server = _read(folder / manifest["server"], digests.get(manifest["server"]))
-    return State(int(manifest["round"]), server, (ClientStore() if store is None else store) | clients)
+    files = _files(folder)
+    last = _last(folder, files)
+    newest = _newest(files, last.round)
+    clients = LazyMapping(newest, lambda c: newest[c][0].decode(newest[c][1]))
+    return State(last.round, last.decode(last.server), (ClientStore() if store is None else store) | clients)
+
+
+def exists(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint."""
+    return any(folder.glob(f"*{KEPT}"))
 
 
 def rounds_kept(folder: Path) -> list[int]:
     """The rounds of which a checkpoint is kept, ascending.
 
     Raises:
-        CheckpointError: if there is no checkpoint or its manifest is damaged.
+        CheckpointError: if there is no checkpoint or one is damaged.
     """
-    manifest = _manifest(folder)
-    return sorted([manifest["round"], *(entry["round"] for entry in manifest.get("earlier", ()))])
+    files = _files(folder)
+    _last(folder, files)
+    return [f.round for f in files if f.path.suffix == KEPT]
 
 
 def go_back(folder: Path, round: int) -> None:
@@ -129,9 +214,6 @@ def go_back(folder: Path, round: int) -> None:
         CheckpointError: if none of that round is kept, or a file of it is missing or damaged; nothing has
             changed then.
     """
-    manifest = _manifest(folder)
-    if round == manifest["round"]:
-        return
     kept = rounds_kept(folder)
     if round not in kept:
         listed = ", ".join(map(str, kept))
@@ -139,76 +221,51 @@ def go_back(folder: Path, round: int) -> None:
             f"{folder} keeps the checkpoints after rounds {listed}, and none after round {round}. Choose one of these; "
             "run.keep_checkpoints says how many later rounds keep."
         )
-    entries = {entry["round"]: entry for entry in manifest["earlier"]}
-    chosen = entries.pop(round)
-
-    def clients_at(entry: Mapping[str, Any]) -> dict[str, str | None]:
-        return {**manifest["clients"], **entry["clients"]}
-
-    clients = {client: name for client, name in clients_at(chosen).items() if name is not None}
-    earlier = [
-        {**entry, "clients": {c: n for c, n in clients_at(entry).items() if clients.get(c) != n}}
-        for entry in entries.values()
-        if entry["round"] < round
-    ]
-    new = {"round": round, "server": chosen["server"], "clients": clients, "earlier": earlier}
-    digests = {name: digest for name, digest in manifest["digests"].items() if name in _files(new)}
-    for name in (chosen["server"], *clients.values()):
-        _read(folder / name, digests.get(name))
-    write_json(folder / "manifest.json", sealed({**new, "digests": digests}))
-    tidy(folder)
+    files = _files(folder)
+    if round != kept[-1]:
+        (chosen,) = (f for f in files if f.round == round)
+        chosen.decode(chosen.server)
+        for file, entry in _newest(files, round).values():
+            file.decode(entry)
+    with as_checkpoint_error(f"cannot remove the checkpoints after round {round} from {folder}"):
+        # the newest first: whichever remains after an interruption has all its files
+        for file in reversed(files):
+            if file.round > round:
+                file.path.unlink()
 
 
-def _files(manifest: Mapping[str, Any]) -> set[str]:
-    """All files that a manifest names."""
-    entries = [manifest, *manifest.get("earlier", ())]
-    return {
-        name
-        for entry in entries
-        for name in (entry["server"], *entry["clients"].values())
-        if name is not None
-    }
+def _files(folder: Path) -> list[_File]:
+    """All files of a folder, oldest first."""
+    with as_checkpoint_error(f"cannot read {folder}"):
+        paths = [*folder.glob(f"*{KEPT}"), *folder.glob(f"*{STATES}")]
+    return sorted((_read(path) for path in paths), key=lambda file: file.round)
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    path = folder / "manifest.json"
+def _newest(files: Sequence[_File], round: int) -> dict[int, tuple[_File, _Entry | None]]:
+    """Where the state of each client lies, as of a checkpoint."""
+    return {c: (f, entry) for f in files if f.round <= round for c, entry in f.clients.items()}
+
+
+def _last(folder: Path, files: Sequence[_File]) -> _File:
+    for file in reversed(files):
+        if file.path.suffix == KEPT:
+            return file
+    raise CheckpointError(f"{folder} holds no checkpoint: the run was stopped before its first one")
+
+
+def _read(path: Path) -> _File:
     try:
-        found = json.loads(path.read_text())
-        if MARKS & found.keys():
-            # one that has none of these marks is of a version without digests
-            check_seal(found, path)
-        files = _files(found)
-        sound = type(found["round"]) is int and all(isinstance(f, str) and "/" not in f for f in files)
-        sound = sound and isinstance(found["server"], str) and all(found["clients"].values())
-        sound = sound and all(c.isdigit() for c in found["clients"])
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} holds no checkpoint: the run was stopped before its first one"
-        ) from error
+        with path.open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(0, end - _LENGTH))
+            size = int.from_bytes(file.read(_LENGTH), "big")
+            if not 0 < size <= end - _LENGTH:
+                raise ValueError("it is cut off")
+            file.seek(end - _LENGTH - size)
+            table = json.loads(file.read(size))
+        check_seal(table, path)
+        server, clients = _Entry(*table["server"]), table["clients"].items()
+        entries = {int(c): None if e is None else _Entry(*e) for c, e in clients}
+        return _File(path, int(table["round"]), server, entries)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}") from error
-    if not sound:
-        raise CheckpointError(
-            f"{path} is damaged: it does not name a round and the files of server and clients"
-        )
-    manifest: dict[str, Any] = found
-    return manifest
-
-
-def _read(path: Path, digest: str | None) -> Any:
-    """The state in a file; ``digest`` is None in checkpoints of versions without digests."""
-    encoded = _bytes(path)
-    if digest is not None and digest_of(encoded) != digest:
-        raise CheckpointError(
-            f"the checkpoint file {path} is damaged: its digest is not the one that manifest.json has of it. Restore it "
-            "from a copy, or go back to an earlier checkpoint (fedlowrank resume RUN --round N)."
-        )
-    try:
-        return tree.decode(encoded)
-    except tree.TreeError as error:
-        raise CheckpointError(f"the checkpoint file {path} is damaged: {error}") from error
-
-
-def _bytes(path: Path) -> bytes:
-    with as_checkpoint_error(f"the checkpoint file {path} is missing or cannot be read"):
-        return path.read_bytes()
+        raise CheckpointError(f"the checkpoint file {path} is damaged or cannot be read: {error}") from error

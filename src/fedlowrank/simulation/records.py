@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class RoundRecord:
         lost: participants whose reply did not arrive or was dropped, with the reason.
         bytes_down: bytes of the encoded messages from the server to the participants.
         bytes_up: bytes of the encoded messages back, lost ones included (they were sent).
+        evaluated: clients that were evaluated; None for all.
         parameters_down: floating-point elements in the messages to the participants.
         parameters_up: floating-point elements in the messages back.
         steps: optimizer steps of all participants.
@@ -78,6 +79,40 @@ class RoundRecord:
     parameters: dict[str, list[int]] | None = None
     ranks: dict[str, int] = field(default_factory=dict)
     observed: dict[str, dict[str, float]] = field(default_factory=dict)
+    evaluated: list[int] | None = None
+
+    def to_json(self) -> str:
+        """One line of JSON; of a subset of clients it holds the numbers of those that were evaluated."""
+        return json.dumps(self._map_tables(lambda row: [row[i] for i in self.evaluated or ()]))
+
+    @classmethod
+    def from_json(cls, line: str, clients: int) -> RoundRecord:
+        """Read a line of :meth:`to_json`; raises TypeError or ValueError if it is none.
+
+        Args:
+            line: of JSON.
+            clients: of the run, those that were not evaluated included.
+        """
+        short = cls(**json.loads(line))
+
+        def scatter(values: list[Any]) -> list[Any]:
+            row: list[Any] = [None] * clients
+            for client, value in zip(short.evaluated or (), values, strict=True):
+                row[client] = value
+            return row
+
+        return cls(**short._map_tables(scatter))
+
+    def _map_tables(self, change: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
+        """The fields, with the lists over clients changed where only some clients were evaluated."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.evaluated is not None:
+            for kind in ("accuracy", "risk"):
+                if (table := fields[kind]) is not None:
+                    fields[kind] = {
+                        name: {split: change(row) for split, row in of.items()} for name, of in table.items()
+                    }
+        return fields
 
     def validation(self) -> float | None:
         """Mean over clients of the headline's validation accuracy, of a regression minus its loss; None if not evaluated."""
@@ -124,7 +159,7 @@ class RunRecord:
             clients = json.loads((folder / "clients.json").read_text())
             status = believed(folder, json.loads((folder / "status.json").read_text()))
             lines = (folder / "metrics.jsonl").read_text().splitlines()
-            rounds = [RoundRecord(**json.loads(line)) for line in lines]
+            rounds = [RoundRecord.from_json(line, len(clients)) for line in lines]
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"the run folder {folder} cannot be read: {error}") from error
         if config.get("format") != FORMAT:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ..core import tree
-from ..core.choices import check_choices
 from ..core.errors import ConfigError, DataError, TaskError
 from ..core.method import ClientInfo, Method, ServerView
 from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines.base import ClientJob, Engine
 from ..engines.jobs import LazyJobs
+from ..training.flops import forward_flops
 from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
 from .evaluation import Evaluation, Evaluator
@@ -26,116 +26,15 @@ from .local_model import LocalModel, local_model
 from .progress import tell
 from .records import RoundRecord
 from .round_results import Clock, RoundResults
+from .settings import RunSettings
 
+EVALUATIONS = 50
+"""Evaluations that a run has at least, however much they cost."""
 
-@dataclass(frozen=True)
-class RunSettings:
-    """The protocol of a run, the same for all methods.
+MANY = 1000
+"""Clients up to which all are evaluated; of more, half of this number."""
 
-    Attributes:
-        rounds: T, rounds of communication.
-        participation: C, share of the clients that take part in a round, in (0, 1].
-        unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the
-            others, by whatever the method does at a client that never took part.
-        seed: of everything random: partition, participants, order of examples, initial values.
-        engine: sequential; vectorized (clients of like shapes at once); processes (one a core); auto (the
-            fastest of these by a short trial); wire (every message through bytes); or flower (Flower's
-            simulation, of an experiment file).
-        device: cpu, or cuda where torch finds one.
-        pixels: how images are kept on the device: float32; bytes (a quarter of the memory, the same bits in
-            every step; data that are no images of at most 256 values a channel stay float32, and the run says
-            so); or auto (bytes on a GPU where that can be, float32 on a CPU, which takes three times as long
-            to make a batch of bytes).
-        micro_batch: examples of which a gradient is taken at once, to save memory; larger batches are taken
-            in parts whose gradients add up to the same. None takes every batch whole.
-        client_memory: MiB of clients' states in memory; where they take more, those that were longest not
-            changed wait in a temporary folder. None keeps all in memory.
-        threads: of torch in this process; a second one makes small models many times slower on a busy
-            machine.
-        evaluate_every: rounds between evaluations; the first and last round are always evaluated.
-        checkpoint_every: rounds between checkpoints; the last round is always saved.
-        keep_checkpoints: checkpoints that are kept, the last one included; ``fedlowrank resume RUN --round
-            N`` goes back to one.
-        keep_best: keep the state of the round with the best mean validation accuracy beside the last, in
-            ``best/``.
-        on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on.
-        lost_replies: probability that a reply is lost on its way, to study its effect.
-        target: test accuracy whose cost is reported, in (0, 1]; by default the highest that all compared runs
-            reached.
-        adapters: rounds after which adapter folders of server and clients are written, where the models are
-            language models.
-        representations: test examples whose representations are kept at the end for pictures; 0 keeps none.
-    """
-
-    rounds: int = 50
-    participation: float = 1.0
-    unseen: float = 0.0
-    seed: int = 0
-    engine: Literal["sequential", "vectorized", "processes", "auto", "wire", "flower"] = "sequential"
-    device: str = "cpu"
-    pixels: Literal["auto", "float32", "bytes"] = "auto"
-    micro_batch: int | None = None
-    client_memory: int | None = None
-    threads: int = 1
-    evaluate_every: int = 1
-    checkpoint_every: int = 1
-    keep_checkpoints: int = 3
-    keep_best: bool = False
-    on_nan: Literal["stop", "drop"] = "stop"
-    lost_replies: float = 0.0
-    target: float | None = None
-    adapters: tuple[int, ...] = ()
-    representations: int = 1000
-
-    def __post_init__(self) -> None:
-        check_choices(self)
-        for name in ("rounds", "threads", "evaluate_every", "checkpoint_every", "keep_checkpoints"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
-        if self.micro_batch is not None and (self.micro_batch < 1 or self.engine == "vectorized"):
-            raise ConfigError(
-                f"run.micro_batch must be >= 1, and clients at once (engine 'vectorized') take batches whole; it is "
-                f"{self.micro_batch} with engine {self.engine!r}"
-            )
-        if self.client_memory is not None and self.client_memory < 0:
-            raise ConfigError(f"run.client_memory is a number of MiB, at least 0; it is {self.client_memory}")
-        if not 0 < self.participation <= 1:
-            raise ConfigError(
-                f"run.participation is the share of clients in a round, in (0, 1]; it is {self.participation}"
-            )
-        if not 0 <= self.unseen < 1:
-            raise ConfigError(
-                f"run.unseen is the share of clients that never train, in [0, 1); it is {self.unseen}"
-            )
-        if self.representations < 0:
-            raise ConfigError(f"run.representations must be >= 0; it is {self.representations}")
-        if not 0 <= self.lost_replies < 1:
-            raise ConfigError(f"run.lost_replies is a probability in [0, 1); it is {self.lost_replies}")
-        _check_device(self.device)
-        if self.target is not None and not 0 < self.target <= 1:
-            raise ConfigError(f"run.target is an accuracy in (0, 1], such as 0.9; it is {self.target}")
-
-
-def _check_device(device: str) -> None:
-    if device == "cpu":
-        return
-    if not re.fullmatch(r"cuda(:\d+)?", device):
-        raise ConfigError(
-            f"run.device is {device!r}; it must be 'cpu', 'cuda', or 'cuda:1' and so on for a further GPU"
-        )
-    if not torch.cuda.is_available():
-        why = (
-            "this build of torch is without CUDA"
-            if torch.version.cuda is None
-            else "nvidia-smi shows whether the driver works"
-        )
-        raise ConfigError(
-            f"run.device is {device!r}, but torch {torch.__version__} finds no GPU here ({why}). Set run.device=cpu."
-        )
-    if int(device.partition(":")[2] or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"run.device is {device!r}, but torch finds {count} GPU here, cuda:0 to cuda:{count - 1}"
-        )
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -166,6 +65,8 @@ class Run:
         state: where it stands; replaced as a whole, so that an interrupted round leaves the one before.
         unsaved: identifiers of clients whose state changed since it was last saved.
         unseen: identifiers of clients that never train.
+        evaluated: clients that are evaluated.
+        evaluate_every: rounds between evaluations, once the first round has told what training costs.
 
     Raises:
         TaskError: if the method does not fit the federation.
@@ -196,6 +97,8 @@ class Run:
             raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
         order = (federation.key / "unseen").numpy().permutation(len(federation.infos))
         self.unseen = frozenset(order[:count].tolist())
+        self.evaluated = self._evaluated_clients()
+        self.evaluate_every = settings.evaluate_every or 1
         # every client's state can be made: a method that does not fit says so now, not in round 7
         for info in federation.infos:
             method.client_init(self.task, info)
@@ -302,6 +205,8 @@ class Run:
             flops=sum(m.flops for m in meters),
             loss={n: _mean([m.losses[n] for m in meters if n in m.losses]) for n in passes},
         )
+        if t == 0:
+            self.plan_evaluations(record.flops)
         return self._evaluated(record, clock)
 
     def contribute(self, info: ClientInfo, upload: Any) -> Any:
@@ -328,7 +233,40 @@ class Run:
 
     def is_due(self) -> bool:
         """Whether the models are evaluated now."""
-        return self.round % self.settings.evaluate_every == 0 or self.round in (0, 1, self.settings.rounds)
+        return self.round % self.evaluate_every == 0 or self.round in (0, 1, self.settings.rounds)
+
+    def plan_evaluations(self, flops: int) -> None:
+        """Choose the rounds between evaluations, unless the settings say them.
+
+        Args:
+            flops: floating-point operations of the training of the first round.
+        """
+        if self.settings.evaluate_every is not None:
+            return
+        most = max(1, self.settings.rounds // EVALUATIONS)
+        models = self.federation.architectures
+        cost = {name: forward_flops(model) if most > 1 else 0 for name, model in models.items()}
+        work = sum(
+            cost[info.architecture] * (len(data.val) + len(data.test))
+            for info in self.evaluated
+            for data in [self.federation.clients[info.id]]
+        )
+        self.evaluate_every = min(most, max(1, -(-4 * work // max(flops, 1))))
+        if self.evaluate_every > 1:
+            logger.info(
+                "evaluates every %d rounds: each time takes %.2f times the operations of a round's training",
+                self.evaluate_every,
+                work / max(flops, 1),
+            )
+
+    def _evaluated_clients(self) -> list[ClientInfo]:
+        """All clients, or a random subset of them."""
+        infos = self.federation.infos
+        count = self.settings.evaluate_clients
+        if count is None:
+            count = len(infos) if len(infos) <= MANY else MANY // 2
+        order = (self.federation.key / "evaluated").numpy().permutation(len(infos))[:count]
+        return [infos[i] for i in sorted(order.tolist())]
 
     def start(self) -> RoundRecord:
         """The record of round 0: the models before any training."""
@@ -336,7 +274,8 @@ class Run:
 
     def evaluation(self) -> Evaluation | None:
         """What the models are worth now; None where it is only known later, see :meth:`late`."""
-        return self.evaluator.evaluate(self.state.server, self.state_of, max(self.round - 1, 0))
+        t = max(self.round - 1, 0)
+        return self.evaluator.evaluate(self.state.server, self.state_of, t, self.evaluated)
 
     def late(self) -> Evaluation | None:
         """The evaluation of the last round but one, where :meth:`evaluation` did not know it; None if there is none."""
@@ -346,6 +285,8 @@ class Run:
         """What is to be done after the last round, such as telling the clients."""
 
     def _evaluated(self, record: RoundRecord, clock: Clock) -> RoundRecord:
+        if len(self.evaluated) < len(self.federation.infos):
+            record = dataclasses.replace(record, evaluated=[info.id for info in self.evaluated])
         found = None
         if self.is_due():
             with clock("evaluate"):

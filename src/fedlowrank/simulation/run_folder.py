@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import platform
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -23,10 +23,11 @@ from .client_store import LazyMapping
 from .lock import exclusive
 from .records import FORMAT, RoundRecord
 from .run import Run
+from .settings import RunSettings
 
 FREE_TO_CHANGE = (
     "versions", "title", "paper", "reference", "experiment", "notes", "remarks",
-    "run.checkpoint_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
+    "run.checkpoint_every", "run.evaluate_every", "run.target", "run.representations", "run.adapters", "run.keep_best",
     "run.pixels", "run.keep_checkpoints",
 )  # fmt: skip
 """Parts of the configuration that do not change what this run computes, or only restate what stands elsewhere."""
@@ -35,6 +36,10 @@ FREE_TO_CHANGE = (
 _BEFORE_THE_FIRST_CHECKPOINT = {
     "run.json", "clients.json", "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
 }  # fmt: skip
+
+
+SECONDS = 10.0
+"""Between two checkpoints, unless ``run.checkpoint_every`` says how many rounds."""
 
 
 class RunFolder:
@@ -52,6 +57,7 @@ class RunFolder:
         self.config = json.loads(json.dumps({"format": FORMAT, **config, "versions": versions()}))
         self.clients = clients
         self._lock = contextlib.ExitStack()
+        self._saved: float | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +127,7 @@ class RunFolder:
     @staticmethod
     def has_begun(path: Path) -> bool:
         """Whether a folder holds a checkpoint to go on from."""
-        return (path / "checkpoint" / "manifest.json").exists()
+        return checkpoint.exists(path / "checkpoint")
 
     @staticmethod
     def is_failed_start(path: Path) -> bool:
@@ -136,16 +142,24 @@ class RunFolder:
             as_checkpoint_error(f"cannot write {self.path / 'metrics.jsonl'}"),
             (self.path / "metrics.jsonl").open("a") as file,
         ):
-            file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+            file.write(record.to_json() + "\n")
 
     def rewrite(self, records: list[RoundRecord]) -> None:
         """Replace all records."""
-        text = "".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records)
+        text = "".join(record.to_json() + "\n" for record in records)
         write_atomically(self.path / "metrics.jsonl", text.encode())
 
     def reconfigure(self) -> None:
         """Write the configuration again, where only what is free to change has changed."""
         write_json(self.path / "run.json", self.config)
+
+    def is_due(self, round: int, settings: RunSettings) -> bool:
+        """Whether a checkpoint is to be written after a round: the first, the last, and those in between by the settings."""
+        if round == settings.rounds:
+            return True
+        if settings.checkpoint_every is not None:
+            return round % settings.checkpoint_every == 0
+        return self._saved is None or time.monotonic() - self._saved >= SECONDS
 
     def save(self, run: Run) -> None:
         """Write a checkpoint of the run as it stands."""
@@ -158,6 +172,7 @@ class RunFolder:
         keep = run.settings.keep_checkpoints
         checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed, keep)
         run.unsaved.clear()
+        self._saved = time.monotonic()
 
     def save_best(self, run: Run) -> None:
         """Write the whole state as it stands to ``best``, beside the checkpoints."""
@@ -206,11 +221,13 @@ class RunFolder:
         stored = self.read(run)
         try:
             lines = (self.path / "metrics.jsonl").read_text().splitlines()[: run.round + 1]
-            records = [RoundRecord(**json.loads(line)) for line in lines]
+            records = [RoundRecord.from_json(line, len(self.clients)) for line in lines]
         except (OSError, ValueError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{self.path / 'metrics.jsonl'} is missing or damaged: {error}") from error
         if [r.round for r in records] != list(range(run.round + 1)):
             raise CheckpointError(f"{self.path / 'metrics.jsonl'} lacks rounds that the checkpoint holds")
+        if len(records) > 1:
+            run.plan_evaluations(records[1].flops)
         if self.config != stored:
             self.reconfigure()
         checkpoint.tidy(self.path / "checkpoint")

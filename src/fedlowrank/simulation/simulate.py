@@ -23,8 +23,9 @@ from ..methods import METHODS
 from .export import export
 from .progress import bar
 from .records import RoundRecord
-from .run import Run, RunSettings, evaluated
+from .run import Run, evaluated
 from .run_folder import RunFolder, representations
+from .settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,10 @@ class Result:
     rounds: list[RoundRecord]
 
     def accuracy(self, split: str = "test", series: str | None = None) -> list[float | None]:
-        """Accuracy of every client after the last round, None for a client without examples in that split.
+        """Accuracy of every client after the last round.
+
+        None stands for a client without examples in that split, or one that was not evaluated
+        (``evaluate_clients``).
 
         Args:
             split: ``"test"`` or ``"val"``.
@@ -93,7 +97,7 @@ def simulate(
         on_round: called with the record of every round, the one before training included.
         config: further entries of ``run.json`` (how data and models came about); ``variant`` with ``name``
             and ``title`` tells apart runs of one method with other settings.
-        **settings: fields of :class:`fedlowrank.simulation.run.RunSettings`: ``rounds=50, participation=0.1,
+        **settings: fields of :class:`fedlowrank.simulation.settings.RunSettings`: ``rounds=50, participation=0.1,
             ...``.
 
     Returns:
@@ -258,7 +262,7 @@ def rounds(
                     folder.save_best(run)
                 if record.round in settings.adapters:
                     folder.write_models(run)
-                if record.round % settings.checkpoint_every == 0 or record.round == settings.rounds:
+                if folder.is_due(record.round, settings):
                     folder.save(run)
             for listener in (show, on_round):
                 if listener is not None:
@@ -309,6 +313,8 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             why = str(error) if isinstance(error, FedlowrankError) else f"{type(error).__name__}: {error}"
             # the disk may be what is at fault; the error itself matters more than the note of it
             with contextlib.suppress(CheckpointError):
+                if not isinstance(error, CheckpointError) and records and records[-1].round == run.round:
+                    folder.save(run)
                 folder.status("stopped", run.round, why)
         raise
     if folder is not None:

@@ -31,7 +31,8 @@ from ..methods import METHODS
 from ..models.architecture import build_module
 from ..models.cnn import CNN, FAMILY
 from ..models.mlp import MLP
-from ..simulation.run import Run, RunSettings
+from ..simulation.run import Run
+from ..simulation.settings import RunSettings
 
 WARM = 3
 """Rounds that are not timed: they fill caches and find what is found once."""

@@ -26,8 +26,9 @@ from ..engines.base import ClientJob, Engine
 from ..linalg.matricize import sum_parts
 from ..simulation.checkpoint import load, save
 from ..simulation.client_store import ClientStore
-from ..simulation.run import Run, RunSettings, State
+from ..simulation.run import Run, State
 from ..simulation.scoring import Pool, measure
+from ..simulation.settings import RunSettings
 
 AnyMethod = Method[Any, Any, Any, Any]
 

@@ -12,6 +12,7 @@ from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ..core.model import Model
 from .local_data import Size
 
 
@@ -67,6 +68,13 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @cache
 def _is_made_of_others(func: Any) -> bool:
     return bool(func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
+
+
+def forward_flops(model: Model) -> int:
+    """Floating-point operations of a forward pass of one example."""
+    with torch.inference_mode(), FlopCounter() as counter:
+        model.probe(model.example)
+    return counter.total
 
 
 class FlopLedger:

@@ -1,0 +1,131 @@
+"""The protocol of a run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from ..core.choices import check_choices
+from ..core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """The protocol of a run, the same for all methods.
+
+    Attributes:
+        rounds: T, rounds of communication.
+        participation: C, share of the clients that take part in a round, in (0, 1].
+        unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the
+            others, by whatever the method does at a client that never took part.
+        seed: of everything random: partition, participants, order of examples, initial values.
+        engine: sequential; vectorized (clients of like shapes at once); processes (one a core); auto (the
+            fastest of these by a short trial); wire (every message through bytes); or flower (Flower's
+            simulation, of an experiment file).
+        device: cpu, or cuda where torch finds one.
+        pixels: how images are kept on the device: float32; bytes (a quarter of the memory, the same bits in
+            every step; data that are no images of at most 256 values a channel stay float32, and the run says
+            so); or auto (bytes on a GPU where that can be, float32 on a CPU, which takes three times as long
+            to make a batch of bytes).
+        micro_batch: examples of which a gradient is taken at once, to save memory; larger batches are taken
+            in parts whose gradients add up to the same. None takes every batch whole.
+        client_memory: MiB of clients' states in memory; where they take more, those that were longest not
+            changed wait in a temporary folder. None keeps all in memory.
+        threads: of torch in this process; a second one makes small models many times slower on a busy
+            machine.
+        evaluate_every: rounds between evaluations; the first and last round are always evaluated. None
+            chooses the smallest number by which evaluation takes at most a quarter of the floating-point
+            operations of training, but at least 50 evaluations in a run.
+        evaluate_clients: how many clients are evaluated, a random subset that is the same in every round.
+            None evaluates all of up to 1,000 clients, and 500 of more.
+        checkpoint_every: rounds between checkpoints; the first and last round are always saved. None saves
+            once ten seconds have passed since the last checkpoint.
+        keep_checkpoints: checkpoints that are kept, the last one included; ``fedlowrank resume RUN --round
+            N`` goes back to one.
+        keep_best: keep the state of the round with the best mean validation accuracy beside the last, in
+            ``best/``.
+        on_nan: when a client's training meets a NaN: stop the run, or drop that client's reply and go on.
+        lost_replies: probability that a reply is lost on its way, to study its effect.
+        target: test accuracy whose cost is reported, in (0, 1]; by default the highest that all compared runs
+            reached.
+        adapters: rounds after which adapter folders of server and clients are written, where the models are
+            language models.
+        representations: test examples whose representations are kept at the end for pictures; 0 keeps none.
+    """
+
+    rounds: int = 50
+    participation: float = 1.0
+    unseen: float = 0.0
+    seed: int = 0
+    engine: Literal["sequential", "vectorized", "processes", "auto", "wire", "flower"] = "sequential"
+    device: str = "cpu"
+    pixels: Literal["auto", "float32", "bytes"] = "auto"
+    micro_batch: int | None = None
+    client_memory: int | None = None
+    threads: int = 1
+    evaluate_every: int | None = None
+    evaluate_clients: int | None = None
+    checkpoint_every: int | None = None
+    keep_checkpoints: int = 3
+    keep_best: bool = False
+    on_nan: Literal["stop", "drop"] = "stop"
+    lost_replies: float = 0.0
+    target: float | None = None
+    adapters: tuple[int, ...] = ()
+    representations: int = 1000
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        counts = (
+            "rounds", "threads", "evaluate_every", "evaluate_clients", "checkpoint_every", "keep_checkpoints",
+        )  # fmt: skip
+        for name in counts:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"run.{name} must be >= 1; it is {getattr(self, name)}")
+        if self.micro_batch is not None and (self.micro_batch < 1 or self.engine == "vectorized"):
+            raise ConfigError(
+                f"run.micro_batch must be >= 1, and clients at once (engine 'vectorized') take batches whole; it is "
+                f"{self.micro_batch} with engine {self.engine!r}"
+            )
+        if self.client_memory is not None and self.client_memory < 0:
+            raise ConfigError(f"run.client_memory is a number of MiB, at least 0; it is {self.client_memory}")
+        if not 0 < self.participation <= 1:
+            raise ConfigError(
+                f"run.participation is the share of clients in a round, in (0, 1]; it is {self.participation}"
+            )
+        if not 0 <= self.unseen < 1:
+            raise ConfigError(
+                f"run.unseen is the share of clients that never train, in [0, 1); it is {self.unseen}"
+            )
+        if self.representations < 0:
+            raise ConfigError(f"run.representations must be >= 0; it is {self.representations}")
+        if not 0 <= self.lost_replies < 1:
+            raise ConfigError(f"run.lost_replies is a probability in [0, 1); it is {self.lost_replies}")
+        _check_device(self.device)
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ConfigError(f"run.target is an accuracy in (0, 1], such as 0.9; it is {self.target}")
+
+
+def _check_device(device: str) -> None:
+    if device == "cpu":
+        return
+    if not re.fullmatch(r"cuda(:\d+)?", device):
+        raise ConfigError(
+            f"run.device is {device!r}; it must be 'cpu', 'cuda', or 'cuda:1' and so on for a further GPU"
+        )
+    if not torch.cuda.is_available():
+        why = (
+            "this build of torch is without CUDA"
+            if torch.version.cuda is None
+            else "nvidia-smi shows whether the driver works"
+        )
+        raise ConfigError(
+            f"run.device is {device!r}, but torch {torch.__version__} finds no GPU here ({why}). Set run.device=cpu."
+        )
+    if int(device.partition(":")[2] or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"run.device is {device!r}, but torch finds {count} GPU here, cuda:0 to cuda:{count - 1}"
+        )
