@@ -3,9 +3,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.core.errors import DataError
 from fedlowrank.data.dataset import ClientData, Examples
-from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts, split_sizes
+from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
 
 
 def client(train, val=(), test=(), notes=()) -> ClientData:
@@ -20,7 +19,6 @@ CLIENTS = [client([0, 0, 1], [1], [0, 1], ("client 0: look here",)), client([3] 
 
 def test_counts():
     assert class_counts(CLIENTS, 5).tolist() == [[2, 1, 0, 0, 0], [0, 0, 0, 12, 0]]
-    assert split_sizes(CLIENTS).tolist() == [[3, 1, 2], [12, 0, 0]]
 
 
 def test_table_with_a_column_for_each_class():
@@ -82,9 +80,3 @@ def test_the_map_shows_clients_by_class():
     assert shown.shape == (3, 60)
     assert shown[2, 5] == 9
     assert shown.mask.sum() == 179
-
-
-def test_counts_that_do_not_fit_are_refused():
-    for counts in (np.ones((2, 3)), np.ones(2), np.ones((0, 2))):
-        with pytest.raises(DataError, match="2 classes"):
-            class_count_figure(counts, ["a", "b"])

@@ -66,45 +66,6 @@ def test_labels_of_tokens_need_their_ids() -> None:
         Examples({"input_ids": ids}, ids.double())
 
 
-def test_labels_that_no_loss_can_be_made_of_are_refused() -> None:
-    good = part(4)
-
-    def changed(i: int, labels: list[int]) -> Examples:
-        y = good.y.clone()
-        y[i] = torch.tensor(labels)
-        return Examples(good.x, y)
-
-    with pytest.raises(DataError, match=r"test part .*example 2 has -1 at position 1"):
-        Dataset("toy", good, changed(2, [-100, -1, 5]), ())
-    # nothing predicts the first token
-    with pytest.raises(DataError, match=r"example 3 .* no token label after its first"):
-        Dataset("toy", changed(3, [7, -100, -100]), None, ())
-    with pytest.raises(DataError, match="token labels but names classes"):
-        Dataset("toy", good, None, ("a", "b"))
-    with pytest.raises(DataError, match="training inputs are"):
-        Dataset("toy", good, Examples({n: t[:, :2] for n, t in good.x.items()}, good.y[:, :2]), ())
-
-
-def test_strata_that_do_not_fit_are_refused() -> None:
-    for wrong, message in [
-        ({"strata_names": ("p", "q", "p", "s")}, "names a stratum twice"),
-        ({"strata": None}, "its training examples have none"),
-        ({"strata": None, "strata_test": None}, "its training examples have none"),
-        ({"strata_test": None}, "needs strata of the test part"),
-        ({"strata": torch.arange(39) % 4}, r"training part .* int64 \[40\], not int64 \[39\]"),
-        ({"strata_test": torch.zeros(10)}, r"test part .* int64 \[10\], not float32 \[10\]"),
-        ({"strata": torch.arange(40) % 5}, r"strata 0\.\.4, but 4 names"),
-        ({"strata_test": torch.arange(10) - 1}, r"test part .* strata -1\.\.8"),
-    ]:
-        with pytest.raises(DataError, match=message):
-            made(**wrong)
-    with pytest.raises(DataError, match="needs strata of the test part"):
-        replace(made(), test=None)
-    y = torch.tensor([0, 1])
-    with pytest.raises(DataError, match="class labels and strata"):
-        Dataset("toy", Examples(torch.zeros(2, 1), y), None, ("a", "b"), strata=y, strata_names=("p", "q"))
-
-
 def test_a_subset_takes_strata_along() -> None:
     some = subset(replace(made(), natural=torch.arange(40)), 9)
     first = some.train.x["input_ids"][:, 0]
