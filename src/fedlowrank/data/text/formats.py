@@ -79,7 +79,9 @@ def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:
             "prompts of training and generation would differ: the whole text does not start with "
             f"{prompt[-60:]!r}. Use format 'alpaca' or 'plain', or another template."
         )
-    return prompt, whole[len(prompt) :]
+    response, end = whole[len(prompt) :], tokenizer.eos_token
+    # White space after the EOS is no part of the turn.
+    return prompt, response.rstrip() if end and response.rstrip().endswith(end) else response
 
 
 def _apply_template(tokenizer: Any, turns: list[dict[str, str]], *, generate: bool) -> str:

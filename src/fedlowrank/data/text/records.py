@@ -81,6 +81,11 @@ class Texts:
             raise DataError(f"the texts {self.name!r} are instructions, but they name classes.")
 
     @property
+    def parts(self) -> list[Records]:
+        """The training part, and the test part if there is one."""
+        return [self.train] if self.test is None else [self.train, self.test]
+
+    @property
     def kind(self) -> Literal["instructions", "classes"]:
         """The task: responses to instructions, or the classes of texts."""
         return "instructions" if isinstance(self.train[0], Instruction) else "classes"
