@@ -63,7 +63,7 @@ def test_speakers_are_clients_and_keep_their_last_passages_for_the_test(tmp_path
     # one passage at least stays for training
     nearly_all = Speakers(path, length=4, test_share=0.99).load()
     assert [r.response for r in nearly_all.train] == ["abcd", "xyz"]
-    apart = Speakers(path, ("play", "speaker"), length=4).load()
+    apart = Speakers(path, length=4, speaker=("play", "speaker")).load()
     assert list(dict.fromkeys(r.client for r in apart.train)) == ["p, LORD", "p, KING", "q, LORD"]
     assert (apart.test, found.name) == (None, "by_speaker")
     with pytest.raises(DataError, match="too few passages per speaker"):

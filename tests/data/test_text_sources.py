@@ -18,7 +18,7 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.files import expand_path
 from fedlowrank.data.text.passages import Speakers
-from fedlowrank.data.text.records import Instruction, Labeled, Texts, hold_out
+from fedlowrank.data.text.records import Instruction, Labeled, hold_out
 from fedlowrank.data.text.sources import CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
 from fedlowrank.data.text.table import find_file, read_file, read_split
 
@@ -330,15 +330,6 @@ def test_text_classes_joins_columns_and_knows_its_labels(tmp_path: Path) -> None
             TextClasses(bad, text=("title", "body")).load()
 
 
-def test_texts_of_two_kinds_and_empty_parts_are_refused() -> None:
-    with pytest.raises(DataError, match="mix Instruction and Labeled"):
-        Texts("t", [Instruction("a", "b")], [Labeled("a", 1)])
-    with pytest.raises(DataError, match=r"test part .* is empty"):
-        Texts("t", [Instruction("a", "b")], [])
-    with pytest.raises(DataError, match="name classes"):
-        Texts("t", [Instruction("a", "b")], classes=("x",))
-
-
 def test_optional_libraries_are_imported_when_they_are_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,5 +367,5 @@ def test_real_texts(real: str) -> None:
     assert (len(dolly_texts.train), len(dolly_texts.test)) == (15011 - 709, 709)
     bank = TextClasses(f"{real}/banking77/train.jsonl.gz", f"{real}/banking77/test.jsonl.gz").load()
     assert len({r.label for r in bank.train}) == 77
-    shakespeare = Speakers(f"{real}/shakespeare/by_speaker.jsonl.gz", ("play", "speaker")).load()
+    shakespeare = Speakers(f"{real}/shakespeare/by_speaker.jsonl.gz", speaker=("play", "speaker")).load()
     assert len({r.client for r in shakespeare.train}) == 1228
