@@ -15,15 +15,7 @@ _READ_ERRORS = (OSError, ValueError, TypeError, KeyError, RuntimeError)
 
 
 def import_datasets(path: str, extra: str) -> Any:
-    """Import the library ``datasets``.
-
-    Args:
-        path: what needs it, for the message.
-        extra: optional dependency of this package that installs it.
-
-    Raises:
-        DataError: if it is not installed.
-    """
+    """Import the library ``datasets``, which ``path`` needs and the optional dependency ``extra`` installs."""
     try:
         import datasets
     except ImportError as error:
@@ -44,9 +36,6 @@ def open_dataset(library: Any, path: str, name: str | None, cache: str | None) -
 
     Returns:
         A ``DatasetDict``; of one file, or of a data set saved without splits, a ``Dataset``.
-
-    Raises:
-        DataError: if nothing can be read.
     """
     text = expand_path(path)
     where = Path(text)
@@ -58,9 +47,8 @@ def open_dataset(library: Any, path: str, name: str | None, cache: str | None) -
             if where.suffix not in _BUILDERS:
                 raise DataError(f"{text!r} ends in none of {', '.join(_BUILDERS)}.")
             more = {"delimiter": "\t"} if where.suffix == ".tsv" else {}
-            files = {"train": text}
             return library.load_dataset(
-                _BUILDERS[where.suffix], data_files=files, split="train", cache_dir=cache, **more
+                _BUILDERS[where.suffix], data_files={"train": text}, split="train", cache_dir=cache, **more
             )
         if (where / "dataset_dict.json").is_file() or (where / "state.json").is_file():
             return library.load_from_disk(text)

@@ -73,11 +73,7 @@ class Folder:
 
 
 def check_image_settings(size: int | None, channels: int) -> None:
-    """Reject a size below 1, and channels that are neither 1 nor 3.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Reject a size below 1, and channels that are neither 1 nor 3."""
     if size is not None:
         check_minimum("size", size, 1)
     if channels not in (1, 3):
@@ -85,11 +81,7 @@ def check_image_settings(size: int | None, channels: int) -> None:
 
 
 def import_pillow() -> Any:
-    """Import the module ``PIL.Image``.
-
-    Raises:
-        DataError: if pillow is not installed.
-    """
+    """Import the module ``PIL.Image``."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -100,17 +92,14 @@ def import_pillow() -> Any:
 def stack_images(
     images: Iterable[Image], count: int, size: int | None, channels: int, names: list[Path] | None = None
 ) -> torch.Tensor:
-    """Convert images of pillow to one tensor.
+    """Convert images of pillow, read one at a time, to float32 [count, channels, height, width] in [0, 1].
 
     Args:
-        images: ``count`` images, read one at a time.
+        images: ``count`` images.
         count: number of images.
         size: height and width of the result, or None to keep the common size.
         channels: 3 for color, 1 for gray levels.
         names: their files for messages, or None to name them by position.
-
-    Returns:
-        float32 [count, channels, height, width] in [0, 1].
 
     Raises:
         DataError: if an image cannot be decoded, or if sizes differ and ``size`` is None.
