@@ -27,11 +27,12 @@ from fedlowrank.engines.base import client_key
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
-from fedlowrank.models.cnn import CNN
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.run import Run, RunSettings, State
 from fedlowrank.training import cohort as stacked
 from fedlowrank.training.local_data import LocalData
+
+from . import making
 
 BOTH = Augment(flip=True, crop=1, fill=-3.0)
 KINDS = pytest.mark.parametrize(
@@ -124,16 +125,7 @@ def test_settings_without_a_meaning_are_refused() -> None:
 
 
 def federation(augment: Augment = BOTH, sizes: tuple[int, ...] = (23, 9, 31)) -> Federation:
-    random, clients = generator(11), []
-    for n in sizes:
-        y = torch.randint(0, 3, (n + 6,), generator=random)
-        x = torch.randn(n + 6, 2, 8, 8, generator=random) + y[:, None, None, None]
-        clients.append(
-            {"train": (x[:n], y[:n]), "val": (x[n:][:2], y[n:][:2]), "test": (x[n:][2:], y[n:][2:])}
-        )
-    return Federation.from_arrays(
-        clients, lambda: CNN((2, 8, 8), 3, (4, 5), (7, 6)), classes=3, augment=augment
-    )
+    return making.federation(augment, sizes)
 
 
 def local(on: Federation, method: Any, client: int = 0, round: int = 0) -> LocalData:

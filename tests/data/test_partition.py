@@ -17,15 +17,13 @@ from fedlowrank.data.partition import (
 )
 from fedlowrank.data.rank_skew import RankSkew
 
+from .making import balanced
+
 KEY = Key((0, "test"))
 LABELS = np.random.default_rng(0).integers(0, 10, 2000)
 
 quick = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**20)
-
-
-def balanced(classes: int, per_class: int) -> np.ndarray:
-    return np.random.default_rng(classes).permutation(np.repeat(np.arange(classes), per_class))
 
 
 def assert_disjoint(parts, n, cover):

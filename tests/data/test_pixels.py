@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,18 +19,17 @@ from fedlowrank.core.errors import CheckpointError, DataError
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data import federation as federation_module
 from fedlowrank.data import pixels
-from fedlowrank.data.augment import NO_AUGMENT, Augment
+from fedlowrank.data.augment import Augment
 from fedlowrank.data.dataset import Dataset, Examples, normalize
 from fedlowrank.data.pixels import Pixels, pack
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
-from fedlowrank.models.cnn import CNN
 from fedlowrank.models.mlp import MLP
-from fedlowrank.simulation.export import write
+from fedlowrank.simulation.export import write as export
 from fedlowrank.simulation.run import Run, RunSettings, placed
 from fedlowrank.training.local_data import LocalData
 
-torch.set_num_threads(1)
+from .making import federation
 
 
 def same_bits(one: Any, other: Any) -> bool:
@@ -133,24 +131,6 @@ def test_what_is_no_image_is_refused() -> None:
 
 
 # Federations
-
-
-def federation(
-    sizes: Sequence[int] = (23, 9, 31), augment: Augment = NO_AUGMENT, flat: bool = False, **kwargs: Any
-) -> Federation:
-    """Images normalized channel by channel, of which the classes differ in brightness."""
-    random, clients = np.random.default_rng(5), []
-    mean, width = random.random((2, 1, 2, 1, 1)).astype(np.float32) + 0.1
-    for n in sizes:
-        y = random.integers(0, 3, n + 8)
-        x = random.integers(0, 200, (n + 8, 2, 8, 8)) + 20 * y[:, None, None, None]
-        x = (x.astype(np.float32) / np.float32(255) - mean) / width
-        x = x.reshape(len(x), -1) if flat else x
-        clients.append(
-            {"train": (x[:n], y[:n]), "val": (x[n:][:3], y[n:][:3]), "test": (x[n:][3:], y[n:][3:])}
-        )
-    make = (lambda: MLP(128, (6, 5), 3)) if flat else (lambda: CNN((2, 8, 8), 3, (4, 5), (7, 6)))
-    return Federation.from_arrays(clients, make, classes=3, augment=augment, **kwargs)
 
 
 def parts(of: Federation) -> list[Examples]:
@@ -365,6 +345,6 @@ def test_a_deployed_model_is_compared_on_images(tmp_path: Path) -> None:
             ENGINES["sequential"](),
         )
         run.step()
-        gains.append(write(run, 0, None, "small", tmp_path / how, repeats=1))
+        gains.append(export(run, 0, None, "small", tmp_path / how, repeats=1))
     assert len({(g.agreement, g.difference, g.file, g.size) for g in gains}) == 1
     assert gains[0].agreement == 1

@@ -13,11 +13,9 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.rank_skew import RankSkew, client_ranks
 
+from .making import balanced
+
 KEY = Key((0, "test"))
-
-
-def balanced(classes: int, per_class: int) -> np.ndarray:
-    return np.random.default_rng(classes).permutation(np.repeat(np.arange(classes), per_class))
 
 
 def mixtures(parts: list[Any], labels: np.ndarray, classes: int) -> np.ndarray:

@@ -25,18 +25,10 @@ from fedlowrank.data.synthetic import SyntheticLinear, SyntheticMLP
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.simulation.evaluation import measure
 
+from .making import numbered
+
 KEY = Key((1,))
-
-
-def numbered(n_train: int = 40, n_test: int = 20, width: int = 2) -> Dataset:
-    """Each example is its own number, and its target this number times 1, 2, ..."""
-
-    def part(start: int, n: int) -> Examples:
-        x = torch.arange(start, start + n).float()[:, None]
-        return Examples(x, x * torch.arange(1, width + 1))
-
-    natural = torch.arange(n_train) % 4, torch.arange(n_test) % 4
-    return Dataset("numbers", part(0, n_train), part(1000, n_test), (), *natural)
+REAL = numbered(40, 20, 0, torch.arange(40) % 4, torch.arange(20) % 4)
 
 
 # Data sets and their division
@@ -54,7 +46,7 @@ def numbered(n_train: int = 40, n_test: int = 20, width: int = 2) -> Dataset:
     ],
 )
 def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) -> None:
-    data = numbered()
+    data = REAL
     clients = make_clients(data, partition, split, KEY)
     for c in clients:
         assert c.notes == ()
@@ -66,7 +58,7 @@ def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) ->
     if not isinstance(split, Local):
         assert train == list(range(40))
     if isinstance(split, TestShare | OwnTest):
-        assert sorted(x for c in clients for x in c.test.x[:, 0].tolist()) == list(range(1000, 1020))
+        assert sorted(x for c in clients for x in c.test.x[:, 0].tolist()) == list(range(10_000, 10_020))
     assert class_counts(clients, 0).shape == (4, 0)
     table = class_count_table(clients, ()).split("\n")
     assert table[0].split() == ["client", "train", "val", "test"]
@@ -76,13 +68,13 @@ def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) ->
 
 def test_what_goes_by_classes_refuses_a_regression() -> None:
     with pytest.raises(DataError, match=r"split 'matched' .* have none"):
-        make_clients(numbered(), Iid(4), Matched(), KEY)
+        make_clients(REAL, Iid(4), Matched(), KEY)
     with pytest.raises(DataError, match="no classes to draw"):
         class_count_figure(np.zeros((4, 0)), ())
 
 
 def test_preparation_keeps_targets() -> None:
-    data = numbered()
+    data = REAL
     assert torch.equal(normalize(data, "standard").train.y, data.train.y)
     some = subset(data, 7)
     assert torch.equal(some.train.y, some.train.x * torch.tensor([1.0, 2.0]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,7 @@ from hypothesis import strategies as st
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.text.passages import Lines, Speakers, passages
 
-
-def write(file: Path, rows: list[Any]) -> str:
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    file.write_bytes(gzip.compress(text) if file.name.endswith(".gz") else text)
-    return str(file)
+from .making import write
 
 
 @given(

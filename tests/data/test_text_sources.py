@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import gzip
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,19 +20,7 @@ from fedlowrank.data.text.records import Instruction, Labeled, hold_out
 from fedlowrank.data.text.sources import CodeAlpaca, Dolly, Gsm8k, Instructions, TextClasses
 from fedlowrank.data.text.table import find_file, read_file, read_split
 
-
-def write(file: Path, rows: list[Any]) -> str:
-    """Rows in the format that the name of the file ends in."""
-    name = file.name
-    if name.endswith(".parquet"):
-        arrow = pytest.importorskip("pyarrow")
-        pytest.importorskip("pyarrow.parquet").write_table(arrow.Table.from_pylist(rows), file)
-        return str(file)
-    plain = name.removesuffix(".gz")
-    text = json.dumps(rows) if plain.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
-    file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    return str(file)
-
+from .making import write
 
 TASKS = [
     {"instruction": f"do {i}", "input": "" if i % 2 else f"with {i}", "output": f"done {i} é"}
