@@ -23,12 +23,8 @@ def test_take_copies_in_the_order_asked_for():
     part.x.zero_()
     assert whole.x.tolist() == [[0.0], [1.0], [2.0]]
     assert len(whole.take(torch.tensor([], dtype=torch.int64))) == 0
-
-
-def test_take_refuses_positions_that_are_not_there():
-    whole = examples([[0.0], [1.0]], [0, 1])
-    for wrong in ([2], [-1]):
-        with pytest.raises(DataError, match="2 examples"):
+    for wrong in ([3], [-1]):
+        with pytest.raises(DataError, match="3 examples"):
             whole.take(np.array(wrong))
 
 
@@ -87,13 +83,9 @@ def test_standard_uses_the_training_part_alone():
     test = torch.full((2, 3, 4, 4), 100.0)
     out = normalize(table(train, test), "standard")
     mean, std = train.double().mean((0, 2, 3)), train.double().std((0, 2, 3), unbiased=False)
-    assert torch.allclose(
-        out.train.x.double().mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-3
-    )
-    assert torch.allclose(
-        out.train.x.double().std((0, 2, 3), unbiased=False), torch.ones_like(std), atol=1e-3
-    )
-    assert torch.allclose(out.test.x[0, :, 0, 0].double(), (100 - mean) / std, rtol=1e-2, atol=1e-3)
+    wanted = ((t.double() - mean[:, None, None]) / std[:, None, None] for t in (train, test))
+    for found, x in zip((out.train.x, out.test.x), wanted, strict=True):
+        assert torch.allclose(found.double(), x, rtol=1e-2, atol=1e-2)
 
 
 def test_standard_of_a_large_set_equals_that_of_one_piece():
