@@ -99,16 +99,14 @@ def test_bilinear_turns_agree_with_the_pixels_summed_by_hand(height: int, width:
 def test_with_eight_clusters_every_second_turn_is_exact() -> None:
     data = client(side=5)
     after = apply_concept(Rotation(8, fill=2.0), [data] * 8, 5)
+    x = data.train.x
     for c, new in enumerate(after):
-        assert new.quarter_turns == (c // 2 if c % 2 == 0 else 0)
-        wanted = (
-            torch.rot90(data.train.x, c // 2, (2, 3))
-            if c % 2 == 0
-            else rotate(data.train.x, c * np.pi / 4, 2.0)
+        assert new.quarter_turns == (0 if c % 2 else c // 2)
+        assert torch.equal(
+            new.train.x, rotate(x, c * np.pi / 4, 2.0) if c % 2 else torch.rot90(x, c // 2, (2, 3))
         )
-        assert torch.equal(new.train.x, wanted)
     assert after[1].train.x[0, 0, 0, 0] > 1.2  # a corner comes mostly from outside
-    assert len(rotate(data.train.x[:0], 1.0, 0.0)) == 0
+    assert len(rotate(x[:0], 1.0, 0.0)) == 0
 
 
 # With augmentation
@@ -128,10 +126,8 @@ def test_a_turned_image_is_mirrored_as_the_upright_one_would_be(turns: int, seed
 
 
 def test_clients_of_one_cluster_go_on_sharing_the_whole_test_part() -> None:
-    x, y = images(24), torch.arange(24) % 3
-    dataset = Dataset(
-        "toy", Examples(x, y), Examples(images(6, seed=1), torch.arange(6) % 3), ("a", "b", "c")
-    )
+    train, test = Examples(images(24), torch.arange(24) % 3), Examples(images(6, seed=1), torch.arange(6) % 3)
+    dataset = Dataset("toy", train, test, ("a", "b", "c"))
     clients = apply_concept(Rotation(4), make_clients(dataset, Iid(8), WholeTest(0.0), Key((0,))), 3)
     assert [c.test.x.data_ptr() for c in clients[:4]] == [c.test.x.data_ptr() for c in clients[4:]]
     assert clients[0].test.x.data_ptr() == dataset.test.x.data_ptr()
@@ -201,17 +197,15 @@ def test_settings_that_contradict_each_other_are_refused_before_data_are_read(tm
             kind(0)
     with pytest.raises(ConfigError, match=r"concept\.fill"):
         Rotation(fill=float("nan"))
-    with pytest.raises(ConfigError, match="120 degrees"):
-        load(tmp_path, DIGITS, "concept.clusters=3", "augment.flip=true")
-    with pytest.raises(ConfigError, match="45 degrees"):
-        load(tmp_path, DIGITS, "concept.clusters=8", "augment.flip=true")
+    for clusters, degrees in ((3, 120), (8, 45)):
+        with pytest.raises(ConfigError, match=f"{degrees} degrees"):
+            load(tmp_path, DIGITS, f"concept.clusters={clusters}", "augment.flip=true")
     for clusters in (1, 2, 4):
         load(tmp_path, DIGITS, f"concept.clusters={clusters}", "augment.flip=true")
     load(tmp_path, DIGITS, "concept.clusters=3", "augment.crop=1")
-    with pytest.raises(ConfigError, match="rotation"):
-        load(tmp_path, DIGITS, "concept.kind=rotatoin")
-    with pytest.raises(ConfigError, match=r"concept\.cluster"):
-        load(tmp_path, DIGITS, "concept.cluster=3")
+    for wrong, message in (("kind=rotatoin", "rotation"), ("cluster=3", r"concept\.cluster")):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path, DIGITS, f"concept.{wrong}")
 
 
 def test_natural_clusters_go_only_where_clients_differ_by_k_mod_c() -> None:

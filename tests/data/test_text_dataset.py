@@ -47,8 +47,6 @@ def test_labels_of_tokens_are_a_form_of_their_own() -> None:
     assert normalize(data, "none") is data
     with pytest.raises(ConfigError, match="needs one input tensor"):
         normalize(data, "scale")
-    assert not Examples(torch.zeros(2, 1), torch.tensor([0, 1])).tokens
-    assert not Examples(torch.zeros(2, 1), torch.zeros(2, 1)).tokens
 
 
 def test_labels_of_tokens_need_their_ids() -> None:
