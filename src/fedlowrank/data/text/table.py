@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from ...core.errors import DataError, did_you_mean
 from ..files import expand_path
-from ..hub import import_datasets, open_dataset
+from ..hub import open_dataset
 
 _LINES = (".jsonl", ".jsonl.gz")
 _ENDINGS = (*_LINES, ".json", ".json.gz", ".parquet")
@@ -119,8 +119,7 @@ def read_split(path: str, name: str | None, split: str, cache: str | None) -> Ta
         split: name of the split; a data set saved without splits is the split ``train``.
         cache: folder of the library's cache, or None for its usual one.
     """
-    library = import_datasets(path, "language")
-    found = open_dataset(library, path, name, cache)
+    library, found = open_dataset(path, name, cache, "language")
     splits = {"train": found} if isinstance(found, library.Dataset) else dict(found)
     if split not in splits:
         raise DataError(f"{path!r} has no split {split!r}. {did_you_mean(split, splits)}")
