@@ -49,18 +49,6 @@ def test_labels_of_tokens_are_a_form_of_their_own() -> None:
         normalize(data, "scale")
 
 
-def test_labels_of_tokens_need_their_ids() -> None:
-    ids = torch.zeros(3, 4, dtype=torch.int64)
-    with pytest.raises(DataError, match=r"must be int64 \[n\].*not int64 \[3, 4\].*beside named inputs"):
-        Examples(torch.zeros(3, 4), ids)
-    with pytest.raises(DataError, match=r"need such input_ids; there are only \['a'\]"):
-        Examples({"a": ids}, ids)
-    with pytest.raises(DataError, match=r"found int64 \[3, 4\]"):
-        Examples({"input_ids": ids}, ids[:, :3])
-    with pytest.raises(DataError, match=r"float32 \[n, d\]"):
-        Examples({"input_ids": ids}, ids.double())
-
-
 def test_a_subset_takes_strata_along() -> None:
     some = subset(replace(made(), natural=torch.arange(40)), 9)
     first = some.train.x["input_ids"][:, 0]

@@ -24,14 +24,9 @@ from .making import write
 def test_passages_join_to_the_text(text: str, unit: Any, length: int) -> None:
     found = passages(text, unit, length)
     assert "".join(found) == text
-    sizes = [
-        len(p) if unit == "characters" else p.rstrip("\n").count("\n") + 1 for p in found if p.strip("\n")
-    ]
-    assert all(size <= length for size in sizes)
-    if unit == "characters":
-        assert all(len(p) == length for p in found[:-1])
-    else:
-        assert all(p.count("\n") == length for p in found[:-1])
+    sizes = [len(p) if unit == "characters" else p.count("\n") for p in found]
+    assert all(size == length for size in sizes[:-1])
+    assert all(size <= length for size in sizes[-1:])
 
 
 def test_speakers_are_clients_and_keep_their_last_passages_for_the_test(tmp_path: Path) -> None:
