@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
+from jinja2 import TemplateError
+
 from ...core.errors import ConfigError, did_you_mean
 from .records import Instruction
 
@@ -86,10 +88,6 @@ def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:
 
 def _apply_template(tokenizer: Any, turns: list[dict[str, str]], *, generate: bool) -> str:
     try:
-        import jinja2
-    except ImportError as error:
-        raise ConfigError("format 'chat' needs jinja2: pip install 'fedlowrank[language]'") from error
-    try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate))
-    except jinja2.TemplateError as error:
+    except TemplateError as error:
         raise ConfigError(f"the tokenizer's chat template fails: {error}. Use another format.") from error

@@ -27,20 +27,19 @@ class Table:
     Attributes:
         source: name of the source, for messages.
         rows: the rows; a row may lack a column that others have.
-        numbers: number of each row at its source, for messages.
-        unit: what these numbers count: lines of a file, or rows.
         classes: names of the classes of the columns that hold class numbers.
+        lines: line of each row in a file with a row per line.
     """
 
     source: str
     rows: Sequence[Mapping[str, Any]]
-    numbers: Sequence[int]
-    unit: str = "row"
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    lines: Sequence[int] = ()
 
     def place(self, i: int) -> str:
         """Source and number of row ``i``, for messages."""
-        return f"{self.source!r}, {self.unit} {self.numbers[i]}"
+        number = f"line {self.lines[i]}" if self.lines else f"row {i + 1}"
+        return f"{self.source!r}, {number}"
 
     def require(self, *columns: str | None) -> None:
         """Reject a table without rows, or without one of these columns in any row."""
@@ -101,7 +100,7 @@ def read_file(path: str | Path) -> Table:
     if file.name.endswith(_LINES):
         return _read_lines(file)
     rows = _read_parquet(file) if file.suffix == ".parquet" else _read_list(file)
-    return Table(str(file), rows, range(1, len(rows) + 1))
+    return Table(str(file), rows)
 
 
 def read_text(path: str) -> str:
@@ -126,7 +125,7 @@ def read_split(path: str, name: str | None, split: str, cache: str | None) -> Ta
     part = splits[split]
     kinds = {column: kind for column, kind in part.features.items() if isinstance(kind, library.ClassLabel)}
     classes = {column: tuple(kind.names) for column, kind in kinds.items()}
-    return Table(f"{expand_path(path)} ({split})", part.to_list(), range(1, len(part) + 1), classes=classes)
+    return Table(f"{expand_path(path)} ({split})", part.to_list(), classes)
 
 
 @contextmanager
@@ -150,7 +149,7 @@ def _read_lines(file: Path) -> Table:
                 where = f"{str(file)!r}, line {number}"
                 rows.append(_check_object(_parse(line, where), where))
                 numbers.append(number)
-    return Table(str(file), rows, numbers, "line")
+    return Table(str(file), rows, lines=numbers)
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:
