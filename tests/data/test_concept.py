@@ -67,9 +67,8 @@ def test_other_concepts_change_nothing(concept: Concept) -> None:
     before = [client(k) for k in range(4)]
     for old, new in zip(before, apply_concept(concept, before, 5), strict=True):
         assert all(a is b for a, b in zip(parts(old), parts(new), strict=True))
-    assert [concept.cluster(k) for k in range(4)] == (
-        [None] * 4 if type(concept) is Concept else [0, 1, 2, 0]
-    )
+    clusters = [None] * 4 if type(concept) is Concept else [0, 1, 2, 0]
+    assert [concept.cluster(k) for k in range(4)] == clusters
 
 
 # Other angles
