@@ -87,15 +87,8 @@ class Examples:
         return self.y.ndim == 2 and not self.regression
 
     def take(self, index: Tensor | np.ndarray) -> Examples:
-        """Copy the examples at positions [m] in 0..n-1 to new contiguous tensors, images as float32.
-
-        Raises:
-            DataError: if a position is outside 0..n-1.
-        """
+        """Copy the examples at positions [m] in 0..n-1 to new contiguous tensors, images as float32."""
         index = torch.as_tensor(index, dtype=torch.int64, device=self.y.device)
-        if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
-            low, high = int(index.min()), int(index.max())
-            raise DataError(f"positions {low}..{high} are outside of {len(self)} examples.")
         if isinstance(self.x, dict):
             return Examples({name: t.index_select(0, index) for name, t in self.x.items()}, self.y[index])
         return Examples(self.x.index_select(0, index), self.y[index])
