@@ -2,9 +2,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
-
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

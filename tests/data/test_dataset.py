@@ -10,9 +10,9 @@ def examples(x, y) -> Examples:
     return Examples(torch.as_tensor(x, dtype=torch.float32), torch.as_tensor(y, dtype=torch.int64))
 
 
-def table(train, test=None, natural=None, natural_test=None) -> Dataset:
+def table(train, test=None) -> Dataset:
     parts = [None if p is None else examples(p, [0] * len(p)) for p in (train, test)]
-    return Dataset("toy", parts[0], parts[1], ("a", "b"), natural, natural_test)
+    return Dataset("toy", parts[0], parts[1], ("a", "b"))
 
 
 def test_take_copies_in_the_order_asked_for():
@@ -25,13 +25,6 @@ def test_take_copies_in_the_order_asked_for():
     assert len(whole.take(torch.tensor([], dtype=torch.int64))) == 0
 
 
-def test_take_refuses_positions_that_are_not_there():
-    whole = examples([[0.0], [1.0]], [0, 1])
-    for wrong in ([2], [-1]):
-        with pytest.raises(DataError, match="2 examples"):
-            whole.take(np.array(wrong))
-
-
 def test_named_inputs_are_taken_together():
     whole = Examples(
         {"ids": torch.arange(6).reshape(3, 2), "mask": torch.ones(3, 2)}, torch.tensor([0, 1, 1])
@@ -39,20 +32,29 @@ def test_named_inputs_are_taken_together():
     part = whole.take(torch.tensor([1]))
     assert part.x["ids"].tolist() == [[2, 3]]
     assert part.x["mask"].shape == (1, 2)
-    with pytest.raises(DataError, match="'ids' holds 3"):
-        Examples({"ids": torch.zeros(3, 2)}, torch.tensor([0]))
     with pytest.raises(ConfigError, match="named ones"):
         normalize(Dataset("text", whole, None, ("a", "b")), "standard")
+
+
+X, LABELS, IDS = torch.zeros(2, 2), torch.tensor([0, 0]), torch.zeros(2, 4, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
     ("x", "y", "message"),
     [
-        (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64), "2 labels.*3 examples"),
-        (torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, dtype=torch.int64), "float32"),
-        (torch.zeros(2, 2), torch.zeros(2), "int64"),
-        (torch.zeros(2, 2), torch.zeros(2, 1, dtype=torch.int64), "int64"),
-        ({}, torch.zeros(2, dtype=torch.int64), "without a tensor"),
+        (torch.zeros(3, 2), LABELS, "2 labels.*3 examples"),
+        (X.double(), LABELS, "float32"),
+        (X, torch.zeros(2), r"float32 \[n, d\]"),
+        (X, X.double(), r"float32 \[n, d\]"),
+        (X, X[:, :0], r"float32 \[n, d\]"),
+        (X, X[:, None], r"float32 \[n, d\]"),
+        (X, LABELS[:, None], "must be int64"),
+        (X, IDS, r"must be int64 \[n\].*not int64 \[2, 4\].*beside named inputs"),
+        ({}, LABELS, "without a tensor"),
+        ({"ids": torch.zeros(3, 2)}, LABELS, "'ids' holds 3"),
+        ({"input_ids": IDS}, IDS.double(), r"float32 \[n, d\]"),
+        ({"a": IDS}, IDS, r"need such input_ids; there are only \['a'\]"),
+        ({"input_ids": IDS}, IDS[:, :3], r"found int64 \[2, 4\]"),
     ],
 )
 def test_examples_refuse_what_does_not_fit(x, y, message):
@@ -60,25 +62,36 @@ def test_examples_refuse_what_does_not_fit(x, y, message):
         Examples(x, y)
 
 
-def test_dataset_refuses_bad_parts():
-    good = examples([[0.0]], [0])
-    with pytest.raises(DataError, match="is empty"):
-        Dataset("toy", good, examples(torch.zeros(0, 1), []), ("a",))
-    with pytest.raises(DataError, match=r"outside 0\.\.0: the first is 1, at example 2"):
-        Dataset("toy", examples([[0.0]] * 3, [0, 0, 1]), None, ("a",))
-    with pytest.raises(DataError, match="outside"):
-        Dataset("toy", examples([[0.0]], [-1]), None, ("a",))
-    for bad in (float("nan"), float("inf")):
-        with pytest.raises(DataError, match=r"NaN.*example 1"):
-            Dataset("toy", examples([[0.0], [bad]], [0, 0]), None, ("a",))
-    with pytest.raises(DataError, match=r"\(1,\).*\(2,\)"):
-        Dataset("toy", good, examples([[0.0, 1.0]], [0]), ("a",))
-    with pytest.raises(DataError, match="twice"):
-        Dataset("toy", good, None, ("a", "a"))
-    with pytest.raises(DataError, match="client ids"):
-        table([[0.0]] * 2, natural=torch.tensor([1]))
-    with pytest.raises(DataError, match="no test part"):
-        table([[0.0]] * 2, natural_test=torch.tensor([1, 2]))
+GOOD, REAL = Examples(X, LABELS), Examples(X, X)
+NAN, INFINITE = torch.tensor([[0.0, 0], [0, float("nan")]]), torch.tensor([[0.0, 0], [float("inf"), 0]])
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "classes", "more", "message"),
+    [
+        (GOOD, GOOD.take(LABELS[:0]), ("a",), {}, "is empty"),
+        (
+            Examples(X, torch.tensor([0, 1])),
+            None,
+            ("a",),
+            {},
+            r"outside 0\.\.0: the first is 1, at example 1",
+        ),
+        (Examples(X, LABELS - 1), None, ("a",), {}, "outside"),
+        (Examples(NAN, LABELS), None, ("a",), {}, r"NaN.*the inputs.*example 1"),
+        (Examples(INFINITE, LABELS), None, ("a",), {}, r"NaN.*example 1"),
+        (Examples(X, NAN), None, (), {}, r"NaN or an infinity in the targets.*example 1"),
+        (Examples(X[:, :0], LABELS), None, ("a",), {}, "without values"),
+        (GOOD, Examples(X[:, :1], LABELS), ("a",), {}, r"\(2,\).*\(1,\)"),
+        (REAL, Examples(X, X[:, :1]), (), {}, r"training targets are \[2\], but test targets \[1\]"),
+        (GOOD, None, ("a", "a"), {}, "twice"),
+        (GOOD, None, ("a",), {"natural": torch.tensor([1])}, "client ids"),
+        (GOOD, None, ("a",), {"natural_test": LABELS}, "no test part"),
+    ],
+)
+def test_datasets_refuse_what_does_not_fit(train, test, classes, more, message):
+    with pytest.raises(DataError, match=message):
+        Dataset("toy", train, test, classes, **more)
 
 
 def test_standard_uses_the_training_part_alone():
@@ -87,13 +100,9 @@ def test_standard_uses_the_training_part_alone():
     test = torch.full((2, 3, 4, 4), 100.0)
     out = normalize(table(train, test), "standard")
     mean, std = train.double().mean((0, 2, 3)), train.double().std((0, 2, 3), unbiased=False)
-    assert torch.allclose(
-        out.train.x.double().mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-3
-    )
-    assert torch.allclose(
-        out.train.x.double().std((0, 2, 3), unbiased=False), torch.ones_like(std), atol=1e-3
-    )
-    assert torch.allclose(out.test.x[0, :, 0, 0].double(), (100 - mean) / std, rtol=1e-2, atol=1e-3)
+    wanted = ((t.double() - mean[:, None, None]) / std[:, None, None] for t in (train, test))
+    for found, x in zip((out.train.x, out.test.x), wanted, strict=True):
+        assert torch.allclose(found.double(), x, rtol=1e-2, atol=1e-2)
 
 
 def test_standard_of_a_large_set_equals_that_of_one_piece():

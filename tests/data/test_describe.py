@@ -3,9 +3,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedlowrank.core.errors import DataError
 from fedlowrank.data.dataset import ClientData, Examples
-from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts, split_sizes
+from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
 
 
 def client(train, val=(), test=(), notes=()) -> ClientData:
@@ -20,7 +19,6 @@ CLIENTS = [client([0, 0, 1], [1], [0, 1], ("client 0: look here",)), client([3] 
 
 def test_counts():
     assert class_counts(CLIENTS, 5).tolist() == [[2, 1, 0, 0, 0], [0, 0, 0, 12, 0]]
-    assert split_sizes(CLIENTS).tolist() == [[3, 1, 2], [12, 0, 0]]
 
 
 def test_table_with_a_column_for_each_class():
@@ -51,20 +49,9 @@ def test_table_of_many_classes_shows_the_largest():
     assert "class_99," not in only.split("no client trains on")[1]
 
 
-@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (400, 62)])
-def test_figure_can_be_drawn(tmp_path, clients, classes):
-    counts = np.random.default_rng(0).integers(0, 50, (clients, classes))
-    figure = class_count_figure(counts, [f"class {c}" for c in range(classes)])
-    figure.savefig(tmp_path / "counts.png", dpi=20)
-    assert (tmp_path / "counts.png").stat().st_size > 500
-    assert plt.get_fignums() == []
-    width, height = figure.get_size_inches()
-    assert 4 <= width <= 20
-    assert 3 <= height <= 16
-
-
 def test_bubbles_have_areas_in_proportion():
     figure = class_count_figure(np.array([[1, 0], [4, 2]]), ["a", "b"])
+    assert plt.get_fignums() == []
     (bubbles,) = figure.axes[0].collections
     at = {
         tuple(map(int, xy)): size for xy, size in zip(bubbles.get_offsets(), bubbles.get_sizes(), strict=True)
@@ -74,17 +61,13 @@ def test_bubbles_have_areas_in_proportion():
     assert at[1, 1] == pytest.approx(2 * at[0, 0])
 
 
-def test_the_map_shows_clients_by_class():
+def test_the_map_shows_clients_by_class(tmp_path):
     counts = np.zeros((60, 3), dtype=np.int64)
     counts[5, 2] = 9
-    (image,) = class_count_figure(counts, ["a", "b", "c"]).axes[0].images
+    figure = class_count_figure(counts, ["a", "b", "c"])
+    figure.savefig(tmp_path / "counts.png", dpi=20)
+    (image,) = figure.axes[0].images
     shown = image.get_array()
     assert shown.shape == (3, 60)
     assert shown[2, 5] == 9
     assert shown.mask.sum() == 179
-
-
-def test_counts_that_do_not_fit_are_refused():
-    for counts in (np.ones((2, 3)), np.ones(2), np.ones((0, 2))):
-        with pytest.raises(DataError, match="2 classes"):
-            class_count_figure(counts, ["a", "b"])

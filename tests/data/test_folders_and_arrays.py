@@ -43,16 +43,13 @@ def test_folder_of_one_level_in_gray(tmp_path):
     assert data.test is None
     assert data.train.x.shape == (2, 1, 3, 5)
     assert data.train.x[0].unique().tolist() == [pytest.approx(0.2)]
+    Image.fromarray(np.array([[0, 100], [200, 20]], dtype=np.uint8)).save(tmp_path / "x" / "1.png")
+    resized = Folder(str(tmp_path), size=1, channels=1).load()
+    assert resized.train.x.flatten().tolist() == [pytest.approx(80 / 255), 1]
+    paint(tmp_path / "x" / "1.png", 51, (5, 3), "L")
     paint(tmp_path / "y" / "3.png", 255, (5, 4), "L")
     with pytest.raises(DataError, match=r"3\.png.* is 4x5, but the first one is 3x5"):
         Folder(str(tmp_path), size=None, channels=1).load()
-
-
-def test_images_are_resized_by_interpolation(tmp_path):
-    (tmp_path / "cat").mkdir()
-    Image.fromarray(np.array([[0, 100], [200, 20]], dtype=np.uint8)).save(tmp_path / "cat" / "a.png")
-    data = Folder(str(tmp_path), size=1, channels=1).load()
-    assert data.train.x.flatten().tolist() == [pytest.approx(80 / 255)]
 
 
 def test_folder_names_what_is_wrong(tmp_path):
@@ -86,18 +83,10 @@ def save(tmp_path, **arrays) -> str:
 
 
 def test_arrays_with_parts_and_clients(tmp_path):
-    path = save(
-        tmp_path,
-        x_train=X,
-        y_train=Y,
-        x_test=X[:2],
-        y_test=Y[:2],
-        client_train=np.array(["bo", "al", "bo", "cy"]),
-        client_test=np.array(["cy", "bx"]),
-        classes=np.array(["a", "b", "c", "d"]),
-        writers=np.array([1.5]),
-    )
-    data = Arrays(path).load()
+    clients = {"client_train": np.array(["bo", "al", "bo", "cy"]), "client_test": np.array(["cy", "bx"])}
+    more = {"classes": np.array(["a", "b", "c", "d"]), "writers": np.array([1.5])}
+    parts = {"x_train": X, "y_train": Y, "x_test": X[:2], "y_test": Y[:2]}
+    data = Arrays(save(tmp_path, **parts, **clients, **more)).load()
     assert data.name == "toy"
     assert torch.equal(data.train.x, torch.from_numpy(X).float())
     assert data.natural.tolist() == [1, 0, 1, 3]
@@ -105,21 +94,15 @@ def test_arrays_with_parts_and_clients(tmp_path):
     assert data.classes == ("a", "b", "c", "d")
 
 
-def test_arrays_of_one_part_with_text_labels(tmp_path):
-    data = Arrays(
-        save(tmp_path, x=X, y=np.array(["no", "yes", "no", "no"]), client=np.array([7, -1, 7, 3]))
-    ).load()
-    assert data.classes == ("no", "yes")
+def test_arrays_with_text_labels(tmp_path):
+    ids = np.array([7, -1, 7, 3])
+    data = Arrays(save(tmp_path, x=X, y=np.array(["no", "yes", "no", "no"]), client=ids)).load()
+    assert (data.classes, data.test) == (("no", "yes"), None)
     assert data.train.y.tolist() == [0, 1, 0, 0]
-    assert data.natural.tolist() == [7, -1, 7, 3]
-    assert data.test is None
-
-
-def test_text_labels_are_numbered_over_both_parts(tmp_path):
-    path = save(
-        tmp_path, x_train=X[:2], y_train=np.array(["b", "c"]), x_test=X[2:], y_test=np.array(["c", "a"])
-    )
-    data = Arrays(path).load()
+    assert data.natural.tolist() == ids.tolist()
+    # numbered over both parts
+    train, test = np.array(["b", "c"]), np.array(["c", "a"])
+    data = Arrays(save(tmp_path, x_train=X[:2], y_train=train, x_test=X[2:], y_test=test)).load()
     assert data.classes == ("a", "b", "c")
     assert (data.train.y.tolist(), data.test.y.tolist()) == ([1, 2], [2, 0])
 

@@ -49,6 +49,13 @@ def test_mnist_files(tmp_path, end, dot):
 
 
 def test_mnist_names_what_is_wrong(tmp_path):
+    for folder, message in ((tmp_path / "no", "does not exist"), (tmp_path, "no IDX files")):
+        with pytest.raises(DataError, match=message):
+            Mnist(str(folder)).load()
+    write_mnist(tmp_path / "several" / "mnist")
+    write_mnist(tmp_path / "several" / "fashion")
+    with pytest.raises(DataError, match=r"'fashion', 'mnist'\. Name one"):
+        Mnist(str(tmp_path / "several")).load()
     write_mnist(tmp_path, "")
     images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
     good = images.read_bytes()
@@ -75,17 +82,6 @@ def test_mnist_names_what_is_wrong(tmp_path):
     fails("cut short")
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(b"not gzip at all")
     fails("cannot be read")
-
-
-def test_folders_that_hold_nothing_or_too_much(tmp_path):
-    with pytest.raises(DataError, match="does not exist"):
-        Mnist(str(tmp_path / "no")).load()
-    with pytest.raises(DataError, match="no IDX files"):
-        Mnist(str(tmp_path)).load()
-    write_mnist(tmp_path / "mnist")
-    write_mnist(tmp_path / "fashion")
-    with pytest.raises(DataError, match=r"'fashion', 'mnist'\. Name one"):
-        Mnist(str(tmp_path)).load()
 
 
 def batches():
@@ -150,9 +146,8 @@ def test_cifar_files_that_are_cut_short(tmp_path):
         file = folder / f"data_batch_3{end}"
         whole = file.read_bytes()
         file.write_bytes(whole[:-100])
-        with pytest.raises(
-            DataError, match="e.g. 6146; found 6046" if protocol is None else "not a whole pickle"
-        ):
+        message = "e.g. 6146; found 6046" if protocol is None else "not a whole pickle"
+        with pytest.raises(DataError, match=message):
             Cifar10(str(folder)).load()
         file.write_bytes(b"")
         with pytest.raises(DataError, match="data_batch_3"):
@@ -209,11 +204,8 @@ def test_cifar100_has_fine_and_coarse_labels(tmp_path, version):
             records = np.concatenate([coarse[:n, None], fine[:n, None], X10[:n]], axis=1)
             (tmp_path / f"{part}.bin").write_bytes(records.tobytes())
         else:
-            content = {
-                b"data": X10[:n],
-                b"fine_labels": fine[:n].tolist(),
-                b"coarse_labels": coarse[:n].tolist(),
-            }
+            labels = {b"fine_labels": fine[:n].tolist(), b"coarse_labels": coarse[:n].tolist()}
+            content = {b"data": X10[:n], **labels}
             (tmp_path / part).write_bytes(pickle.dumps(content, protocol=2))
     for labels, y, first in (("fine", fine, "apple"), ("coarse", coarse, "aquatic_mammals")):
         data = Cifar100(str(tmp_path), labels).load()
@@ -226,21 +218,12 @@ def test_cifar100_has_fine_and_coarse_labels(tmp_path, version):
         Cifar100(str(tmp_path), "corse")
 
 
-@pytest.mark.parametrize(
-    ("name", "n", "shape", "classes"),
-    [
-        ("digits", 1797, (1, 8, 8), 10),
-        ("wine", 178, (13,), 3),
-        ("breast_cancer", 569, (30,), 2),
-        ("iris", 150, (4,), 3),
-    ],
-)
-def test_bundled_sets(name, n, shape, classes):
-    data = SOURCES[name]().load()
-    assert data.train.x.shape == (n, *shape)
-    assert len(data.classes) == classes
-    assert data.test is None
-    assert data.name == name
-    if name == "digits":
-        assert (float(data.train.x.min()), float(data.train.x.max())) == (0, 1)
-        assert torch.equal(data.train.x * 16, (data.train.x * 16).round())
+def test_bundled_sets():
+    wanted = {"digits": (1797, 1, 8, 8), "wine": (178, 13), "breast_cancer": (569, 30), "iris": (150, 4)}
+    found = {name: SOURCES[name]().load() for name in wanted}
+    assert {name: data.train.x.shape for name, data in found.items()} == wanted
+    assert [(data.name, data.test) for data in found.values()] == [(name, None) for name in wanted]
+    assert [len(data.classes) for data in found.values()] == [10, 3, 2, 3]
+    levels = found["digits"].train.x * 16
+    assert (float(levels.min()), float(levels.max())) == (0, 16)
+    assert torch.equal(levels, levels.round())

@@ -1,5 +1,4 @@
-import builtins
-import json
+import sys
 
 import numpy as np
 import pytest
@@ -92,13 +91,10 @@ def test_tables_in_a_folder_with_a_file_for_each_split(tmp_path, load, end):
 
 @pytest.mark.parametrize("end", [".csv", ".tsv", ".json"])
 def test_a_single_file(tmp_path, load, end):
-    file = tmp_path / f"table{end}"
-    if end == ".json":
-        file.write_text("".join(json.dumps({"a": i, "label": i % 2}) + "\n" for i in range(3)))
-    else:
-        comma = "," if end == ".csv" else "\t"
-        file.write_text(f"a{comma}label\n" + "".join(f"{i}{comma}{i % 2}\n" for i in range(3)))
-    data = load(file)
+    line = {".csv": "{},{}\n", ".tsv": "{}\t{}\n", ".json": '{{"a": {}, "label": {}}}\n'}[end]
+    head = "" if end == ".json" else line.format("a", "label")
+    (tmp_path / f"table{end}").write_text(head + "".join(line.format(i, i % 2) for i in range(3)))
+    data = load(tmp_path / f"table{end}")
     assert data.train.x.tolist() == [[0], [1], [2]]
     assert data.train.y.tolist() == [0, 1, 0]
     assert data.classes == ("0", "1")
@@ -125,24 +121,25 @@ def test_columns_of_arrays(tmp_path, load):
 def test_what_does_not_fit_is_named(tmp_path, load):
     train, _ = pictures(4)
     datasets.DatasetDict({"train": train, "validation": train}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"no split 'test'.*test_split to None"):
-        load(tmp_path / "saved")
-    with pytest.raises(DataError, match=r"no split 'validaton'\. Did you mean 'validation'"):
-        load(tmp_path / "saved", test_split="validaton")
-    with pytest.raises(DataError, match=r"no column 'lable'\. Did you mean 'label'"):
-        load(tmp_path / "saved", label="lable", test_split=None)
-    with pytest.raises(DataError, match="no column 'user'"):
-        load(tmp_path / "saved", client="user", test_split=None)
-    with pytest.raises(DataError, match="must be numbers"):
-        load(tmp_path / "saved", features=("writer",), test_split=None)
-    with pytest.raises(DataError, match="does not exist"):
-        load(tmp_path / "missing")
+    for given, message in (
+        ({}, r"no split 'test'.*test_split to None"),
+        ({"test_split": "validaton"}, r"no split 'validaton'\. Did you mean 'validation'"),
+        ({"label": "lable", "test_split": None}, r"no column 'lable'\. Did you mean 'label'"),
+        ({"client": "user", "test_split": None}, "no column 'user'"),
+        ({"features": ("writer",), "test_split": None}, "must be numbers"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load(tmp_path / "saved", **given)
     (tmp_path / "table.xls").write_text("x")
-    with pytest.raises(DataError, match=r"ends in none of \.parquet"):
-        load(tmp_path / "table.xls")
     (tmp_path / "broken.parquet").write_text("x")
-    with pytest.raises(DataError, match="datasets cannot read"):
-        load(tmp_path / "broken.parquet")
+    for path, message in (
+        (tmp_path / "missing", "does not exist"),
+        (tmp_path / "table.xls", r"ends in none of \.parquet"),
+        (tmp_path / "broken.parquet", "datasets cannot read"),
+        ("no-such-owner/no-such-set", "datasets cannot read 'no-such-owner/no-such-set'"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load(path)
     with pytest.raises(ConfigError, match="channels"):
         HuggingFace("x", channels=4)
 
@@ -174,19 +171,7 @@ def test_images_of_different_sizes_need_a_size(tmp_path, load):
     assert load(tmp_path / "sizes", size=8).train.x.shape == (2, 3, 8, 8)
 
 
-def test_a_name_on_the_hub_without_a_network_is_an_error_for_people(load):
-    with pytest.raises(DataError, match="datasets cannot read 'no-such-owner/no-such-set'"):
-        load("no-such-owner/no-such-set")
-
-
 def test_without_the_library_it_says_what_to_install(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *rest):
-        if name == "datasets":
-            raise ImportError(name)
-        return real(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(DataError, match=r"pip install 'fedlowrank\[huggingface\]'"):
         HuggingFace("x").load()

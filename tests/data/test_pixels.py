@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,28 +19,23 @@ from fedlowrank.core.errors import CheckpointError, DataError
 from fedlowrank.core.optimizer import SGD, AdamW
 from fedlowrank.data import federation as federation_module
 from fedlowrank.data import pixels
-from fedlowrank.data.augment import NO_AUGMENT, Augment
+from fedlowrank.data.augment import Augment
 from fedlowrank.data.dataset import Dataset, Examples, normalize
 from fedlowrank.data.pixels import Pixels, pack
 from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
-from fedlowrank.models.cnn import CNN
 from fedlowrank.models.mlp import MLP
-from fedlowrank.simulation.export import write
+from fedlowrank.simulation.export import write as export
 from fedlowrank.simulation.run import Run, RunSettings, placed
 from fedlowrank.training.local_data import LocalData
 
-torch.set_num_threads(1)
+from .making import federation
 
 
 def same_bits(one: Any, other: Any) -> bool:
     """Whether two tensors are the same, -0.0 told from 0.0 and NaN equal to itself."""
-    pair = [np.ascontiguousarray(t.numpy()) for t in (one, other)]
-    return (
-        pair[0].shape == pair[1].shape
-        and pair[0].dtype == pair[1].dtype
-        and pair[0].tobytes() == pair[1].tobytes()
-    )
+    forms = [(t.shape, t.dtype, t.numpy().tobytes()) for t in (one, other)]
+    return forms[0] == forms[1]
 
 
 def raw(*shape: int, seed: int = 0) -> Tensor:
@@ -57,58 +51,43 @@ def raw(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("how", ["none", "scale", "standard"])
 def test_images_come_out_bit_for_bit(shape: tuple[int, ...], how: Any) -> None:
     y = torch.arange(shape[0]) % 2
-    data = normalize(
-        Dataset("d", Examples(raw(*shape), y), Examples(raw(50, *shape[1:], seed=1), y[:50]), ("a", "b")), how
-    )
-    assert data.test is not None
-    given = [data.train.inputs, data.test.inputs, data.train.inputs[:0]]
-    assert all(isinstance(t, Tensor) for t in given)
-    made = pack(given)  # type: ignore[arg-type]
+    train, test = Examples(raw(*shape), y), Examples(raw(50, *shape[1:], seed=1), y[:50])
+    data = normalize(Dataset("d", train, test, ("a", "b")), how)
+    given: Any = [data.train.inputs, data.test.inputs, data.train.inputs[:0]]  # type: ignore[union-attr]
+    made = pack(given)
     index = torch.from_numpy(np.random.default_rng(2).integers(0, 50, 33))
-    for p, x in zip(made[:2], given[:2], strict=True):
-        assert isinstance(x, Tensor)
-        assert (p.codes.dtype, p.shape, p.ndim, len(p), p.dtype) == (
-            torch.uint8,
-            x.shape,
-            x.ndim,
-            len(x),
-            x.dtype,
-        )
+    for p, x in zip(made, given, strict=True):
+        assert p.codes.dtype == torch.uint8
+        assert (p.shape, p.ndim, len(p), p.dtype) == (x.shape, x.ndim, len(x), x.dtype)
         assert same_bits(p.images(), x)
         assert same_bits(p[7:19], x[7:19])
+    for p, x in zip(made[:2], given[:2], strict=True):
         assert same_bits(p.index_select(0, index), x.index_select(0, index))
         assert p.index_select(0, index).is_contiguous()
     assert len({id(p.table) for p in made}) == 1
-    assert made[2].images().shape == (0, *shape[1:])
 
 
-def test_a_table_has_a_row_for_each_channel_only_where_one_does_not_do() -> None:
-    assert pack([raw(40, 3, 4, 4)])[0].table.shape == (1, 256)
-    scaled = raw(400, 3, 4, 4) * torch.tensor([1.0, 1.1, 1.2]).reshape(3, 1, 1)
-    assert pack([scaled])[0].table.shape == (3, 256)
-
-
-@pytest.mark.parametrize("bits", [1, 14])
-def test_two_values_in_one_slot_are_told_apart(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pixels, "_SLOT_BITS", bits)
+def test_a_table_has_a_row_for_each_channel_only_where_one_does_not_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # values turn up in later chunks, too
     monkeypatch.setattr(pixels, "_CHUNK", 64)
-    for x in (raw(99, 2, 4, 4), raw(400, 3, 4, 4) / torch.tensor([1.0, 0.9, 0.7]).reshape(3, 1, 1)):
-        assert same_bits(pack([x])[0].images(), x)
+    for x, rows in (
+        (raw(40, 3, 4, 4), 1),
+        (raw(400, 3, 4, 4) * torch.tensor([1.0, 1.1, 1.2])[:, None, None], 3),
+    ):
+        (packed,) = pack([x])
+        assert packed.table.shape == (rows, 256)
+        assert same_bits(packed.images(), x)
 
 
-def test_signs_of_zero_and_numbers_that_are_none_are_kept() -> None:
+def test_odd_numbers_and_memory_in_another_order_are_kept() -> None:
     odd = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45, -1.0, 3.0])
-    x = odd[torch.randint(8, (60, 2, 3, 3), generator=torch.Generator().manual_seed(0))]
-    assert same_bits(pack([x])[0].images(), x)
-    strange = (
-        torch.tensor([-1, 0x7FC00001, 0x7FC00000, 0], dtype=torch.int32).view(torch.float32).repeat(6, 2)
-    )
-    assert same_bits(pack([strange])[0].images(), strange)
-
-
-def test_memory_that_is_not_in_order_is_read_in_order() -> None:
+    nan = torch.tensor([-1, 0x7FC00001, 0x7FC00000, 0], dtype=torch.int32).view(torch.float32)
     x = raw(20, 3, 6, 6)
     for view in (
+        odd[torch.randint(8, (60, 2, 3, 3), generator=torch.Generator().manual_seed(0))],
+        nan.repeat(6, 2),
         x.contiguous(memory_format=torch.channels_last),
         x[::2],
         x.transpose(2, 3),
@@ -136,43 +115,9 @@ def test_what_is_no_image_is_refused() -> None:
     for wrong in (torch.zeros(4), torch.zeros(4, 2, dtype=torch.float64)):
         with pytest.raises(DataError, match="stored as bytes must"):
             pack([wrong])
-    codes, table = torch.zeros(4, 3, 2, 2, dtype=torch.uint8), torch.zeros(1, 256)
-    for bad, what in (
-        ((codes.int(), table), "image codes must be"),
-        ((codes[:, 0, 0, 0], table), "image codes"),
-    ):
-        with pytest.raises(DataError, match=what):
-            Pixels(*bad)
-    for short in (table[:, :9], table.double(), table.expand(2, -1)):
-        with pytest.raises(
-            DataError, match=r"table of images with 3 channels must be float32 \[1, 256\] or \[3, 256\]"
-        ):
-            Pixels(codes, short)
-    with pytest.raises(DataError, match="image codes are on cpu, but their table is on meta"):
-        Pixels(codes, table.to("meta"))
-    with pytest.raises(DataError, match="5 labels, but the input holds 4"):
-        Examples(Pixels(codes, table), torch.zeros(5, dtype=torch.int64))
 
 
 # Federations
-
-
-def federation(
-    sizes: Sequence[int] = (23, 9, 31), augment: Augment = NO_AUGMENT, flat: bool = False, **kwargs: Any
-) -> Federation:
-    """Images normalized channel by channel, of which the classes differ in brightness."""
-    random, clients = np.random.default_rng(5), []
-    mean, width = random.random((2, 1, 2, 1, 1)).astype(np.float32) + 0.1
-    for n in sizes:
-        y = random.integers(0, 3, n + 8)
-        x = random.integers(0, 200, (n + 8, 2, 8, 8)) + 20 * y[:, None, None, None]
-        x = (x.astype(np.float32) / np.float32(255) - mean) / width
-        x = x.reshape(len(x), -1) if flat else x
-        clients.append(
-            {"train": (x[:n], y[:n]), "val": (x[n:][:3], y[n:][:3]), "test": (x[n:][3:], y[n:][3:])}
-        )
-    make = (lambda: MLP(128, (6, 5), 3)) if flat else (lambda: CNN((2, 8, 8), 3, (4, 5), (7, 6)))
-    return Federation.from_arrays(clients, make, classes=3, augment=augment, **kwargs)
 
 
 def parts(of: Federation) -> list[Examples]:
@@ -216,10 +161,8 @@ def test_what_clients_share_is_packed_and_moved_once() -> None:
     on = federation()
     test = on.clients[0].test
     shifted = Examples(test.x, (test.y + 1) % 3)
-    shared = dataclasses.replace(
-        on,
-        clients=[dataclasses.replace(c, test=shifted if i == 2 else test) for i, c in enumerate(on.clients)],
-    )
+    clients = [dataclasses.replace(c, test=t) for c, t in zip(on.clients, (test, test, shifted), strict=True)]
+    shared = dataclasses.replace(on, clients=clients)
     packed = shared.packed()
     moved = packed.to("meta")
     for made in (packed, moved):
@@ -235,20 +178,8 @@ def test_what_clients_share_is_packed_and_moved_once() -> None:
     assert floats.clients[0].test.x is floats.clients[2].test.x
 
 
-def test_texts_and_mixed_inputs_stay_as_they_are() -> None:
-    x = {"input_ids": torch.zeros(4, 6, dtype=torch.int64), "attention_mask": torch.ones(4, 6)}
-    held = (x, torch.zeros(4, dtype=torch.int64))
-
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 2)
-
-        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            scores: Tensor = self.layer(input_ids * attention_mask)
-            return scores
-
-    on = Federation.from_arrays([{"train": held}], Masked)
+def test_texts_stay_as_they_are() -> None:
+    on = Federation.from_arrays([({"input": torch.ones(9, 6)}, torch.arange(9) % 2)], nn.Linear(6, 2))
     with pytest.raises(DataError, match="only images can be stored as bytes; these are named inputs"):
         on.packed()
 
@@ -263,25 +194,15 @@ def test_the_run_decides_by_device_and_setting_and_says_why_not() -> None:
         assert all(e.y.device.type == device for e in parts(made))
         return made.is_packed
 
-    found = {
-        (how, d): is_packed(images, how, d) for how in ("auto", "float32", "bytes") for d in ("cpu", "meta")
-    }
-    assert found == {
-        ("auto", "cpu"): False,
-        ("auto", "meta"): True,
-        ("float32", "cpu"): False,
-        ("float32", "meta"): False,
-        ("bytes", "cpu"): True,
-        ("bytes", "meta"): True,
-    }
+    wanted = {"auto": [False, True], "float32": [False, False], "bytes": [True, True]}
+    for how, packed in wanted.items():
+        assert [is_packed(images, how, device) for device in ("cpu", "meta")] == packed
     assert not is_packed(images.packed(), "float32", "cpu")
     assert not is_packed(table, "auto", "meta")
     assert said == []
     assert not is_packed(table, "bytes", "cpu")
-    assert len(said) == 1
-    assert said[0].startswith(
-        "run.pixels = 'bytes', but the inputs stay float32: inputs can be stored as bytes if each"
-    )
+    (message,) = said
+    assert message.startswith("run.pixels = 'bytes', but the inputs stay float32: inputs can be stored as")
 
 
 # Runs
@@ -353,24 +274,20 @@ def test_batches_are_the_same_in_memory_too() -> None:
 
 
 def test_a_run_goes_on_with_bytes_and_ends_the_same(tmp_path: Path) -> None:
-    def run(folder: str, rounds: int, on: Federation | None = None, **options: Any) -> Any:
-        on = federation() if on is None else on
-        return simulate("ditto", on, folder=tmp_path / folder, rounds=3, checkpoint_every=1, **options)
-
-    whole = run("whole", 3, pixels="float32")
-
-    class EnoughError(Exception):
-        pass
+    def run(folder: str, first: int = 23, **options: Any) -> Any:
+        on, where = federation(sizes=(first, 9, 31)), tmp_path / folder
+        return simulate("ditto", on, folder=where, rounds=3, checkpoint_every=1, **options)
 
     def stop(record: Any) -> None:
         if record.round == 2:
-            raise EnoughError
+            raise InterruptedError
 
-    with pytest.raises(EnoughError):
-        run("broken", 3, pixels="float32", on_round=stop)
+    whole = run("whole", pixels="float32")
+    with pytest.raises(InterruptedError):
+        run("broken", pixels="float32", on_round=stop)
     with pytest.raises(CheckpointError, match="data: the examples of client 0 are others"):
-        run("broken", 3, federation(sizes=(22, 9, 31)), pixels="bytes", resume=True)
-    found = run("broken", 3, pixels="bytes", resume=True)
+        run("broken", first=22, pixels="bytes", resume=True)
+    found = run("broken", pixels="bytes", resume=True)
     assert found.run.federation.is_packed
     assert ends(found)[1] == ends(whole)[1]
     kept = [(tmp_path / f / "representations.safetensors").read_bytes() for f in ("whole", "broken")]
@@ -380,13 +297,9 @@ def test_a_run_goes_on_with_bytes_and_ends_the_same(tmp_path: Path) -> None:
 def test_a_deployed_model_is_compared_on_images(tmp_path: Path) -> None:
     gains = []
     for how in ("float32", "bytes"):
-        run = Run(
-            METHODS["fedslr"](batch_size=8),
-            federation(),
-            RunSettings(rounds=1, pixels=how),
-            ENGINES["sequential"](),
-        )
+        method, settings = METHODS["fedslr"](batch_size=8), RunSettings(rounds=1, pixels=how)
+        run = Run(method, federation(), settings, ENGINES["sequential"]())
         run.step()
-        gains.append(write(run, 0, None, "small", tmp_path / how, repeats=1))
+        gains.append(export(run, 0, None, "small", tmp_path / how, repeats=1))
     assert len({(g.agreement, g.difference, g.file, g.size) for g in gains}) == 1
     assert gains[0].agreement == 1

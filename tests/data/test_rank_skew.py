@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,16 +11,9 @@ from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.rank_skew import RankSkew, client_ranks
 
+from .making import balanced
+
 KEY = Key((0, "test"))
-
-
-def balanced(classes: int, per_class: int) -> np.ndarray:
-    return np.random.default_rng(classes).permutation(np.repeat(np.arange(classes), per_class))
-
-
-def mixtures(parts: list[Any], labels: np.ndarray, classes: int) -> np.ndarray:
-    counts = np.array([np.bincount(labels[p], minlength=classes) for p in parts])
-    return counts / counts.sum(1, keepdims=True)
 
 
 @settings(max_examples=40, deadline=None)
@@ -48,16 +39,14 @@ def test_all_examples_are_shared_out_once_and_sizes_follow_ranks(
     if share.min() < 1:
         return
     parts = partition.assign(labels, classes, Key((seed,)))
-    joined = np.concatenate(parts)
-    assert sorted(joined.tolist()) == list(range(n))
+    assert sorted(np.concatenate(parts).tolist()) == list(range(n))
     sizes = np.array([len(p) for p in parts])
     assert (np.abs(sizes - share) < 1).all()
     order = np.argsort(held, kind="stable")
     # with exponent 0 sizes are equal, up to the rounding
     if exponent > 0:
         assert (np.diff(sizes[order])[np.diff(held[order]) > 0] >= 0).all()
-    for p in parts:
-        assert (np.diff(p) > 0).all()
+    assert all((np.diff(p) > 0).all() for p in parts)
 
 
 def test_sums_are_exact_with_many_examples_too() -> None:
@@ -65,10 +54,8 @@ def test_sums_are_exact_with_many_examples_too() -> None:
     labels = balanced(4, 100_000)
     parts = RankSkew(6, (8, 4), alpha=0.3).assign(labels, 4, KEY)
     assert np.bincount(np.concatenate(parts), minlength=400_000).tolist() == [1] * 400_000
-    sizes = [len(p) for p in parts]
-    assert all(
-        abs(n - w) < 1 for n, w in zip(sizes, [400_000 * r / 36 for r in (8, 8, 8, 4, 4, 4)], strict=True)
-    )
+    wanted = 400_000 * np.repeat([8, 4], 3) / 36
+    assert (np.abs([len(p) for p in parts] - wanted) < 1).all()
 
 
 def test_which_examples_of_a_class_a_client_gets_is_random() -> None:
@@ -89,8 +76,9 @@ def test_mixtures_have_the_second_moment_of_their_dirichlet_distribution() -> No
     found: dict[int, list[float]] = {}
     for seed in range(6):
         parts = RankSkew(200, ranks).assign(labels, classes, Key((seed,)))
-        for rank, q in zip(client_ranks(ranks, 200), mixtures(parts, labels, classes), strict=True):
-            found.setdefault(rank, []).append(float((q**2).sum()))
+        for rank, part in zip(client_ranks(ranks, 200), parts, strict=True):
+            mixture = np.bincount(labels[part], minlength=classes) / len(part)
+            found.setdefault(rank, []).append(float((mixture**2).sum()))
     for rank, values in found.items():
         a = 0.3 * 16 / rank
         wanted = (a + 1) / (classes * a + 1)

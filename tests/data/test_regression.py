@@ -17,7 +17,7 @@ from fedlowrank.core.key import Key
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.arrays import Arrays
 from fedlowrank.data.clients import make_clients, subsample_training
-from fedlowrank.data.dataset import Dataset, Examples, normalize, subset
+from fedlowrank.data.dataset import normalize, subset
 from fedlowrank.data.describe import class_count_figure, class_count_table, class_counts
 from fedlowrank.data.partition import Iid, Natural
 from fedlowrank.data.split import Local, Matched, OwnTest, TestShare, WholeTest
@@ -25,18 +25,10 @@ from fedlowrank.data.synthetic import SyntheticLinear, SyntheticMLP
 from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.simulation.scoring import Pool, measure
 
+from .making import numbered
+
 KEY = Key((1,))
-
-
-def numbered(n_train: int = 40, n_test: int = 20, width: int = 2) -> Dataset:
-    """Each example is its own number, and its target this number times 1, 2, ..."""
-
-    def part(start: int, n: int) -> Examples:
-        x = torch.arange(start, start + n).float()[:, None]
-        return Examples(x, x * torch.arange(1, width + 1))
-
-    natural = torch.arange(n_train) % 4, torch.arange(n_test) % 4
-    return Dataset("numbers", part(0, n_train), part(1000, n_test), (), *natural)
+REAL = numbered(40, 20, 0, torch.arange(40) % 4, torch.arange(20) % 4)
 
 
 # Data sets and their division
@@ -54,7 +46,7 @@ def numbered(n_train: int = 40, n_test: int = 20, width: int = 2) -> Dataset:
     ],
 )
 def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) -> None:
-    data = numbered()
+    data = REAL
     clients = make_clients(data, partition, split, KEY)
     for c in clients:
         assert c.notes == ()
@@ -66,7 +58,7 @@ def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) ->
     if not isinstance(split, Local):
         assert train == list(range(40))
     if isinstance(split, TestShare | OwnTest):
-        assert sorted(x for c in clients for x in c.test.x[:, 0].tolist()) == list(range(1000, 1020))
+        assert sorted(x for c in clients for x in c.test.x[:, 0].tolist()) == list(range(10_000, 10_020))
     assert class_counts(clients, 0).shape == (4, 0)
     table = class_count_table(clients, ()).split("\n")
     assert table[0].split() == ["client", "train", "val", "test"]
@@ -76,38 +68,18 @@ def test_a_regression_is_divided_with_its_targets(partition: Any, split: Any) ->
 
 def test_what_goes_by_classes_refuses_a_regression() -> None:
     with pytest.raises(DataError, match=r"split 'matched' .* have none"):
-        make_clients(numbered(), Iid(4), Matched(), KEY)
+        make_clients(REAL, Iid(4), Matched(), KEY)
     with pytest.raises(DataError, match="no classes to draw"):
         class_count_figure(np.zeros((4, 0)), ())
 
 
 def test_preparation_keeps_targets() -> None:
-    data = numbered()
+    data = REAL
     assert torch.equal(normalize(data, "standard").train.y, data.train.y)
     some = subset(data, 7)
     assert torch.equal(some.train.y, some.train.x * torch.tensor([1.0, 2.0]))
     assert data.outputs == 2
-    assert (
-        Dataset("toy", Examples(torch.zeros(2, 1), torch.tensor([0, 1])), None, ("a", "b", "c")).outputs == 3
-    )
-
-
-def test_targets_that_do_not_fit_are_refused() -> None:
-    x, y = torch.zeros(3, 2), torch.zeros(3, 2)
-    for wrong in (y.double(), y[:, 0], torch.zeros(3, 0), torch.zeros(3, 1, 1)):
-        with pytest.raises(DataError, match=r"float32 \[n, d\]"):
-            Examples(x, wrong)
-    with pytest.raises(DataError, match="real targets but names classes"):
-        Dataset("toy", Examples(x, y), None, ("a",))
-    with pytest.raises(DataError, match="class labels but names no classes"):
-        Dataset("toy", Examples(x, torch.tensor([0, 0, 0])), None, ())
-    with pytest.raises(DataError, match=r"test part .* has class labels but names no classes"):
-        Dataset("toy", Examples(x, y), Examples(x, torch.tensor([0, 0, 0])), ())
-    with pytest.raises(DataError, match=r"training targets are \[2\], but test targets \[1\]"):
-        Dataset("toy", Examples(x, y), Examples(x, y[:, :1]), ())
-    for bad in (float("nan"), float("inf")):
-        with pytest.raises(DataError, match=r"NaN or an infinity in the targets.*example 1"):
-            Dataset("toy", Examples(x, torch.tensor([[0.0], [bad], [0.0]])), None, ())
+    assert numbered(classes=3).outputs == 3
 
 
 def test_arrays_of_real_targets(tmp_path: Any) -> None:
@@ -146,50 +118,34 @@ def test_a_federation_of_real_targets(kind: Any) -> None:
         assert row["classes"] == {"train": [], "val": [], "test": []}
         assert (row["train"], row["val"], row["test"]) == (16, 2, 2)
     assert [r["cluster"] for r in made.describe()] == [0, 1, 0]
+    unknown = Federation.from_arrays(given, lambda: nn.Linear(4, 2))
+    assert (unknown.infos[0].cluster, "cluster" in unknown.describe()[0]) == (None, False)
+    for wrong, message in (([0, 1], r"3 clients, but .* 2 clusters"), ([0, 1, -1], "there is a -1")):
+        with pytest.raises(DataError, match=message):
+            Federation.from_arrays(given, lambda: nn.Linear(4, 2), cluster=wrong)
     other = [given[0], given[1], (given[2][0], given[2][1] + 1e-3)]
     prints, others = made.fingerprint(), Federation.from_arrays(other, lambda: nn.Linear(4, 2)).fingerprint()
     assert [a == b for a, b in zip(prints, others, strict=True)] == [True, True, False]
 
 
-def test_clusters_are_unknown_unless_given_and_checked() -> None:
-    made = Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2))
-    assert [i.cluster for i in made.infos] == [None] * 3
-    assert "cluster" not in made.describe()[0]
-    with pytest.raises(DataError, match=r"3 clients, but .* 2 clusters"):
-        Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2), cluster=[0, 1])
-    with pytest.raises(DataError, match="there is a -1"):
-        Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2), cluster=[0, 1, -1])
-
-
 def test_federations_that_mix_tasks_or_widths_are_refused() -> None:
     labels = (np.zeros((20, 4)), np.arange(20) % 2)
-    with pytest.raises(DataError, match="client 0 has real targets and client 2 class labels"):
-        Federation.from_arrays([*pairs(2), labels], lambda: nn.Linear(4, 2))
-    with pytest.raises(DataError, match="client 0 has real targets, a regression, which has no classes"):
-        Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2), classes=2)
-    with pytest.raises(DataError, match="2 at client 0, 3 at client 2"):
-        Federation.from_arrays([*pairs(2), *pairs(1, 3)], lambda: nn.Linear(4, 2))
-    with pytest.raises(DataError, match="2 at client 0, 3 at client 0"):
-        Federation.from_arrays([{"train": pairs()[0], "test": pairs(1, 3)[0]}], lambda: nn.Linear(4, 2))
-    with pytest.raises(DataError, match="client 1: there is a NaN"):
-        Federation.from_arrays(
-            [pairs()[0], (np.zeros((5, 4)), np.full((5, 2), np.nan))], lambda: nn.Linear(4, 2)
-        )
+    for given, more, message in [
+        ([*pairs(2), labels], {}, "client 0 has real targets and client 2 class labels"),
+        (pairs(), {"classes": 2}, "client 0 has real targets, a regression, which has no classes"),
+        ([*pairs(2), *pairs(1, 3)], {}, "2 at client 0, 3 at client 2"),
+        ([{"train": pairs()[0], "test": pairs(1, 3)[0]}], {}, "2 at client 0, 3 at client 0"),
+        ([pairs()[0], (np.zeros((5, 4)), np.full((5, 2), np.nan))], {}, "client 1: there is a NaN"),
+        ([{"train": pairs()[0], "test": labels}], {}, "test has class labels, .* names 0 classes"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            Federation.from_arrays(given, lambda: nn.Linear(4, 2), **more)
     # a width of 1 would broadcast against the targets and train on nonsense
-    with pytest.raises(
-        TaskError, match=r"client 0: model model makes \[1, 1\] of one example, but its target is \[1, 2\]"
-    ):
+    with pytest.raises(TaskError, match=r"client 0: model model makes \[1, 1\] .* its target is \[1, 2\]"):
         Federation.from_arrays(pairs(), lambda: nn.Linear(4, 1))
     made = Federation.from_arrays(pairs(), lambda: nn.Linear(4, 2))
-    with pytest.raises(
-        DataError, match="client 0: train has real targets, but the federation names 2 classes"
-    ):
+    with pytest.raises(DataError, match=r"client 0: train has real targets, but .* names 2 classes"):
         replace(made, classes=("a", "b"))
-    split = {"train": pairs()[0], "test": labels}
-    with pytest.raises(
-        DataError, match="client 0: test has class labels, but the federation names 0 classes"
-    ):
-        Federation.from_arrays([split], lambda: nn.Linear(4, 2))
 
 
 def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
@@ -214,10 +170,8 @@ def test_fedavg_with_one_full_batch_step_is_a_gradient_step_by_hand() -> None:
 
 def test_the_papers_sizes_and_the_seed() -> None:
     data = SyntheticLinear().load()
-    assert (data.train.x.shape, data.train.y.shape) == (
-        (80, 10),
-        (80, 3),
-    )  # 10 clients · 0.25 · 30 = 7.5, half up
+    # 10 clients · 0.25 · 30 = 7.5, half up
+    assert (data.train.x.shape, data.train.y.shape) == ((80, 10), (80, 3))
     assert (data.test.x.shape, data.test.y.shape) == ((10_000, 10), (10_000, 3))
     mlp = SyntheticMLP().load()
     assert (mlp.train.x.shape, mlp.train.y.shape) == ((1000, 10), (1000, 1))  # 20 clients · 0.5 · 100
@@ -321,14 +275,11 @@ def test_an_experiment_keeps_a_share_of_the_training_data(tmp_path: Any) -> None
         load(tmp_path, "data.keep_at_least=0")
 
 
-def test_synthetic_inputs_are_not_normalized(tmp_path: Any) -> None:
-    for how in ("scale", "standard"):
-        with pytest.raises(ConfigError, match=r"Set data\.normalize to 'none'"):
-            load(tmp_path, f"data.normalize={how}")
-
-
-def test_clusters_of_the_source_and_of_the_concept_must_agree(tmp_path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"concept\.clusters is 4, but data\.clusters is 2"):
-        load(tmp_path, "concept.clusters=4")
-    with pytest.raises(ConfigError, match=r"data\.rnak.*rank"):
-        load(tmp_path, "data.rnak=1")
+def test_what_would_make_another_task_of_a_synthetic_source_is_refused(tmp_path: Any) -> None:
+    for setting, message in (
+        ("data.normalize=scale", r"Set data\.normalize to 'none'"),
+        ("concept.clusters=4", r"concept\.clusters is 4, but data\.clusters is 2"),
+        ("data.rnak=1", r"data\.rnak.*rank"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path, setting)

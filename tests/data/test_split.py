@@ -7,29 +7,16 @@ from hypothesis import strategies as st
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.clients import make_clients, subsample_training
-from fedlowrank.data.dataset import Dataset, Examples
 from fedlowrank.data.partition import Dirichlet, EqualDirichlet, Iid, LabelGroups, Natural, Pathological
 from fedlowrank.data.split import SPLITS, Local, Matched, OwnTest, TestShare, WholeTest
+
+from .making import numbered
 
 KEY = Key((3,))
 
 
-def numbered(n_train=400, n_test=200, classes=4, natural=None, natural_test=None, named=False) -> Dataset:
-    """Each example is its own number: training examples from 0, test examples from 10,000."""
-
-    def part(start, n):
-        numbers = torch.arange(start, start + n)
-        y = numbers % classes
-        return Examples({"ids": numbers[:, None]} if named else numbers[:, None].float(), y)
-
-    names = tuple("abcdefghij"[:classes])
-    test = part(10_000, n_test) if n_test else None
-    return Dataset("numbers", part(0, n_train), test, names, natural, natural_test)
-
-
 def ids(examples) -> list[int]:
-    x = examples.x["ids"] if isinstance(examples.x, dict) else examples.x
-    return x[:, 0].long().tolist()
+    return examples.x[:, 0].long().tolist()
 
 
 def everything(client) -> list[int]:
@@ -68,10 +55,9 @@ def test_local_takes_from_the_largest_part_for_an_empty_one(n, shares, sizes):
     assert (len(c.train), len(c.val), len(c.test)) == sizes
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_pool_all_shares_out_the_official_test_part_too(named):
-    alone = make_clients(numbered(named=named), Iid(4), Local(), KEY)
-    both = make_clients(numbered(named=named), Iid(4), Local(pool="all"), KEY)
+def test_pool_all_shares_out_the_official_test_part_too():
+    alone = make_clients(numbered(), Iid(4), Local(), KEY)
+    both = make_clients(numbered(), Iid(4), Local(pool="all"), KEY)
     assert sorted(i for c in alone for i in everything(c)) == list(range(400))
     assert sorted(i for c in both for i in everything(c)) == [*range(400), *range(10_000, 10_200)]
     for c in both:
@@ -101,9 +87,6 @@ def test_matched_has_the_mixture_of_the_client():
     assert len(set(ids(client.test))) == 40
     assert min(ids(client.test)) >= 10_000
     assert client.notes == ()
-
-
-def test_matched_rounds_by_the_largest_remainder():
     own = [0, 4, 8, 1, 5, 2, 6]  # 3 a, 2 b, 2 c: of 10 test examples 4.29, 2.86, 2.86
     (client,) = make_clients(numbered(), FixedPartition(own), Matched(test_per_client=10), KEY)
     assert torch.bincount(client.test.y, minlength=4).tolist() == [4, 3, 3, 0]
@@ -138,13 +121,9 @@ def test_own_test_follows_the_natural_client():
         make_clients(data, Iid(2), OwnTest(), KEY)
     with pytest.raises(DataError, match="both"):
         make_clients(numbered(natural=natural), Natural(), OwnTest(), KEY)
+    ones = numbered(natural=natural, natural_test=torch.ones(200, dtype=torch.int64))
     with pytest.raises(DataError, match=r"client 0 \(natural client 0\) has no example"):
-        make_clients(
-            numbered(natural=natural, natural_test=torch.ones(200, dtype=torch.int64)),
-            Natural(),
-            OwnTest(),
-            KEY,
-        )
+        make_clients(ones, Natural(), OwnTest(), KEY)
 
 
 @settings(max_examples=30, deadline=None)
@@ -162,12 +141,9 @@ def test_test_share_gives_every_test_example_to_one_client(clients, n_test, val,
     assert [ids(c.train) for c in shared] == [ids(c.train) for c in whole]
 
 
-def test_test_share_draws_its_own_deal():
+def test_test_share_follows_the_groups_of_labels():
     for c in make_clients(numbered(200, 200), Iid(4), TestShare(), KEY):
         assert ids(c.test) != [10_000 + i for i in ids(c.train)]
-
-
-def test_test_share_follows_the_groups_of_labels():
     clients = make_clients(numbered(), LabelGroups(2, 6), TestShare(), KEY)
     assert sorted(i for c in clients for i in ids(c.test)) == list(range(10_000, 10_200))
     for k, c in enumerate(clients):
@@ -224,6 +200,9 @@ def test_natural_clients_with_the_parts_together():
 
 
 def test_clients_with_too_little_are_named():
+    first, second = make_clients(numbered(), FixedPartition(range(0, 40, 4), range(1, 41)), Local(), KEY)
+    assert first.notes == ("client 0: a single class, 'a'",)
+    assert second.notes == ()
     with pytest.raises(DataError, match="client 1 has 2 examples, too few for one in each of 3 parts"):
         make_clients(numbered(), FixedPartition(range(10), [11, 12]), Local(), KEY)
     with pytest.raises(DataError, match="client 1 has no examples"):
@@ -235,12 +214,6 @@ def test_clients_with_too_little_are_named():
     assert (len(client.train), len(client.val)) == (1, 0)
 
 
-def test_a_single_class_is_noted():
-    first, second = make_clients(numbered(), FixedPartition(range(0, 40, 4), range(1, 41)), Local(), KEY)
-    assert first.notes == ("client 0: a single class, 'a'",)
-    assert second.notes == ()
-
-
 def test_splits_that_need_a_test_part_say_so():
     for split in (Matched(), WholeTest(), OwnTest()):
         with pytest.raises(DataError, match=r"'numbers' has no official test part.*'local'"):
@@ -248,14 +221,9 @@ def test_splits_that_need_a_test_part_say_so():
 
 
 def test_settings_are_checked():
-    for wrong in (
-        {"train": 0.9},
-        {"train": 0.0, "val": 0.9},
-        {"train": 1.1, "val": -0.2},
-        {"train": 0.9, "test": 0.0},
-    ):
+    for wrong in ((0.9, 0.1, 0.1), (0.0, 0.9, 0.1), (1.1, -0.2, 0.1), (0.9, 0.1, 0.0)):
         with pytest.raises(ConfigError, match="train, val, test"):
-            Local(**wrong)
+            Local(*wrong)
     with pytest.raises(ConfigError, match="pool"):
         Local(pool="test")
     for kind in (Matched, WholeTest, OwnTest, TestShare):

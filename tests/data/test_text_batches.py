@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.core.key import Key
 from fedlowrank.data.text.batches import length_buckets, trim
 
@@ -53,33 +51,18 @@ def test_batches_are_narrow_in_random_order_and_drawn_from_the_generator() -> No
     assert max(int(b.max() - b.min()) for b in batches) > 2000
 
 
-def test_bad_batches_are_refused() -> None:
-    generator = Key((0,)).generator()
-    with pytest.raises(ConfigError, match="batch_size"):
-        length_buckets(torch.tensor([1]), 0, generator)
-    for wrong in (torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)):
-        with pytest.raises(ConfigError, match="lengths must be whole numbers"):
-            length_buckets(wrong, 2, generator)
-
-
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), width=st.integers(1, 45))
 def test_trim_cuts_padding_alone(lengths: list[int], width: int) -> None:
     lengths = [min(n, width) for n in lengths]
-    mask = np.arange(width) < np.array(lengths)[:, None]
-    ids = np.where(mask, 1 + np.arange(width), 0)
-    labels = np.where(mask, ids, -100)
-    x = {
-        "input_ids": torch.from_numpy(ids),
-        "attention_mask": torch.from_numpy(mask).long(),
-        "extra": torch.ones(9),
-    }
-    cut, y = trim(x, torch.from_numpy(labels))
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = torch.where(mask, 1 + torch.arange(width), 0)
+    x = {"input_ids": ids, "attention_mask": mask.long(), "extra": torch.ones(9)}
+    cut, y = trim(x, torch.where(mask, ids, -100))
     keep = cut["attention_mask"].shape[1]
-    assert y.shape == cut["input_ids"].shape == (len(lengths), keep)
+    assert y.shape == (len(lengths), keep)
     # nothing is lost ...
-    assert int(cut["attention_mask"].sum()) == sum(lengths)
-    assert int((y != -100).sum()) == sum(lengths)
-    assert np.array_equal(cut["input_ids"].numpy(), ids[:, :keep])
+    assert int(cut["attention_mask"].sum()) == int((y != -100).sum()) == sum(lengths)
+    assert torch.equal(cut["input_ids"], ids[:, :keep])
     # ... and less than eight columns of padding are left
     assert keep - max(*lengths, 1) < 8
     assert keep == width or keep % 8 == 0
@@ -96,5 +79,3 @@ def test_trim_leaves_class_labels_and_padding_on_the_left_alone() -> None:
     assert trim({"input_ids": left, "attention_mask": left}, y)[0]["input_ids"].shape == (2, 20)
     stacked = mask.expand(3, 2, 20)
     assert trim({"attention_mask": stacked}, y)[0]["attention_mask"].shape == (3, 2, 16)
-    with pytest.raises(DataError, match="'attention_mask'; there are 'input_ids'"):
-        trim({"input_ids": mask}, y)

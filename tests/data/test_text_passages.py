@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,7 @@ from hypothesis import strategies as st
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.data.text.passages import Lines, Speakers, passages
 
-
-def write(file: Path, rows: list[Any]) -> str:
-    text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    file.write_bytes(gzip.compress(text) if file.name.endswith(".gz") else text)
-    return str(file)
+from .making import write
 
 
 @given(
@@ -29,14 +24,9 @@ def write(file: Path, rows: list[Any]) -> str:
 def test_passages_join_to_the_text(text: str, unit: Any, length: int) -> None:
     found = passages(text, unit, length)
     assert "".join(found) == text
-    sizes = [
-        len(p) if unit == "characters" else p.rstrip("\n").count("\n") + 1 for p in found if p.strip("\n")
-    ]
-    assert all(size <= length for size in sizes)
-    if unit == "characters":
-        assert all(len(p) == length for p in found[:-1])
-    else:
-        assert all(p.count("\n") == length for p in found[:-1])
+    sizes = [len(p) if unit == "characters" else p.count("\n") for p in found]
+    assert all(size == length for size in sizes[:-1])
+    assert all(size <= length for size in sizes[-1:])
 
 
 def test_speakers_are_clients_and_keep_their_last_passages_for_the_test(tmp_path: Path) -> None:
@@ -63,7 +53,7 @@ def test_speakers_are_clients_and_keep_their_last_passages_for_the_test(tmp_path
     # one passage at least stays for training
     nearly_all = Speakers(path, length=4, test_share=0.99).load()
     assert [r.response for r in nearly_all.train] == ["abcd", "xyz"]
-    apart = Speakers(path, ("play", "speaker"), length=4).load()
+    apart = Speakers(path, length=4, speaker=("play", "speaker")).load()
     assert list(dict.fromkeys(r.client for r in apart.train)) == ["p, LORD", "p, KING", "q, LORD"]
     assert (apart.test, found.name) == (None, "by_speaker")
     with pytest.raises(DataError, match="too few passages per speaker"):

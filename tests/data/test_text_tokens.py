@@ -25,31 +25,24 @@ PAD, BOS, EOS, A, B, C, D, E, F, CLS, SEP = range(1, 12)
 _ = IGNORE_INDEX
 
 
-def words(bos: bool = True, names: tuple[str, ...] = ("pad", "bos", "eos"), **more: Any) -> Any:
+def tokenizer_of(template: str, **more: Any) -> Any:
     """A tokenizer with a token for each word."""
     made = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]")
     )
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    if bos:
-        made.post_processor = tokenizers.processors.TemplateProcessing(
-            "<bos> $A", special_tokens=[("<bos>", BOS)]
-        )
+    special = [(word, WORDS.index(word)) for word in template.split() if word != "$A"]
+    made.post_processor = tokenizers.processors.TemplateProcessing(template, special_tokens=special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", **more)
+
+
+def words(bos: bool = True, names: tuple[str, ...] = ("pad", "bos", "eos"), **more: Any) -> Any:
     special = {f"{name}_token": f"<{name}>" for name in names}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", **special, **more)
+    return tokenizer_of("<bos> $A" if bos else "$A", **special, **more)
 
 
 def bert(**more: Any) -> Any:
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]")
-    )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        "[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
-    )
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="[UNK]", pad_token="<pad>", **more
-    )
+    return tokenizer_of("[CLS] $A [SEP]", pad_token="<pad>", **more)
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +84,9 @@ def test_ids_mask_and_labels_by_hand() -> None:
         assert t.dtype == torch.int64
     assert (data.classes, data.outputs, data.notes, data.strata, data.natural) == ((), 0, (), None, None)
     assert data.train.tokens
-    assert not data.train.regression
-
-
-def test_loss_on_everything_but_padding() -> None:
-    data = tokenize(Texts("t", PAIR), words(), TextSettings("plain", 16, "all"))
-    ids, mask = data.train.x["input_ids"], data.train.x["attention_mask"]
-    assert torch.equal(data.train.y, torch.where(mask == 1, ids, IGNORE_INDEX))
+    everything = tokenize(Texts("t", PAIR), words(), TextSettings("plain", 16, "all")).train
+    ids, mask = everything.x["input_ids"], everything.x["attention_mask"]
+    assert torch.equal(everything.y, torch.where(mask == 1, ids, IGNORE_INDEX))
 
 
 def test_special_tokens_that_are_lacking() -> None:
@@ -117,32 +106,16 @@ def test_special_tokens_that_are_lacking() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("truncate", "kept"),
-    [
-        # 4 tokens: of "a b | c" with BOS and EOS the end is cut, of "a b | d e f" more; of "a b c d | e" all
-        ("right", [([BOS, A, B, C], [_, _, _, C]), ([BOS, A, B, D], [_, _, _, D]), None]),
-        (
-            "left",
-            [
-                ([BOS, B, C, EOS], [_, _, C, EOS]),
-                ([BOS, E, F, EOS], [_, E, F, EOS]),
-                ([BOS, D, E, EOS], None),
-            ],
-        ),
-    ],
-)
-def test_truncation_is_counted_and_drops_what_cannot_be_learnt(truncate: Any, kept: list[Any]) -> None:
+def test_truncation_is_counted_and_drops_what_cannot_be_learnt() -> None:
+    # 4 tokens: of "a b | c" with BOS and EOS the end is cut, of "a b | d e f" more; of "a b c d | e" all
     texts = Texts("t", [*PAIR, Instruction("a b c d", "e"), Instruction("a", "b")])
-    data = tokenize(texts, words(), TextSettings("plain", 4, truncate=truncate))
-    wanted = [pair for pair in kept if pair is not None]
-    assert rows(data.train.x["input_ids"]) == [*(ids for ids, _labels in wanted), [BOS, A, B, EOS]]
-    for found, (_ids, labels) in zip(rows(data.train.y), wanted, strict=False):
-        assert labels is None or found == labels
-    notes = [f"3 of 4 samples are longer than 4 tokens and were truncated on the {truncate}"]
-    if truncate == "right":
-        notes.append("1 of 4 samples dropped: no response token is left")
-    assert [note.split(": ", 1)[1] for note in data.notes] == notes
+    data = tokenize(texts, words(), TextSettings("plain", 4))
+    assert rows(data.train.x["input_ids"]) == [[BOS, A, B, C], [BOS, A, B, D], [BOS, A, B, EOS]]
+    assert rows(data.train.y) == [[_, _, _, C], [_, _, _, D], [_, _, B, EOS]]
+    assert [note.split(": ", 1)[1] for note in data.notes] == [
+        "3 of 4 samples are longer than 4 tokens and were truncated on the right",
+        "1 of 4 samples dropped: no response token is left",
+    ]
 
 
 def test_a_response_of_one_token_that_nothing_predicts_is_dropped() -> None:
@@ -208,12 +181,10 @@ def test_what_is_learnt_decodes_to_the_responses(bpe: Any, pairs: Any, format: A
 )
 def test_a_chat_template_ends_the_turn_and_begins_the_text(end: str, wanted: list[int]) -> None:
     tokenizer = words()
+    asked, answered = "{{ messages[0]['content'] }} f ", "{{ messages[1]['content'] }}" + end
     tokenizer.chat_template = (
-        "<bos> {% for m in messages %}{{ m['content'] }}"
-        "{% if m['role'] == 'assistant' %}"
-        + end
-        + "{% endif %} {% endfor %}{% if add_generation_prompt %}f {% endif %}"
-    ).replace("{{ m['content'] }}", "{% if m['role'] == 'assistant' %}f {% endif %}{{ m['content'] }}")
+        "<bos> " + asked + "{% if not add_generation_prompt %}" + answered + "{% endif %}"
+    )
     data = tokenize(Texts("t", [Instruction("a b", "c")]), tokenizer, TextSettings("chat", 16))
     # one BOS, from the template, and one EOS
     assert rows(data.train.x["input_ids"]) == [[BOS, A, B, F, *wanted]]
@@ -231,9 +202,8 @@ def test_categories_become_strata_and_clients_natural_clients() -> None:
     with pytest.raises(DataError, match="1 records of 't' have no category"):
         tokenize(Texts("t", [*train, Instruction("a", "b")]), words(), PLAIN)
     # a sample that is dropped takes its stratum with it
-    cut = tokenize(
-        Texts("t", [Instruction("a b c", "d", category="p"), *train]), words(), TextSettings("plain", 4)
-    )
+    texts = Texts("t", [Instruction("a b c", "d", category="p"), *train])
+    cut = tokenize(texts, words(), TextSettings("plain", 4))
     assert [cut.strata_names[k] for k in cut.strata] == ["y", "x"]
     assert cut.natural.tolist() == [0, -1]
 
@@ -243,9 +213,8 @@ def test_settings_that_do_not_fit_are_refused() -> None:
         tokenize(Texts("t", PAIR), words(model_max_length=8), PLAIN)
     with pytest.raises(ConfigError, match="packing is for instructions"):
         tokenize(Texts("t", [Labeled("a", 0)]), bert(), TextSettings(packing=True))
-    for wrong in ({"format": "alpca"}, {"loss_on": "prompt"}, {"truncate": "both"}, {"context": 1}):
-        with pytest.raises(ConfigError):
-            TextSettings(**wrong)
+    with pytest.raises(ConfigError, match="context must be a whole number of at least 2"):
+        TextSettings(context=1)
 
 
 # Packing
@@ -257,6 +226,10 @@ def test_packed_rows_by_hand() -> None:
     assert rows(data.train.x["input_ids"]) == [[BOS, A, B, EOS, BOS, D, EOS], [BOS, A, C, D, E, F, EOS]]
     assert rows(data.train.y) == [[_, _, B, EOS, _, D, EOS], [_, _, C, D, E, F, EOS]]
     assert data.notes == ("training part: 3 samples packed into 2 rows",)
+    # in the order given, the two of 4 tokens would share a row, and those of 6 need one each
+    samples = [Sample([t] * n, [t] * n) for t, n in [(1, 4), (2, 4), (3, 6), (4, 6), (5, 9)]]
+    packed = pack_sequences(samples, 10, None)
+    assert [row.ids for row in packed] == [[1] * 4 + [3] * 6, [2] * 4 + [4] * 6, [5] * 9]
 
 
 def test_packing_keeps_categories_and_clients_apart() -> None:
@@ -289,16 +262,13 @@ def test_every_sample_is_packed_once_and_whole(
     packed = pack_sequences(samples, 20, eos)
     assert all(0 < len(row.ids) == len(row.labels) <= 20 for row in packed)
     for i, sample in enumerate(samples):
-        own = 1 + i
-        of = [row for row in packed if own in row.ids]
-        if own not in sample.ids:
+        if 1 + i not in sample.ids:
             continue
-        assert len(of) == 1
-        at = of[0].ids.index(own)
-        assert of[0].ids[at : at + len(sample.ids)] == sample.ids
-        assert of[0].labels[at : at + len(sample.ids)] == sample.labels
-        if at and eos is not None:
-            assert of[0].ids[at - 1] == eos
+        (row,) = (row for row in packed if 1 + i in row.ids)
+        at = row.ids.index(1 + i)
+        assert row.ids[at : at + len(sample.ids)] == sample.ids
+        assert row.labels[at : at + len(sample.ids)] == sample.labels
+        assert not at or eos is None or row.ids[at - 1] == eos
     learnt = sorted(label for row in packed for label in row.labels if label != IGNORE_INDEX)
     assert learnt == sorted(label for sample in samples for label in sample.labels if label != IGNORE_INDEX)
     added = sum(len(row.ids) for row in packed) - sum(sizes)
@@ -307,51 +277,35 @@ def test_every_sample_is_packed_once_and_whole(
     assert sum(len(row.ids) + (eos is not None) <= 10 for row in packed) <= 1
 
 
-def test_rows_are_filled_by_long_samples_first_and_keep_the_order() -> None:
-    # in the order given, the two of 4 tokens would share a row, and those of 6 need one each
-    samples = [Sample([t] * n, [t] * n) for t, n in [(1, 4), (2, 4), (3, 6), (4, 6), (5, 9)]]
-    packed = pack_sequences(samples, 10, None)
-    assert [row.ids for row in packed] == [[1] * 4 + [3] * 6, [2] * 4 + [4] * 6, [5] * 9]
-
-
-def test_a_sample_that_fits_into_no_row_is_refused() -> None:
-    with pytest.raises(ConfigError, match="3 tokens does not fit into rows of 2"):
-        pack_sequences([Sample([1, 2, 3], [1, 2, 3])], 2, 0)
-
-
 # Classifiers
 
 
 def test_texts_with_labels_by_hand() -> None:
     train = [Labeled("a b", "yes", "w"), Labeled("c", "no", "v")]
-    data = tokenize(Texts("t", train, [Labeled("d e f", "yes")]), bert(), TextSettings(context=8))
+    names = ["input_ids", "attention_mask"]
+    texts = Texts("t", train, [Labeled("d e f", "yes")])
+    data = tokenize(texts, bert(model_input_names=names), TextSettings(context=8))
     assert rows(data.train.x["input_ids"]) == [[CLS, A, B, SEP, PAD], [CLS, C, SEP, PAD, PAD]]
     assert rows(data.train.x["attention_mask"]) == [[1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]
     assert rows(data.test.x["input_ids"]) == [[CLS, D, E, F, SEP]]
     assert (data.classes, data.train.y.tolist(), data.test.y.tolist()) == (("no", "yes"), [1, 0], [1])
     assert (data.natural.tolist(), data.natural_test, data.strata) == ([1, 0], None, None)
     assert not data.train.tokens
-
-
-def test_token_types_where_the_tokenizer_asks_for_them() -> None:
-    texts = Texts("t", [Labeled("a b", 0), Labeled("c", 1)])
-    plain = tokenize(texts, bert(model_input_names=["input_ids", "attention_mask"]), TextSettings(context=8))
-    assert set(plain.train.x) == {"input_ids", "attention_mask"}
+    assert set(data.train.x) == {"input_ids", "attention_mask"}
     asked = bert(model_input_names=["input_ids", "token_type_ids", "attention_mask"], pad_token_type_id=3)
-    with_types = tokenize(texts, asked, TextSettings(context=8)).train.x["token_type_ids"]
-    assert rows(with_types) == [[0, 0, 0, 0], [0, 0, 0, asked.pad_token_type_id]]
+    types = tokenize(Texts("t", train), asked, TextSettings(context=8)).train.x["token_type_ids"]
+    assert rows(types) == [[0, 0, 0, 0], [0, 0, 0, asked.pad_token_type_id]]
 
 
-@pytest.mark.parametrize(("side", "kept"), [("right", [A, B]), ("left", [E, F])])
-def test_long_texts_keep_their_special_tokens(side: Any, kept: list[int]) -> None:
-    tokenizer = bert()
-    before = tokenizer.truncation_side
-    texts = Texts("t", [Labeled("a b c d e f", 0), Labeled("c", 1)])
-    data = tokenize(texts, tokenizer, TextSettings(context=4, truncate=side))
-    assert rows(data.train.x["input_ids"]) == [[CLS, *kept, SEP], [CLS, C, SEP, PAD]]
+def test_long_texts_keep_their_special_tokens() -> None:
+    tokenizer = bert(truncation_side="left")
+    data = tokenize(
+        Texts("t", [Labeled("a b c d e f", 0), Labeled("c", 1)]), tokenizer, TextSettings(context=4)
+    )
+    assert rows(data.train.x["input_ids"]) == [[CLS, A, B, SEP], [CLS, C, SEP, PAD]]
     assert "1 of 2 texts are longer than 4 tokens" in data.notes[0]
-    assert tokenizer.truncation_side == before
     # nothing of it stays behind in the tokenizer
+    assert tokenizer.truncation_side == "left"
     assert len(tokenizer("a b c d e f")["input_ids"]) == 8
 
 
@@ -362,14 +316,14 @@ def test_classes_in_a_given_order() -> None:
     numbers = tokenize(Texts("t", [Labeled("a", 2), Labeled("b", 0)], classes=("x", "y", "z")), bert())
     assert (numbers.classes, numbers.train.y.tolist()) == (("x", "y", "z"), [2, 0])
     assert tokenize(Texts("t", [Labeled("a", 2), Labeled("b", 0)]), bert()).classes == ("0", "1", "2")
-    with pytest.raises(DataError, match=r"label 'noo' that is no class. Did you mean 'no'\?"):
-        tokenize(Texts("t", [Labeled("a", "noo")], classes=("yes", "no")), bert())
-    with pytest.raises(DataError, match=r"labels outside 0\.\.1"):
-        tokenize(Texts("t", [Labeled("a", 2)], classes=("yes", "no")), bert())
-    with pytest.raises(DataError, match="text in some records and numbers in others"):
-        tokenize(Texts("t", [Labeled("a", 2), Labeled("a", "b")]), bert())
-    with pytest.raises(DataError, match="1 of 1 texts have no token"):
-        tokenize(Texts("t", [Labeled(" ", 0)]), words(bos=False))
+    for labeled, classes, message in (
+        ([Labeled("a", "noo")], ("yes", "no"), r"label 'noo' that is no class. Did you mean 'no'\?"),
+        ([Labeled("a", 2)], ("yes", "no"), r"labels outside 0\.\.1"),
+        ([Labeled("a", 2), Labeled("a", "b")], (), "text in some records and numbers in others"),
+        ([Labeled(" ", 0)], (), "1 of 1 texts have no token"),
+    ):
+        with pytest.raises(DataError, match=message):
+            tokenize(Texts("t", labeled, classes=classes), words(bos=False))
 
 
 @pytest.mark.data

@@ -83,16 +83,7 @@ class Arrays:
 
 
 def to_float32(x: np.ndarray, where: str, *, bytes_are_pixels: bool) -> Tensor:
-    """Convert numbers to a contiguous float32 tensor.
-
-    Args:
-        x: numbers [n, ...].
-        where: what they are, for messages.
-        bytes_are_pixels: whether to divide unsigned bytes by 255.
-
-    Raises:
-        DataError: if these are no real numbers.
-    """
+    """Convert real numbers [n, ...] to a contiguous float32 tensor; pixels are divided by 255."""
     if x.ndim == 0 or x.dtype.kind not in "biuf":
         raise DataError(f"{where} must be numbers [n, ...], not {describe_array(x)}.")
     if bytes_are_pixels and x.dtype == np.uint8:
@@ -111,9 +102,6 @@ def encode_labels(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tu
 
     Returns:
         int64 labels of each part; names of the classes: the sorted texts, or the numbers up to the largest.
-
-    Raises:
-        DataError: if they are of another type, or negative.
     """
     if all(part.dtype.kind == "U" and part.ndim == 1 for part in parts):
         names = np.unique(np.concatenate(parts))
@@ -127,15 +115,7 @@ def encode_labels(parts: list[np.ndarray], where: str) -> tuple[list[Tensor], tu
 
 
 def encode_clients(parts: list[np.ndarray | None], where: str) -> list[Tensor | None]:
-    """Encode client ids as numbers; the same text gets the same number in all parts.
-
-    Args:
-        parts: ids of each part, whole numbers or text, or None.
-        where: what they are, for messages.
-
-    Raises:
-        DataError: if they are of another type.
-    """
+    """Encode client ids, whole numbers or text; the same text gets the same number in all parts."""
     texts = [part for part in parts if part is not None and part.dtype.kind == "U"]
     if not texts:
         return [None if part is None else _to_int64(part, where) for part in parts]

@@ -48,13 +48,9 @@ class Augment:
         return self.flip or self.crop > 0
 
     def check(self, x: Stored) -> None:
-        """Reject inputs that are no images; accept all if nothing is to be changed.
+        """Reject inputs that are not images [n, channels, height, width] larger than the padding.
 
-        Args:
-            x: inputs [n, ...], or several by name.
-
-        Raises:
-            DataError: if they are not [n, channels, height, width], or no larger than the padding.
+        Anything is accepted if nothing is to be changed.
         """
         if not self.active:
             return
@@ -79,9 +75,6 @@ class Augment:
 
         Returns:
             New images of the same shape in channels-last layout; ``x`` itself if nothing is to be changed.
-
-        Raises:
-            DataError: see :meth:`check`.
         """
         self.check(x)
         if isinstance(x, dict) or not self.active:
@@ -93,16 +86,7 @@ class Augment:
         return torch.randint((1 + self.flip) * (2 * self.crop + 1) ** 2, (count, 1), generator=generator)
 
     def change(self, x: Tensor, draw: Tensor, quarter_turns: int = 0) -> Tensor:
-        """Augment images by given draws.
-
-        Args:
-            x: images [b, channels, height, width]; they stay unchanged.
-            draw: of these images, by :meth:`draw`, on their device.
-            quarter_turns: see :meth:`apply`.
-
-        Returns:
-            New images of the same shape in channels-last layout.
-        """
+        """Augment images as :meth:`apply` does, by draws of :meth:`draw` on their device."""
         b, channels, height, width = x.shape
         p, places = self.crop, 2 * self.crop + 1
         mirrored, top, left = draw >= places**2, draw // places % places, draw % places

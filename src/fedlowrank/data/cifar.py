@@ -15,7 +15,7 @@ from ..core.errors import DataError
 from .checks import describe_array
 from .cifar_names import CIFAR10, CIFAR100_COARSE, CIFAR100_FINE
 from .dataset import Dataset, Examples
-from .files import find_folder, read_bytes, scale_bytes
+from .files import find_folder, scale_bytes
 from .unpickle import PickledArray, unpickle
 
 _SHAPE = (3, 32, 32)
@@ -108,9 +108,16 @@ def _find_version(path: str, names: Sequence[str], what: str) -> tuple[Path, str
     return folder, ".bin" if contains(folder, ".bin") else ""
 
 
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {str(file)!r}: {error.strerror or error}.") from error
+
+
 def _read_binary(file: Path, labels: int, column: int) -> Images:
     """Records of label bytes, of which one column counts, and pixels."""
-    data = np.frombuffer(read_bytes(file), dtype=np.uint8)
+    data = np.frombuffer(_read_bytes(file), dtype=np.uint8)
     size = labels + _PIXELS
     if len(data) == 0 or len(data) % size:
         raise DataError(
@@ -128,7 +135,7 @@ def _read_pickle(file: Path, key: str) -> Images:
     if not isinstance(data, PickledArray) or not isinstance(labels, list):
         raise DataError(f"{where}: expected an array 'data' and a list {key!r}, found {sorted(content)}.")
     x = data.value
-    if x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != _PIXELS or len(x) != len(labels) or len(x) == 0:
+    if x.dtype != np.uint8 or x.shape != (len(labels), _PIXELS) or len(x) == 0:
         raise DataError(
             f"{where}: expected pixels uint8 [n, {_PIXELS}] and n labels, found {describe_array(x)} and "
             f"{len(labels)} labels."
@@ -139,7 +146,7 @@ def _read_pickle(file: Path, key: str) -> Images:
 
 
 def _read_dictionary(file: Path, where: str) -> dict[str, Any]:
-    content = unpickle(read_bytes(file), where)
+    content = unpickle(_read_bytes(file), where)
     if not isinstance(content, dict):
         raise DataError(f"{where}: expected a dictionary, found a {type(content).__name__}.")
     return {_text(key): value for key, value in content.items()}
@@ -154,7 +161,7 @@ def _read_names(file: Path, key: str | None, default: tuple[str, ...]) -> tuple[
     if not file.is_file():
         return default
     if key is None:
-        names: Any = [line.strip() for line in _text(read_bytes(file)).splitlines() if line.strip()]
+        names: Any = [line.strip() for line in _text(_read_bytes(file)).splitlines() if line.strip()]
     else:
         names = _read_dictionary(file, repr(str(file))).get(key)
         if not isinstance(names, list):

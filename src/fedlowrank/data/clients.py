@@ -18,12 +18,6 @@ from .split import Pool, Split
 def make_clients(dataset: Dataset, partition: Partition, split: Split, key: Key) -> list[ClientData]:
     """Partition a data set among clients and split each client's examples into training, validation and test.
 
-    Args:
-        dataset: the data set.
-        partition: which examples a client gets.
-        split: which of them are for training, validation and test.
-        key: randomness; equal keys give equal clients.
-
     Returns:
         The data of each client in the order of the partition, in tensors of their own. Clients that are
         tested on the whole test part share its tensors. ``notes`` carry warnings, e.g. of a single class.
@@ -55,14 +49,7 @@ def make_clients(dataset: Dataset, partition: Partition, split: Split, key: Key)
 def subsample_training(clients: list[ClientData], share: float, minimum: int, key: Key) -> list[ClientData]:
     """Keep a random share of each client's training examples; validation and test stay whole.
 
-    Args:
-        clients: data of each client.
-        share: share of the n training examples of a client to keep, above 0 and at most 1.
-        minimum: training examples to keep in any case, if the client has as many.
-        key: randomness; each client draws from a key of its own.
-
-    Returns:
-        The clients in the same order, with min(n, max(minimum, round(share·n))) training examples each.
+    Of n examples min(n, max(minimum, round(share·n))) are kept. Each client draws from a key of its own.
     """
     out = []
     for client, data in enumerate(clients):
@@ -113,6 +100,6 @@ def _take(pool: Pool, index: IntArray) -> Examples:
     a, b = first.inputs, second.inputs
     if isinstance(a, dict) and isinstance(b, dict):
         return Examples({name: torch.cat([t, b[name]]) for name, t in a.items()}, y)
-    if isinstance(a, dict) or isinstance(b, dict):
-        raise DataError(f"data set {pool.dataset.name!r} has named inputs in one part only.")
+    assert isinstance(a, torch.Tensor)
+    assert isinstance(b, torch.Tensor)
     return Examples(torch.cat([a, b]), y)

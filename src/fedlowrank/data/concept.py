@@ -31,11 +31,7 @@ class Concept:
         return None
 
     def check(self, partition: Partition, augment: Augment) -> None:
-        """Reject settings that contradict each other, before any data are read.
-
-        Raises:
-            ConfigError: if this concept does not work with the partition or the augmentation.
-        """
+        """Reject a partition or augmentation that this concept contradicts, before any data are read."""
 
     def quarter_turns(self, cluster: int) -> int:
         """Number of counter-clockwise quarter turns of a cluster's images, 0..3."""
@@ -86,7 +82,6 @@ class Rotation(ClusteredConcept):
     Learning" (2023).
 
     Attributes:
-        clusters: number C of clusters, at least 1.
         fill: value outside of the image for other angles than quarter turns, in the units of the inputs after
             normalization: black. That is 0 with data.normalize = "none" or "scale" (if the training part has
             black pixels), but not with "standard".
@@ -168,9 +163,6 @@ class NaturalClusters(ClusteredConcept):
 
     Use it with partition ``label_groups`` and as many groups; or with ``natural`` and all clients, if client
     k in the order of the ids is of cluster k mod C, as in the synthetic sources.
-
-    Attributes:
-        clusters: number C of clusters, at least 1.
     """
 
     def check(self, partition: Partition, augment: Augment) -> None:
@@ -203,33 +195,24 @@ CONCEPTS: dict[str, type] = {
 
 
 def apply_concept(concept: Concept, clients: Sequence[ClientData], classes: int) -> list[ClientData]:
-    """Transform the examples of every client as its cluster sees them.
+    """Transform the examples of every client as its cluster sees them; ``classes`` is 0 for a regression.
 
-    Args:
-        concept: how clusters differ.
-        clients: their data, in the order of the federation.
-        classes: number of classes; 0 for a regression.
-
-    Returns:
-        The clients in the same order. Clients of one cluster still share the tensors that they shared before.
+    Clients of one cluster still share the tensors that they shared before.
 
     Raises:
         DataError: if the concept does not apply to the examples.
     """
     # A test part that all clients share is transformed once per cluster, not once per client, to save memory.
     known: dict[tuple[int, int], Examples] = {}
-
-    def transform(examples: Examples, cluster: int) -> Examples:
-        at = id(examples), cluster
-        if at not in known:
-            known[at] = concept.transform(examples, cluster, classes)
-        return known[at]
-
     out = []
     for k, data in enumerate(clients):
         c = concept.cluster(k)
         if c is not None:
-            train, val, test = (transform(part, c) for part in (data.train, data.val, data.test))
+            parts = (data.train, data.val, data.test)
+            for part in parts:
+                if (id(part), c) not in known:
+                    known[id(part), c] = concept.transform(part, c, classes)
+            train, val, test = (known[id(part), c] for part in parts)
             notes = tuple(note + concept.note(c) for note in data.notes)
             data = ClientData(train, val, test, notes, concept.quarter_turns(c))
         out.append(data)
@@ -237,15 +220,12 @@ def apply_concept(concept: Concept, clients: Sequence[ClientData], classes: int)
 
 
 def rotate(x: Tensor, angle: float, fill: float) -> Tensor:
-    """Rotate images about their center by bilinear interpolation.
+    """Rotate images [n, channels, height, width] about their center by bilinear interpolation.
 
     Args:
-        x: images [n, channels, height, width].
+        x: the images; they stay unchanged.
         angle: in radians, counter-clockwise.
         fill: value outside of the images.
-
-    Returns:
-        New images of the same shape.
     """
     if len(x) == 0:
         return x

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..core.errors import ConfigError, DataError, did_you_mean
 from ..core.key import Key
-from ..core.loss import IGNORE_INDEX
 from .checks import check_finite, chunks, describe_array
 from .pixels import Pixels
 
@@ -32,8 +31,7 @@ class Examples:
         x: inputs, float32 [n, ...]; or such images as bytes; or, for text, named tensors [n, ...].
         y: labels, int64 [n]; or the real targets of a regression, float32 [n, d]; or token labels, int64 [n,
             T], beside inputs ``input_ids`` [n, T]: the token's own id where the loss counts, -100 elsewhere.
-            They are not shifted: position t holds the label of token t, which is predicted from the tokens
-            before it.
+            They are not shifted: position t holds the label of token t.
 
     Raises:
         DataError: on construction, if the types or the lengths are not as above.
@@ -89,21 +87,8 @@ class Examples:
         return self.y.ndim == 2 and not self.regression
 
     def take(self, index: Tensor | np.ndarray) -> Examples:
-        """Copy the examples at these positions, in this order.
-
-        Args:
-            index: positions, integers [m] in 0..n-1.
-
-        Returns:
-            m examples in new contiguous tensors, images as float32.
-
-        Raises:
-            DataError: if a position is outside 0..n-1.
-        """
+        """Copy the examples at positions [m] in 0..n-1 to new contiguous tensors, images as float32."""
         index = torch.as_tensor(index, dtype=torch.int64, device=self.y.device)
-        if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self)):
-            low, high = int(index.min()), int(index.max())
-            raise DataError(f"positions {low}..{high} are outside of {len(self)} examples.")
         if isinstance(self.x, dict):
             return Examples({name: t.index_select(0, index) for name, t in self.x.items()}, self.y[index])
         return Examples(self.x.index_select(0, index), self.y[index])
@@ -143,7 +128,7 @@ class Dataset:
         natural_test: the same for the test part, or None.
         strata: what partitions use if examples have no class labels (e.g. a category of the text): the number
             of the stratum of each training example, int64 [n], or None.
-        strata_test: the same for the test part; required with ``strata`` and a test part, else None.
+        strata_test: the same for the test part, or None.
         strata_names: names of the strata; stratum k means ``strata_names[k]``.
         notes: warnings for the reader of results, e.g. how many texts were truncated.
 
@@ -176,7 +161,6 @@ class Dataset:
                 raise DataError(f"{name}: training targets are {[*train]}, but test targets {[*test]}.")
         elif self.natural_test is not None:
             raise DataError(f"{name} has client ids for a test part, but no test part.")
-        self._check_strata(name)
 
     @property
     def outputs(self) -> int:
@@ -189,13 +173,7 @@ class Dataset:
         where, y = f"the {part} part of data set {self.name!r}", examples.y
         if len(examples) == 0:
             raise DataError(f"{where} is empty.")
-        if (examples.regression or examples.tokens) != (not self.classes):
-            kind = "token labels" if examples.tokens else "real targets"
-            found = f"{kind} but names classes" if self.classes else "class labels but names no classes"
-            raise DataError(f"{where} has {found}; only a classification has classes.")
-        if examples.tokens:
-            _check_token_labels(where, y)
-        elif self.classes and len(wrong := ((y < 0) | (y >= len(self.classes))).nonzero()):
+        if self.classes and len(wrong := ((y < 0) | (y >= len(self.classes))).nonzero()):
             first = int(wrong[0])
             raise DataError(
                 f"{where} has labels outside 0..{len(self.classes) - 1}: the first is {int(y[first])}, "
@@ -207,40 +185,12 @@ class Dataset:
             if tensor.numel() == 0:
                 raise DataError(f"{where} has inputs without values: {describe_array(tensor)}.")
             check_finite(f"{name} of {where}", tensor)
-        n = len(examples)
-        if natural is not None and (natural.dtype != torch.int64 or natural.shape != (n,)):
-            raise DataError(f"{where} needs client ids int64 [{n}], not {describe_array(natural)}.")
-
-    def _check_strata(self, name: str) -> None:
-        if len(set(self.strata_names)) != len(self.strata_names):
-            raise DataError(f"{name} names a stratum twice.")
-        if self.strata is None:
-            if self.strata_names or self.strata_test is not None:
-                raise DataError(f"{name} names strata, but its training examples have none.")
-            return
-        if self.classes:
-            raise DataError(f"{name} has class labels and strata. Leave out the strata.")
-        if (self.strata_test is None) != (self.test is None):
-            raise DataError(f"{name} needs strata of the test part if there is one, as of the training part.")
-        for part, strata, examples in zip(
-            ("training", "test"), (self.strata, self.strata_test), (self.train, self.test), strict=True
-        ):
-            if strata is None or examples is None:
-                continue
-            where, n = f"the {part} part of {name}", len(examples)
-            if strata.dtype != torch.int64 or strata.shape != (n,):
-                raise DataError(f"{where} needs strata int64 [{n}], not {describe_array(strata)}.")
-            low, high = (int(v) for v in strata.aminmax())
-            if low < 0 or high >= len(self.strata_names):
-                raise DataError(f"{where} has strata {low}..{high}, but {len(self.strata_names)} names.")
+        if natural is not None and len(natural) != len(y):
+            raise DataError(f"{where} needs client ids int64 [{len(y)}], not {describe_array(natural)}.")
 
 
 def subset(dataset: Dataset, examples: int) -> Dataset:
-    """Keep a random subset of the training examples, the same in every run; the test part stays whole.
-
-    Raises:
-        ConfigError: if the number is not between 1 and that of the training examples.
-    """
+    """Keep a random subset of the training examples, the same in every run; the test part stays whole."""
     n = len(dataset.train)
     if not 0 < examples <= n:
         raise ConfigError(f"data.examples: {dataset.name!r} has {n} training examples; it is {examples}")
@@ -258,13 +208,9 @@ def normalize(dataset: Dataset, how: Normalization) -> Dataset:
 
     Args:
         dataset: a data set with one input tensor.
-        how: ``none`` changes nothing; ``scale`` maps the smallest training value to 0 and the largest to 1
-            (one map for all channels of an image, which keeps its colors; one map per feature of a table;
-            test values may be outside); ``standard`` gives each channel or feature of the training part mean
-            0 and standard deviation 1.
-
-    Returns:
-        A data set with new inputs, or ``dataset`` itself for ``none``.
+        how: ``none`` returns ``dataset`` itself; ``scale`` maps the smallest training value to 0 and the
+            largest to 1 (one map for all channels of an image, which keeps its colors; one per feature of a
+            table); ``standard`` gives each channel or feature mean 0 and standard deviation 1.
 
     Raises:
         ConfigError: for another ``how``, or if the inputs are a dictionary (token ids have no range).
@@ -281,23 +227,6 @@ def normalize(dataset: Dataset, how: Normalization) -> Dataset:
     if test is not None and isinstance(test.inputs, Tensor):
         test = Examples((test.inputs - shift).div_(width), test.y)
     return replace(dataset, train=Examples((x - shift).div_(width), dataset.train.y), test=test)
-
-
-def _check_token_labels(where: str, y: Tensor) -> None:
-    """Reject token labels that no loss can use."""
-    for start, rows in chunks(y):
-        wrong = ((rows < 0) & (rows != IGNORE_INDEX)).nonzero()
-        if len(wrong):
-            i, t = wrong[0].tolist()
-            raise DataError(
-                f"{where}: a token label is the token's id or {IGNORE_INDEX}; example {start + i} has "
-                f"{int(rows[i, t])} at position {t} (counted from 0)."
-            )
-        # Nothing predicts the first token.
-        unlabeled = (rows[:, 1:] == IGNORE_INDEX).all(1).nonzero()
-        if len(unlabeled):
-            first = start + int(unlabeled[0])
-            raise DataError(f"{where}: example {first} has no token label after its first token.")
 
 
 def _range(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,25 +20,11 @@ _MAX_BUBBLES = 30
 
 
 def class_counts(clients: Sequence[ClientData], classes: int) -> IntArray:
-    """Number of training examples of each client and class.
-
-    Args:
-        clients: data of the clients.
-        classes: number of classes.
-
-    Returns:
-        Counts [clients, classes]; [clients, 0] for a regression, which has no classes.
-    """
+    """Number of training examples of each client and class, [clients, classes]; a regression has 0 classes."""
     if classes == 0:
         return np.zeros((len(clients), 0), dtype=np.int64)
     rows = [np.bincount(client.train.y.cpu().numpy(), minlength=classes) for client in clients]
     return np.array(rows, dtype=np.int64).reshape(len(rows), classes)
-
-
-def split_sizes(clients: Sequence[ClientData]) -> IntArray:
-    """Number of training, validation and test examples of each client, [clients, 3]."""
-    rows = [(len(client.train), len(client.val), len(client.test)) for client in clients]
-    return np.array(rows, dtype=np.int64).reshape(len(rows), 3)
 
 
 def class_count_table(
@@ -54,11 +40,9 @@ def class_count_table(
         names: names of the classes; empty for a regression, whose table shows only the sizes.
         width: characters to which notes are wrapped, and up to which every class has a column.
         top: number of classes to show per client if there are too many for columns.
-
-    Returns:
-        Lines without a line break at the end.
     """
-    counts, sizes = class_counts(clients, len(names)), split_sizes(clients)
+    counts = class_counts(clients, len(names))
+    sizes = np.array([(len(client.train), len(client.val), len(client.test)) for client in clients])
     all_counts = np.vstack([counts, counts.sum(axis=0)])
     columns = [max(len(name), len(str(all_counts[-1, c]))) + 2 for c, name in enumerate(names)]
     has_columns = len(names) <= _MAX_COLUMNS and sum(columns) + 32 <= width
@@ -84,22 +68,13 @@ def class_count_table(
 
 
 def class_count_figure(counts: np.ndarray, class_names: Sequence[str]) -> Figure:
-    """A figure of the counts: bubbles, or colors if there are many clients or classes.
-
-    Args:
-        counts: training examples [clients, classes], as from `class_counts`.
-        class_names: names of the classes.
-
-    Returns:
-        A figure outside of pyplot; save it with ``figure.savefig(path)``.
+    """A figure of counts [clients, classes]: bubbles, or colors if there are many clients or classes.
 
     Raises:
-        DataError: if the shape of the counts does not fit the names, or if there are no clients.
+        DataError: if there are no classes.
     """
     if not class_names:
         raise DataError("there are no classes to draw: these data are a regression. Leave out the picture.")
-    if counts.ndim != 2 or counts.shape[1] != len(class_names) or counts.size == 0:
-        raise DataError(f"counts must be [clients, {len(class_names)} classes], not {list(counts.shape)}.")
     clients, classes = counts.shape
     bubbles = clients <= _MAX_BUBBLES and classes <= _MAX_BUBBLES
     pitch = 0.36 if bubbles else 0.13

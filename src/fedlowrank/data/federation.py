@@ -102,8 +102,8 @@ class Federation:
         """Reject targets of another kind than those of the other clients."""
         if (examples.regression or examples.tokens) != bool(self.classes):
             return
-        kind = "real targets" if examples.regression else "class labels"
-        kind = "token labels" if examples.tokens else kind
+        kind = "token labels" if examples.tokens else "class labels"
+        kind = "real targets" if examples.regression else kind
         raise DataError(
             f"{where} has {kind}, but the federation names {len(self.classes)} classes; a regression has "
             "none, and all clients learn the same kind of task"
@@ -206,10 +206,7 @@ class Federation:
         return [_hash(c) for c in self.clients]
 
     def describe(self) -> list[dict[str, Any]]:
-        """One row per client: id, architecture, sizes and class counts of its parts, rank, cluster.
-
-        The class counts of a regression are empty.
-        """
+        """One row per client: id, architecture, sizes of its parts, class counts if any, rank, cluster."""
         rows = []
         for info, data in zip(self.infos, self.clients, strict=True):
             parts = {"train": data.train, "val": data.val, "test": data.test}

@@ -15,11 +15,7 @@ from ..core.errors import DataError
 
 
 def expand_path(path: str) -> str:
-    """Replace ``~`` and environment variables in a path.
-
-    Raises:
-        DataError: if a variable is not set.
-    """
+    """Replace ``~`` and environment variables in a path; a variable that is not set is a DataError."""
     text = os.path.expandvars(os.path.expanduser(path))  # noqa: PTH111 - a name on the hub is no path
     if (unset := re.search(r"\$(\w+|\{\w+\})", text)) and not Path(text).exists():
         raise DataError(f"the path {path!r} needs the environment variable {unset[0]}, which is not set.")
@@ -27,11 +23,7 @@ def expand_path(path: str) -> str:
 
 
 def check_folder(path: str) -> Path:
-    """The folder at a path.
-
-    Raises:
-        DataError: if there is no such folder.
-    """
+    """The folder at a path, which must exist."""
     folder = Path(expand_path(path))
     if not folder.is_dir():
         what = "is a file, not a folder" if folder.exists() else "does not exist"
@@ -63,25 +55,8 @@ def find_folder(path: str, contains: Callable[[Path], bool], what: str) -> Path:
     raise DataError(f"found no {what} in {str(root)!r} or up to two folders below it.")
 
 
-def read_bytes(path: Path) -> bytes:
-    """All bytes of a file.
-
-    Raises:
-        DataError: if it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}.") from error
-
-
 def scale_bytes(values: np.ndarray, out: Tensor | None = None) -> Tensor:
-    """Convert bytes to float32 in [0, 1], 255 to 1.
-
-    Args:
-        values: uint8, any shape.
-        out: float32 tensor of that shape to write to, or None for a new one.
-    """
+    """Convert uint8 of any shape to float32 in [0, 1], written to ``out`` if that is given."""
     if out is None:
         out = torch.empty(values.shape, dtype=torch.float32)
     # numpy casts while it writes; torch would first need a writable copy.

@@ -14,40 +14,25 @@ _BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".json": "json
 _READ_ERRORS = (OSError, ValueError, TypeError, KeyError, RuntimeError)
 
 
-def import_datasets(path: str, extra: str) -> Any:
-    """Import the library ``datasets``.
-
-    Args:
-        path: what needs it, for the message.
-        extra: optional dependency of this package that installs it.
-
-    Raises:
-        DataError: if it is not installed.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"{path!r} needs the library datasets: pip install 'fedlowrank[{extra}]'") from error
-    return datasets
-
-
-def open_dataset(library: Any, path: str, name: str | None, cache: str | None) -> Any:
+def open_dataset(path: str, name: str | None, cache: str | None, extra: str) -> tuple[Any, Any]:
     """Open a data set.
 
     Args:
-        library: the module ``datasets``.
         path: a folder written by ``save_to_disk``; a folder of files, sorted into splits as by
             ``datasets.load_dataset``; one file; or, if no such path exists, a name on the hub. ``~`` and
             environment variables are replaced.
         name: configuration of the data set, or None.
         cache: folder of the library's cache, or None for its usual one.
+        extra: optional dependency of this package that installs the library, for the message.
 
     Returns:
-        A ``DatasetDict``; of one file, or of a data set saved without splits, a ``Dataset``.
-
-    Raises:
-        DataError: if nothing can be read.
+        The module ``datasets``, and a ``DatasetDict``; of one file, or of a data set saved without splits, a
+        ``Dataset``.
     """
+    try:
+        import datasets as library
+    except ImportError as error:
+        raise DataError(f"{path!r} needs the library datasets: pip install 'fedlowrank[{extra}]'") from error
     text = expand_path(path)
     where = Path(text)
     # A misspelt path must not be looked up on the hub.
@@ -58,12 +43,12 @@ def open_dataset(library: Any, path: str, name: str | None, cache: str | None) -
             if where.suffix not in _BUILDERS:
                 raise DataError(f"{text!r} ends in none of {', '.join(_BUILDERS)}.")
             more = {"delimiter": "\t"} if where.suffix == ".tsv" else {}
-            files = {"train": text}
-            return library.load_dataset(
-                _BUILDERS[where.suffix], data_files=files, split="train", cache_dir=cache, **more
+            kind, files = _BUILDERS[where.suffix], {"train": text}
+            return library, library.load_dataset(
+                kind, data_files=files, split="train", cache_dir=cache, **more
             )
         if (where / "dataset_dict.json").is_file() or (where / "state.json").is_file():
-            return library.load_from_disk(text)
-        return library.load_dataset(text, name, cache_dir=cache)
+            return library, library.load_from_disk(text)
+        return library, library.load_dataset(text, name, cache_dir=cache)
     except (*_READ_ERRORS, library.exceptions.DatasetsError) as error:
         raise DataError(f"datasets cannot read {text!r}: {type(error).__name__}: {error}") from error

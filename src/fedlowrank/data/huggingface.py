@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core.errors import DataError, did_you_mean
 from .arrays import encode_clients, encode_labels, to_float32
 from .dataset import Dataset, Examples
-from .hub import import_datasets, open_dataset
+from .hub import open_dataset
 from .images import check_image_settings, stack_images
 
 
@@ -61,8 +61,8 @@ class HuggingFace:
             DataError: if ``datasets`` is missing, nothing can be read from the path, or splits or columns do
                 not fit.
         """
-        library = import_datasets(self.path, "huggingface")
-        parts = self._splits(library)
+        library, found = open_dataset(self.path, self.name, self.cache, "huggingface")
+        parts = [found] if isinstance(found, library.Dataset) else self._splits(found)
         for part in parts:
             for column in (self.label, self.client, *self.features):
                 if column is not None and column not in part.features:
@@ -77,11 +77,8 @@ class HuggingFace:
         name = Path(self.path).name or self.path
         return Dataset(name, train, test[0] if test else None, classes, natural[0], natural[1])
 
-    def _splits(self, library: Any) -> list[Any]:
+    def _splits(self, found: Any) -> list[Any]:
         """The training part, and the test part if there is one."""
-        found = open_dataset(library, self.path, self.name, self.cache)
-        if isinstance(found, library.Dataset):
-            return [found]
         names = [name for name in (self.train_split, self.test_split) if name is not None]
         for name in names:
             if name not in found:
@@ -106,8 +103,9 @@ class HuggingFace:
     def _inputs(self, library: Any, part: Any, columns: list[str]) -> Tensor:
         where = f"the column{'s' if len(columns) > 1 else ''} {', '.join(map(repr, columns))}"
         if len(columns) == 1 and isinstance(part.features[columns[0]], library.Image):
-            images = part.select_columns(columns)
-            return stack_images((row[columns[0]] for row in images), len(images), self.size, self.channels)
+            images = (row[columns[0]] for row in part.select_columns(columns))
+            names = [f"image {i} (counted from 0)" for i in range(len(part))]
+            return stack_images(images, names, self.size, self.channels)
         values = [_values(part, column) for column in columns]
         if len(values) > 1 and any(v.ndim != 1 for v in values):
             raise DataError(f"{where}: several columns must hold single numbers. Name one of lists alone.")

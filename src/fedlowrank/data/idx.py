@@ -49,18 +49,7 @@ class Mnist:
 
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
-    """Read an IDX file of unsigned bytes.
-
-    Args:
-        path: the file; compressed if its name ends in ``.gz``.
-        dims: number of dimensions that it must have.
-
-    Returns:
-        Read-only uint8 array of the shape in the header.
-
-    Raises:
-        DataError: if the magic number differs, or if the file has fewer or more bytes than its header says.
-    """
+    """Read an IDX file of unsigned bytes with that many dimensions, compressed if it ends in ``.gz``."""
     where = f"IDX file {str(path)!r}"
     magic = struct.pack(">I", 0x0800 + dims)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,16 +68,13 @@ class Folder:
             files += found
             labels += [label] * len(found)
         pillow = import_pillow()
-        x = stack_images((_open(pillow, file) for file in files), len(files), self.size, self.channels, files)
+        names = [f"image {str(file)!r}" for file in files]
+        x = stack_images((pillow.open(file) for file in files), names, self.size, self.channels)
         return Examples(x, torch.tensor(labels, dtype=torch.int64))
 
 
 def check_image_settings(size: int | None, channels: int) -> None:
-    """Reject a size below 1, and channels that are neither 1 nor 3.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Reject a size below 1, and channels that are neither 1 nor 3."""
     if size is not None:
         check_minimum("size", size, 1)
     if channels not in (1, 3):
@@ -85,11 +82,7 @@ def check_image_settings(size: int | None, channels: int) -> None:
 
 
 def import_pillow() -> Any:
-    """Import the module ``PIL.Image``.
-
-    Raises:
-        DataError: if pillow is not installed.
-    """
+    """Import the module ``PIL.Image``."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -98,59 +91,41 @@ def import_pillow() -> Any:
 
 
 def stack_images(
-    images: Iterable[Image], count: int, size: int | None, channels: int, names: list[Path] | None = None
+    images: Iterator[Image], names: Sequence[str], size: int | None, channels: int
 ) -> torch.Tensor:
-    """Convert images of pillow to one tensor.
+    """Convert images of pillow, opened one at a time, to float32 [n, channels, height, width] in [0, 1].
 
     Args:
-        images: ``count`` images, read one at a time.
-        count: number of images.
+        images: n images.
+        names: their names for messages.
         size: height and width of the result, or None to keep the common size.
         channels: 3 for color, 1 for gray levels.
-        names: their files for messages, or None to name them by position.
-
-    Returns:
-        float32 [count, channels, height, width] in [0, 1].
 
     Raises:
         DataError: if an image cannot be decoded, or if sizes differ and ``size`` is None.
     """
     pillow = import_pillow()
     out: np.ndarray | None = None
-    for i, image in enumerate(images):
-        where = f"image {str(names[i])!r}" if names else f"image {i} (counted from 0)"
+    for i, name in enumerate(names):
         try:
-            converted = image.convert("L" if channels == 1 else "RGB")
+            with next(images) as image:
+                converted = image.convert("L" if channels == 1 else "RGB")
             if size is not None and converted.size != (size, size):
                 converted = converted.resize((size, size), pillow.Resampling.BILINEAR)
-        except (*_DECODE_ERRORS, pillow.DecompressionBombError) as error:
-            raise DataError(f"{where} cannot be decoded: {error}") from error
+        # Pillow's decoders report broken files by any of these.
+        except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
+            raise DataError(f"{name} cannot be decoded: {error}") from error
         values = np.asarray(converted, dtype=np.uint8)
         values = values[None] if channels == 1 else values.transpose(2, 0, 1)
         if out is None:
-            out = np.empty((count, *values.shape), dtype=np.uint8)
+            out = np.empty((len(names), *values.shape), dtype=np.uint8)
         if values.shape != out.shape[1:]:
             (h, w), (first_h, first_w) = values.shape[1:], out.shape[2:]
-            raise DataError(f"{where} is {h}x{w}, but the first one is {first_h}x{first_w}. Set data.size.")
+            raise DataError(f"{name} is {h}x{w}, but the first one is {first_h}x{first_w}. Set data.size.")
         out[i] = values
     if out is None:
         raise DataError("there are no images.")
     return scale_bytes(out)
-
-
-# Pillow's decoders report broken files by any of these.
-_DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError)
-
-
-def _open(pillow: Any, file: Path) -> Image:
-    try:
-        # Decoded while the file is open: a large folder would otherwise run out of open files.
-        with file.open("rb") as stream:
-            image: Image = pillow.open(stream)
-            image.load()
-    except (*_DECODE_ERRORS, pillow.DecompressionBombError) as error:
-        raise DataError(f"image {str(file)!r} cannot be decoded: {error}") from error
-    return image
 
 
 def _class_folders(folder: Path) -> list[str]:

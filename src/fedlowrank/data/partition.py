@@ -168,8 +168,7 @@ class EqualDirichlet:
     def _draw_counts(mixture: FloatArray, left: IntArray, size: int, random: np.random.Generator) -> IntArray:
         """Counts of each class among ``size`` draws without replacement, [classes].
 
-        Draws beyond what is left of a class are discarded and drawn again from the other classes. This has
-        the distribution of drawing one example at a time.
+        Draws beyond what is left of a class are drawn again, which has the distribution of single draws.
         """
         counts = np.zeros_like(left)
         while (missing := size - int(counts.sum())) > 0:
@@ -270,8 +269,6 @@ class Natural:
         check_labels(labels, classes, 1, regression=True)
         if natural is None:
             raise DataError("the data set has no natural clients; use another partition, e.g. 'dirichlet'.")
-        if natural.shape != (len(labels),):
-            raise DataError(f"there are {len(labels)} labels, but {len(natural)} natural client ids.")
         ids, counts = np.unique(natural[natural >= 0], return_counts=True)
         ids = ids[counts >= self.min_examples]
         wanted = len(ids) if self.clients is None else self.clients

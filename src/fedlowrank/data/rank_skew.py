@@ -96,15 +96,7 @@ class RankSkew:
 
 
 def client_ranks(ranks: Sequence[int], clients: int) -> list[int]:
-    """Rank of each client: client k has ``ranks[floor(k·len(ranks)/clients)]``.
-
-    Args:
-        ranks: ranks in the order of the clients.
-        clients: number of clients; if len(ranks) does not divide it, some ranks get one client more.
-
-    Raises:
-        ConfigError: if there are no ranks, more ranks than clients, or a rank below 1.
-    """
+    """Rank of each client: client k has ``ranks[floor(k·len(ranks)/clients)]``."""
     if not ranks:
         raise ConfigError("partition.ranks must name at least one rank.")
     for rank in ranks:

@@ -21,11 +21,7 @@ from .dataset import Dataset
 
 @dataclass(frozen=True)
 class Pool:
-    """The examples of both official parts as positions; test positions follow training positions.
-
-    Attributes:
-        dataset: the data set.
-    """
+    """The examples of both official parts as positions; test positions follow training positions."""
 
     dataset: Dataset
 
@@ -38,9 +34,8 @@ class Pool:
         train, test = self.dataset.train, self.dataset.test
         if self.dataset.strata is not None:
             return _concatenate(self.dataset.strata, self.dataset.strata_test)
-        if train.tokens:
-            return np.zeros((len(train) + (0 if test is None else len(test)), 1))
-        return _concatenate(train.y, None if test is None else test.y)
+        labels = _concatenate(train.y, None if test is None else test.y)
+        return np.zeros((len(labels), 1)) if train.tokens else labels
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -159,7 +154,11 @@ class Local:
 
 @dataclass(frozen=True)
 class _OfficialTest:
-    """Tests on the official test part; a share of the client's own examples is for validation."""
+    """Tests on the official test part; a share of the client's own examples is for validation.
+
+    Attributes:
+        val: share of the client's training examples for validation, from 0 to below 1; above 0 at least one.
+    """
 
     official_test: ClassVar[TestUse] = "whole"
 
@@ -193,7 +192,6 @@ class Matched(_OfficialTest):
     FedSLR tests personalized models.
 
     Attributes:
-        val: share of the client's examples for validation, from 0 to below 1; above 0 at least one.
         test_per_client: number of test examples of each client, at least 1; fewer if the test part has too
             few of a class, which the client's notes then report.
     """
@@ -232,11 +230,7 @@ class Matched(_OfficialTest):
 
 @dataclass(frozen=True)
 class WholeTest(_OfficialTest):
-    """Every client is tested on the whole official test part.
-
-    Attributes:
-        val: share of the client's examples for validation, from 0 to below 1; above 0 at least one.
-    """
+    """Every client is tested on the whole official test part."""
 
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""
@@ -245,11 +239,7 @@ class WholeTest(_OfficialTest):
 
 @dataclass(frozen=True)
 class OwnTest(_OfficialTest):
-    """Every natural client is tested on its own examples of the official test part. Use it with ``natural``.
-
-    Attributes:
-        val: share of the client's examples for validation, from 0 to below 1; above 0 at least one.
-    """
+    """Every natural client is tested on its own examples of the official test part. Use it with ``natural``."""
 
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:
         """See `Split.divide`."""
@@ -270,9 +260,6 @@ class TestShare(_OfficialTest):
 
     No test example occurs twice. It works with the partitions that draw no class mixtures, ``iid`` and
     ``label_groups``; ``own_test`` does the same for ``natural``.
-
-    Attributes:
-        val: share of the client's training examples for validation, from 0 to below 1; above 0 at least one.
     """
 
     __test__: ClassVar[bool] = False  # pytest would collect it as a test class

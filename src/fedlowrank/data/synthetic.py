@@ -27,11 +27,8 @@ Target: TypeAlias = Callable[[Tensor, int], Tensor]
 
 
 @dataclass(frozen=True)
-class SyntheticLinear:
-    """Linear regressions y = (W + α U_c V_cᵀ) x, where x ~ N(0, I) and client k is of cluster c = k mod C.
-
-    Each client has N = share·d training examples (rounded, half up), d = outputs·inputs being the size of W:
-    too few to find W alone, enough together. There is no noise.
+class Synthetic:
+    """A regression without noise whose clients are of cluster c = k mod C, with x ~ N(0, I).
 
     Attributes:
         clients: number K of natural clients, at least 1.
@@ -56,7 +53,21 @@ class SyntheticLinear:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_settings(self, ("clients", "clusters", "inputs", "outputs", "rank", "test"))
+        for name in ("clients", "clusters", "inputs", "outputs", "rank", "test"):
+            check_minimum(f"data.{name}", getattr(self, name), 1)
+        check_positive("data.alpha", self.alpha)
+        check_positive("data.share", self.share)
+        if self.clusters > self.clients:
+            raise ConfigError(f"data.clusters is {self.clusters}, but there are only {self.clients} clients.")
+
+
+@dataclass(frozen=True)
+class SyntheticLinear(Synthetic):
+    """Linear regressions y = (W + α U_c V_cᵀ) x, where x ~ N(0, I) and client k is of cluster c = k mod C.
+
+    Each client has N = share·d training examples (rounded, half up), d = outputs·inputs being the size of W:
+    too few to find W alone, enough together. There is no noise.
+    """
 
     def load(self) -> Dataset:
         """The examples of all clients, x [n, inputs] and y [n, outputs]."""
@@ -67,7 +78,7 @@ class SyntheticLinear:
 
 
 @dataclass(frozen=True)
-class SyntheticMLP:
+class SyntheticMLP(Synthetic):
     """Regressions y = Φ relu((W + α U_c V_cᵀ) x), where x ~ N(0, I) and client k is of cluster c = k mod C.
 
     Each client has N = share·d training examples (rounded, half up), where d is taken to be hidden·inputs,
@@ -75,31 +86,19 @@ class SyntheticMLP:
     model.hidden = [20]. There is no noise.
 
     Attributes:
-        clients: number K of natural clients, at least 1.
-        clusters: number C of clusters, from 1 to the number of clients.
-        inputs: width of x.
-        hidden: width of the target's hidden layer.
-        outputs: width of y.
-        rank: rank of the update of each cluster.
         alpha: α, factor of the updates, above 0; eq. 44 of the paper has none, which is 1.
-        share: training examples of a client as a share of d, above 0.
-        test: test examples of each client, at least 1.
-        seed: of all draws; the data do not depend on the seed of the run.
+        hidden: width of the target's hidden layer.
     """
 
     clients: int = 20
     clusters: int = 4
-    inputs: int = 10
-    hidden: int = 10
     outputs: int = 1
-    rank: int = 1
-    alpha: float = 2.0
     share: float = 0.5
-    test: int = 1000
-    seed: int = 0
+    hidden: int = 10
 
     def __post_init__(self) -> None:
-        _check_settings(self, ("clients", "clusters", "inputs", "hidden", "outputs", "rank", "test"))
+        super().__post_init__()
+        check_minimum("data.hidden", self.hidden, 1)
 
     def load(self) -> Dataset:
         """The examples of all clients, x [n, inputs] and y [n, outputs]."""
@@ -108,18 +107,6 @@ class SyntheticMLP:
         top = _draw_normal(key / "phi", self.outputs, self.hidden) / self.hidden**0.5
         size = self.hidden * self.inputs
         return _draw_dataset(self, "synthetic_mlp", size, lambda x, c: (x @ weights[c].T).relu() @ top.T, key)
-
-
-Synthetic: TypeAlias = SyntheticLinear | SyntheticMLP
-
-
-def _check_settings(source: Synthetic, counts: tuple[str, ...]) -> None:
-    for name in counts:
-        check_minimum(f"data.{name}", getattr(source, name), 1)
-    check_positive("data.alpha", source.alpha)
-    check_positive("data.share", source.share)
-    if source.clusters > source.clients:
-        raise ConfigError(f"data.clusters is {source.clusters}, but there are only {source.clients} clients.")
 
 
 def _draw_weights(source: Synthetic, outputs: int, key: Key) -> list[Tensor]:

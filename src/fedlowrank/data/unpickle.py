@@ -1,9 +1,8 @@
 """Reading pickled data without running code from the file.
 
 The python version of CIFAR is a pickled dictionary, and unpickling can call anything that a file names. This
-reader accepts bytes, text, numbers, lists and dictionaries, which need no calls, and the few functions
-through which numpy arrays are pickled. It replaces those by its own
-functions, so a file never runs other code.
+reader accepts bytes, text, numbers, lists and dictionaries, which need no calls, and the few functions by
+which numpy arrays are pickled. It replaces those by its own, so a file never runs other code.
 """
 
 from __future__ import annotations
@@ -36,30 +35,13 @@ def unpickle(data: bytes, where: str) -> Any:
         return _Reader(data, where).load()
     except DataError:
         raise
-    # A damaged or hostile stream of opcodes can make the unpickler fail in any of these ways.
-    except (
-        pickle.UnpicklingError,
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        EOFError,
-        ImportError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise DataError(f"{where} is not a whole pickle of plain data ({reason}).") from error
 
 
 class PickledArray:
-    """An array from a pickle.
-
-    Attributes:
-        value: the read-only array, of integers, floats or booleans.
-    """
+    """An array from a pickle; ``value`` is read-only, of integers, floats or booleans."""
 
     __slots__ = ("value",)
 

@@ -35,9 +35,6 @@ def client_from_arrays(
         val: share for validation, if there is one pair.
         test: share for the test, likewise.
         key: randomness of the division.
-
-    Raises:
-        DataError: if the arrays do not fit or the examples are too few.
     """
     if isinstance(arrays, Mapping):
         unknown = set(arrays) - {"train", "val", "test"}
@@ -59,15 +56,9 @@ def client_from_arrays(
 
 
 def examples_from_arrays(pair: ArrayPair, client: int) -> Examples:
-    """Examples from a pair of inputs and targets.
+    """Examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
 
-    Args:
-        pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or real targets ``[n, d]``: tensors,
-            numpy arrays, data frames or lists of numbers.
-        client: number of the client, for messages.
-
-    Raises:
-        DataError: if they are of another type or shape, or not finite.
+    These are tensors, numpy arrays, data frames or lists of numbers.
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"client {client}: expected a pair (x, y) of arrays, not {_describe_type(pair)}")
@@ -91,11 +82,7 @@ def examples_from_arrays(pair: ArrayPair, client: int) -> Examples:
 
 
 def to_tensor(array: Any, what: str) -> Tensor:
-    """Convert whatever numpy accepts as an array of real numbers.
-
-    Raises:
-        DataError: if these are no real numbers.
-    """
+    """Convert whatever numpy accepts as an array of real numbers."""
     if isinstance(array, Tensor):
         if array.is_complex():
             raise DataError(f"{what} must be real numbers, not {array.dtype}")
@@ -117,10 +104,6 @@ def to_tensor(array: Any, what: str) -> Tensor:
 
 def class_names(clients: Sequence[ClientData], classes: Sequence[str] | int | None) -> tuple[str, ...]:
     """Names of the classes: the given ones, or the numbers up to the largest label; none for a regression.
-
-    Args:
-        clients: data of each client.
-        classes: names of the classes, their number, or None.
 
     Raises:
         DataError: if clients mix regression and classification, or the labels do not fit the classes.

@@ -5,9 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.errors import ConfigError, DataError
-from ..checks import check_minimum, describe_array
-
 WINDOW = 50
 """Number of batches within which examples are sorted by length."""
 
@@ -28,13 +25,7 @@ def length_buckets(lengths: Tensor, batch_size: int, generator: torch.Generator)
 
     Returns:
         Positions of the examples of each batch, int64 [batch_size], or fewer in one of them; none for n = 0.
-
-    Raises:
-        ConfigError: if the batch size is not a whole number above 0, or the lengths are not integers [n].
     """
-    check_minimum("batch_size", batch_size, 1)
-    if lengths.ndim != 1 or lengths.is_floating_point() or lengths.is_complex():
-        raise ConfigError(f"lengths must be whole numbers [n], not {describe_array(lengths)}.")
     lengths = lengths.cpu()
     order = torch.randperm(len(lengths), generator=generator)
     batches: list[Tensor] = []
@@ -53,18 +44,8 @@ def trim(x: dict[str, Tensor], y: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         x: token inputs by name, each [..., T], among them ``attention_mask``, 0 for padding. Inputs of
             another shape than the mask stay unchanged.
         y: token labels [..., T], which are cut as well; or class labels, which stay unchanged.
-
-    Returns:
-        Views of the first columns.
-
-    Raises:
-        DataError: if there is no attention mask.
     """
-    mask = x.get("attention_mask")
-    if mask is None:
-        found = ", ".join(map(repr, x)) or "none"
-        raise DataError(f"padding is found by an input 'attention_mask'; there are {found}.")
-    return truncate_columns(x, y, padded_width(int(sequence_lengths(mask).max())))
+    return truncate_columns(x, y, padded_width(int(sequence_lengths(x["attention_mask"]).max())))
 
 
 def sequence_lengths(mask: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
+from jinja2 import TemplateError
+
 from ...core.errors import ConfigError, did_you_mean
 from .records import Instruction
 
@@ -79,15 +81,13 @@ def _render_chat(record: Instruction, tokenizer: Any) -> tuple[str, str]:
             "prompts of training and generation would differ: the whole text does not start with "
             f"{prompt[-60:]!r}. Use format 'alpaca' or 'plain', or another template."
         )
-    return prompt, whole[len(prompt) :]
+    response, end = whole[len(prompt) :], tokenizer.eos_token
+    # White space after the EOS is no part of the turn.
+    return prompt, response.rstrip() if end and response.rstrip().endswith(end) else response
 
 
 def _apply_template(tokenizer: Any, turns: list[dict[str, str]], *, generate: bool) -> str:
     try:
-        import jinja2
-    except ImportError as error:
-        raise ConfigError("format 'chat' needs jinja2: pip install 'fedlowrank[language]'") from error
-    try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=generate))
-    except jinja2.TemplateError as error:
+    except TemplateError as error:
         raise ConfigError(f"the tokenizer's chat template fails: {error}. Use another format.") from error

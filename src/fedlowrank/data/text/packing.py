@@ -6,20 +6,21 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...core.errors import ConfigError
 from ...core.loss import IGNORE_INDEX
 
 
 class Sample(NamedTuple):
-    """Token ids and token labels of one text.
+    """Token ids and token labels of a text, or of several in a row.
 
     Attributes:
         ids: T token ids.
         labels: T labels: the token id where the loss counts, `IGNORE_INDEX` elsewhere.
+        record: number of the record, of a row the first.
     """
 
     ids: list[int]
     labels: list[int]
+    record: int = 0
 
 
 def pack_sequences(samples: Sequence[Sample], context: int, eos: int | None) -> list[Sample]:
@@ -40,17 +41,13 @@ def pack_sequences(samples: Sequence[Sample], context: int, eos: int | None) -> 
 
     Returns:
         Rows in the order of their first samples; the samples of a row in their old order.
-
-    Raises:
-        ConfigError: if a sample is longer than ``context``.
     """
     rows: list[list[int]] = []
     # (free tokens, row) in ascending order; of rows with equal room the oldest comes first.
     free: list[tuple[int, int]] = []
     for i in sorted(range(len(samples)), key=lambda i: -len(samples[i].ids)):
         ids = samples[i].ids
-        if len(ids) > context:
-            raise ConfigError(f"a sample of {len(ids)} tokens does not fit into rows of {context}.")
+
         # The last sample of a row needs no separator, but which one is last is known only at the end.
         need = len(ids) + (eos is not None and ids[-1] != eos)
         at = bisect_left(free, (need, -1))
@@ -73,4 +70,4 @@ def _join(samples: Sequence[Sample], eos: int | None) -> Sample:
             labels.append(IGNORE_INDEX)
         ids += sample.ids
         labels += sample.labels
-    return Sample(ids, labels)
+    return Sample(ids, labels, samples[0].record)

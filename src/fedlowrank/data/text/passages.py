@@ -40,73 +40,69 @@ class Lines:
         check_share(self.test_share)
 
     def load(self) -> Texts:
-        """The passages in order, as responses without a prompt.
-
-        Raises:
-            DataError: if the file cannot be read or holds no text.
-        """
-        records, blank = _records(read_text(self.path), self.unit, self.length, None)
+        """The passages in order, as responses without a prompt; see `TextSource.load`."""
+        records, blank = self._cut(read_text(self.path), None)
         path = expand_path(self.path)
         if not records:
             raise DataError(f"{path!r} holds no text.")
-        train, test = _split_last(records, self.test_share)
+        train, test = self._split(records)
         if self.test_share and not test:
             raise DataError(f"{path!r}: too few passages for a test part: {len(records)}. Lower length.")
-        return Texts(Path(path).name, train, test or None, notes=_notes(blank))
+        return Texts(Path(path).name, train, test or None, notes=_blank_note(blank))
+
+    def _cut(self, text: str, client: str | None) -> tuple[list[Instruction], int]:
+        """The passages that are not blank, and the number of blank ones."""
+        pieces = passages(text, self.unit, self.length)
+        records = [Instruction("", piece, client=client) for piece in pieces if piece.strip()]
+        return records, len(pieces) - len(records)
+
+    def _split(self, records: list[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
+        """All but the last share of the records, and these; at least one of the former."""
+        at = len(records) - min(round(self.test_share * len(records)), max(0, len(records) - 1))
+        return records[:at], records[at:]
 
 
 @dataclass(frozen=True)
-class Speakers:
+class Speakers(Lines):
     """Plain text by speaker, each a natural client, cut into passages. Goes with format ``none``.
 
     Attributes:
         path: a file with a row for each speech or speaker, e.g. ``by_speaker.jsonl.gz``; kinds of files as of
             `table.read_file`.
-        speaker: columns that together name a speaker; e.g. ``("play", "speaker")``.
-        text: column of the text.
-        unit: what ``length`` counts.
         length: characters or lines of a passage, at least 1. No passage spans two rows.
         test_share: share of each speaker's passages, the last ones, that become the test part, from 0 to
             below 1. It is rounded, and one passage at least stays for training, so that speakers with few
             passages have none in the test part.
+        speaker: columns that together name a speaker; e.g. ``("play", "speaker")``.
+        text: column of the text.
     """
 
-    path: str
     speaker: tuple[str, ...] = ("speaker",)
     text: str = "text"
-    unit: Unit = "characters"
-    length: int = 400
-    test_share: float = 0.0
 
     def __post_init__(self) -> None:
-        check_choices(self)
+        super().__post_init__()
         check_columns("speaker", self.speaker)
-        check_minimum("length", self.length, 1)
-        check_share(self.test_share)
 
     def load(self) -> Texts:
-        """The passages as responses without a prompt, speakers in the order of their first row.
-
-        Raises:
-            DataError: if the file cannot be read, a column is missing or a row names no speaker.
-        """
+        """The passages, speakers in the order of their first row; see `TextSource.load`."""
         table = read_file(self.path)
         table.require(*self.speaker, self.text)
         speakers: dict[str, list[Instruction]] = {}
         blank = 0
-        for i in range(len(table)):
+        for i in range(len(table.rows)):
             names = [table.name(i, column) for column in self.speaker]
             if None in names:
                 raise DataError(f"{table.place(i)} names no speaker in {', '.join(map(repr, self.speaker))}.")
             speaker = ", ".join(name for name in names if name is not None)
-            records, empty = _records(table.text(i, self.text), self.unit, self.length, speaker)
+            records, empty = self._cut(table.text(i, self.text), speaker)
             speakers.setdefault(speaker, []).extend(records)
             blank += empty
-        parts = [_split_last(records, self.test_share) for records in speakers.values()]
+        parts = [self._split(records) for records in speakers.values()]
         train, test = ([record for part in parts for record in part[k]] for k in (0, 1))
         if not train:
             raise DataError(f"{table.source!r} holds no text in the column {self.text!r}.")
-        notes = list(_notes(blank))
+        notes = list(_blank_note(blank))
         if self.test_share:
             if not test:
                 raise DataError(f"{table.source!r}: too few passages per speaker for a test. Lower length.")
@@ -116,29 +112,10 @@ class Speakers:
 
 
 def passages(text: str, unit: Unit, length: int) -> list[str]:
-    """Cut a text into consecutive pieces.
-
-    Args:
-        text: any text.
-        unit: what ``length`` counts; a line ends with its line break.
-        length: of a piece, at least 1; the last may be shorter.
-    """
+    """Cut a text into consecutive pieces of that many characters or lines; a line ends with its break."""
     parts = text if unit == "characters" else re.findall(r"[^\n]*\n|[^\n]+", text)
     return ["".join(parts[i : i + length]) for i in range(0, len(parts), length)]
 
 
-def _records(text: str, unit: Unit, length: int, client: str | None) -> tuple[list[Instruction], int]:
-    """The passages that are not blank, and the number of blank ones."""
-    pieces = passages(text, unit, length)
-    records = [Instruction("", piece, client=client) for piece in pieces if piece.strip()]
-    return records, len(pieces) - len(records)
-
-
-def _split_last(records: list[Instruction], share: float) -> tuple[list[Instruction], list[Instruction]]:
-    """All but the last share of the records, and these; at least one of the former."""
-    at = len(records) - min(round(share * len(records)), max(0, len(records) - 1))
-    return records[:at], records[at:]
-
-
-def _notes(blank: int) -> tuple[str, ...]:
+def _blank_note(blank: int) -> tuple[str, ...]:
     return (f"{blank} blank passages dropped",) if blank else ()

@@ -58,9 +58,6 @@ class Texts:
         classes: of labeled texts: names of the classes in the order of their numbers; empty to take them from
             the labels. Empty for instructions.
         notes: warnings for the reader of results, e.g. how many records were dropped.
-
-    Raises:
-        DataError: on construction: an empty part, or instructions beside labeled texts.
     """
 
     name: str
@@ -69,16 +66,10 @@ class Texts:
     classes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for part, records in (("training", self.train), ("test", self.test)):
-            if records is not None and not records:
-                raise DataError(f"the {part} part of the texts {self.name!r} is empty.")
-        kinds = {type(record).__name__ for records in (self.train, self.test or []) for record in records}
-        if len(kinds) > 1:
-            found = " and ".join(sorted(kinds))
-            raise DataError(f"the texts {self.name!r} mix {found} records; all must be of one kind.")
-        if self.classes and self.kind == "instructions":
-            raise DataError(f"the texts {self.name!r} are instructions, but they name classes.")
+    @property
+    def parts(self) -> list[Records]:
+        """The training part, and the test part if there is one."""
+        return [self.train] if self.test is None else [self.train, self.test]
 
     @property
     def kind(self) -> Literal["instructions", "classes"]:
@@ -87,21 +78,13 @@ class Texts:
 
 
 def check_share(share: float) -> None:
-    """Reject a share of test records outside [0, 1).
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Reject a share of test records outside [0, 1)."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise ConfigError(f"test_share must be a share from 0 to below 1, not {share!r}.")
 
 
 def check_columns(setting: str, columns: object) -> None:
-    """Reject an empty list of columns, and a string, whose letters would be taken for columns.
-
-    Raises:
-        ConfigError: naming the setting.
-    """
+    """Reject an empty list of columns, and a string, whose letters would be taken for columns."""
     if isinstance(columns, str) or not columns:
         raise ConfigError(f"{setting} must be a list of at least one column, not {columns!r}.")
 
@@ -109,15 +92,7 @@ def check_columns(setting: str, columns: object) -> None:
 def hold_out(
     records: Sequence[Instruction], share: float, key: Key
 ) -> tuple[list[Instruction], list[Instruction] | None]:
-    """Split off a random share of the records for the test.
-
-    Args:
-        records: all records.
-        share: share of the records, from 0 to below 1; rounded, but at least one record if it is above 0.
-        key: randomness.
-
-    Returns:
-        Records for training and for the test, both in their old order; None for a share of 0.
+    """Split off a random share of the records for the test: at least one, or None for a share of 0.
 
     Raises:
         DataError: if no record would be left to train on.

@@ -47,21 +47,17 @@ class Gsm8k:
     def load(self) -> Texts:
         """The questions as prompts and the answers as responses; see `TextSource.load`."""
         folder = Path(expand_path(self.path))
-        train_file: Path | str = self.path
-        test_file: Path | str | None = self.test
+        files: list[Path | str | None] = [self.path, self.test]
         if folder.is_dir():
-            train_file = find_file(folder, "train")
-            test_file = self.test or find_file(folder, "test")
+            files = [find_file(folder, "train"), self.test or find_file(folder, "test")]
         notes: list[str] = []
-        train = self._read(train_file, notes)
-        test = None if test_file is None else self._read(test_file, notes)
-        return Texts("gsm8k", train, test, notes=tuple(notes))
-
-    def _read(self, file: Path | str, notes: list[str]) -> list[Instruction]:
-        records = _instructions(read_file(file), notes, "question", "answer")
-        if self.annotations:
-            return records
-        return [replace(record, response=re.sub(r"<<[^<>]*>>", "", record.response)) for record in records]
+        parts = [_instructions(read_file(f), notes, "question", "answer") for f in files if f is not None]
+        if not self.annotations:
+            parts = [
+                [replace(record, response=re.sub(r"<<[^<>]*>>", "", record.response)) for record in part]
+                for part in parts
+            ]
+        return Texts("gsm8k", parts[0], parts[1] if len(parts) > 1 else None, notes=tuple(notes))
 
 
 LANGUAGES = ("C", "C#", "C++", "Go", "Java", "PHP", "Pascal", "Python", "Scala")
@@ -74,9 +70,7 @@ _LANGUAGE = re.compile(r"(?<![\w#+])(C#|C\+\+|C(?![\w#+])|Go(?!\w)|(?i:java|php|
 def language_of(text: str) -> str | None:
     """The first programming language that a text names as a separate word, or None."""
     found = _LANGUAGE.search(text)
-    if found is None:
-        return None
-    return next(name for name in LANGUAGES if name.lower() == found.group().lower())
+    return found and next(name for name in LANGUAGES if name.lower() == found.group().lower())
 
 
 @dataclass(frozen=True)
@@ -143,125 +137,149 @@ class Dolly:
     def load(self) -> Texts:
         """The instructions with their categories; see `TextSource.load`."""
         notes: list[str] = []
-        table = read_file(self.path)
+        table, category = read_file(self.path), self.held_out_category
         records = _instructions(table, notes, "instruction", "response", "context", "category")
-        category = self.held_out_category
-        if category is None:
-            train, test = hold_out(records, self.test_share, Key(("dolly", self.seed)))
-            return Texts("dolly", train, test, notes=tuple(notes))
-        test = [record for record in records if record.category == category]
-        if not test:
-            hint = did_you_mean(category, {str(record.category) for record in records})
-            raise DataError(f"{table.source!r} has no category {category!r}. {hint}")
-        train = [record for record in records if record.category != category]
+        train, test = hold_out(records, self.test_share, Key(("dolly", self.seed)))
+        if category is not None:
+            train = [record for record in records if record.category != category]
+            test = [record for record in records if record.category == category]
+            if not test:
+                hint = did_you_mean(category, {str(record.category) for record in records})
+                raise DataError(f"{table.source!r} has no category {category!r}. {hint}")
         return Texts("dolly", train, test, notes=tuple(notes))
 
 
 @dataclass(frozen=True)
-class Instructions:
-    """Instructions and responses from any file or data set with such columns.
+class _FileOrHub:
+    """A data set from any file, folder or the hub.
 
     Attributes:
         path: a file (``.jsonl``, ``.json``, either with ``.gz``, ``.parquet``); a folder that ``datasets``
             reads or has saved; or, if no such path exists, a name on the hub.
         test: a file with the test part, or None.
-        prompt: column of the instructions.
-        response: column of the responses.
-        input: column of the texts that the instructions are about, or None.
-        category: column of categories, text or whole numbers, or None.
-        client: column of natural clients, text or whole numbers, or None.
         name: of a folder or on the hub: configuration of the data set, for those that have several.
         train_split: of a folder or on the hub: split for training.
         test_split: of a folder or on the hub: split for the test part, or None for none or that of ``test``.
-        test_share: random share of the records that become the test part, from 0 (none) to below 1.
-        seed: seed of that draw.
         cache: folder of the cache of ``datasets``, or None for its usual one.
     """
 
     path: str
     test: str | None = None
+    name: str | None = None
+    train_split: str = "train"
+    test_split: str | None = None
+    cache: str | None = None
+
+    def _check_one_test(self, test_share: float = 0.0) -> None:
+        """Reject more than one setting that chooses the test part."""
+        settings = {"test": self.test, "test_split": self.test_split, "test_share": test_share or None}
+        names = [name for name, value in settings.items() if value is not None]
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} each choose the test part; set one of them.")
+
+    def _tables(self) -> list[Table]:
+        """The training part, and the test part if there is one."""
+        if Path(expand_path(self.path)).is_file():
+            if self.test_split is not None:
+                raise ConfigError(
+                    f"{self.path!r} is a file, which has no split {self.test_split!r}. Name a test file as "
+                    "test."
+                )
+            tables = [read_file(self.path)]
+        else:
+            splits = [self.train_split] if self.test_split is None else [self.train_split, self.test_split]
+            tables = [read_split(self.path, self.name, split, self.cache) for split in splits]
+        return tables if self.test is None else [*tables, read_file(self.test)]
+
+    def _title(self) -> str:
+        """A name for reports: of the file, or of its folder if the file is only the training part."""
+        where = Path(expand_path(self.path))
+        stem = where.name
+        for end in (".gz", ".jsonl", ".json", ".parquet"):
+            stem = stem.removesuffix(end)
+        return where.parent.name if stem.startswith("train") and where.parent.name else stem or self.path
+
+
+@dataclass(frozen=True)
+class Instructions(_FileOrHub):
+    """Instructions and responses from any file or data set with such columns.
+
+    Attributes:
+        prompt: column of the instructions.
+        response: column of the responses.
+        input: column of the texts that the instructions are about, or None.
+        category: column of categories, text or whole numbers, or None.
+        client: column of natural clients, text or whole numbers, or None.
+        test_share: random share of the records that become the test part, from 0 (none) to below 1.
+        seed: seed of that draw.
+    """
+
     prompt: str = "instruction"
     response: str = "output"
     input: str | None = None
     category: str | None = None
     client: str | None = None
-    name: str | None = None
-    train_split: str = "train"
-    test_split: str | None = None
     test_share: float = 0.0
     seed: int = 0
-    cache: str | None = None
 
     def __post_init__(self) -> None:
         check_share(self.test_share)
-        _check_one_test(test=self.test, test_split=self.test_split, test_share=self.test_share or None)
+        self._check_one_test(self.test_share)
 
     def load(self) -> Texts:
         """The records; see `TextSource.load`."""
         notes: list[str] = []
         columns = (self.prompt, self.response, self.input, self.category, self.client)
-        records, *test = [_instructions(table, notes, *columns) for table in _read_tables(self)]
+        records, *test = [_instructions(table, notes, *columns) for table in self._tables()]
         train, share = hold_out(records, self.test_share, Key(("instructions", self.seed)))
-        return Texts(_data_name(self.path), train, test[0] if test else share, notes=tuple(notes))
+        return Texts(self._title(), train, test[0] if test else share, notes=tuple(notes))
 
 
 @dataclass(frozen=True)
-class TextClasses:
+class TextClasses(_FileOrHub):
     """Texts with class labels from any file or data set, e.g. banking77, AG News or SST-2.
 
     Attributes:
-        path: as of :class:`Instructions`: a file, a folder or a name on the hub.
-        test: a file with the test part, or None.
         text: columns of the text; several (a title and a body) are joined.
         separator: text between joined columns; empty columns are skipped.
         label: column of the labels: text, or whole numbers from 0 on.
         client: column of natural clients, text or whole numbers, or None.
         classes: names of the classes in the order of their numbers; by default those of the data set, else
             the sorted text labels, or the numbers.
-        name: of a folder or on the hub: configuration of the data set, for those that have several.
-        train_split: of a folder or on the hub: split for training.
-        test_split: of a folder or on the hub: split for the test part, or None for none or that of ``test``.
-        cache: folder of the cache of ``datasets``, or None for its usual one.
     """
 
-    path: str
-    test: str | None = None
     text: tuple[str, ...] = ("text",)
     separator: str = "\n"
     label: str = "label"
     client: str | None = None
     classes: tuple[str, ...] = ()
-    name: str | None = None
-    train_split: str = "train"
-    test_split: str | None = None
-    cache: str | None = None
 
     def __post_init__(self) -> None:
         check_columns("text", self.text)
-        _check_one_test(test=self.test, test_split=self.test_split)
+        self._check_one_test()
 
     def load(self) -> Texts:
         """The labeled texts; see `TextSource.load`."""
         notes: list[str] = []
-        tables = _read_tables(self)
+        tables = self._tables()
         train, *test = [self._records(table, notes) for table in tables]
         classes = self.classes or tables[0].classes.get(self.label, ())
-        return Texts(_data_name(self.path), train, test[0] if test else None, classes, tuple(notes))
+        return Texts(self._title(), train, test[0] if test else None, classes, tuple(notes))
 
     def _records(self, table: Table, notes: list[str]) -> list[Labeled]:
         table.require(*self.text, self.label, self.client)
         records = []
-        for i in range(len(table)):
+        for i, row in enumerate(table.rows):
             # Of several columns some may be missing, e.g. the title.
             columns = [table.text(i, column, optional=len(self.text) > 1) for column in self.text]
-            label = table.rows[i].get(self.label)
+            label = row.get(self.label)
             if isinstance(label, bool) or not isinstance(label, str | int):
                 place = table.place(i)
                 raise DataError(f"{place}: {self.label!r} must be text or a whole number, not {label!r}.")
             text = self.separator.join(column for column in columns if column)
             records.append(Labeled(text, label, table.name(i, self.client)))
         kept = [record for record in records if record.text.strip()]
-        _note_dropped(table, len(records), len(kept), "no text", notes)
+        _note_dropped(table, len(kept), "no text", notes)
         return kept
 
 
@@ -289,7 +307,7 @@ def _instructions(
     """Records from the columns of a table; those with an empty response are dropped, with a note."""
     table.require(prompt, response, input, category, client)
     records = []
-    for i in range(len(table)):
+    for i in range(len(table.rows)):
         record = Instruction(
             table.text(i, prompt),
             table.text(i, response),
@@ -301,41 +319,13 @@ def _instructions(
             raise DataError(f"{table.place(i)} has no {category!r}, which partitions use. Fill it in.")
         records.append(record)
     kept = [record for record in records if record.response.strip()]
-    _note_dropped(table, len(records), len(kept), "an empty response", notes)
+    _note_dropped(table, len(kept), "an empty response", notes)
     return kept
 
 
-def _note_dropped(table: Table, found: int, kept: int, why: str, notes: list[str]) -> None:
+def _note_dropped(table: Table, kept: int, why: str, notes: list[str]) -> None:
+    found = len(table.rows)
     if kept == 0:
         raise DataError(f"{table.source!r}: each of the {found} records has {why}; nothing is left.")
     if kept < found:
         notes.append(f"{table.source}: {found - kept} of {found} records dropped, which have {why}")
-
-
-def _read_tables(source: Instructions | TextClasses) -> list[Table]:
-    """The training part, and the test part if there is one."""
-    path, split = source.path, source.test_split
-    if Path(expand_path(path)).is_file():
-        if split is not None:
-            raise ConfigError(f"{path!r} is a file, which has no split {split!r}. Name a test file as test.")
-        tables = [read_file(path)]
-    else:
-        splits = [source.train_split] if split is None else [source.train_split, split]
-        tables = [read_split(path, source.name, name, source.cache) for name in splits]
-    return tables if source.test is None else [*tables, read_file(source.test)]
-
-
-def _check_one_test(**settings: object) -> None:
-    """Reject more than one setting that chooses the test part."""
-    names = [name for name, value in settings.items() if value is not None]
-    if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} each choose the test part; set one of them.")
-
-
-def _data_name(path: str) -> str:
-    """A name for reports: of the file, or of its folder if the file is only the training part."""
-    where = Path(expand_path(path))
-    stem = where.name
-    for end in (".gz", ".jsonl", ".json", ".parquet"):
-        stem = stem.removesuffix(end)
-    return where.parent.name if stem.startswith("train") and where.parent.name else stem or path

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from ...core.errors import DataError, did_you_mean
 from ..files import expand_path
-from ..hub import import_datasets, open_dataset
+from ..hub import open_dataset
 
 _LINES = (".jsonl", ".jsonl.gz")
 _ENDINGS = (*_LINES, ".json", ".json.gz", ".parquet")
@@ -22,35 +22,27 @@ _ENDINGS = (*_LINES, ".json", ".json.gz", ".parquet")
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Rows of named values.
+    """Rows of named values; its methods raise a DataError that names the line.
 
     Attributes:
         source: name of the source, for messages.
         rows: the rows; a row may lack a column that others have.
-        numbers: number of each row at its source, for messages.
-        unit: what these numbers count: lines of a file, or rows.
         classes: names of the classes of the columns that hold class numbers.
+        lines: line of each row in a file with a row per line.
     """
 
     source: str
     rows: Sequence[Mapping[str, Any]]
-    numbers: Sequence[int]
-    unit: str = "row"
     classes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    lines: Sequence[int] = ()
 
     def place(self, i: int) -> str:
         """Source and number of row ``i``, for messages."""
-        return f"{self.source!r}, {self.unit} {self.numbers[i]}"
+        number = f"line {self.lines[i]}" if self.lines else f"row {i + 1}"
+        return f"{self.source!r}, {number}"
 
     def require(self, *columns: str | None) -> None:
-        """Reject a table without rows, or without one of these columns in any row.
-
-        Raises:
-            DataError: naming the column and the nearest existing one.
-        """
+        """Reject a table without rows, or without one of these columns in any row."""
         if not self.rows:
             raise DataError(f"{self.source!r} holds no rows.")
         known = {name for row in self.rows for name in row}
@@ -59,11 +51,7 @@ class Table:
                 raise DataError(f"{self.source!r} has no column {column!r}. {did_you_mean(column, known)}")
 
     def text(self, i: int, column: str, *, optional: bool = False) -> str:
-        """The text in a column of row ``i``; empty for a null, and with ``optional`` for a missing column.
-
-        Raises:
-            DataError: if the value is missing or no text; the message names the line.
-        """
+        """The text in a column of row ``i``; empty for a null, and with ``optional`` for a missing column."""
         row = self.rows[i]
         if column not in row and not optional:
             found = ", ".join(map(repr, row)) or "nothing"
@@ -74,11 +62,7 @@ class Table:
         return value or ""
 
     def name(self, i: int, column: str | None) -> str | None:
-        """The name of a client or category in row ``i``: text, or a whole number as text; None for a null.
-
-        Raises:
-            DataError: if the value is of another type; the message names the line.
-        """
+        """The name of a client or category in row ``i``: text, or a whole number as text; None for a null."""
         value = None if column is None else self.rows[i].get(column)
         if value is None or value == "":
             return None
@@ -89,11 +73,7 @@ class Table:
 
 
 def find_file(folder: Path, stem: str) -> Path:
-    """The file with that stem in a folder, with any known ending.
-
-    Raises:
-        DataError: if there is none, or several.
-    """
+    """The only file with that stem in a folder, with any known ending."""
     found = [file for ending in _ENDINGS if (file := folder / (stem + ending)).is_file()]
     if len(found) == 1:
         return found[0]
@@ -107,8 +87,7 @@ def find_file(folder: Path, stem: str) -> Path:
 def read_file(path: str | Path) -> Table:
     """Read ``.jsonl`` (an object per line), ``.json`` (a list of objects), also with ``.gz``, or parquet.
 
-    Args:
-        path: the file; ``~`` and environment variables are replaced. Blank lines of ``.jsonl`` are skipped.
+    Blank lines of ``.jsonl`` are skipped; ``~`` and environment variables in the path are replaced.
 
     Raises:
         DataError: if it is missing, damaged or of another kind; the message names the line.
@@ -121,15 +100,11 @@ def read_file(path: str | Path) -> Table:
     if file.name.endswith(_LINES):
         return _read_lines(file)
     rows = _read_parquet(file) if file.suffix == ".parquet" else _read_list(file)
-    return Table(str(file), rows, range(1, len(rows) + 1))
+    return Table(str(file), rows)
 
 
 def read_text(path: str) -> str:
-    """Read a text file in UTF-8, also with ``.gz``; ``~`` and environment variables are replaced.
-
-    Raises:
-        DataError: if it cannot be read.
-    """
+    """Read a text file in UTF-8, also with ``.gz``; ``~`` and environment variables are replaced."""
     with _open_text(Path(expand_path(path))) as stream:
         return stream.read()
 
@@ -142,19 +117,15 @@ def read_split(path: str, name: str | None, split: str, cache: str | None) -> Ta
         name: configuration of the data set, for those that have several.
         split: name of the split; a data set saved without splits is the split ``train``.
         cache: folder of the library's cache, or None for its usual one.
-
-    Raises:
-        DataError: if ``datasets`` is missing, nothing can be read, or there is no such split.
     """
-    library = import_datasets(path, "language")
-    found = open_dataset(library, path, name, cache)
+    library, found = open_dataset(path, name, cache, "language")
     splits = {"train": found} if isinstance(found, library.Dataset) else dict(found)
     if split not in splits:
         raise DataError(f"{path!r} has no split {split!r}. {did_you_mean(split, splits)}")
     part = splits[split]
     kinds = {column: kind for column, kind in part.features.items() if isinstance(kind, library.ClassLabel)}
     classes = {column: tuple(kind.names) for column, kind in kinds.items()}
-    return Table(f"{expand_path(path)} ({split})", part.to_list(), range(1, len(part) + 1), classes=classes)
+    return Table(f"{expand_path(path)} ({split})", part.to_list(), classes)
 
 
 @contextmanager
@@ -178,7 +149,7 @@ def _read_lines(file: Path) -> Table:
                 where = f"{str(file)!r}, line {number}"
                 rows.append(_check_object(_parse(line, where), where))
                 numbers.append(number)
-    return Table(str(file), rows, numbers, "line")
+    return Table(str(file), rows, lines=numbers)
 
 
 def _read_list(file: Path) -> list[dict[str, Any]]:
