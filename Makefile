@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo demo-language test test-deployment test-all lint types unit bench clean
+.PHONY: install demo demo-language test test-deployment test-all lint types unit bench catalog clean
 
 install: $(VENV)/.installed
 
@@ -50,6 +50,10 @@ test-deployment: install
 # everything, with slow tests and real processes
 test-all: lint types install
 	FEDLOWRANK_DEPLOYMENT=1 $(BIN)/python -m pytest -n 2
+
+# what `fedlowrank list` prints
+catalog: install
+	$(BIN)/python -m fedlowrank.cli.catalog
 
 bench: install
 	$(BIN)/fedlowrank bench

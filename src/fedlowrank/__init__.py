@@ -7,21 +7,56 @@ result = simulate("pfedlora", federation, rounds=50)
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
 
-from .adapters.floral_module import Floral
-from .core.client_model import ClientModel
-from .core.contribution import Each, Mean, Sum
-from .core.errors import FedlowrankError
-from .core.key import Key
-from .core.loss import cross_entropy, supervised_loss, task_loss
-from .core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
-from .core.optimizer import SGD, AdamW, Group, Schedule
-from .data.augment import Augment
-from .data.federation import Federation
-from .methods import METHODS
-from .simulation.settings import RunSettings
-from .simulation.simulate import Result, simulate
+if TYPE_CHECKING:
+    from .adapters.floral_module import Floral
+    from .core.client_model import ClientModel
+    from .core.contribution import Each, Mean, Sum
+    from .core.errors import FedlowrankError
+    from .core.key import Key
+    from .core.loss import cross_entropy, supervised_loss, task_loss
+    from .core.method import Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task
+    from .core.optimizer import SGD, AdamW, Group, Schedule
+    from .data.augment import Augment
+    from .data.federation import Federation
+    from .methods import METHODS
+    from .simulation.settings import RunSettings
+    from .simulation.simulate import Result, simulate
+
+_MODULES = {
+    "adapters.floral_module": "Floral",
+    "core.client_model": "ClientModel",
+    "core.contribution": "Each, Mean, Sum",
+    "core.errors": "FedlowrankError",
+    "core.key": "Key",
+    "core.loss": "cross_entropy, supervised_loss, task_loss",
+    "core.method": "Batch, ClientInfo, ClientView, Method, Pass, ProximalTerm, ServerView, Task",
+    "core.optimizer": "SGD, AdamW, Group, Schedule",
+    "data.augment": "Augment",
+    "data.federation": "Federation",
+    "methods": "METHODS",
+    "simulation.settings": "RunSettings",
+    "simulation.simulate": "Result, simulate",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that ``import fedlowrank`` and the command line start at once."""
+    for module, names in _MODULES.items():
+        if name in names.split(", "):
+            value = getattr(import_module(f".{module}", __name__), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "METHODS",

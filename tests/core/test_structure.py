@@ -77,6 +77,9 @@ def test_init_files_only_export() -> None:
     for path in FILES:
         if path.name == "__init__.py":
             kinds = {type(node) for node in ast.parse(path.read_text()).body}
+            if path.parent == SOURCE:
+                # public names are imported when they are first used
+                kinds -= {ast.FunctionDef, ast.If}
             assert kinds <= {ast.Expr, ast.ImportFrom, ast.Import, ast.Assign, ast.AnnAssign}, path
 
 

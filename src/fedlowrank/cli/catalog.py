@@ -1,10 +1,12 @@
-"""The commands ``list`` and ``check``: what there is, and whether a method keeps the contract."""
+"""What there is: the catalog, the fields of a method, and the command ``check`` of the contract."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -17,25 +19,17 @@ from ..data.text.sources import TEXT_SOURCES
 from ..methods import METHODS
 from ..models.zoo import MODELS
 from ..testing.check import check_method
+from .listing import CATALOG
 from .terminal import OUT
 
 
-def show_list(method: str | None) -> int:
-    """Print every method, model and source of data, or the paper and the fields of one method."""
-    if method is not None:
-        if ":" in method:
-            raise ConfigError(f"list imports no code; test {method!r} by `fedlowrank check`")
-        cls = method_class(method)
-        OUT.print(inspect.getdoc(sys.modules[cls.__module__]) or "", highlight=False)
-        table = Table("field", "default", "meaning", title=f"[methods.{method}]", title_justify="left")
-        for f in list_fields(cls):
-            table.add_row(f"{f.name}: {f.type}", f.default, f.meaning)
-        OUT.print(table)
-        return 0
-    table = Table("method", "", "models", "source", title="Methods")
-    for name, cls in METHODS.items():
-        table.add_row(name, _first_line(cls), "any" if cls.heterogeneous else "equal", cls.citation)
-    OUT.print(table)
+def build_catalog() -> list[dict[str, Any]]:
+    """The tables of ``fedlowrank list``: title, columns and rows of each."""
+    methods = [
+        [name, _first_line(cls), "any" if cls.heterogeneous else "equal", cls.citation]
+        for name, cls in METHODS.items()
+    ]
+    tables = [{"title": "Methods", "columns": ["method", "", "models", "source"], "rows": methods}]
     known: dict[str, Mapping[str, object]] = {
         "Models (model.names)": MODELS,
         "Data (data.source)": SOURCES,
@@ -43,11 +37,21 @@ def show_list(method: str | None) -> int:
         **{f"{section.title()}s ({section}.kind)": kinds for section, (kinds, _) in TAGGED.items()},
     }
     for title, entries in known.items():
-        table = Table("name", "", title=title)
-        for name, entry in entries.items():
-            table.add_row(name, entry if isinstance(entry, str) else _first_line(entry))
-        OUT.print(table)
-    OUT.print("`fedlowrank list METHOD` shows a method's paper, algorithm and fields.")
+        rows = [[n, entry if isinstance(entry, str) else _first_line(entry)] for n, entry in entries.items()]
+        tables.append({"title": title, "columns": ["name", ""], "rows": rows})
+    return tables
+
+
+def show_method(name: str) -> int:
+    """Print the paper and the fields of a method."""
+    if ":" in name:
+        raise ConfigError(f"list imports no code; test {name!r} by `fedlowrank check`")
+    cls = method_class(name)
+    OUT.print(inspect.getdoc(sys.modules[cls.__module__]) or "", highlight=False)
+    table = Table("field", "default", "meaning", title=f"[methods.{name}]", title_justify="left")
+    for f in list_fields(cls):
+        table.add_row(f"{f.name}: {f.type}", f.default, f.meaning)
+    OUT.print(table)
     return 0
 
 
@@ -69,3 +73,7 @@ def check(name: str) -> int:
         table.add_row(finding.name, verdict, finding.detail)
     OUT.print(table)
     return 0 if all(finding.ok for finding in findings) else 1
+
+
+if __name__ == "__main__":
+    CATALOG.write_text(json.dumps(build_catalog(), indent=1, ensure_ascii=False) + "\n")

@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
         made.explains_fields = parent is experiment
         return made.add_argument
 
-    add = command("list", "catalog:show_list", common, "methods, models, data; or the fields of one method")
+    add = command("list", "listing:show_list", common, "methods, models, data; or the fields of one method")
     add("method", nargs="?", help="show this method's paper and fields")
 
     add = command("bench", "bench:bench", common, "time rounds on this machine against a bare PyTorch loop")

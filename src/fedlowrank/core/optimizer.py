@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Discriminator, Tag
 from torch import Tensor
 
 from .choices import check_choices
@@ -272,7 +271,17 @@ def _kind(value: Any) -> str:
     return str(kind)
 
 
-Optimizer = Annotated[Annotated[SGD, Tag("sgd")] | Annotated[AdamW, Tag("adamw")], Discriminator(_kind)]
+class _ByKind:
+    """How pydantic chooses between the optimizers; it imports pydantic only where a file is read."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
+        from pydantic import Discriminator, Tag
+
+        tagged = Annotated[SGD, Tag("sgd")] | Annotated[AdamW, Tag("adamw")]
+        return handler.generate_schema(Annotated[tagged, Discriminator(_kind)])
+
+
+Optimizer = Annotated[SGD | AdamW, _ByKind()]
 """One of the above; in a configuration file ``kind`` says which, ``sgd`` if it is left out."""
 
 

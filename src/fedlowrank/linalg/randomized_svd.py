@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 
 import torch
-from scipy.linalg.blas import dsyrk
 from torch import Tensor
 
 from ..core.key import Key
@@ -151,6 +150,9 @@ def _gram(w: Tensor) -> Tensor:
     if a.device.type != "cpu":
         return a @ a.mT if wide else a.mT @ a
     # BLAS takes matrices column by column; what is row by row in memory is the transpose of one
+    # scipy.linalg takes half a second to import, so only those who need it wait
+    from scipy.linalg.blas import dsyrk
+
     return torch.from_numpy(dsyrk(1.0, a.contiguous().numpy().T, trans=wide).T)
 
 

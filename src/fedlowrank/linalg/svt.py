@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from scipy.linalg import eigh
-from scipy.linalg.blas import dsyrk
 from torch import Tensor
 
 from ..core.errors import ConfigError, TaskError
@@ -147,6 +145,13 @@ def _decompose_tall(a: Tensor, thresholds: Sequence[float], eps: float, how: Alg
     return out
 
 
+def _scipy_linalg() -> Any:
+    """The module, which takes half a second to import, so that only those who need it wait."""
+    import scipy.linalg
+
+    return scipy.linalg
+
+
 def _eigh_all(a: Tensor) -> list[Eigenpairs]:
     """Eigenvalues, ascending, and eigenvectors of the Gram matrices of ``[b, m, n]``."""
     values, vectors = torch.linalg.eigh(a.mT @ a)
@@ -181,7 +186,7 @@ def _gram(a: Tensor) -> Tensor:
     if a.device.type != "cpu":
         return a.mT @ a
     # what is row by row in memory is the transpose column by column, as BLAS takes it
-    return torch.from_numpy(dsyrk(1.0, a.contiguous().numpy().T).T)
+    return torch.from_numpy(_scipy_linalg().blas.dsyrk(1.0, a.contiguous().numpy().T).T)
 
 
 def _eigenpairs_above(h: Tensor, x: float) -> Eigenpairs:
@@ -196,7 +201,7 @@ def _eigenpairs_above(h: Tensor, x: float) -> Eigenpairs:
     ):
         count = count_above(h, x)
         if count <= PARTIAL_SHARE * len(h):
-            values, vectors = eigh(
+            values, vectors = _scipy_linalg().eigh(
                 h.numpy(), subset_by_value=(x, float("inf")), driver="evr", check_finite=False
             )
             # an eigenvalue within rounding of x may be counted by one and not by the other: then compute them

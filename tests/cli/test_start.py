@@ -1,0 +1,46 @@
+"""What starts at once imports nothing heavy; the catalog that ``list`` prints is up to date."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import fedlowrank
+from fedlowrank.cli.catalog import build_catalog
+from fedlowrank.cli.listing import CATALOG
+
+HEAVY = {"scipy", "sklearn", "pandas", "matplotlib", "pydantic", "flwr", "transformers", "datasets", "jinja2"}
+IMPORTED = "import sys, json; print(json.dumps(sorted({m.partition('.')[0] for m in sys.modules})))"
+
+
+def imported(code: str) -> set[str]:
+    """Packages in memory after some code was run by a fresh interpreter."""
+    command = [sys.executable, "-c", f"{code}\n{IMPORTED}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    return set(json.loads(found.stdout.splitlines()[-1]))
+
+
+CALL = "from fedlowrank.cli.main import main\ntry: main({!r})\nexcept SystemExit: pass"
+
+
+@pytest.mark.parametrize("code", ["import fedlowrank", CALL.format(["--help"]), CALL.format(["list"])])
+def test_nothing_heavy_is_imported_for_what_needs_no_torch(code: str) -> None:
+    assert not imported(code) & {*HEAVY, "torch", "numpy"}
+
+
+def test_simulations_import_torch_and_nothing_else_that_is_heavy() -> None:
+    assert not imported("from fedlowrank import Federation, simulate") & HEAVY
+
+
+def test_every_public_name_is_found() -> None:
+    assert all(getattr(fedlowrank, name) is not None for name in fedlowrank.__all__)
+    assert {*fedlowrank.__all__} <= {*dir(fedlowrank)}
+    with pytest.raises(AttributeError, match="has no attribute 'Flora'"):
+        _ = fedlowrank.Flora  # type: ignore[attr-defined]
+
+
+def test_the_catalog_is_up_to_date() -> None:
+    assert json.loads(CATALOG.read_text()) == build_catalog(), "run `make catalog`"
