@@ -76,5 +76,5 @@ class Key:
 
 def generator_states() -> tuple[Any, ...]:
     """States of the global generators of torch, Python and numpy, to see whether user code has drawn from them."""
-    numpy = np.random.get_state()  # noqa: NPY002
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy[1].tobytes(), *numpy[2:]
+    _, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), np.asarray(keys).tobytes(), *rest

@@ -74,7 +74,7 @@ def forward_flops(model: Model) -> int:
     """Floating-point operations of a forward pass of one example."""
     with torch.inference_mode(), FlopCounter() as counter:
         model.probe(model.example)
-    return counter.total
+    return int(counter.total)
 
 
 class FlopLedger:

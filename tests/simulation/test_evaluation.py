@@ -1,0 +1,272 @@
+"""Evaluation against plain loops over clients; which clients and rounds are evaluated, and when checkpoints are written."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedlowrank import Federation, simulate
+from fedlowrank.engines import Sequential
+from fedlowrank.methods import METHODS
+from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.records import RoundRecord, RunRecord
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
+
+torch.set_num_threads(1)
+
+
+def federation(model: Callable[[], nn.Module], clients: int = 7, examples: int = 12) -> Any:
+    """Clients with unequal numbers of examples; client 3 has no test examples, client 5 none for validation."""
+    g = torch.Generator().manual_seed(1)
+
+    def some(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g)
+
+    data = [
+        {
+            "train": some(examples),
+            "val": some(0 if c == 5 else 3 + c % 2),
+            "test": some(0 if c == 3 else 2 + c),
+        }
+        for c in range(clients)
+    ]
+    return Federation.from_arrays(data, model, classes=3)
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+class Own(nn.Module):
+    """A user's module that counts its forward passes."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.layer, self.change = nn.Linear(6, 3), change
+        self.batches: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches.append(len(x))
+        scores: Tensor = self.layer(self.change(x))
+        return scores
+
+
+def by_hand(run: Run, split: str, scores: Callable[[Any, Tensor], Tensor]) -> tuple[list[Any], list[Any]]:
+    accuracy: list[Any] = []
+    risk: list[Any] = []
+    for info, data in zip(run.federation.infos, run.federation.clients, strict=True):
+        part = getattr(data, split)
+        if len(part) == 0:
+            accuracy.append(None)
+            risk.append(None)
+            continue
+        with torch.no_grad():
+            out = scores(info, part.x)
+        accuracy.append(float((out.argmax(1) == part.y).double().mean()))
+        risk.append(float(functional.cross_entropy(out.double(), part.y)))
+    return accuracy, risk
+
+
+def compare(record: RoundRecord, series: str, split: str, expected: tuple[list[Any], list[Any]]) -> None:
+    assert record.accuracy is not None
+    assert record.risk is not None
+    for found, wanted in zip((record.accuracy, record.risk), expected, strict=True):
+        assert [v is None for v in found[series][split]] == [v is None for v in wanted]
+        for value, right in zip(found[series][split], wanted, strict=True):
+            assert value == (None if right is None else pytest.approx(right, rel=1e-5))
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "ifca", "fedper"])
+@pytest.mark.parametrize("engine", ["sequential", "processes"])
+def test_numbers_of_every_client_by_a_plain_loop(method: str, engine: Any) -> None:
+    made = federation(Headed if method == "fedper" else linear)
+    result = simulate(method, made, rounds=2, engine=engine, participation=0.6)
+    model = made.architectures["model"].module
+
+    def scores(info: Any, x: Tensor) -> Tensor:
+        found: Tensor = torch.func.functional_call(model, result.run.personal(info), (x,))
+        return found
+
+    for split in ("val", "test"):
+        compare(result.rounds[-1], "personal", split, by_hand(result.run, split, scores))
+
+
+class Headed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(torch.relu(self.body(x)))
+        return scores
+
+
+def evaluated_batches(made: Any, method: str = "fedavg") -> list[int]:
+    """Sizes of the batches of the second evaluation of a run."""
+    run = Run(METHODS[method](), made, RunSettings(rounds=2), Sequential())
+    run.step()
+    module = run.federation.architectures["model"].module
+    module.batches.clear()
+    run.evaluation()
+    found: list[int] = list(module.batches)
+    return found
+
+
+def test_clients_that_share_a_model_are_one_pass_and_others_are_not() -> None:
+    made = federation(Own)
+    total = sum(len(c.val) + len(c.test) for c in made.clients)
+    assert evaluated_batches(made) == [total]
+    assert sorted(evaluated_batches(federation(Own), "standalone")) == sorted(
+        n for c in made.clients for n in (len(c.val), len(c.test)) if n
+    )
+
+
+def test_a_module_that_mixes_the_examples_of_a_batch_is_evaluated_client_by_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = federation(lambda: Own(lambda x: x - x.mean(0)))
+    with caplog.at_level(logging.WARNING):
+        result = simulate("fedavg", made, rounds=2)
+    assert caplog.text.count("mixes the examples of a batch") == 1
+    weight = result.personal(0)
+    expected = by_hand(
+        result.run,
+        "test",
+        lambda _, x: functional.linear(x - x.mean(0), weight["layer.weight"], weight["layer.bias"]),
+    )
+    compare(result.rounds[-1], "personal", "test", expected)
+
+
+def test_a_module_that_draws_random_numbers_sees_the_draws_of_each_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    noisy = lambda: Own(lambda x: x + torch.randn(6))  # noqa: E731
+    with caplog.at_level(logging.WARNING):
+        together = simulate("fedavg", federation(noisy), rounds=1)
+    assert "draws random numbers" in caplog.text
+    # a client's numbers do not depend on who else is evaluated
+    alone = simulate("fedavg", federation(noisy), rounds=1, evaluate_clients=1)
+    (only,) = alone.rounds[-1].evaluated or []
+    assert alone.accuracy()[only] == together.accuracy()[only]
+    assert (
+        alone.rounds[-1].risk["personal"]["test"][only] == together.rounds[-1].risk["personal"]["test"][only]
+    )  # type: ignore[index]
+
+
+def test_a_hook_sees_the_examples_of_one_client_at_a_time() -> None:
+    seen: list[int] = []
+
+    def hooked() -> nn.Module:
+        module = linear()
+        module.register_forward_hook(lambda _, x, __: seen.append(len(x[0])))  # type: ignore[arg-type]
+        return module
+
+    made = federation(hooked)
+    run = Run(METHODS["fedavg"](), made, RunSettings(rounds=2), Sequential())
+    seen.clear()
+    run.start()
+    assert seen == [n for c in made.clients for n in (len(c.val), len(c.test)) if n]
+
+
+def test_a_subset_of_clients_is_the_same_in_every_round_and_said_in_the_record(tmp_path: Path) -> None:
+    made = federation(linear, clients=40)
+    run: dict[str, Any] = {"rounds": 3, "evaluate_clients": 6, "representations": 0}
+    result = simulate("fedavg", made, folder=tmp_path / "run", **run)
+    everyone = simulate("fedavg", made, rounds=3).rounds
+    chosen = result.rounds[0].evaluated
+    assert chosen is not None
+    assert len(set(chosen)) == 6
+    for found, whole in zip(result.rounds, everyone, strict=True):
+        assert found.evaluated == chosen
+        for kind in ("accuracy", "risk"):
+            few, all_ = (getattr(r, kind)["personal"]["test"] for r in (found, whole))
+            assert [few[i] for i in chosen] == pytest.approx([all_[i] for i in chosen], rel=1e-6)
+            assert all(few[i] is None for i in range(40) if i not in chosen)
+    # on the disk a record holds the numbers of those clients alone, and is read back whole
+    assert RunRecord.load(tmp_path / "run").rounds == result.rounds
+    assert "null" not in (tmp_path / "run" / "metrics.jsonl").read_text().split('"routes"')[0]
+
+
+def test_of_more_than_a_thousand_clients_five_hundred_are_evaluated() -> None:
+    made = federation(linear, clients=1001, examples=2)
+    run = Run(METHODS["fedavg"](), made, RunSettings(participation=0.01), Sequential())
+    assert len(run.start().evaluated or []) == 500
+    assert (
+        len(Run(METHODS["fedavg"](), made, RunSettings(evaluate_clients=1001), Sequential()).evaluated)
+        == 1001
+    )
+
+
+@pytest.mark.parametrize(
+    ("participation", "rounds", "interval"), [(1.0, 400, 2), (0.1, 400, 8), (0.1, 100, 2)]
+)
+def test_the_interval_of_evaluations_by_hand(participation: float, rounds: int, interval: int) -> None:
+    g = torch.Generator().manual_seed(0)
+
+    def some(n: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(n, 6, generator=g), torch.randint(3, (n,), generator=g)
+
+    data = [{"train": some(40), "val": some(10), "test": some(14)} for _ in range(20)]
+    made = Federation.from_arrays(data, lambda: nn.Linear(6, 3), classes=3)
+    run = Run(
+        METHODS["fedavg"](batch_size=20),
+        made,
+        RunSettings(rounds=rounds, participation=participation),
+        Sequential(),
+    )
+    run.start()
+    run.step()
+    # a forward pass costs 2·6·3 an example, a step as much again for the weights and nothing for the inputs
+    training, evaluation = 40 * 20 * participation * 2 * 36, 20 * 24 * 36
+    assert evaluation / interval <= training / 4 or interval == rounds // 50
+    assert interval == 1 or evaluation / (interval - 1) > training / 4
+    assert run.evaluate_every == interval
+    assert [t for t in range(rounds + 1) if run_is_due(run, t)][-1] == rounds
+
+
+def run_is_due(run: Run, t: int) -> bool:
+    run.state = type(run.state)(t, run.state.server, run.state.clients)
+    return run.is_due()
+
+
+def test_an_interval_is_the_same_after_a_resume(tmp_path: Path) -> None:
+    made = federation(linear, clients=40)
+    settings: dict[str, Any] = {"rounds": 100, "participation": 0.05, "representations": 0}
+    whole = simulate("fedavg", made, folder=tmp_path / "whole", **settings)
+
+    def stop(record: RoundRecord) -> None:
+        if record.round == 31:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        simulate("fedavg", made, folder=tmp_path / "run", on_round=stop, **settings)
+    again = simulate("fedavg", made, folder=tmp_path / "run", resume=True, **settings)
+    assert whole.run.evaluate_every == 2
+    assert [r.untimed() for r in again.rounds] == [r.untimed() for r in whole.rounds]
+    assert [r.round for r in whole.rounds if r.accuracy is None] == list(range(3, 100, 2))
+
+
+def test_checkpoints_are_ten_seconds_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    seen = []
+
+    def tick(record: RoundRecord) -> None:
+        nonlocal clock
+        clock += 3.0
+        seen.append(checkpoint.rounds_kept(tmp_path / "run" / "checkpoint")[-1])
+
+    simulate(
+        "fedavg", federation(linear), folder=tmp_path / "run", rounds=10, on_round=tick, representations=0
+    )
+    # rounds 0, 4 and 8 come 12 seconds after the one before; the last round is always saved
+    assert seen == [0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 10]
