@@ -7,42 +7,31 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_runs import rows_of
+from report_runs import rounds_of, rows_of
 from scipy import stats
 
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
-from fedlowrank.report.frame import evaluations
 from fedlowrank.report.groups import choose_target, group_runs
-from fedlowrank.report.metrics import Run, estimate, score_clients
+from fedlowrank.report.metrics import Run, estimate
 from fedlowrank.simulation.records import RoundRecord, RunRecord
 
 
 def simple(test, val=None):
-    return [
-        {
-            "round": i,
-            "bytes_down": 1000 * (i > 0),
-            "bytes_up": 500 * (i > 0),
-            "parameters_down": 250 * (i > 0),
-            "parameters_up": 125 * (i > 0),
-            "steps": 20 * (i > 0),
-            "flops": 3_000_000 * (i > 0),
-            "seconds": {"train": 0.5 * (i > 0), "server": 0.25 * (i > 0), "evaluate": 0.125},
-            "accuracy": None if values is None else {"personal": {"test": values, "val": (val or test)[i]}},
-        }
-        for i, values in enumerate(test)
-    ]
+    """Rows of rounds, not evaluated where the values are None."""
+    rows = rounds_of([values or [0.0] for values in test], val)
+    for row, values in zip(rows, test, strict=True):
+        row["accuracy"] = None if values is None else row["accuracy"]
+    return rows
 
 
 def scored(values, weights=None, measure="accuracy"):
     """Statistics of one evaluation, as a row; None if there are none."""
-    splits = {"personal": {"test": list(values)}}
-    record = RoundRecord(0, **{measure: splits})
+    record = RoundRecord(0, **{measure: {"personal": {"test": list(values)}}})
     sizes = [1] * len(values) if weights is None else weights
     clients = [{"id": i, "test": size} for i, size in enumerate(sizes)]
-    scores = score_clients(evaluations(RunRecord(Path("x"), {}, clients, [record], {})))
-    return None if scores.empty else scores.iloc[0]
+    scores = Run(RunRecord(Path("x"), {}, clients, [record], {})).scores
+    return scores[measure, "personal", "test", False].iloc[0] if scores else None
 
 
 @settings(deadline=None)
@@ -73,7 +62,8 @@ def test_not_finite_is_left_out_and_counted():
 def test_examples_that_are_not_known_weigh_nothing():
     values = {"personal": {"test": [0.2, 0.6]}}
     run = RunRecord(Path("x"), {}, [{"id": 0, "test": 3}], [RoundRecord(0, accuracy=values)], {})
-    assert math.isnan(score_clients(evaluations(run))["weighted"].iloc[0])
+    (scores,) = Run(run).scores.values()
+    assert math.isnan(scores["weighted"].iloc[0])
 
 
 def main(run):

@@ -29,6 +29,7 @@ LOG_FROM = 20  # ratio of the largest to the smallest positive value from which 
 DECADES = 100.0  # ratio of the largest to the smallest loss beyond which an axis of losses is logarithmic
 # Most lines of a figure with the further series of methods; with more, only the headlines are drawn.
 LINES = 14
+POINTS = 250  # most points of a line: about one for each 1.3 units of the width of a figure
 THIN = 1.0  # width of the line of a further series of a method, in points
 
 
@@ -100,6 +101,7 @@ def draw_curve(
     A logarithmic axis must have its limits before. ``scale`` leads to the unit of the axis, ``x`` names the
     column for the horizontal axis instead of the rounds, and a thin line has no band.
     """
+    curve = thin_out(curve)
     at = (curve.index if x is None else curve[x]).to_numpy(dtype=np.float64)
     if not thin and curve["ci"].notna().any():
         low, high = interval_ends(curve, bounds)
@@ -189,6 +191,11 @@ def set_scatter_axis(axes: Axes, measure: Measure, means: Sequence[float], margi
 def space_evenly(count: int, most: int) -> list[int]:
     """Up to ``most`` indices below ``count``, evenly spaced, both ends included."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(most, count)).tolist()})
+
+
+def thin_out(table: pd.DataFrame, most: int = POINTS) -> pd.DataFrame:
+    """Up to ``most`` rounds of a table, evenly spaced, both ends included: more points cannot be seen."""
+    return table.iloc[space_evenly(len(table), most)]
 
 
 def finish_grid(panels: NDArray[Any], used: int) -> list[Axes]:

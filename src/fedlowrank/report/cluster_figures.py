@@ -17,7 +17,7 @@ from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from . import chart
-from .clusters import Floats, recovery_curve, routes_by_round, true_clusters
+from .clusters import Floats, routes_by_round, true_clusters
 from .formats import one_line
 from .frame import unseen_clients
 from .groups import Group, seed_of
@@ -38,7 +38,7 @@ ALL_TICKS = 5  # most clusters that are all named along an axis
 @drawing()
 def plot_recovery(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Cluster recovery against rounds, one line a method, with the 95 % interval over seeds as a band."""
-    found = [(group, curve) for group in groups if len(curve := recovery_curve(group))]
+    found = [(group, curve) for group in groups if len(curve := group.recovery_curve())]
     if not found:
         return None
     figure, axes = new_figure(2.6)

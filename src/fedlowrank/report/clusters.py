@@ -8,12 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from sklearn.metrics import adjusted_rand_score
 
 from ..simulation.records import RunRecord
-from .frame import client_column, section, unseen_clients
-from .groups import Group, seed_of
-from .metrics import Estimate, curve_over_seeds, estimate
+from .frame import client_column, unseen_clients
 
 Floats = NDArray[np.float64]
 
@@ -29,6 +26,8 @@ def score_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
         The adjusted Rand index: 1 for the same clusters, about 0 for random ones. Of several largest shares
         the first counts. NaN if no client has a known cluster and finite shares.
     """
+    from sklearn.metrics import adjusted_rand_score  # slow to import
+
     usable = [i for i, cluster in enumerate(truth) if cluster is not None and np.isfinite(routes[i]).all()]
     if not usable:
         return math.nan
@@ -72,57 +71,19 @@ def true_clusters(run: RunRecord, clients: int) -> list[int | None]:
 
 def recovery_by_round(run: RunRecord) -> pd.Series:
     """Cluster recovery over the clients that can train; empty if fewer than two true clusters are known."""
-    unseen = unseen_clients(run)
-    found = {}
-    for at, routes in routes_by_round(run).items():
-        known = true_clusters(run, len(routes))
-        truth = [None if i in unseen else cluster for i, cluster in enumerate(known)]
-        if len(set(truth) - {None}) > 1:
-            found[at] = score_recovery(routes, truth)
-    return pd.Series(found, dtype=np.float64).dropna()
-
-
-def recovery_curve(group: Group) -> pd.DataFrame:
-    """Cluster recovery over training, over seeds; empty if clusters are not known."""
-    return curve_over_seeds(recovery_by_round(run.record) for run in group.runs)
-
-
-def final_recovery(group: Group) -> Estimate | None:
-    """Cluster recovery at the last round with routes, over seeds."""
-    return estimate(track.iloc[-1] for run in group.runs if len(track := recovery_by_round(run.record)))
-
-
-def collapse_warnings(groups: Sequence[Group]) -> list[str]:
-    """A warning for each group with a router that chose one cluster for all clients, with what may help."""
-    warnings = []
-    for group in groups:
-        found = [(seed_of(run.record), *last) for run in group.runs if (last := _collapse(run.record))]
-        if found:
-            _, at, clusters, clients, _ = found[0]
-            where = ", ".join(f"seed {seed}: cluster {cluster}" for seed, *_, cluster in found)
-            # Methods that choose clusters by their losses have no router that could learn more slowly.
-            advice = "another seed, for the clusters then start from other values"
-            if section(section(section(group.first.config, "method"), "fields"), "router"):
-                advice = "a lower learning rate of the router (router.lr), noise on it while it trains "
-                advice += "(router.noise), or another seed"
-            warnings.append(
-                f"{group.label}: the router collapsed. At round {at} one of {clusters} clusters has the "
-                f"largest share at all {clients} clients ({where}, counted from 0), so the others serve "
-                f"nobody and nothing tells the clients apart. What may help: {advice}."
-            )
-    return warnings
-
-
-def _collapse(run: RunRecord) -> tuple[int, int, int, int] | None:
-    """Round, clusters, clients and the cluster that all of them chose in the end, unless that is right."""
-    rounds = routes_by_round(run)
+    rounds, unseen = routes_by_round(run), unseen_clients(run)
     if not rounds:
-        return None
-    at, routes = max(rounds.items())
-    cluster, truth = find_collapse(routes), true_clusters(run, len(routes))
-    is_right = truth[0] is not None and len(set(truth)) == 1
-    # A router that is given the true cluster does not choose.
-    router = section(section(section(run.config, "method"), "fields"), "router")
-    if cluster is None or is_right or router.get("routing") == "optimal":
-        return None
-    return at, routes.shape[1], len(routes), cluster
+        return pd.Series(dtype=np.float64)
+    truth = true_clusters(run, len(next(iter(rounds.values()))))
+    truth = [None if i in unseen else cluster for i, cluster in enumerate(truth)]
+    if len(set(truth) - {None}) < 2:
+        return pd.Series(dtype=np.float64)
+    # Choices rarely change from round to round, and one index takes longer than all the rest.
+    known: dict[bytes, float] = {}
+    found = {}
+    for at, routes in rounds.items():
+        choice = np.where(np.isfinite(routes).all(axis=1), routes.argmax(axis=1), -1).tobytes()
+        if choice not in known:
+            known[choice] = score_recovery(routes, truth)
+        found[at] = known[choice]
+    return pd.Series(found, dtype=np.float64).dropna()

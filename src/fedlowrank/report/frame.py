@@ -1,8 +1,8 @@
-"""Tidy data frames of run records: one row for each measured value."""
+"""Tables of run records: a row for each round, a column for each client, pass, weight, ..."""
 
 from __future__ import annotations
 
-from itertools import chain
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -27,61 +27,61 @@ def unseen_clients(run: RunRecord) -> frozenset[int]:
     return frozenset(client for client, unseen in client_column(run, "unseen").items() if unseen is True)
 
 
-def evaluations(run: RunRecord) -> pd.DataFrame:
-    """Test and validation results, one row for each client and evaluation.
+def evaluations(run: RunRecord) -> dict[tuple[str, str, str], pd.DataFrame]:
+    """Results of every client, by measure (``accuracy`` or ``risk``), series and split.
 
     Returns:
-        Columns ``measure`` (``accuracy`` or ``risk``), ``series``, ``split``, ``round``, ``client``,
-        ``value``, ``measured`` (False where the client has no example), ``unseen`` (whether the client never
-        trains) and ``examples`` (of the client in this split; NaN if not recorded).
+        Tables with a row a round and a column a client: NaN if the client has no example, infinite if its
+        result is not finite.
     """
-    keys, values = [], []
-    for record in run.rounds:
-        for measure, results in (("accuracy", record.accuracy), ("risk", record.risk)):
-            for series, splits in (results or {}).items():
-                for split, found in splits.items():
-                    keys.append((measure, series, split, record.round))
-                    values.append(found)
-    frame = pd.DataFrame(keys, columns=["measure", "series", "split", "round"])
-    lengths = [len(found) for found in values]
-    frame = frame.loc[np.repeat(frame.index, lengths)].reset_index(drop=True)
-    flat = list(chain.from_iterable(values))
-    frame["client"] = list(chain.from_iterable(map(range, lengths)))
-    frame["value"] = np.array(flat, dtype=np.float64)
-    frame["measured"] = np.array([value is not None for value in flat], dtype=bool)
-    frame["unseen"] = frame["client"].isin(unseen_clients(run))
-    frame["examples"] = np.nan
-    for split, rows in frame.groupby("split"):
-        sizes = {client: float(size or 0) for client, size in client_column(run, str(split)).items()}
-        frame.loc[rows.index, "examples"] = rows["client"].map(sizes)
-    return frame
+    results = (
+        ((measure, series, split), record.round, values)
+        for record in run.rounds
+        for measure, found in (("accuracy", record.accuracy), ("risk", record.risk))
+        for series, splits in (found or {}).items()
+        for split, values in splits.items()
+    )
+    return _by_round(results)
 
 
-def model_sizes(run: RunRecord) -> pd.DataFrame:
-    """Parameter counts of client models: columns ``series``, ``round``, ``client``, ``parameters``."""
-    rows = [
-        (series, record.round, client, size)
+def model_sizes(run: RunRecord) -> dict[str, pd.DataFrame]:
+    """Parameter counts of client models by series, a row a round and a column a client."""
+    return _by_round(
+        (series, record.round, sizes)
         for record in run.rounds
         for series, sizes in (record.parameters or {}).items()
-        for client, size in enumerate(sizes)
-    ]
-    return pd.DataFrame(rows, columns=["series", "round", "client", "parameters"])
+    )
 
 
-def by_round(run: RunRecord, kind: str) -> pd.DataFrame:
-    """Values that a method reports after each round, rows by round, columns by name.
+def _by_round(found: Iterable[tuple[Any, int, list[Any]]]) -> dict[Any, pd.DataFrame]:
+    rows: dict[Any, dict[int, list[Any]]] = {}
+    for key, at, values in found:
+        rows.setdefault(key, {})[at] = values
+    tables = {}
+    for key, by_round in rows.items():
+        raw = list(by_round.values())
+        table = np.array(raw, dtype=np.float64)
+        if np.isnan(table).any():
+            is_missing = np.equal(np.array(raw, dtype=object), None)
+            table[np.isnan(table) & ~is_missing] = np.inf
+        tables[key] = pd.DataFrame(table, index=list(by_round))
+    return tables
 
-    Args:
-        run: the run.
-        kind: ``loss`` (of each training pass), ``ranks`` (of each weight), or a key of ``observed`` such as
-            ``energy``.
+
+def method_values(run: RunRecord) -> dict[str, pd.DataFrame]:
+    """What a method reports after each round, rows by round, columns by name.
 
     Returns:
-        Floats, NaN where a round has no value; rounds without any value are left out.
+        Tables of ``loss`` (of each training pass), ``ranks`` (of each weight) and what the method observes,
+        such as ``energy``. NaN where a round lacks a value; rounds without any value are left out.
     """
-    known = {}
+    rows: dict[str, dict[int, dict[str, float]]] = {}
     for record in run.rounds:
-        values = getattr(record, kind) if kind in ("loss", "ranks") else (record.observed or {}).get(kind)
-        if values:
-            known[record.round] = values
-    return pd.DataFrame(list(known.values()), index=list(known), dtype=np.float64)
+        kinds = {"loss": record.loss, "ranks": record.ranks, **(record.observed or {})}
+        for kind, values in kinds.items():
+            if values:
+                rows.setdefault(kind, {})[record.round] = values
+    return {
+        kind: pd.DataFrame(list(found.values()), index=list(found), dtype=np.float64)
+        for kind, found in rows.items()
+    }

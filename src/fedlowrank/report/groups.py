@@ -110,6 +110,14 @@ class Group:
         ]
         return curve.assign(bytes=curve_over_seeds(sent)["mean"].reindex(curve.index))
 
+    def recovery_curve(self) -> pd.DataFrame:
+        """Cluster recovery over training, over seeds; empty if clusters are not known."""
+        return curve_over_seeds(run.recovery for run in self.runs)
+
+    def final_recovery(self) -> Estimate | None:
+        """Cluster recovery at the last round with routes, over seeds."""
+        return estimate(run.recovery.iloc[-1] for run in self.runs if len(run.recovery))
+
 
 RESULTS = [
     "round", "last", "std_clients", "last_weighted", "worst_tenth", "without", "non_finite", "last_ten",

@@ -138,13 +138,13 @@ def plot_replies(groups: Sequence[Group]) -> list[Picture]:
 def _plot_replies(group: Group) -> Picture | None:
     run = group.first
     ranks = pd.Series(client_ranks(run), dtype=np.int64)
-    weights = reply_values(run, "weights")
+    weights = chart.thin_out(reply_values(group.runs[0], "weights"))
     replies = weights.notna().sum(axis=1)
     weights = weights[[client for client in weights if client in ranks]]
     counts = ranks[weights.columns].value_counts()
     if len(counts) < 2:
         return None
-    errors = reply_values(run, "truncation").reindex(index=weights.index, columns=weights.columns)
+    errors = reply_values(group.runs[0], "truncation").reindex(index=weights.index, columns=weights.columns)
     styles = rank_styles(counts.index.tolist())
     figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
     look = {"color": INK, "linewidth": 1, "linestyle": (0, (1, 2)), "alpha": 0.7}

@@ -15,10 +15,10 @@ import pandas as pd
 
 from ..simulation.records import RunRecord
 from .formats import one_line
-from .frame import by_round, client_column, section
+from .frame import client_column, section
 from .groups import Group, by_experiment, by_variation, measure_of, predicts_tokens, with_token_names
 from .measures import LOSS, Measure
-from .metrics import curve_over_seeds, half_width
+from .metrics import Run, curve_over_seeds, half_width
 from .text_table import Column, TextTable
 
 
@@ -137,7 +137,7 @@ def format_ranks(run: RunRecord) -> str:
     return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in ordered)
 
 
-def reply_values(run: RunRecord, kind: str) -> pd.DataFrame:
+def reply_values(run: Run, kind: str) -> pd.DataFrame:
     """What a method reports about each client's reply, rows by round, columns by client; NaN if not finite.
 
     Args:
@@ -145,7 +145,7 @@ def reply_values(run: RunRecord, kind: str) -> pd.DataFrame:
         kind: ``weights``, p_i of the reply; or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the client's
         download.
     """
-    table = by_round(run, kind)
+    table = run.reported(kind)
     table = table[[name for name in table if str(name).isdecimal()]].rename(columns=int).sort_index(axis=1)
     return table.where(np.isfinite(table)).dropna(axis=1, how="all")
 
@@ -159,7 +159,7 @@ def server_rank(group: Group) -> tuple[pd.DataFrame, float, float] | None:
     """
     tracks, last = [], []
     for run in group.runs:
-        table = by_round(run.record, "ranks")
+        table = run.reported("ranks")
         table = table.loc[:, table.iloc[:1].eq(0).all()].dropna(how="all")
         if (table > 0).any(axis=None):
             tracks.append(table.mean(axis=1))
@@ -172,14 +172,14 @@ def server_rank(group: Group) -> tuple[pd.DataFrame, float, float] | None:
 
 def energy(group: Group) -> pd.DataFrame:
     """‖W‖_F², summed over layers, over training; empty if it was not recorded."""
-    return curve_over_seeds(_finite(_total(run.record, "energy")) for run in group.runs)
+    return curve_over_seeds(_finite(_total(run, "energy")) for run in group.runs)
 
 
 def discarded_share(group: Group) -> pd.DataFrame:
     """Share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
     tracks = []
     for run in group.runs:
-        kept, lost = _total(run.record, "energy"), _total(run.record, "discarded")
+        kept, lost = _total(run, "energy"), _total(run, "discarded")
         tracks.append(_finite((lost / (kept + lost)).where(lost > 0, 0.0).where(kept.notna() & lost.notna())))
     curve = curve_over_seeds(tracks)
     return curve if (curve["mean"] > 0).any() else curve.iloc[:0]
@@ -187,17 +187,17 @@ def discarded_share(group: Group) -> pd.DataFrame:
 
 def pass_names(group: Group) -> list[str]:
     """Names of the passes whose training loss was recorded, in order."""
-    return list(dict.fromkeys(name for run in group.runs for r in run.record.rounds for name in r.loss))
+    return list(dict.fromkeys(name for run in group.runs for name in run.reported("loss")))
 
 
 def training_loss(group: Group, name: str) -> pd.DataFrame:
     """Mean loss over the steps of a pass, of all participants, by round; empty if it was not recorded."""
-    losses = [by_round(run.record, "loss") for run in group.runs]
+    losses = [run.reported("loss") for run in group.runs]
     return curve_over_seeds(_finite(table[name]) for table in losses if name in table)
 
 
-def _total(run: RunRecord, kind: str) -> pd.Series:
-    return by_round(run, kind).sum(axis=1, skipna=False)
+def _total(run: Run, kind: str) -> pd.Series:
+    return run.reported(kind).sum(axis=1, skipna=False)
 
 
 def _finite(values: pd.Series) -> pd.Series:

@@ -15,7 +15,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
-from scipy.stats import gaussian_kde
 
 from . import chart
 from .formats import format_si, one_line
@@ -76,7 +75,7 @@ def plot_ranks(groups: Sequence[Group], styles: Styles) -> Picture | None:
 
 
 def _draw_rank(axes: Axes, curve: pd.DataFrame, style: Style) -> None:
-    curve = curve.iloc[chart.space_evenly(len(curve), POINTS)]
+    curve = chart.thin_out(curve, POINTS)
     if curve["ci"].notna().any():
         axes.fill_between(
             curve.index,
@@ -125,7 +124,7 @@ def plot_downlink(groups: Sequence[Group], styles: Styles) -> Picture | None:
         return None
     log = bool(peaks) and max(peaks) * chart.LOG_FROM <= largest
     silent = [group.short for group, sent in found if log and sent["mean"].max() <= 0]
-    drawn = [(group, sent) for group, sent in found if group.short not in silent]
+    drawn = [(group, chart.thin_out(sent)) for group, sent in found if group.short not in silent]
     figure, axes = new_figure(3.1)
     for i, (group, sent) in enumerate(drawn):
         style = styles[group.short]
@@ -216,6 +215,8 @@ def plot_relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture |
 
 
 def _draw_violin(axes: Axes, y: int, values: NDArray[np.float64], style: Style, opacity: float) -> None:
+    from scipy.stats import gaussian_kde  # slow to import
+
     low, high = float(values.min()), float(values.max())
     first, median, third = (float(v) for v in np.quantile(values, [0.25, 0.5, 0.75]))
     if high - low > 1e-9:

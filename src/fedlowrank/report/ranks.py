@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
-from .frame import by_round, model_sizes
 from .groups import Group, vary_text
 from .measures import ACCURACY
 from .metrics import Estimate, curve_over_seeds, estimate
@@ -35,13 +35,10 @@ def model_size(group: Group, series: str) -> tuple[Estimate, Estimate] | None:
     """
     means, deviations = [], []
     for run in group.runs:
-        table = model_sizes(run.record)
-        table = table[table["series"] == series]
-        scores = run.curve(series, run.measure or ACCURACY)
-        if not table.empty:
-            last = scores.index[-1] if len(scores) else None
-            at = last if (table["round"] == last).any() else table["round"].max()
-            sizes = table.loc[table["round"] == at, "parameters"]
+        if series in run.sizes:
+            table, scores = run.sizes[series], run.curve(series, run.measure or ACCURACY)
+            is_known = len(scores) > 0 and scores.index[-1] in table.index
+            sizes = table.loc[scores.index[-1]] if is_known else table.iloc[-1]
             means.append(sizes.mean())
             deviations.append(sizes.std(ddof=0))
     mean, std = estimate(means), estimate(deviations)
@@ -54,13 +51,11 @@ def sizes_differ(groups: Sequence[Group]) -> bool:
     Otherwise the size is that of the architecture, and a report need not show it. Settings with other varied
     values are apart: that a larger architecture has more parameters is no news.
     """
-    tables = [
-        model_sizes(run.record).assign(setting=f"{group.experiment} {vary_text(group.vary)}")
-        for group in groups
-        for run in group.runs
-    ]
-    counts = pd.concat(tables).groupby(["setting", "client"])["parameters"].nunique()
-    return bool((counts > 1).any())
+    settings: dict[str, list[pd.DataFrame]] = {}
+    for group in groups:
+        of_setting = settings.setdefault(f"{group.experiment} {vary_text(group.vary)}", [])
+        of_setting += [table for run in group.runs for table in run.sizes.values()]
+    return any((pd.concat(tables).nunique() > 1).any() for tables in settings.values() if tables)
 
 
 def rank_curves(group: Group) -> dict[str, RankCurve]:
@@ -68,21 +63,21 @@ def rank_curves(group: Group) -> dict[str, RankCurve]:
 
     Weights that not all seeds have, or whose rank was zero before training, are left out.
     """
-    tables = [table for run in group.runs if len(table := by_round(run.record, "ranks"))]
+    tables = [table for run in group.runs if len(table := run.reported("ranks"))]
     found = {}
     for name in tables[0].columns if tables else ():
         if all(name in table and table[name].notna().all() and table[name].iloc[0] > 0 for table in tables):
             percent = curve_over_seeds([100 * table[name] / table[name].iloc[0] for table in tables])
             if len(percent):
-                absolute = curve_over_seeds([table[name] for table in tables])
-                first = sum(table[name].iloc[0] for table in tables) / len(tables)
-                found[name] = RankCurve(percent, first, absolute["mean"].iloc[-1])
+                first = float(np.mean([table[name].iloc[0] for table in tables]))
+                last = float(np.mean([table.at[percent.index[-1], name] for table in tables]))
+                found[name] = RankCurve(percent, first, last)
     return found
 
 
 def last_ranks(group: Group) -> dict[str, float]:
     """Rank of every low-rank weight in the last record that has ranks, mean over the seeds that have it."""
-    last = [table.iloc[-1] for run in group.runs if len(table := by_round(run.record, "ranks"))]
+    last = [table.iloc[-1] for run in group.runs if len(table := run.reported("ranks"))]
     means = pd.DataFrame(last).mean().dropna()
     return {str(name): float(mean) for name, mean in means.items()}
 

@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .clusters import final_recovery
 from .formats import one_line
 from .frame import section, unseen_clients
 from .groups import Group, seed_of
@@ -49,7 +48,7 @@ def comparison_row(group: Group) -> Row:
     }
     for measure in MEASURES:
         row |= _results(group, measure)
-    recovery = final_recovery(group)
+    recovery = group.final_recovery()
     row |= {
         "recovery": recovery.mean if recovery else None,
         "recovery_ci95_seeds": recovery.ci if recovery else None,

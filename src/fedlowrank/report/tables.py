@@ -14,13 +14,13 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..simulation.records import RunRecord
-from .clusters import collapse_warnings
 from .formats import MISSING, format_loss, format_number, format_seconds, format_si, format_si_pair, one_line
 from .groups import Group, Target, group_runs
 from .lora_tables import rank_tables
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
 from .ranks import sizes_differ
 from .rows import comparison_row
+from .sentences import collapse_warnings
 from .sweeps import sweep_tables
 from .text_table import Column, TextTable, escape_markdown, to_rich
 from .text_table import to_markdown as table_to_markdown

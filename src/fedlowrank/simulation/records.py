@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from pydantic_core import from_json
 from torch import Tensor
 
 from ..core.errors import CheckpointError
@@ -124,7 +125,7 @@ class RunRecord:
             clients = json.loads((folder / "clients.json").read_text())
             status = believed(folder, json.loads((folder / "status.json").read_text()))
             lines = (folder / "metrics.jsonl").read_text().splitlines()
-            rounds = [RoundRecord(**json.loads(line)) for line in lines]
+            rounds = [RoundRecord(**from_json(line)) for line in lines]  # a third of the time of json.loads
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"the run folder {folder} cannot be read: {error}") from error
         if config.get("format") != FORMAT:
