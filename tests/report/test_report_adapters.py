@@ -272,7 +272,8 @@ class TestServer:
         assert (least, most) == (11, 13)
         picture = drawn.plot_server_rank(*both(runs))
         assert picture.figure.axes[0].lines[0].get_ydata().tolist() == [0, 6, 12]
-        assert "a 12 (11 to 13)" in picture.alt
+        assert "a 12" in picture.alt
+        assert "a 11 to 13" in picture.caption
 
     @pytest.mark.parametrize("ranks", [(), ({"a": 4}, {"a": 2}), ({"a": 0}, {"a": 0})])
     def test_no_rank_to_show(self, make_run, ranks):

@@ -13,6 +13,7 @@ from fedlowrank.report import comparison
 from fedlowrank.report.chart import choose_lines
 from fedlowrank.report.formats import MISSING, format_si_pair
 from fedlowrank.report.groups import group_runs
+from fedlowrank.report.measures import ACCURACY
 from fedlowrank.report.ranks import downlink, last_ranks, model_size, rank_curves, sizes_differ
 from fedlowrank.report.tables import to_csv
 
@@ -129,14 +130,14 @@ def test_downlink_is_for_each_participant(make_run):
 
 def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_run):
     groups = group_runs([make_run("a", rounds=slr(further=["x"])), make_run("b")])
-    shown = choose_lines(groups)
+    shown = choose_lines(groups, ACCURACY)
     assert [(one.label, one.place) for one in shown] == [("a", 0), ("a: gkr", 1), ("a: x", 2), ("b", 0)]
-    assert [one.label for one in choose_lines(groups, 3)] == ["a", "b"]
+    assert [one.label for one in choose_lines(groups, ACCURACY, 3)] == ["a", "b"]
     rows = slr()
     for row in rows:
         row["accuracy"] = {"mixed": {"test": [None]}, "gkr": {"test": [0.5]}}
     # a further series does not pass for the headline that has no number
-    assert [(one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]))] == [
+    assert [(one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]), ACCURACY)] == [
         ("a: gkr", 1)
     ]
 

@@ -1,9 +1,9 @@
-"""Parts that figures share: curves, axes with their limits and ticks, legend entries, words of captions."""
+"""Parts that figures share: lines, axes with their limits and ticks, legend entries, words of captions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .formats import format_tick, one_line
 from .groups import Group
 from .measures import Measure
-from .style import Style
+from .style import Picture, Style, Styles, add_legend, drawing, new_figure
 
 Bounds = tuple[float, float]
 UNBOUNDED: Bounds = (-math.inf, math.inf)
@@ -34,24 +34,28 @@ THIN = 1.0  # width of the line of a further series of a method, in points
 
 
 class Line(NamedTuple):
-    """A learning curve in a figure.
+    """A line in a figure.
 
     Attributes:
         group: the method.
+        label: entry of the legend.
+        table: columns ``mean`` and ``ci``, indexed by round.
+        place: 0 for the headline of the method, then 1, 2, ... for thin lines.
         series: name of the series.
-        place: 0 for the headline, then 1, 2, ...
-        label: the method, with the series after a colon unless it is the headline.
         unseen: whether it is about the clients that never train.
     """
 
     group: Group
-    series: str | None
-    place: int
     label: str
+    table: pd.DataFrame
+    place: int = 0
+    series: str | None = None
     unseen: bool = False
 
 
-def choose_lines(groups: Sequence[Group], most: int = LINES, *, unseen: bool = False) -> list[Line]:
+def choose_lines(
+    groups: Sequence[Group], measure: Measure, most: int = LINES, *, unseen: bool = False
+) -> list[Line]:
     """The headline of every evaluated group, each followed by its further series unless those are too many.
 
     With ``unseen``, the headline over the clients that never train follows, where there are any.
@@ -59,12 +63,12 @@ def choose_lines(groups: Sequence[Group], most: int = LINES, *, unseen: bool = F
     lines = []
     for group in groups:
         for place, name in enumerate(group.series):
-            if group.final(name):
-                label = f"{group.short}: {one_line(name)}" if place else group.short
-                lines.append(Line(group, name, place, label))
-        if unseen and group.results()["unseen"].notna().any():
-            label = f"{group.short}: unseen clients"
-            lines.append(Line(group, group.headline, len(group.series), label, unseen=True))
+            label = f"{group.short}: {one_line(name)}" if place else group.short
+            lines.append(Line(group, label, group.curve(name, measure), place, name))
+        if unseen:
+            curve, label = group.curve(measure=measure, unseen=True), f"{group.short}: unseen clients"
+            lines.append(Line(group, label, curve, len(group.series), group.headline, unseen=True))
+    lines = [line for line in lines if len(line.table)]
     return lines if len(lines) <= most else [line for line in lines if not line.place]
 
 
@@ -79,11 +83,6 @@ def all_ends(tables: Iterable[pd.DataFrame], bounds: Bounds = UNBOUNDED) -> list
     return [float(end) for table in tables for side in interval_ends(table, bounds) for end in side]
 
 
-def all_means(tables: Iterable[pd.DataFrame]) -> list[float]:
-    """All means of some curves."""
-    return [float(mean) for table in tables for mean in table["mean"]]
-
-
 def legend_entry(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
     """Entry of a legend: line and marker of a style, or others instead."""
     return Line2D(
@@ -92,32 +91,85 @@ def legend_entry(style: Style, marker: str | None = None, line: Any = None) -> L
     )  # fmt: skip
 
 
-def draw_curve(
-    axes: Axes, curve: pd.DataFrame, style: Style, scale: float = 1.0, *, bounds: Bounds = UNBOUNDED,
-    x: str | None = None, thin: bool = False,
-) -> Line2D:  # fmt: skip
-    """Draw means over seeds with their 95 % interval, cut to ``bounds``, as a band; return the legend entry.
+def draw_lines(
+    axes: Axes, lines: Sequence[Line], styles: Styles, scale: float = 1.0, *, bounds: Bounds = NON_NEGATIVE,
+    x: str | None = None,
+) -> list[Line2D]:  # fmt: skip
+    """Draw means over seeds with their 95 % interval, cut to ``bounds``, as a band; return legend entries.
 
     A logarithmic axis must have its limits before. ``scale`` leads to the unit of the axis, ``x`` names the
     column for the horizontal axis instead of the rounds, and a thin line has no band.
     """
-    curve = thin_out(curve)
-    at = (curve.index if x is None else curve[x]).to_numpy(dtype=np.float64)
-    if not thin and curve["ci"].notna().any():
-        low, high = interval_ends(curve, bounds)
-        if axes.get_yscale() == "log":
-            # A logarithmic axis has no place below zero.
-            low = np.maximum(low, axes.get_ylim()[0] / scale)
-        axes.fill_between(at, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
-    # One evaluation is a point: a line through it would show nothing.
-    entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
-    if thin:
-        entry.set(linewidth=THIN, markerfacecolor="none")
-    axes.plot(
-        at, scale * curve["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
-        dash_capstyle="butt", linewidth=entry.get_linewidth(), markerfacecolor=entry.get_markerfacecolor(),
+    entries = []
+    for line in lines:
+        style, table = styles[line.group.short].of_series(line.place), thin_out(line.table)
+        at = (table.index if x is None else table[x]).to_numpy(dtype=np.float64)
+        if not line.place and table["ci"].notna().any():
+            low, high = interval_ends(table, bounds)
+            if axes.get_yscale() == "log":
+                # A logarithmic axis has no place below zero.
+                low = np.maximum(low, axes.get_ylim()[0] / scale)
+            axes.fill_between(at, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
+        # One evaluation is a point: a line through it would show nothing.
+        entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
+        if line.place:
+            entry.set(linewidth=THIN, markerfacecolor="none")
+        axes.plot(
+            at, scale * table["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
+            dash_capstyle="butt", linewidth=entry.get_linewidth(), markerfacecolor=entry.get_markerfacecolor(),
+        )  # fmt: skip
+        entries.append(entry)
+    return entries
+
+
+@drawing()
+def plot_lines(
+    lines: Sequence[Line], styles: Styles, set_axis: Callable[[Axes, list[float]], None], *, title: str,
+    subject: str, form: Callable[[float], str], head: str, tail: str = "", scale: float = 1.0,
+    bounds: Bounds = NON_NEGATIVE, height: float = 2.6,
+) -> Picture | None:  # fmt: skip
+    """A figure of lines against rounds; None without lines.
+
+    Args:
+        lines: what to draw.
+        styles: of each method.
+        set_axis: sets up the vertical axis, given the ends of all bands.
+        title: heading.
+        subject: what is drawn, in a sentence.
+        form: a value as text.
+        head: beginning of the caption, before the note on seeds.
+        tail: rest of the caption.
+        scale: factor to the unit of the axis.
+        bounds: least and largest possible value.
+        height: of the axes, in inches.
+    """
+    if not lines:
+        return None
+    figure, axes = new_figure(height)
+    ends = all_ends([line.table for line in lines if not line.place], bounds)
+    set_axis(axes, ends)
+    entries = draw_lines(axes, lines, styles, scale, bounds=bounds)
+    axes.set_xlabel("round")
+    set_round_axis(axes.xaxis)
+    add_legend(figure, entries, [line.label for line in lines])
+    last = ", ".join(f"{line.label} {form(line.table['mean'].iloc[-1])}" for line in lines)
+    methods = count_methods(len({line.group.label for line in lines}))
+    return Picture(
+        figure, title, f"Line chart of {subject} against rounds for {methods}. At the end: {last}.",
+        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}",
     )  # fmt: skip
-    return entry
+
+
+def plot_measure(
+    lines: Sequence[Line], styles: Styles, measure: Measure, *, head: str, tail: str = ""
+) -> Picture | None:  # fmt: skip
+    """A figure of accuracies or losses against rounds; None without lines."""
+    means = [mean for line in lines for mean in line.table["mean"]]
+    return plot_lines(
+        lines, styles, lambda axes, ends: set_measure_axis(axes.yaxis, measure, means, ends),
+        title=f"{measure.title} over rounds", subject=measure.noun, form=measure.format, head=head, tail=tail,
+        scale=measure.scale, bounds=measure.bounds, height=3.1,
+    )  # fmt: skip
 
 
 def draw_bars(
@@ -179,13 +231,45 @@ def set_measure_axis(
         axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
 
 
-def set_scatter_axis(axes: Axes, measure: Measure, means: Sequence[float], margin: float) -> None:
-    """The vertical axis of a scatter chart of a measure, with a margin for the markers on all sides."""
-    set_measure_axis(axes.yaxis, measure, means)
+class Point(NamedTuple):
+    """A marker in a scatter chart: of a method or series, at ``x`` and ``mean``, ``size`` wide."""
+
+    label: str
+    style: Style
+    x: float
+    mean: float
+    size: float
+    opacity: float  # of the face; 0 for none
+
+
+@drawing()
+def plot_points(
+    points: Sequence[Point], measure: Measure, xlabel: str, unit: str, **texts: str
+) -> Picture:  # fmt: skip
+    """A scatter chart of results, logarithmic where the points are far apart; ``texts`` are the picture's."""
+    figure, axes = new_figure(3.1)
+    entries = []
+    for point in points:
+        face = (*point.style.rgb, point.opacity) if point.opacity else "none"
+        look: Any = {"markerfacecolor": face, "markeredgecolor": point.style.color, "markeredgewidth": 1.4}
+        at = [point.x], [measure.scale * point.mean]
+        # Large markers lie below small ones.
+        look |= {"marker": point.style.marker, "linestyle": "", "zorder": 2 + 1 / point.size}
+        axes.plot(*at, markersize=point.size, **look)
+        entries.append(Line2D([], [], markersize=min(point.size, 8), **look))
+    every = [point.x for point in points]
+    log = max(every) / min(every) >= LOG_FROM
+    set_prefix_axis(axes.xaxis, unit, every if log else None)
+    axes.set_xlabel(f"{xlabel}{', logarithmic' if log else ''}")
+    set_measure_axis(axes.yaxis, measure, [point.mean for point in points])
     axes.autoscale()
-    axes.margins(margin)
+    axes.margins(0.16)
     if not measure.is_loss:
         axes.set_ylim(*clip_percent(axes.get_ylim()))
+    if not log:
+        axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+    add_legend(figure, entries, [point.label for point in points])
+    return Picture(figure, **texts)
 
 
 def space_evenly(count: int, most: int) -> list[int]:
