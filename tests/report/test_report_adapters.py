@@ -23,7 +23,7 @@ from report_runs import (
 )
 from scipy import stats
 
-from fedlowrank.report import comparison, lora_tables, write_report
+from fedlowrank.report import chart, comparison, lora_tables, write_report
 from fedlowrank.report import lora_figures as drawn
 from fedlowrank.report.gallery import draw_all
 from fedlowrank.report.groups import group_runs, measure_of
@@ -177,13 +177,13 @@ class TestRankFigure:
     def test_labels_of_ranks_do_not_collide(self, ranks):
         with drawing():
             axes = Figure().add_subplot()
-            drawn.set_rank_axis(axes, sorted(ranks))
+            chart.set_value_axis(axes, sorted(ranks), log=True)
         kept = np.sort(axes.xaxis.get_major_locator().locs)
         assert set(kept) <= set(ranks)
         assert {min(ranks), max(ranks)} <= set(kept)
         assert axes.get_xlim()[0] < min(ranks) < max(ranks) < axes.get_xlim()[1]
         gaps = np.diff(np.log(kept)) / np.log(max(ranks) / min(ranks))
-        assert gaps.min() >= drawn.TICK * (1 - 1e-9)
+        assert gaps.min() >= chart.TICK * (1 - 1e-9)
 
 
 class TestReplies:

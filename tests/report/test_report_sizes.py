@@ -137,9 +137,9 @@ def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_
     for row in rows:
         row["accuracy"] = {"mixed": {"test": [None]}, "gkr": {"test": [0.5]}}
     # a further series does not pass for the headline that has no number
-    assert [(one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]), ACCURACY)] == [
-        ("a: gkr", 1)
-    ]
+    assert [
+        (one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]), ACCURACY)
+    ] == [("a: gkr", 1)]
 
 
 def test_float32_counts_as_the_paper_does(make_run):

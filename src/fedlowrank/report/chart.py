@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
@@ -30,27 +30,19 @@ DECADES = 100.0  # ratio of the largest to the smallest loss beyond which an axi
 # Most lines of a figure with the further series of methods; with more, only the headlines are drawn.
 LINES = 14
 POINTS = 250  # most points of a line: about one for each 1.3 units of the width of a figure
+TICK = 0.1  # least distance of two labels on an axis of values, as a part of the axis
 THIN = 1.0  # width of the line of a further series of a method, in points
 
 
 class Line(NamedTuple):
-    """A line in a figure.
-
-    Attributes:
-        group: the method.
-        label: entry of the legend.
-        table: columns ``mean`` and ``ci``, indexed by round.
-        place: 0 for the headline of the method, then 1, 2, ... for thin lines.
-        series: name of the series.
-        unseen: whether it is about the clients that never train.
-    """
+    """A line in a figure."""
 
     group: Group
-    label: str
-    table: pd.DataFrame
-    place: int = 0
+    label: str  # in the legend
+    table: pd.DataFrame  # columns ``mean`` and ``ci``, indexed by round
+    place: int = 0  # 0 for the headline of the method, then 1, 2, ... for thin lines
     series: str | None = None
-    unseen: bool = False
+    unseen: bool = False  # whether it is about the clients that never train
 
 
 def choose_lines(
@@ -130,18 +122,8 @@ def plot_lines(
 ) -> Picture | None:  # fmt: skip
     """A figure of lines against rounds; None without lines.
 
-    Args:
-        lines: what to draw.
-        styles: of each method.
-        set_axis: sets up the vertical axis, given the ends of all bands.
-        title: heading.
-        subject: what is drawn, in a sentence.
-        form: a value as text.
-        head: beginning of the caption, before the note on seeds.
-        tail: rest of the caption.
-        scale: factor to the unit of the axis.
-        bounds: least and largest possible value.
-        height: of the axes, in inches.
+    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``subject`` says in a sentence what is
+    drawn, and ``form`` writes a value. ``head`` is the caption before the note on seeds, ``tail`` the rest.
     """
     if not lines:
         return None
@@ -319,6 +301,26 @@ def set_prefix_axis(axis: Axis, unit: str, log_over: Sequence[float] | None) -> 
     else:
         axis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value, unit)))
+
+
+def set_value_axis(axes: Axes, values: Sequence[float], *, log: bool) -> None:
+    """A horizontal axis with ticks at sorted values that leave room for their labels, both ends included."""
+    low, high = values[0], values[-1]
+    # Limits by hand: matplotlib ignores lines that are set aside from their values.
+    if log:
+        axes.set_xscale("log")
+        axes.set_xlim(low / (high / low) ** 0.07, high * (high / low) ** 0.07)
+        place = {value: math.log(value / low) / (math.log(high / low) or 1) for value in values}
+    else:
+        axes.set_xlim(low - 0.07 * (high - low), high + 0.07 * (high - low))
+        place = {value: (value - low) / ((high - low) or 1) for value in values}
+    kept = [high]
+    for value in reversed(values[:-1]):
+        if place[kept[-1]] - place[value] >= TICK and (value == low or place[value] >= TICK):
+            kept.append(value)
+    axes.xaxis.set_major_locator(FixedLocator(kept))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def set_method_axis(axes: Axes, labels: Sequence[str]) -> None:

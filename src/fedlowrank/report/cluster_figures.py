@@ -1,8 +1,4 @@
-"""Figures of routes: the share that each cluster has of each client, and the recovery of true clusters.
-
-As in :mod:`fedlowrank.report.figures`, they are made from groups and styles, and None or nothing where there
-is none to draw.
-"""
+"""Figures of routes: the share that each cluster has of each client, and the recovery of true clusters."""
 
 from __future__ import annotations
 

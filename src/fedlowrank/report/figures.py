@@ -7,7 +7,7 @@ train. Where there are no classes, the mean test loss takes its place.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cbook import boxplot_stats
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from . import chart
 from .formats import format_si, one_line
@@ -188,60 +187,42 @@ def plot_sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     if len(settings) < 2:
         return None
     names = list(dict.fromkeys(key for group, _ in found for key, _ in group.vary))
-    raw = [dict(group.vary).get(names[0]) for group, _ in found]
-    numeric = len(names) == 1 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in raw)
-    places: dict[tuple[str, ...], float] = {setting: float(i) for i, setting in enumerate(settings)}
-    if numeric:
-        pairs = zip(found, raw, strict=True)
-        places = {_setting(group): float(value) for (group, _), value in pairs if value is not None}
+    values = [dict(group.vary).get(names[0]) for group, _ in found]
+    is_number = len(names) == 1 and all(
+        isinstance(v, int | float) and not isinstance(v, bool) for v in values
+    )
+    places: list[Any] = values if is_number else [settings.index(_setting(group)) for group, _ in found]
     table = pd.DataFrame(
-        [(group.short, places[_setting(group)], result.mean, result.ci) for group, result in found],
-        columns=["method", "place", "mean", "ci"],
-    ).set_index("place")
+        [(group.short, result.mean, result.ci) for group, result in found],
+        columns=["method", "mean", "ci"], index=places,
+    )  # fmt: skip
     figure, axes = new_figure(3.1)
     methods = list(dict.fromkeys(table["method"]))
     for i, short in enumerate(methods):
         rows = table[table["method"] == short].sort_index(kind="stable")
         chart.draw_bars(axes, rows, styles[short], measure, (i - (len(methods) - 1) / 2) * 4)
-    _set_sweep_axis(axes, places, numeric)
-    short_names = ", ".join(map(last_part, names))
+    x = sorted(set(places))
+    if is_number:
+        chart.set_value_axis(axes, x, log=x[0] > 0 and x[-1] / x[0] >= chart.LOG_FROM)
+    else:
+        texts = [one_line(setting, 32) for setting in settings]
+        turn, side = (30, "right") if sum(map(len, texts)) > 50 else (0, "center")
+        axes.set_xlim(-0.4, len(x) - 0.6)
+        axes.set_xticks(x, texts, rotation=turn, ha=side)
+    short_names, keys = ", ".join(map(last_part, names)), ", ".join(names)
     axes.set(xlabel=short_names)
     ends = chart.all_ends([table], measure.bounds)
     chart.set_measure_axis(axes.yaxis, measure, table["mean"].tolist(), ends)
     add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
-    texts = "; ".join(f"{group.label} {measure.format(result.mean)}" for group, result in found)
-    keys = ", ".join(names)
+    texts = [f"{group.label} {measure.format(result.mean)}" for group, result in found]
     seeds = ", mean over seeds with bars of the 95 % interval" if table["ci"].notna().any() else ""
     return Picture(
         figure,
         f"{measure.title} against {short_names}",
-        f"Line chart of final {measure.noun}: {texts}.",
+        f"Line chart of final {measure.noun}: {'; '.join(texts)}.",
         f"Mean {measure.noun} over clients at the last evaluated round for each value of {keys}{seeds}.",
     )
 
 
-def _setting(group: Group) -> tuple[str, ...]:
-    return tuple(f"{last_part(key)}={value_text(value)}" for key, value in group.vary)
-
-
-def _set_sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric: bool) -> None:
-    # Limits by hand: matplotlib ignores lines that are set aside from their values.
-    x = sorted(set(places.values()))
-    if not numeric:
-        texts = [one_line(", ".join(setting), 32) for setting in places]
-        axes.set_xlim(-0.4, len(x) - 0.6)
-        wide = sum(map(len, texts)) > 50
-        turn, side = (30, "right") if wide else (0, "center")
-        axes.set_xticks(list(places.values()), texts, rotation=turn, ha=side)
-        return
-    pad = 0.07 * (x[-1] - x[0])
-    axes.set_xlim(x[0] - pad, x[-1] + pad)
-    if x[0] > 0 and x[-1] / x[0] >= chart.LOG_FROM:
-        factor = (x[-1] / x[0]) ** 0.07
-        axes.set_xscale("log")
-        axes.set_xlim(x[0] / factor, x[-1] * factor)
-    # A tick at every value, unless they would collide.
-    if len(x) <= 12:
-        axes.xaxis.set_major_locator(FixedLocator(x))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+def _setting(group: Group) -> str:
+    return ", ".join(f"{last_part(key)}={value_text(value)}" for key, value in group.vary)

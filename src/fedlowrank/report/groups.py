@@ -33,27 +33,16 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """One method with one setting, over its seeds.
+    """One method with one setting, over its seeds."""
 
-    Attributes:
-        experiment: name of the experiment.
-        method: name of the method.
-        vary: the varied settings with their values, in order.
-        short: label without the varied settings, so the same for a method throughout a sweep.
-        label: label with them, unique in the experiment.
-        target: accuracy up to which costs are counted.
-        runs: one a seed, in the order given.
-        repeated: seeds given more than once; only the first run of each is in ``runs``.
-    """
-
-    experiment: str
-    method: str
-    vary: tuple[tuple[str, Any], ...]
-    short: str
-    label: str
-    target: Target
-    runs: tuple[Run, ...]
-    repeated: tuple[str, ...] = ()
+    experiment: str  # its name
+    method: str  # its name
+    vary: tuple[tuple[str, Any], ...]  # the varied settings with their values
+    short: str  # label without the varied settings, so the same for a method throughout a sweep
+    label: str  # with them, unique in the experiment
+    target: Target  # accuracy up to which costs are counted
+    runs: tuple[Run, ...]  # one a seed, in the order given
+    repeated: tuple[str, ...] = ()  # seeds given more than once; only the first run of each counts
 
     @property
     def first(self) -> RunRecord:

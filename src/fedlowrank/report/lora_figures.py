@@ -1,8 +1,4 @@
-"""Figures of LoRA adapters of unequal rank: results by rank, replies, the server's update, training loss.
-
-As in :mod:`fedlowrank.report.figures`, each takes groups and styles and returns a picture, or None with
-nothing to draw.
-"""
+"""Figures of LoRA adapters of unequal rank: results by rank, replies, the server's update, training loss."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from . import chart
 from .formats import one_line
@@ -31,23 +27,11 @@ from .lora_tables import (
     training_loss,
 )
 from .measures import LOSS
-from .style import (
-    INK,
-    LIGHT,
-    Picture,
-    Style,
-    Styles,
-    add_legend,
-    drawing,
-    hue_color,
-    make_styles,
-    new_panels,
-)
+from .style import INK, LIGHT, Picture, Style, Styles, add_legend, drawing, hue_color, make_styles, new_panels
 
 # For axes and captions: not one of the measures that runs are judged by.
 TRAINING = replace(LOSS, noun="training loss", title="Training loss")
 PANELS = 4  # most panels of a figure by rank: a method has few series
-TICK = 0.1  # least distance of two labels on an axis of ranks, as a part of the axis
 CLOSE = 8  # ranks from which on markers are smaller and closer to their places
 LISTED = 9  # most ranks in a legend
 SHARE: chart.Bounds = (0.0, 1.0)
@@ -89,7 +73,7 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
         axes.set_ylabel(panels[0, 0].get_ylabel())
     for axes in chart.finish_grid(panels, len(names)):
         axes.set_xlabel("rank of the client")
-    set_rank_axis(panels[0, 0], ranks)
+    chart.set_value_axis(panels[0, 0], ranks, log=True)
     add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
     texts = "; ".join(
         f"{group.short}, {name}: "
@@ -110,23 +94,6 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
         "line serves all ranks alike. Clients of different ranks hold different data, so a slope is not due "
         "to rank alone: compare methods.",
     )
-
-
-def set_rank_axis(axes: Axes, ranks: Sequence[int]) -> None:
-    """A logarithmic axis with ticks at ranks that leave room for their labels, both ends included."""
-    # Limits by hand: matplotlib ignores lines that are set aside from their values.
-    low, high = ranks[0], ranks[-1]
-    margin = (high / low) ** 0.07
-    axes.set_xscale("log")
-    axes.set_xlim(low / margin, high * margin)
-    apart = (high / low) ** TICK
-    kept = [high]
-    for rank in reversed(ranks[:-1]):
-        if kept[-1] >= rank * apart and (rank == low or rank >= low * apart):
-            kept.append(rank)
-    axes.xaxis.set_major_locator(FixedLocator(kept))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def plot_replies(groups: Sequence[Group]) -> list[Picture]:

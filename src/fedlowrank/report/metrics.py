@@ -32,21 +32,12 @@ NO_SCORES = pd.DataFrame(columns=["mean", "std"], dtype=np.float64)
 
 
 class Estimate(NamedTuple):
-    """A number over seeds.
+    """A number over seeds; for one seed, ``std`` and ``ci`` are NaN."""
 
-    Attributes:
-        n: seeds that have the number.
-        mean: their mean.
-        std: standard deviation with n - 1 in the denominator; NaN for one seed.
-        ci: half-width of the 95 % confidence interval of the mean, from Student's t with n - 1 degrees of
-        freedom;
-            NaN for one seed.
-    """
-
-    n: int
+    n: int  # seeds that have the number
     mean: float
-    std: float
-    ci: float
+    std: float  # with n - 1 in the denominator
+    ci: float  # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
 
 
 def half_width(std: Any, n: int) -> Any:

@@ -1,8 +1,4 @@
-"""Figures of what low rank saves and costs: ranks, downlink, model size, accuracy relative to a reference.
-
-As in :mod:`fedlowrank.report.figures`, each takes groups and styles and returns a picture, or None with
-nothing to draw.
-"""
+"""Figures of what low rank saves and costs: ranks, downlink, model size, accuracy relative to a reference."""
 
 from __future__ import annotations
 

@@ -14,17 +14,11 @@ from .metrics import Estimate, curve_over_seeds, estimate
 
 
 class RankCurve(NamedTuple):
-    """The rank of one weight over training.
+    """The rank of one weight over training, mean over seeds."""
 
-    Attributes:
-        percent: of the rank before training; columns ``mean`` and ``ci``, indexed by round.
-        first: the rank before training, mean over seeds.
-        last: the rank at the last round that all seeds share, mean over seeds.
-    """
-
-    percent: pd.DataFrame
-    first: float
-    last: float
+    percent: pd.DataFrame  # of the rank before training; columns ``mean`` and ``ci``, indexed by round
+    first: float  # before training
+    last: float  # at the last round that all seeds share
 
 
 def model_size(group: Group, series: str) -> tuple[Estimate, Estimate] | None:

@@ -30,27 +30,16 @@ Cells = tuple[Column, list[str]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of groups.
-
-    Attributes:
-        groups: one a row.
-        frame: exact values, one row a group; the CSV contains all of them.
-        blocks: tables of the results, by ``accuracy``, ``loss``, ``size``, ``cost`` and ``target``.
-        targets: target of each experiment, by name.
-        footnotes: ``(term, meaning)``.
-        sweeps: results by what was varied.
-        ranks: results by rank of the client.
-        warnings: what a reader must know first.
-    """
+    """The comparison of groups."""
 
     groups: tuple[Group, ...]
-    frame: pd.DataFrame
-    blocks: Mapping[str, TextTable]
-    targets: Mapping[str, Target]
-    footnotes: tuple[tuple[str, str], ...]
-    sweeps: tuple[TextTable, ...]
-    ranks: tuple[TextTable, ...]
-    warnings: tuple[str, ...]
+    frame: pd.DataFrame  # exact values, one row a group; the CSV contains all of them
+    blocks: Mapping[str, TextTable]  # results, by ``accuracy``, ``loss``, ``size``, ``cost`` and ``target``
+    targets: Mapping[str, Target]  # of each experiment, by name
+    footnotes: tuple[tuple[str, str], ...]  # terms and what they mean
+    sweeps: tuple[TextTable, ...]  # results by what was varied
+    ranks: tuple[TextTable, ...]  # results by rank of the client
+    warnings: tuple[str, ...]  # what a reader must know first
 
     @property
     def tables(self) -> list[TextTable]:
