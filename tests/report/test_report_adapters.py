@@ -309,7 +309,7 @@ class TestServer:
             rows({"head": 2.0, "body": 1.0}, {"head": math.nan}),
         ]
         runs = [make_run("a", s, rounds=one, lora={"r": 4}) for s, one in enumerate(seeds)]
-        head = lora_tables.training_loss(group_runs(runs)[0], "head")
+        head = lora_tables.training_losses(group_runs(runs)[0])["head"]
         assert (head.index.tolist(), head["mean"].tolist()) == (
             [1],
             [3],

@@ -19,12 +19,11 @@ from .lora_tables import (
     discarded_share,
     energy,
     has_adapters,
-    pass_names,
     rank_measure,
     rank_series,
     reply_values,
     server_rank,
-    training_loss,
+    training_losses,
 )
 from .measures import LOSS
 from .style import INK, LIGHT, Picture, Style, Styles, add_legend, drawing, hue_color, make_styles, new_panels
@@ -263,8 +262,7 @@ def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | Non
     lines = [
         chart.Line(group, f"{group.short}: {one_line(name, 16)}" if place else group.short, curve, place)
         for group in groups
-        for place, name in enumerate(pass_names(group))
-        if len(curve := training_loss(group, name))
+        for place, (name, curve) in enumerate(training_losses(group).items())
     ]
     lines = [line for line in lines if not line.place] if len(lines) > chart.LINES else lines
     has_more = any(line.place for line in lines)

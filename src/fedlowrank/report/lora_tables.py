@@ -172,33 +172,24 @@ def server_rank(group: Group) -> tuple[pd.DataFrame, float, float] | None:
 
 def energy(group: Group) -> pd.DataFrame:
     """‖W‖_F², summed over layers, over training; empty if it was not recorded."""
-    return curve_over_seeds(_finite(_total(run, "energy")) for run in group.runs)
+    return curve_over_seeds(_total(run, "energy") for run in group.runs)
 
 
 def discarded_share(group: Group) -> pd.DataFrame:
     """Share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
-    tracks = []
-    for run in group.runs:
-        kept, lost = _total(run, "energy"), _total(run, "discarded")
-        tracks.append(_finite((lost / (kept + lost)).where(lost > 0, 0.0).where(kept.notna() & lost.notna())))
-    curve = curve_over_seeds(tracks)
+    totals = [(_total(run, "energy"), _total(run, "discarded")) for run in group.runs]
+    # 0 of nothing is 0.
+    curve = curve_over_seeds(lost / (kept + lost).where(lost != 0, 1.0) for kept, lost in totals)
     return curve if (curve["mean"] > 0).any() else curve.iloc[:0]
 
 
-def pass_names(group: Group) -> list[str]:
-    """Names of the passes whose training loss was recorded, in order."""
-    return list(dict.fromkeys(name for run in group.runs for name in run.reported("loss")))
-
-
-def training_loss(group: Group, name: str) -> pd.DataFrame:
-    """Mean loss over the steps of a pass, of all participants, by round; empty if it was not recorded."""
-    losses = [run.reported("loss") for run in group.runs]
-    return curve_over_seeds(_finite(table[name]) for table in losses if name in table)
+def training_losses(group: Group) -> dict[str, pd.DataFrame]:
+    """Mean loss over the steps of each pass, of all participants, by round; passes in order."""
+    tables = [run.reported("loss") for run in group.runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    curves = {name: curve_over_seeds(t[name] for t in tables if name in t) for name in names}
+    return {name: curve for name, curve in curves.items() if len(curve)}
 
 
 def _total(run: Run, kind: str) -> pd.Series:
     return run.reported(kind).sum(axis=1, skipna=False)
-
-
-def _finite(values: pd.Series) -> pd.Series:
-    return values[np.isfinite(values)]

@@ -58,12 +58,13 @@ def curve_over_seeds(tracks: Iterable[pd.Series]) -> pd.DataFrame:
     """Mean over seeds and half-width of its 95 % interval at the rounds that all seeds have.
 
     Args:
-        tracks: values by round, one series a seed; empty ones are left out.
+        tracks: values by round, one series a seed; what is not finite is left out, and so are empty ones.
 
     Returns:
         Columns ``mean`` and ``ci`` (NaN for one seed), indexed by round; empty without seeds.
     """
-    known = [track for track in tracks if len(track)]
+    finite = (track[np.isfinite(track.astype(float))] for track in tracks)
+    known = [track for track in finite if len(track)]
     table = pd.concat(known, axis=1, join="inner").sort_index() if known else pd.DataFrame(dtype=np.float64)
     return pd.DataFrame({"mean": table.mean(axis=1), "ci": half_width(table.std(axis=1), len(known))})
 
@@ -181,15 +182,6 @@ class Run:
         """Scores of one series by round, over the clients that can train or over those that never do."""
         return self.scores.get((measure.field, series or "", split, unseen), NO_SCORES)
 
-    @cached_property
-    def _results(self) -> dict[tuple[str, str], dict[str, float]]:
-        found = {}
-        for field, series, split, unseen in self.scores:
-            if split == "test" and not unseen:
-                measure = next(measure for measure in MEASURES if measure.field == field)
-                found[field, series] = self._choose_rounds(series, measure)
-        return found
-
     def results(self, series: str | None, measure: Measure) -> dict[str, float] | None:
         """Statistics of a series at the rounds that a report may choose; None if it was never evaluated.
 
@@ -202,6 +194,12 @@ class Run:
             over the clients that never train.
         """
         return self._results.get((measure.field, series or ""))
+
+    @cached_property
+    def _results(self) -> dict[tuple[str, str], dict[str, float]]:
+        tests = [key[:2] for key in self.scores if key[2:] == ("test", False)]
+        by_field = {measure.field: measure for measure in MEASURES}
+        return {(field, name): self._choose_rounds(name, by_field[field]) for field, name in tests}
 
     def _choose_rounds(self, series: str, measure: Measure) -> dict[str, float]:
         test = self.curve(series, measure)

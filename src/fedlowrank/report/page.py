@@ -36,8 +36,7 @@ def write_report(
         runs: in the order in which methods appear; runs of several experiments get a section each.
         out: the page, such as ``report.html``; ``report.md`` and ``report.csv`` are written next to it.
         target: accuracy in (0, 1] for the columns "to target"; None for the runs' own, else the largest whole
-        percent
-            that all of them reached.
+            percent that all of them reached.
         command: command line that makes these runs again, for the reader.
 
     Raises:
