@@ -49,25 +49,20 @@ def test_bands_of_accuracies_are_whole(runs, figure):
     assert min(least for least, _ in bands) == 0
 
 
-def test_bands_of_losses_are_whole(make_run):
-    lasts = (0.5, 0.6, 1.9)
-    runs = [make_run("a", s, rounds=regression_of([[2.0] * 2, [last] * 2])) for s, last in enumerate(lasts)]
-    (axes,) = figures.plot_loss(*both(runs)).figure.axes
-    ((least, most),) = drawn_bands(axes)
-    assert (least, most) == pytest.approx((1 - half_width(lasts), 1 + half_width(lasts)))
-    assert axes.get_ylim()[0] < least
-    assert most < axes.get_ylim()[1]
-
-
-def test_a_logarithmic_axis_says_where_bands_end(make_run):
-    lasts = (1e-4, 1e-4, 9e-4)
+@pytest.mark.parametrize(("lasts", "scale"), [((0.5, 0.6, 1.9), "linear"), ((1e-4, 1e-4, 9e-4), "log")])
+def test_bands_of_losses_are_whole_or_the_caption_says_where_they_end(make_run, lasts, scale):
     runs = [make_run("a", s, rounds=regression_of([[2.0] * 2, [last] * 2])) for s, last in enumerate(lasts)]
     picture = figures.plot_loss(*both(runs))
     (axes,) = picture.figure.axes
-    assert axes.get_yscale() == "log"
-    ((least, _),) = drawn_bands(axes)
-    assert least == pytest.approx(axes.get_ylim()[0])  # the interval reaches below 0
-    assert "below 0, end at the lower edge" in picture.caption
+    assert axes.get_yscale() == scale
+    ((least, most),) = drawn_bands(axes)
+    low, high = axes.get_ylim()
+    if scale == "linear":
+        assert (least, most) == pytest.approx((1 - half_width(lasts), 1 + half_width(lasts)))
+        assert low < least < most < high
+    else:
+        assert least == pytest.approx(low)  # the interval reaches below 0
+        assert "below 0, end at the lower edge" in picture.caption
 
 
 def test_bars_of_a_sweep_are_whole(make_run):

@@ -22,7 +22,6 @@ from report_runs import (
 from scipy import stats
 
 from fedlowrank.report import comparison, figures, rank_figures, write_report
-from fedlowrank.report.formats import format_loss, format_loss_pair
 from fedlowrank.report.gallery import draw_all
 from fedlowrank.report.groups import choose_target, group_runs
 from fedlowrank.report.measures import ACCURACY, LOSS
@@ -284,15 +283,3 @@ class TestUnseen:
             [make_run("a", 0), make_run("a", 1, run={"unseen": 0.0}), make_run("a", 2, run={"unseen": 0.5})]
         )
         assert [len(group.runs) for group in groups] == [2, 1]
-
-
-def test_units():
-    assert [format_loss(v) for v in (None, math.nan, 0.0, 0.0123456, 1.5, 1234.5, 1.23456e-7)] == [
-        "–", "–", "0.000", "0.01235", "1.500", "1234", "1.235e-07",
-    ]  # fmt: skip
-    assert format_loss_pair(0.5, None) == "0.5000"
-    assert format_loss_pair(0.5, 0.0123) == "0.500 ± 0.012"
-    assert format_loss_pair(0.07475, 0.075) == "0.075 ± 0.075"
-    assert format_loss_pair(0.1542, 0.27) == "0.15 ± 0.27"
-    assert format_loss_pair(0.01, 5.3) == "0.010 ± 5.300"
-    assert format_loss_pair(1.234e-6, 1e-8) == "1.234e-06 ± 1.0e-08"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,7 @@ from .measures import Measure
 from .style import Picture, Style, Styles, add_legend, drawing, new_figure
 
 Bounds = tuple[float, float]
+Rounds = TypeVar("Rounds", pd.DataFrame, pd.Series)
 UNBOUNDED: Bounds = (-math.inf, math.inf)
 NON_NEGATIVE: Bounds = (0.0, math.inf)
 
@@ -226,9 +227,9 @@ class Point(NamedTuple):
 
 @drawing()
 def plot_points(
-    points: Sequence[Point], measure: Measure, xlabel: str, unit: str, **texts: str
+    points: Sequence[Point], measure: Measure, xlabel: str, unit: str, *, title: str, alt: str, caption: str
 ) -> Picture:  # fmt: skip
-    """A scatter chart of results, logarithmic where the points are far apart; ``texts`` are the picture's."""
+    """A scatter chart of results, logarithmic where the points are far apart."""
     figure, axes = new_figure(3.1)
     entries = []
     for point in points:
@@ -251,7 +252,7 @@ def plot_points(
     if not log:
         axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
     add_legend(figure, entries, [point.label for point in points])
-    return Picture(figure, **texts)
+    return Picture(figure, title, alt, caption)
 
 
 def space_evenly(count: int, most: int) -> list[int]:
@@ -259,7 +260,7 @@ def space_evenly(count: int, most: int) -> list[int]:
     return sorted({round(i) for i in np.linspace(0, count - 1, min(most, count)).tolist()})
 
 
-def thin_out(table: pd.DataFrame, most: int = POINTS) -> pd.DataFrame:
+def thin_out(table: Rounds, most: int = POINTS) -> Rounds:
     """Up to ``most`` rounds of a table, evenly spaced, both ends included: more points cannot be seen."""
     return table.iloc[space_evenly(len(table), most)]
 

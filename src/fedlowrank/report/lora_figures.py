@@ -104,7 +104,7 @@ def plot_replies(groups: Sequence[Group]) -> list[Picture]:
 def _plot_replies(group: Group) -> Picture | None:
     run = group.first
     ranks = pd.Series(client_ranks(run), dtype=np.int64)
-    weights = chart.thin_out(reply_values(group.runs[0], "weights"))
+    weights = reply_values(group.runs[0], "weights")
     replies = weights.notna().sum(axis=1)
     weights = weights[[client for client in weights if client in ranks]]
     counts = ranks[weights.columns].value_counts()
@@ -114,14 +114,16 @@ def _plot_replies(group: Group) -> Picture | None:
     styles = rank_styles(counts.index.tolist())
     figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
     look = {"color": INK, "linewidth": 1, "linestyle": (0, (1, 2)), "alpha": 0.7}
-    (even,) = above.plot(weights.index, 1 / replies, **look)
+    even_weights = chart.thin_out(1 / replies)
+    (even,) = above.plot(even_weights.index, even_weights, **look)
     log = _set_error_axis(below, errors.stack().tolist())
     for client in weights:
         style = styles[ranks[client]]
         # Who took part now and then has markers, or a lone round would not be seen.
         marker = style.marker if weights[client].isna().any() else ""
         error = errors[client].where((errors[client] > 0) | (not log))
-        for axes, values in ((above, weights[client]), (below, 100 * error)):
+        for axes, every in ((above, weights[client]), (below, 100 * error)):
+            values = chart.thin_out(every)
             axes.plot(
                 values.index, values, color=style.color, linestyle=style.line, marker=marker, markersize=3.5,
                 linewidth=1.3, dash_capstyle="butt",

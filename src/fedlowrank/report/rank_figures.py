@@ -210,7 +210,7 @@ def plot_model_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
     measure = measure_of(groups)
     found: list[tuple[str, chart.Point]] = []
     for group in groups:
-        known = {name: size[0].mean for name in group.series if (size := model_size(group, name))}
+        known = {name: both[0].mean for name in group.series if (both := model_size(group, name))}
         for place, name in enumerate(group.series):
             result, size = group.final(name, measure), known.get(name, 0.0)
             if result and size > 0:

@@ -130,12 +130,13 @@ def _measures(frame: pd.DataFrame) -> tuple[Measure, Measure]:
 
 def _column(
     frame: pd.DataFrame, title: str, key: str, form: Callable[..., str], spread: str = "", *,
-    always: bool = False, **look: Any,
+    always: bool = False, unit: str = "", note: str = "", is_wide: bool = False,
 ) -> Iterator[Cells]:  # fmt: skip
     """A column of the table if the frame has any number for it, or always."""
     if always or _has(frame, key):
         columns = [_floats(frame, name) for name in (key, spread) if name]
-        yield Column(title, **look), [form(*values) for values in zip(*columns, strict=True)]
+        cells = [form(*values) for values in zip(*columns, strict=True)]
+        yield Column(title, unit, note, is_wide=is_wide), cells
 
 
 def _accuracy_columns(frame: pd.DataFrame) -> Iterator[Cells]:
@@ -145,16 +146,17 @@ def _accuracy_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         return
     yield from _result_columns(frame, accuracy)
     for end in ("", *_series_ends(frame, "reference_percent")):
-        papers, is_diverged = _floats(frame, f"reference_percent{end}"), f"reference_not_converged{end}"
-        diverged = _floats(frame, is_diverged) == 1
+        papers = _floats(frame, f"reference_percent{end}")
+        diverged = _floats(frame, f"reference_not_converged{end}") == 1
         if papers.notna().any() or diverged.any():
             pairs = zip(papers, diverged, strict=True)
             cells = [f"{v:.2f}" if v == v else "not converged" if flag else MISSING for v, flag in pairs]
             yield Column(f"paper {end[1:]}".rstrip(), "%"), cells
             note = f"{end[1:] or 'last round'} minus the paper's number, in percentage points"
-            look = {"unit": "points", "note": note, "always": True}
-            title = f"difference {end[1:]}".rstrip()
-            yield from _column(frame, title, f"difference_points{end}", _format_difference, **look)
+            title, key = f"difference {end[1:]}".rstrip(), f"difference_points{end}"
+            yield from _column(
+                frame, title, key, _format_difference, always=True, unit="points", note=note
+            )  # fmt: skip
     if not by_loss.any():
         what = "the tokens of their test texts" if loss is TOKEN_LOSS else "their test examples"
         note = f"mean over clients of the mean loss on {what}, at the last evaluated round; over several "
@@ -218,9 +220,8 @@ def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         "at the last evaluated round: 1 for the same clusters, about 0 for a draw; over several seeds ± "
         "half-width of the 95 % confidence interval"
     )
-    look = {"note": note}
-    key, spread = "recovery", "recovery_ci95_seeds"
-    yield from _column(frame, "cluster recovery (ARI)", key, _format_recovery, spread, **look)
+    title, spread = "cluster recovery (ARI)", "recovery_ci95_seeds"
+    yield from _column(frame, title, "recovery", _format_recovery, spread, note=note)
     if _has(frame, "status"):
         cells = frame["status"].fillna("").astype(str).tolist()
         yield Column("status", note="runs that are not finished", align="left"), cells
@@ -239,8 +240,9 @@ def _size_columns(frame: pd.DataFrame, is_varied: bool) -> Iterator[Cells]:
     )
     for end in ends:
         title, spread = f"parameters {end[1:]}".rstrip(), f"{own}_std{end}"
-        look = {"note": "" if end else note}
-        yield from _column(frame, title, f"{own}{end}", format_si_pair, spread, **look)
+        yield from _column(
+            frame, title, f"{own}{end}", format_si_pair, spread, note="" if end else note
+        )  # fmt: skip
         paper_title = f"paper {end[1:]}".rstrip()
         yield from _column(frame, paper_title, f"{paper}{end}", lambda value: format_si(1e6 * value))
 
