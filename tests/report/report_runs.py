@@ -228,6 +228,11 @@ def both(runs):
     return groups, make_styles([group.short for group in groups])
 
 
+def draw(plot, *runs):
+    """The picture that a function makes of runs, or None."""
+    return plot(*both(runs))
+
+
 def legend_of(picture):
     """Labels of a picture's legend."""
     return [text.get_text() for text in picture.figure.legends[0].get_texts()]

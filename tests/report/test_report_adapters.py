@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from report_runs import (
     both,
     cells,
+    draw,
     legend_of,
     members,
     page_of,
@@ -139,7 +140,7 @@ class TestRankFigure:
         rows = [with_server(rounds_of([[0.9, v, 0.3]]), [[0.5, 0.4, 0.4]]) for v in (0.5, 0.7)]
         runs = [make_run("a", s, rounds=one, clients=clients) for s, one in enumerate(rows)]
         runs.append(make_run("b", rounds=rounds_of([[0.6, 0.1, 0.2]]), clients=clients))
-        picture = drawn.plot_score_by_rank(*both(runs))
+        picture = draw(drawn.plot_score_by_rank, *runs)
         personal, server = picture.figure.axes
         assert [axes.get_title("left") for axes in (personal, server)] == ["personal", "server"]
         lines = [bars.lines[0] for bars in personal.containers]
@@ -248,7 +249,7 @@ class TestServer:
         runs = [
             make_run("a", s, rounds=observing({}, {}, {}, ranks=one)) for s, one in enumerate((ranks, more))
         ]
-        picture = drawn.plot_server_rank(*both(runs))
+        picture = draw(drawn.plot_server_rank, *runs)
         # a weight that began with a rank is in the other figure
         assert picture.figure.axes[0].lines[0].get_ydata().tolist() == [0, 6, 12]
         assert "a 12" in picture.alt
@@ -258,7 +259,7 @@ class TestServer:
     def test_no_rank_to_show(self, make_run, ranks):
         run = make_run("a", rounds=observing({}, {}, ranks=ranks))
         assert lora_tables.server_rank(group_runs([run])[0]) is None
-        assert drawn.plot_server_rank(*both([run])) is None
+        assert draw(drawn.plot_server_rank, run) is None
 
     def test_energy_and_what_a_cap_cut_off(self, make_run):
         pairs = (0.0, 0.0), (2.0, 0.5), (7.0, 0.0)
@@ -269,12 +270,12 @@ class TestServer:
         assert lora_tables.energy(a)["mean"].tolist() == [1, 3, 8]
         assert lora_tables.discarded_share(a)["mean"].tolist() == [0, 0.25, 0]  # 1 of 3 + 1
         assert lora_tables.discarded_share(b).empty
-        picture = drawn.plot_energy(*both([capped, free]))
+        picture = draw(drawn.plot_energy, capped, free)
         drawings = [[line.get_ydata().tolist() for line in axes.lines] for axes in picture.figure.axes]
         assert drawings == [[[1, 3, 8]] * 2, [[0, 25, 0]]]
         assert "a 25 % at round 1" in picture.alt
-        assert drawn.plot_energy(*both([free])) is None
-        assert drawn.plot_energy(*both([make_run("c")])) is None
+        assert draw(drawn.plot_energy, free) is None
+        assert draw(drawn.plot_energy, make_run("c")) is None
 
     def test_training_loss(self, make_run):
         def rows(*each):
@@ -289,13 +290,13 @@ class TestServer:
         ]
         runs = [make_run("a", s, rounds=one, lora={"r": 4}) for s, one in enumerate(seeds)]
         # round 2 is not finite in the second seed
-        picture = drawn.plot_training_loss(*both([*runs, make_run("b", rounds=seeds[0], lora={"r": 4})]))
+        picture = draw(drawn.plot_training_loss, *runs, make_run("b", rounds=seeds[0], lora={"r": 4}))
         assert legend_of(picture) == ["a", "a: body", "b", "b: body"]
         assert [line.get_ydata().tolist() for line in picture.figure.axes[0].lines] == [[3], [1], [4, 2], [1]]
         assert picture.figure.axes[0].get_ylabel() == "training loss"
         assert "b 2.000" in picture.alt
         silent = make_run("c", rounds=rounds_of([[0.5]]), lora={"r": 4})
-        assert drawn.plot_training_loss(*both([silent])) is None
+        assert draw(drawn.plot_training_loss, silent) is None
 
 
 class TestLanguage:

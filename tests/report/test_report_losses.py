@@ -10,6 +10,7 @@ import pytest
 from report_runs import (
     both,
     cells,
+    draw,
     in_clusters,
     legend_of,
     page_of,
@@ -78,21 +79,21 @@ class TestBesideAccuracy:
         for row in rows:
             row["accuracy"]["global"] = {"test": [0.3, 0.4]}
         runs = [make_run("a", s, rounds=with_risk(rows, [[2, 1], [1 + s, 1 + s]])) for s in (0, 1)]
-        picture = figures.plot_loss(*both([*runs, make_run("old")]))
+        picture = draw(figures.plot_loss, *runs, make_run("old"))
         assert picture.title == "Test loss over rounds"
         assert legend_of(picture) == ["a"]
         assert lines(picture)[0].get_ydata().tolist() == pytest.approx([1.5, 1.5])
         band = picture.figure.axes[0].collections[0].get_paths()[0].vertices
         assert band[:, 1].max() == pytest.approx(1.5 + stats.t.ppf(0.975, 1) * 0.5)
         assert "a 1.500" in picture.alt
-        assert figures.plot_loss(*both([make_run("old")])) is None
+        assert draw(figures.plot_loss, make_run("old")) is None
 
     @pytest.mark.parametrize(
         ("ends", "scale"),
         [((1.0, 0.011), "linear"), ((1.0, 0.009), "log"), ((1.0, 0.0), "linear"), ((1.0, -0.001), "linear")],
     )
     def test_logarithmic_beyond_two_decades_of_positive_losses(self, make_run, ends, scale):
-        picture = figures.plot_loss(*both([make_run("a", rounds=regression_of([[end] for end in ends]))]))
+        picture = draw(figures.plot_loss, make_run("a", rounds=regression_of([[end] for end in ends])))
         axes = picture.figure.axes[0]
         assert axes.get_yscale() == scale
         low, high = axes.get_ylim()
@@ -147,7 +148,7 @@ class TestInsteadOfAccuracy:
             row["risk"]["global"] = {"test": [2.0, 4.0]}
         run = make_run("a", rounds=rows)
         assert cells(comparison([run]), "loss", "global") == ["3.000"]
-        picture = figures.plot_loss(*both([run]))
+        picture = draw(figures.plot_loss, run)
         assert legend_of(picture) == ["a", "a: global"]
         assert lines(picture)[1].get_ydata().tolist() == [3.0, 3.0]
 
@@ -184,7 +185,7 @@ class TestInsteadOfAccuracy:
             for s in (0, 1, 2)
         ]
         assert state_findings(group_runs(runs))[0].startswith("a leads at 2 of 2 settings.")
-        picture = figures.plot_sweep(*both(runs))
+        picture = draw(figures.plot_sweep, *runs)
         assert picture.title == "Test loss against k"
         first = picture.figure.axes[0].containers[0].lines[0]
         assert first.get_ydata().tolist() == pytest.approx([0.11, 0.21])
@@ -251,11 +252,11 @@ class TestUnseen:
         assert "unseen clients" not in titles(comparison([make_run("old")]))
 
     def test_thin_line(self, make_run):
-        for regression, draw, at in (
+        for regression, plot, at in (
             (False, figures.plot_accuracy, [60, 30]),
             (True, figures.plot_loss, [4, 4]),
         ):
-            picture = draw(*both(self.runs(make_run, regression)))
+            picture = draw(plot, *self.runs(make_run, regression))
             assert legend_of(picture) == ["a", "a: unseen clients", "b"]
             head, unseen, _ = lines(picture)
             assert unseen.get_ydata().tolist() == pytest.approx(at)
@@ -269,9 +270,9 @@ class TestUnseen:
             make_run(m, rounds=rounds_of([[0.5 + step] * 20 + [0.0, 9 * step, 0.0, 0.9]]), clients=people)
             for m, step in (("fedavg", 0.0), ("b", 0.1))
         ]
-        boxes = figures.plot_clients(*both(runs)).figure.axes[0]
+        boxes = draw(figures.plot_clients, *runs).figure.axes[0]
         assert all(0.49 < x / 100 < 0.61 for line in boxes.lines for x in line.get_xdata())
-        relative = rank_figures.plot_relative_accuracy(*both(runs))
+        relative = draw(rank_figures.plot_relative_accuracy, *runs)
         assert "b +10.0" in relative.alt
         assert (
             len(relative.figure.axes[0].collections) == 1

@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_runs import both, cells, in_clusters, legend_of, one_hot, page_of, rounds_of, text_of, with_routes
+from report_runs import (
+    both,
+    cells,
+    draw,
+    in_clusters,
+    legend_of,
+    one_hot,
+    page_of,
+    rounds_of,
+    text_of,
+    with_routes,
+)
 from scipy import stats
 
 from fedlowrank.report import cluster_figures, comparison, write_report
@@ -139,7 +150,7 @@ class TestOverRounds:
             pytest.approx(0.25),
             pytest.approx(half),
         )
-        picture = cluster_figures.plot_recovery(*both([*runs, make_run("old")]))
+        picture = draw(cluster_figures.plot_recovery, *runs, make_run("old"))
         (axes,) = picture.figure.axes
         assert [line.get_ydata().tolist() for line in axes.lines] == [pytest.approx([0, 0.25])]
         assert len(axes.collections) == 1

@@ -62,7 +62,7 @@ def _by_round(found: Iterable[tuple[Any, int, list[Any]]]) -> dict[Any, pd.DataF
         raw = list(by_round.values())
         table = np.array(raw, dtype=np.float64)
         if np.isnan(table).any():
-            is_missing = np.equal(np.array(raw, dtype=object), None)
+            is_missing = np.array([[value is None for value in row] for row in raw])
             table[np.isnan(table) & ~is_missing] = np.inf
         tables[key] = pd.DataFrame(table, index=list(by_round))
     return tables
@@ -77,7 +77,11 @@ def method_values(run: RunRecord) -> dict[str, pd.DataFrame]:
     """
     rows: dict[str, dict[int, dict[str, float]]] = {}
     for record in run.rounds:
-        kinds = {"loss": record.loss, "ranks": record.ranks, **(record.observed or {})}
+        kinds: dict[str, dict[str, Any]] = {
+            "loss": record.loss,
+            "ranks": record.ranks,
+            **(record.observed or {}),
+        }
         for kind, values in kinds.items():
             if values:
                 rows.setdefault(kind, {})[record.round] = values

@@ -198,7 +198,7 @@ class Run:
     @cached_property
     def _results(self) -> dict[tuple[str, str], dict[str, float]]:
         tests = [key[:2] for key in self.scores if key[2:] == ("test", False)]
-        by_field = {measure.field: measure for measure in MEASURES}
+        by_field = {str(measure.field): measure for measure in MEASURES}
         return {(field, name): self._choose_rounds(name, by_field[field]) for field, name in tests}
 
     def _choose_rounds(self, series: str, measure: Measure) -> dict[str, float]:
