@@ -24,7 +24,7 @@ from report_runs import (
 )
 from scipy import stats
 
-from fedlowrank.report import chart, comparison, lora_tables, write_report
+from fedlowrank.report import chart, comparison, low_rank, write_report
 from fedlowrank.report import lora_figures as drawn
 from fedlowrank.report.gallery import draw_all
 from fedlowrank.report.groups import group_runs, measure_of
@@ -80,7 +80,7 @@ def replying(weights, errors):
 class TestByRank:
     def test_ranks_are_positive_whole_numbers(self, make_run):
         run = make_run("a", rounds=rounds_of([[0.5] * 5]), clients=people(4, None, 0, True, 4))
-        assert lora_tables.client_ranks(run) == {0: 4, 4: 4}
+        assert low_rank.client_ranks(run) == {0: 4, 4: 4}
         mixed = make_run("a", rounds=rounds_of([[0.5] * 4]), clients=people(2, 16, 2, 4))
         assert "Ranks of the clients: 16, 4, 2 × 2." in describe_setting(group_runs([mixed]))
 
@@ -90,7 +90,7 @@ class TestByRank:
         rows = [with_server(rounds_of([[0.9, v, 0.3, 1.0, 0.0]]), [[0.4] * 5]) for v in (0.5, 0.6)]
         a = [make_run("a", s, rounds=one, clients=clients) for s, one in enumerate(rows)]
         b = make_run("b", rounds=rounds_of([[0.6, None, 0.25, 1.0, 0.0]]), clients=clients)
-        (table,) = lora_tables.rank_tables(group_runs([*a, b]))
+        (table,) = low_rank.rank_tables(group_runs([*a, b]))
         assert table.title == "Accuracy / % by rank of the client"
         assert table.fields == ("rank", "clients")
         assert [column.title for column in table.columns] == ["a: personal", "a: server", "b: personal"]
@@ -105,7 +105,7 @@ class TestByRank:
             make_run("a", rounds=rounds_of([[v, 0.2]]), clients=people(big, 1), vary={"lora.r": big}, name=name)
             for name in ("x", "y") for big, v in ((4, 0.5), (8, 0.6))
         ]  # fmt: skip
-        tables = lora_tables.rank_tables(group_runs(runs))
+        tables = low_rank.rank_tables(group_runs(runs))
         assert [t.title.partition("client ")[2] for t in tables] == [
             "in x with r = 4", "in x with r = 8", "in y with r = 4", "in y with r = 8",
         ]  # fmt: skip
@@ -114,16 +114,16 @@ class TestByRank:
     def test_where_a_method_has_no_client_of_a_rank(self, make_run):
         a = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
         b = make_run("b", rounds=rounds_of([[0.5, 0.3]]), clients=people(1, 1))
-        (table,) = lora_tables.rank_tables(group_runs([a, b]))
+        (table,) = low_rank.rank_tables(group_runs([a, b]))
         assert table.rows == (("4", "1", "50.00", "–"), ("1", "1–2", "20.00", "40.00"))
-        assert lora_tables.rank_tables(group_runs([b])) == []  # one rank is nothing to compare
+        assert low_rank.rank_tables(group_runs([b])) == []  # one rank is nothing to compare
 
     def test_regressions_are_compared_by_loss(self, make_run):
         run = make_run("a", rounds=regression_of([[0.5, 0.25]]), clients=people(4, 1))
-        (table,) = lora_tables.rank_tables(group_runs([run]))
+        (table,) = low_rank.rank_tables(group_runs([run]))
         assert table.title == "Test loss by rank of the client"
         assert "lower is better" in table.note
-        assert lora_tables.adapter_row(group_runs([run])[0]) == {"loss_rank_4": 0.5, "loss_rank_1": 0.25}
+        assert low_rank.adapter_row(group_runs([run])[0]) == {"loss_rank_4": 0.5, "loss_rank_1": 0.25}
 
     def test_is_shown_wherever_results_are_read(self, make_run, tmp_path):
         run = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
@@ -179,11 +179,11 @@ class TestReplies:
         run = make_run("a", rounds=observing(*self.EACH))
         expected = {0: {1: 0.5, 2: 0.5, 3: 0.6}, 1: {1: 0.5, 2: 0.3}, 2: {2: 0.2, 3: 0.4}}
         assert {
-            c: v.dropna().to_dict() for c, v in lora_tables.reply_values(Run(run), "weights").items()
+            c: v.dropna().to_dict() for c, v in low_rank.reply_values(Run(run), "weights").items()
         } == expected
         odd = make_run("a", rounds=observing({"weights": {"0": math.nan, "1": None, "x": 1.0, "2": 0.5}}))
-        assert lora_tables.reply_values(Run(odd), "weights").to_dict() == {2: {0: 0.5}}
-        assert lora_tables.reply_values(Run(odd), "truncation").empty
+        assert low_rank.reply_values(Run(odd), "weights").to_dict() == {2: {0: 0.5}}
+        assert low_rank.reply_values(Run(odd), "truncation").empty
 
     def test_lines_by_client_colored_by_rank(self, make_run):
         run = make_run("a", rounds=observing(*self.EACH), clients=people(8, 2, 2, 1))
@@ -258,7 +258,7 @@ class TestServer:
     @pytest.mark.parametrize("ranks", [(), ({"a": 4}, {"a": 2}), ({"a": 0}, {"a": 0})])
     def test_no_rank_to_show(self, make_run, ranks):
         run = make_run("a", rounds=observing({}, {}, ranks=ranks))
-        assert lora_tables.server_rank(group_runs([run])[0]) is None
+        assert low_rank.server_rank(group_runs([run])[0]) is None
         assert draw(drawn.plot_server_rank, run) is None
 
     def test_energy_and_what_a_cap_cut_off(self, make_run):
@@ -267,9 +267,9 @@ class TestServer:
         capped = make_run("a", rounds=observing(*each))
         free = make_run("b", rounds=observing(*({**one, "discarded": {"a": 0.0, "b": 0.0}} for one in each)))
         a, b = group_runs([capped, free])
-        assert lora_tables.energy(a)["mean"].tolist() == [1, 3, 8]
-        assert lora_tables.discarded_share(a)["mean"].tolist() == [0, 0.25, 0]  # 1 of 3 + 1
-        assert lora_tables.discarded_share(b).empty
+        assert low_rank.energy(a)["mean"].tolist() == [1, 3, 8]
+        assert low_rank.discarded_share(a)["mean"].tolist() == [0, 0.25, 0]  # 1 of 3 + 1
+        assert low_rank.discarded_share(b).empty
         picture = draw(drawn.plot_energy, capped, free)
         drawings = [[line.get_ydata().tolist() for line in axes.lines] for axes in picture.figure.axes]
         assert drawings == [[[1, 3, 8]] * 2, [[0, 25, 0]]]
@@ -303,7 +303,7 @@ class TestLanguage:
     @settings(deadline=None)
     @given(st.lists(st.floats(0, 20), min_size=1, max_size=20))
     def test_perplexity_is_the_geometric_mean_of_the_clients(self, losses):
-        assert lora_tables.perplexity(math.fsum(losses) / len(losses)) == pytest.approx(
+        assert low_rank.perplexity(math.fsum(losses) / len(losses)) == pytest.approx(
             stats.gmean(np.exp(losses))
         )
 
@@ -386,5 +386,5 @@ def test_runs_without_adapters_show_nothing_of_them(make_run):
     assert not {picture.title for picture in pictures} & set(OURS)
     table = comparison([run])
     assert table.ranks == ()
-    assert lora_tables.adapter_row(group_runs([run])[0]) == {}
+    assert low_rank.adapter_row(group_runs([run])[0]) == {}
     assert not any("rank_" in name or "perplexity" in name for name in table.frame)

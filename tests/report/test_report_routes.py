@@ -22,7 +22,7 @@ from report_runs import (
 from scipy import stats
 
 from fedlowrank.report import cluster_figures, comparison, write_report
-from fedlowrank.report.clusters import find_collapse, score_recovery
+from fedlowrank.report.frame import find_collapse, score_recovery
 from fedlowrank.report.gallery import draw_all, save_figures
 from fedlowrank.report.groups import group_runs
 from fedlowrank.report.sentences import collapse_warnings, find_warnings

@@ -12,8 +12,8 @@ from fedlowrank.report import comparison
 from fedlowrank.report.chart import choose_lines
 from fedlowrank.report.formats import MISSING
 from fedlowrank.report.groups import group_runs
+from fedlowrank.report.low_rank import downlink, last_ranks, model_size, rank_curves, sizes_differ
 from fedlowrank.report.measures import ACCURACY
-from fedlowrank.report.ranks import downlink, last_ranks, model_size, rank_curves, sizes_differ
 from fedlowrank.report.tables import to_csv
 
 FULL = 11_173_952

@@ -6,7 +6,7 @@ from pathlib import Path
 from report_runs import both, curve, in_clusters, with_routes
 
 from fedlowrank.cli.main import main
-from fedlowrank.report import clusters, metrics, tables
+from fedlowrank.report import frame, metrics, tables
 from fedlowrank.report.chart import POINTS
 from fedlowrank.report.gallery import draw_all
 
@@ -41,7 +41,7 @@ def test_each_run_is_read_and_computed_once(make_run, tmp_path, monkeypatch):
         for name in ("evaluations", "model_sizes", "method_values", "recovery_by_round")
     ]
     rows = counted(monkeypatch, tables, "comparison_row", lambda group: group.label)
-    indices = counted(monkeypatch, clusters, "score_recovery", lambda routes: None)
+    indices = counted(monkeypatch, frame, "score_recovery", lambda routes: None)
     assert main(["report", *(str(run.folder) for run in runs), "-o", str(tmp_path / "r.html")]) == 0
     folders = [run.folder for run in runs]
     assert {path: n for path, n in read.items() if path.name == "metrics.jsonl"} == {

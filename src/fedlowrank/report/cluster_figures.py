@@ -13,9 +13,8 @@ from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from . import chart
-from .clusters import Floats, routes_by_round, true_clusters
 from .formats import one_line
-from .frame import unseen_clients
+from .frame import Floats, routes_by_round, true_clusters, unseen_clients
 from .groups import Group, seed_of
 from .style import INK, WIDTH, Picture, Styles, drawing, make_styles
 

@@ -88,11 +88,7 @@ class Group:
         name, by = self.headline if series is None else series, measure or self.measure
         scores = [run.curve(name, by, unseen=unseen)["mean"] for run in self.runs]
         curve = curve_over_seeds(scores)
-        sent = [
-            pd.Series({r.round: float(r.bytes_up + r.bytes_down) for r in run.record.rounds}).cumsum()
-            for run, score in zip(self.runs, scores, strict=True)
-            if len(score)
-        ]
+        sent = [run.sent for run, score in zip(self.runs, scores, strict=True) if len(score)]
         return curve.assign(bytes=curve_over_seeds(sent)["mean"].reindex(curve.index))
 
     def recovery_curve(self) -> pd.DataFrame:

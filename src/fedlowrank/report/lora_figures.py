@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from . import chart
 from .formats import one_line
 from .groups import Group, seed_of
-from .lora_tables import (
+from .low_rank import (
     client_ranks,
     discarded_share,
     energy,

@@ -19,8 +19,15 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from ..simulation.records import RoundRecord, RunRecord
-from .clusters import recovery_by_round
-from .frame import client_column, evaluations, method_values, model_sizes, section, unseen_clients
+from .frame import (
+    client_column,
+    evaluations,
+    method_values,
+    model_sizes,
+    recovery_by_round,
+    section,
+    unseen_clients,
+)
 from .measures import ACCURACY, LOSS, MEASURES, Measure
 
 LAST = 10  # evaluations in the mean over the end of a run
@@ -132,8 +139,13 @@ class Run:
 
     @cached_property
     def recovery(self) -> pd.Series:
-        """Cluster recovery, see :func:`fedlowrank.report.clusters.recovery_by_round`."""
+        """Cluster recovery, see :func:`fedlowrank.report.frame.recovery_by_round`."""
         return recovery_by_round(self.record)
+
+    @cached_property
+    def sent(self) -> pd.Series:
+        """Bytes sent both ways since the start, by round."""
+        return pd.Series({r.round: float(r.bytes_up + r.bytes_down) for r in self.record.rounds}).cumsum()
 
     def reported(self, kind: str) -> pd.DataFrame:
         """A table of :func:`fedlowrank.report.frame.method_values`; empty if the method has none."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from . import chart
 from .formats import format_si, one_line
 from .groups import Group, measure_of, seed_of
-from .ranks import RankCurve, downlink, model_size, rank_curves
+from .low_rank import RankCurve, downlink, model_size, rank_curves
 from .style import INK, Picture, Style, Styles, add_legend, drawing, new_figure, new_panels
 
 PANELS = 24  # most panels of ranks; of a deeper model, so many weights are drawn, evenly spaced in depth

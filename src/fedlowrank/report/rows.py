@@ -10,10 +10,9 @@ from typing import Any
 from .formats import one_line
 from .frame import section, unseen_clients
 from .groups import Group, seed_of
-from .lora_tables import adapter_row
+from .low_rank import adapter_row, last_ranks, model_size
 from .measures import ACCURACY, LOSS, MEASURES, Measure
 from .metrics import COSTS
-from .ranks import last_ranks, model_size
 
 FLOAT32 = 4
 """Bytes of a floating-point element as papers count communication, whatever the messages contain."""

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..simulation.records import RunRecord
-from .clusters import find_collapse, routes_by_round, true_clusters
 from .formats import format_percent, one_line
-from .frame import section, unseen_clients
+from .frame import find_collapse, routes_by_round, section, true_clusters, unseen_clients
 from .groups import (
     SECTIONS,
     Group,
@@ -21,7 +20,7 @@ from .groups import (
     value_text,
     vary_text,
 )
-from .lora_tables import format_ranks
+from .low_rank import format_ranks
 from .measures import ACCURACY, LOSS, Measure
 from .metrics import Estimate
 

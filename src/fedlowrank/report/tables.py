@@ -16,9 +16,8 @@ from rich.text import Text
 from ..simulation.records import RunRecord
 from .formats import MISSING, format_loss, format_number, format_seconds, format_si, format_si_pair, one_line
 from .groups import Group, Target, group_runs
-from .lora_tables import rank_tables
+from .low_rank import rank_tables, sizes_differ
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
-from .ranks import sizes_differ
 from .rows import comparison_row
 from .sentences import collapse_warnings
 from .sweeps import sweep_tables
