@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from report_runs import both, draw, one_hot, regression_of, rounds_of, with_routes
+from report_runs import both, draw, in_clusters, one_hot, regression_of, rounds_of, with_routes
 from scipy import stats
 
 from fedlowrank.report import cluster_figures, figures, lora_figures, rank_figures
@@ -82,17 +82,10 @@ def test_bars_of_a_sweep_are_whole(make_run):
 
 
 def test_bands_of_the_cluster_recovery_are_whole(make_run):
-    truth = [0, 0, 1, 1]
-    people = [
-        {"id": i, "train": 10, "val": 0, "test": 5, "cluster": c, "classes": None}
-        for i, c in enumerate(truth)
-    ]
     chosen = ([0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 0, 1])  # adjusted Rand indices 1, 1 and -0.5
     runs = [
-        make_run(
-            "a", s, clients=people, rounds=with_routes(rounds_of([[0.5] * 4] * 2), [one_hot(one, 2)] * 2)
-        )
-        for s, one in enumerate(chosen)
+        make_run("a", s, clients=in_clusters([0, 0, 1, 1]), rounds=with_routes(rounds_of([[0.5] * 4]), [one]))
+        for s, one in enumerate(one_hot(each, 2) for each in chosen)
     ]
     (axes,) = draw(cluster_figures.plot_recovery, *runs).figure.axes
     ((least, most),) = drawn_bands(axes)

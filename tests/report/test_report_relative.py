@@ -22,6 +22,12 @@ def clients_of(*values, series="personal", ids=20):
     return rows
 
 
+def with_gkr(rows, value):
+    """The rows with a further series."""
+    rows[0]["accuracy"]["gkr"] = {"test": [value] * 20}
+    return rows
+
+
 def medians(picture):
     """Where the thick lines are, by row."""
     found = {}
@@ -96,24 +102,21 @@ class TestRelative:
         ]
         assert [medians(picture) for picture in drawn] == [{0: pytest.approx(30)}] * 2
 
-    def test_further_series_have_violins(self, make_run):
-        rows = clients_of(0.8, series="mixed")
-        rows[0]["accuracy"]["gkr"] = {"test": [0.6] * 20}
-        picture = draw(PLOT, make_run("fedavg", rounds=clients_of(0.5)), make_run("s", rounds=rows))
-        assert [tick.get_text() for tick in picture.figure.axes[0].get_yticklabels()] == ["s", "s: gkr"]
-        assert medians(picture) == {0: pytest.approx(30), 1: pytest.approx(10)}
-
-    def test_clients_without_a_number_on_either_side_are_left_out(self, make_run):
-        one = clients_of(None, 0.5, math.nan, 0.5)
-        other = clients_of(0.9, None, 0.9, 0.7)
-        picture = draw(PLOT, make_run("fedavg", rounds=one), make_run("b", rounds=other))
-        assert medians(picture) == {0: pytest.approx(20)}
-        assert "b +20.0" in picture.alt
-
-    def test_last_round_with_a_number_counts(self, make_run):
-        rows = rounds_of([[0.1] * 20, [0.4] * 20, [math.nan] * 20])
-        picture = draw(PLOT, make_run("fedavg", rounds=clients_of(0.1)), make_run("b", rounds=rows))
-        assert medians(picture) == {0: pytest.approx(30)}
+    @pytest.mark.parametrize(
+        ("base", "rows", "gains"),
+        [
+            (clients_of(0.5), with_gkr(clients_of(0.8, series="mixed"), 0.6), {"b": 30, "b: gkr": 10}),
+            # clients without a number on either side are left out
+            (clients_of(None, 0.5, math.nan, 0.5), clients_of(0.9, None, 0.9, 0.7), {"b": 20}),
+            # the last round with a number counts
+            (clients_of(0.1), rounds_of([[0.1] * 20, [0.4] * 20, [math.nan] * 20]), {"b": 30}),
+        ],
+    )
+    def test_a_violin_a_series_of_clients_with_numbers(self, make_run, base, rows, gains):
+        picture = draw(PLOT, make_run("fedavg", rounds=base), make_run("b", rounds=rows))
+        assert [tick.get_text() for tick in picture.figure.axes[0].get_yticklabels()] == list(gains)
+        assert list(medians(picture).values()) == pytest.approx(list(gains.values()))
+        assert f"b +{gains['b']}.0" in picture.alt
 
     def test_none_without_anything_to_compare(self, make_run):
         def drawn(*runs):

@@ -56,6 +56,7 @@ def test_each_run_is_read_and_computed_once(make_run, tmp_path, monkeypatch):
 
 def test_lines_have_a_bounded_number_of_points_with_both_ends(make_run):
     ((_, pictures),) = draw_all(*both([long_run(make_run, "a", seed) for seed in (0, 1)]))
+    assert "Of each line at most 250 rounds are drawn" in pictures[0].caption
     checked = 0
     for picture in pictures:
         for axes in picture.figure.axes if "over rounds" in picture.title else ():

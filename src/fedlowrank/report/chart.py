@@ -139,7 +139,7 @@ def plot_lines(
     methods = count_methods(len({line.group.label for line in lines}))
     return Picture(
         figure, title, f"Line chart of {subject} against rounds for {methods}. At the end: {last}.",
-        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}",
+        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}{note_points(lines)}",
     )  # fmt: skip
 
 
@@ -349,6 +349,12 @@ def note_band(groups: Iterable[Group], bounds: Bounds = NON_NEGATIVE) -> str:
     """End of a sentence: over how many seeds the mean is, and what the band is."""
     seeds, cut = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
     return f"{seeds}; the band is the 95 % interval over seeds{cut}." if seeds else "."
+
+
+def note_points(lines: Iterable[Line]) -> str:
+    """A sentence for the caption if lines have more rounds than are drawn."""
+    is_long = any(len(line.table) > POINTS for line in lines)
+    return f" Of each line at most {POINTS} rounds are drawn, evenly spaced." if is_long else ""
 
 
 def note_cut(axes: Axes, ends: Sequence[float]) -> str:

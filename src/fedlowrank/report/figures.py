@@ -95,7 +95,7 @@ def plot_communication(groups: Sequence[Group], styles: Styles) -> Picture | Non
         f"Line chart of {measure.noun} against bytes sent for {chart.count_methods(len(lines))}. Sent in "
         f"all: {texts}.",
         f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways"
-        f"{chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}{level}",
+        f"{chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}{level}{chart.note_points(lines)}",
     )
 
 

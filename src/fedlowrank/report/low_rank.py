@@ -148,10 +148,7 @@ def format_ranks(run: RunRecord) -> str:
 def reply_values(run: Run, kind: str) -> pd.DataFrame:
     """What a method reports about each client's reply, rows by round, columns by client; NaN if not finite.
 
-    Args:
-        run: the run.
-        kind: ``weights``, p_i of the reply; or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the client's
-        download.
+    ``kind`` is ``weights``, p_i of the reply, or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the download.
     """
     table = run.reported(kind)
     table = table[[name for name in table if str(name).isdecimal()]].rename(columns=int).sort_index(axis=1)
@@ -187,7 +184,7 @@ def discarded_share(group: Group) -> pd.DataFrame:
     """Share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
     totals = [(_total(run, "energy"), _total(run, "discarded")) for run in group.runs]
     # 0 of nothing is 0.
-    curve = curve_over_seeds(lost / (kept + lost).where(lost != 0, 1.0) for kept, lost in totals)
+    curve = curve_over_seeds(lost / (kept + lost).replace(0.0, 1.0) for kept, lost in totals)
     return curve if (curve["mean"] > 0).any() else curve.iloc[:0]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -116,9 +115,8 @@ def _method_settings(group: Group) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def _format_versions(run: RunRecord) -> str:
-    versions = json.loads(json.dumps(section(run.config, "versions"), sort_keys=True))
-    texts = [f"{one_line(name)} {one_line(version)}" for name, version in versions.items()]
-    return ", ".join(texts) or "not recorded"
+    versions = sorted(section(run.config, "versions").items())
+    return ", ".join(f"{one_line(name)} {one_line(version)}" for name, version in versions) or "not recorded"
 
 
 def _join_titles(titles: Sequence[str]) -> str:
