@@ -13,7 +13,8 @@ import safetensors.numpy
 from rich.console import Console
 
 from fedlowrank.report import render_terminal, write_report
-from fedlowrank.report.groups import group_runs
+from fedlowrank.report.groups import choose_target, group_runs
+from fedlowrank.report.metrics import Run
 from fedlowrank.report.style import make_styles
 from fedlowrank.simulation.records import RunRecord
 
@@ -207,6 +208,22 @@ def cells(table, block, title):
     one = table.blocks[block]
     place = [column.title for column in one.columns].index(title)
     return [row[len(one.fields) + place] for row in one.rows]
+
+
+def titles_of(table, *blocks):
+    """Titles of the columns in these blocks of a comparison, else in all."""
+    return [column.title for name in blocks or table.blocks for column in table.blocks[name].columns]
+
+
+def main_of(record):
+    """Headline results of a run in what it is judged by."""
+    run = Run(record)
+    return run.results(run.headline, run.measure)
+
+
+def target_of(records, *given):
+    """The target of the runs of one experiment."""
+    return choose_target([Run(record) for record in records], *given)
 
 
 def text_of(table, width=200):

@@ -13,18 +13,21 @@ from report_runs import (
     draw,
     in_clusters,
     legend_of,
+    main_of,
     page_of,
     regression_of,
     rounds_of,
     rows_of,
+    target_of,
     text_of,
+    titles_of,
     with_risk,
 )
 from scipy import stats
 
 from fedlowrank.report import comparison, figures, rank_figures, write_report
 from fedlowrank.report.gallery import draw_all
-from fedlowrank.report.groups import choose_target, group_runs
+from fedlowrank.report.groups import group_runs
 from fedlowrank.report.measures import ACCURACY, LOSS
 from fedlowrank.report.metrics import Run
 from fedlowrank.report.sentences import describe_setting, find_warnings, state_findings
@@ -33,20 +36,6 @@ from fedlowrank.report.tables import to_csv, to_markdown
 
 def lines(picture):
     return picture.figure.axes[0].lines
-
-
-def titles(table):
-    return [column.title for one in table.blocks.values() for column in one.columns]
-
-
-def main(run):
-    """Headline results of a run in what it is judged by."""
-    run = Run(run)
-    return run.results(run.headline, run.measure)
-
-
-def target_of(runs, *given):
-    return choose_target([Run(run) for run in runs], *given)
 
 
 def regressions(make_run, *last, seeds=2, name="linear"):
@@ -72,7 +61,7 @@ class TestBesideAccuracy:
         assert rows_of(table)[0]["loss_std_clients"] == pytest.approx(0.5)
         assert cells(table, "accuracy", "test loss") == [f"2.0 ± {half:.1f}", "–"]
         assert "loss" not in table.blocks
-        assert "test loss" not in titles(comparison([make_run("old")]))
+        assert "test loss" not in titles_of(comparison([make_run("old")]))
 
     def test_figure_has_the_headlines_alone(self, make_run):
         rows = rounds_of([[0.1, 0.2], [0.5, 0.7]])
@@ -115,7 +104,7 @@ class TestInsteadOfAccuracy:
         for row, value in zip(rows, (9, 2, 4, 2), strict=True):
             row["risk"]["personal"]["val"] = [value, value]
         run = Run(make_run(rounds=rows))
-        got = main(run.record)
+        got = main_of(run.record)
         assert (run.measure, run.headline, run.status) == (LOSS, "personal", "")
         assert (got["last"], got["last_ten"], got["best_test"]) == (3.0, 2.0, 1.0)
         assert got["worst_tenth"] == 5.0  # the highest tenth
@@ -230,13 +219,13 @@ class TestUnseen:
 
     def test_headline_is_of_the_others(self, make_run):
         run, everyone = self.runs(make_run)
-        got = main(run)
+        got = main_of(run)
         assert [got[key] for key in ("last", "unseen", "best_by_validation", "last_ten")] == pytest.approx(
             [0.7, 0.3, 0.7, 0.7]
         )
         assert got["last_weighted"] == pytest.approx((0.6 * 10 + 0.8 * 20) / 30)
-        assert main(everyone)["last"] == pytest.approx(0.5)
-        assert "unseen" not in main(everyone)
+        assert main_of(everyone)["last"] == pytest.approx(0.5)
+        assert "unseen" not in main_of(everyone)
         loss = Run(run).results("personal", LOSS)
         assert (loss["last"], loss["unseen"]) == (1.5, 4.0)
         assert target_of([run]).value == 0.7
@@ -249,7 +238,7 @@ class TestUnseen:
         assert cells(table, block, "unseen clients") == [cell, "–"]
         assert [row["clients_unseen"] for row in rows_of(table)] == [2, 0]
         assert "those that never train left out" in str(table.footnotes)
-        assert "unseen clients" not in titles(comparison([make_run("old")]))
+        assert "unseen clients" not in titles_of(comparison([make_run("old")]))
 
     def test_thin_line(self, make_run):
         for regression, plot, at in (

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from report_runs import cells, page_of, rounds_of, rows_of, text_of
+from report_runs import cells, page_of, rounds_of, rows_of, text_of, titles_of
 
 from fedlowrank.report import comparison
 from fedlowrank.report.formats import (
@@ -28,15 +28,11 @@ from fedlowrank.report.tables import to_csv, to_markdown
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
 
 
-def headings(table):
-    return [column.title for one in table.blocks.values() for column in one.columns]
-
-
 def test_columns_appear_where_they_have_something_to_say(make_run):
     plain_table = comparison([make_run("a", 0)])
-    assert not {"over seeds", "n", "paper", "difference", "status", "global"} & set(headings(plain_table))
+    assert not {"over seeds", "n", "paper", "difference", "status", "global"} & set(titles_of(plain_table))
     full = comparison([make_run(m, s, reference=REFERENCE) for m in "abc" for s in (0, 1)])
-    assert {"over seeds", "n", "paper", "difference"} <= set(headings(full))
+    assert {"over seeds", "n", "paper", "difference"} <= set(titles_of(full))
     assert [row["label"] for row in rows_of(full)] == ["a", "b", "c"]
 
 
