@@ -13,7 +13,8 @@ import safetensors.numpy
 from rich.console import Console
 
 from fedlowrank.report import render_terminal, write_report
-from fedlowrank.report.groups import group_runs
+from fedlowrank.report.groups import choose_target, group_runs
+from fedlowrank.report.metrics import Run
 from fedlowrank.report.style import make_styles
 from fedlowrank.simulation.records import RunRecord
 
@@ -209,6 +210,22 @@ def cells(table, block, title):
     return [row[len(one.fields) + place] for row in one.rows]
 
 
+def titles_of(table, *blocks):
+    """Titles of the columns in these blocks of a comparison, else in all."""
+    return [column.title for name in blocks or table.blocks for column in table.blocks[name].columns]
+
+
+def main_of(record):
+    """Headline results of a run in what it is judged by."""
+    run = Run(record)
+    return run.results(run.headline, run.measure)
+
+
+def target_of(records, *given):
+    """The target of the runs of one experiment."""
+    return choose_target([Run(record) for record in records], *given)
+
+
 def text_of(table, width=200):
     """A comparison as a terminal shows it."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
@@ -226,6 +243,11 @@ def both(runs):
     """Groups of runs with their styles, as figures take them."""
     groups = group_runs(runs)
     return groups, make_styles([group.short for group in groups])
+
+
+def draw(plot, *runs):
+    """The picture that a function makes of runs, or None."""
+    return plot(*both(runs))
 
 
 def legend_of(picture):

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from report_runs import (
     both,
     cells,
+    draw,
     legend_of,
     members,
     page_of,
@@ -23,10 +24,11 @@ from report_runs import (
 )
 from scipy import stats
 
-from fedlowrank.report import comparison, lora_tables, write_report
+from fedlowrank.report import chart, comparison, low_rank, write_report
 from fedlowrank.report import lora_figures as drawn
 from fedlowrank.report.gallery import draw_all
 from fedlowrank.report.groups import group_runs, measure_of
+from fedlowrank.report.metrics import Run
 from fedlowrank.report.sentences import describe_setting, state_findings
 from fedlowrank.report.style import drawing, to_svg
 from fedlowrank.report.tables import to_csv, to_markdown
@@ -76,36 +78,19 @@ def replying(weights, errors):
 
 
 class TestByRank:
-    def test_means_and_interval_by_hand(self, make_run):
-        clients = people(8, 8, 2, 2, 2, None, unseen=[4])
-        runs = [
-            make_run("a", 0, rounds=rounds_of([[0.0] * 6, [0.9, 0.7, 0.5, 0.3, 0.0, 1.0]]), clients=clients),
-            make_run("a", 1, rounds=rounds_of([[0.0] * 6, [0.9, 0.9, None, 0.2, 0.0, 1.0]]), clients=clients),
-        ]
-        (group,) = group_runs(runs)
-        got = lora_tables.scores_by_rank(group, "personal")
-        # the client that never trains is apart
-        assert got["mean"].to_dict() == pytest.approx({8: (0.8 + 0.9) / 2, 2: (0.4 + 0.2) / 2})
-        # two seeds: s = |a - b| / √2, half-width t s / √2
-        assert got.loc[2, "ci"] == pytest.approx(T * 0.2 / 2)
-        assert got[["least", "most"]].values.tolist() == [[2, 2], [1, 2]]
-        assert lora_tables.scores_by_rank(group, "server").empty
-        assert lora_tables.adapter_row(group) == pytest.approx(
-            {"accuracy_rank_8": 0.85, "accuracy_rank_2": 0.3}
-        )
-
     def test_ranks_are_positive_whole_numbers(self, make_run):
         run = make_run("a", rounds=rounds_of([[0.5] * 5]), clients=people(4, None, 0, True, 4))
-        assert lora_tables.client_ranks(run) == {0: 4, 4: 4}
+        assert low_rank.client_ranks(run) == {0: 4, 4: 4}
         mixed = make_run("a", rounds=rounds_of([[0.5] * 4]), clients=people(2, 16, 2, 4))
         assert "Ranks of the clients: 16, 4, 2 × 2." in describe_setting(group_runs([mixed]))
 
     def test_table(self, make_run):
-        clients = people(8, 2, 2)
-        rows = [with_server(rounds_of([[0.9, v, 0.3]]), [[0.4] * 3]) for v in (0.5, 0.6)]
+        # The client that never trains is apart, and so is the one without a rank.
+        clients = people(8, 2, 2, None, 2, unseen=[4])
+        rows = [with_server(rounds_of([[0.9, v, 0.3, 1.0, 0.0]]), [[0.4] * 5]) for v in (0.5, 0.6)]
         a = [make_run("a", s, rounds=one, clients=clients) for s, one in enumerate(rows)]
-        b = make_run("b", rounds=rounds_of([[0.6, None, 0.25]]), clients=clients)
-        (table,) = lora_tables.rank_tables(group_runs([*a, b]))
+        b = make_run("b", rounds=rounds_of([[0.6, None, 0.25, 1.0, 0.0]]), clients=clients)
+        (table,) = low_rank.rank_tables(group_runs([*a, b]))
         assert table.title == "Accuracy / % by rank of the client"
         assert table.fields == ("rank", "clients")
         assert [column.title for column in table.columns] == ["a: personal", "a: server", "b: personal"]
@@ -120,7 +105,7 @@ class TestByRank:
             make_run("a", rounds=rounds_of([[v, 0.2]]), clients=people(big, 1), vary={"lora.r": big}, name=name)
             for name in ("x", "y") for big, v in ((4, 0.5), (8, 0.6))
         ]  # fmt: skip
-        tables = lora_tables.rank_tables(group_runs(runs))
+        tables = low_rank.rank_tables(group_runs(runs))
         assert [t.title.partition("client ")[2] for t in tables] == [
             "in x with r = 4", "in x with r = 8", "in y with r = 4", "in y with r = 8",
         ]  # fmt: skip
@@ -129,16 +114,16 @@ class TestByRank:
     def test_where_a_method_has_no_client_of_a_rank(self, make_run):
         a = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
         b = make_run("b", rounds=rounds_of([[0.5, 0.3]]), clients=people(1, 1))
-        (table,) = lora_tables.rank_tables(group_runs([a, b]))
+        (table,) = low_rank.rank_tables(group_runs([a, b]))
         assert table.rows == (("4", "1", "50.00", "–"), ("1", "1–2", "20.00", "40.00"))
-        assert lora_tables.rank_tables(group_runs([b])) == []  # one rank is nothing to compare
+        assert low_rank.rank_tables(group_runs([b])) == []  # one rank is nothing to compare
 
     def test_regressions_are_compared_by_loss(self, make_run):
         run = make_run("a", rounds=regression_of([[0.5, 0.25]]), clients=people(4, 1))
-        (table,) = lora_tables.rank_tables(group_runs([run]))
+        (table,) = low_rank.rank_tables(group_runs([run]))
         assert table.title == "Test loss by rank of the client"
         assert "lower is better" in table.note
-        assert lora_tables.adapter_row(group_runs([run])[0]) == {"loss_rank_4": 0.5, "loss_rank_1": 0.25}
+        assert low_rank.adapter_row(group_runs([run])[0]) == {"loss_rank_4": 0.5, "loss_rank_1": 0.25}
 
     def test_is_shown_wherever_results_are_read(self, make_run, tmp_path):
         run = make_run("a", rounds=rounds_of([[0.5, 0.2]]), clients=people(4, 1))
@@ -155,7 +140,7 @@ class TestRankFigure:
         rows = [with_server(rounds_of([[0.9, v, 0.3]]), [[0.5, 0.4, 0.4]]) for v in (0.5, 0.7)]
         runs = [make_run("a", s, rounds=one, clients=clients) for s, one in enumerate(rows)]
         runs.append(make_run("b", rounds=rounds_of([[0.6, 0.1, 0.2]]), clients=clients))
-        picture = drawn.plot_score_by_rank(*both(runs))
+        picture = draw(drawn.plot_score_by_rank, *runs)
         personal, server = picture.figure.axes
         assert [axes.get_title("left") for axes in (personal, server)] == ["personal", "server"]
         lines = [bars.lines[0] for bars in personal.containers]
@@ -176,13 +161,13 @@ class TestRankFigure:
     def test_labels_of_ranks_do_not_collide(self, ranks):
         with drawing():
             axes = Figure().add_subplot()
-            drawn.set_rank_axis(axes, sorted(ranks))
+            chart.set_value_axis(axes, sorted(ranks), log=True)
         kept = np.sort(axes.xaxis.get_major_locator().locs)
         assert set(kept) <= set(ranks)
         assert {min(ranks), max(ranks)} <= set(kept)
         assert axes.get_xlim()[0] < min(ranks) < max(ranks) < axes.get_xlim()[1]
         gaps = np.diff(np.log(kept)) / np.log(max(ranks) / min(ranks))
-        assert gaps.min() >= drawn.TICK * (1 - 1e-9)
+        assert gaps.min() >= chart.TICK * (1 - 1e-9)
 
 
 class TestReplies:
@@ -194,11 +179,11 @@ class TestReplies:
         run = make_run("a", rounds=observing(*self.EACH))
         expected = {0: {1: 0.5, 2: 0.5, 3: 0.6}, 1: {1: 0.5, 2: 0.3}, 2: {2: 0.2, 3: 0.4}}
         assert {
-            c: v.dropna().to_dict() for c, v in lora_tables.reply_values(run, "weights").items()
+            c: v.dropna().to_dict() for c, v in low_rank.reply_values(Run(run), "weights").items()
         } == expected
         odd = make_run("a", rounds=observing({"weights": {"0": math.nan, "1": None, "x": 1.0, "2": 0.5}}))
-        assert lora_tables.reply_values(odd, "weights").to_dict() == {2: {0: 0.5}}
-        assert lora_tables.reply_values(odd, "truncation").empty
+        assert low_rank.reply_values(Run(odd), "weights").to_dict() == {2: {0: 0.5}}
+        assert low_rank.reply_values(Run(odd), "truncation").empty
 
     def test_lines_by_client_colored_by_rank(self, make_run):
         run = make_run("a", rounds=observing(*self.EACH), clients=people(8, 2, 2, 1))
@@ -264,20 +249,17 @@ class TestServer:
         runs = [
             make_run("a", s, rounds=observing({}, {}, {}, ranks=one)) for s, one in enumerate((ranks, more))
         ]
-        (group,) = group_runs(runs)
-        course, least, most = lora_tables.server_rank(group)
-        assert course["mean"].tolist() == [0, 6, 12]  # a weight that began with a rank is in the other figure
-        assert course["ci"].tolist() == pytest.approx([0, 0, T * 2 / 2])
-        assert (least, most) == (11, 13)
-        picture = drawn.plot_server_rank(*both(runs))
+        picture = draw(drawn.plot_server_rank, *runs)
+        # a weight that began with a rank is in the other figure
         assert picture.figure.axes[0].lines[0].get_ydata().tolist() == [0, 6, 12]
-        assert "a 12 (11 to 13)" in picture.alt
+        assert "a 12" in picture.alt
+        assert "a 11 to 13" in picture.caption
 
     @pytest.mark.parametrize("ranks", [(), ({"a": 4}, {"a": 2}), ({"a": 0}, {"a": 0})])
     def test_no_rank_to_show(self, make_run, ranks):
         run = make_run("a", rounds=observing({}, {}, ranks=ranks))
-        assert lora_tables.server_rank(group_runs([run])[0]) is None
-        assert drawn.plot_server_rank(*both([run])) is None
+        assert low_rank.server_rank(group_runs([run])[0]) is None
+        assert draw(drawn.plot_server_rank, run) is None
 
     def test_energy_and_what_a_cap_cut_off(self, make_run):
         pairs = (0.0, 0.0), (2.0, 0.5), (7.0, 0.0)
@@ -285,15 +267,15 @@ class TestServer:
         capped = make_run("a", rounds=observing(*each))
         free = make_run("b", rounds=observing(*({**one, "discarded": {"a": 0.0, "b": 0.0}} for one in each)))
         a, b = group_runs([capped, free])
-        assert lora_tables.energy(a)["mean"].tolist() == [1, 3, 8]
-        assert lora_tables.discarded_share(a)["mean"].tolist() == [0, 0.25, 0]  # 1 of 3 + 1
-        assert lora_tables.discarded_share(b).empty
-        picture = drawn.plot_energy(*both([capped, free]))
+        assert low_rank.energy(a)["mean"].tolist() == [1, 3, 8]
+        assert low_rank.discarded_share(a)["mean"].tolist() == [0, 0.25, 0]  # 1 of 3 + 1
+        assert low_rank.discarded_share(b).empty
+        picture = draw(drawn.plot_energy, capped, free)
         drawings = [[line.get_ydata().tolist() for line in axes.lines] for axes in picture.figure.axes]
         assert drawings == [[[1, 3, 8]] * 2, [[0, 25, 0]]]
         assert "a 25 % at round 1" in picture.alt
-        assert drawn.plot_energy(*both([free])) is None
-        assert drawn.plot_energy(*both([make_run("c")])) is None
+        assert draw(drawn.plot_energy, free) is None
+        assert draw(drawn.plot_energy, make_run("c")) is None
 
     def test_training_loss(self, make_run):
         def rows(*each):
@@ -307,25 +289,21 @@ class TestServer:
             rows({"head": 2.0, "body": 1.0}, {"head": math.nan}),
         ]
         runs = [make_run("a", s, rounds=one, lora={"r": 4}) for s, one in enumerate(seeds)]
-        head = lora_tables.training_loss(group_runs(runs)[0], "head")
-        assert (head.index.tolist(), head["mean"].tolist()) == (
-            [1],
-            [3],
-        )  # round 2 is not finite in the second seed
-        picture = drawn.plot_training_loss(*both([*runs, make_run("b", rounds=seeds[0], lora={"r": 4})]))
+        # round 2 is not finite in the second seed
+        picture = draw(drawn.plot_training_loss, *runs, make_run("b", rounds=seeds[0], lora={"r": 4}))
         assert legend_of(picture) == ["a", "a: body", "b", "b: body"]
         assert [line.get_ydata().tolist() for line in picture.figure.axes[0].lines] == [[3], [1], [4, 2], [1]]
         assert picture.figure.axes[0].get_ylabel() == "training loss"
         assert "b 2.000" in picture.alt
         silent = make_run("c", rounds=rounds_of([[0.5]]), lora={"r": 4})
-        assert drawn.plot_training_loss(*both([silent])) is None
+        assert draw(drawn.plot_training_loss, silent) is None
 
 
 class TestLanguage:
     @settings(deadline=None)
     @given(st.lists(st.floats(0, 20), min_size=1, max_size=20))
     def test_perplexity_is_the_geometric_mean_of_the_clients(self, losses):
-        assert lora_tables.perplexity(math.fsum(losses) / len(losses)) == pytest.approx(
+        assert low_rank.perplexity(math.fsum(losses) / len(losses)) == pytest.approx(
             stats.gmean(np.exp(losses))
         )
 
@@ -408,5 +386,5 @@ def test_runs_without_adapters_show_nothing_of_them(make_run):
     assert not {picture.title for picture in pictures} & set(OURS)
     table = comparison([run])
     assert table.ranks == ()
-    assert lora_tables.adapter_row(group_runs([run])[0]) == {}
+    assert low_rank.adapter_row(group_runs([run])[0]) == {}
     assert not any("rank_" in name or "perplexity" in name for name in table.frame)

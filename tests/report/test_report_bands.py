@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from report_runs import both, one_hot, regression_of, rounds_of, with_routes
+from report_runs import both, draw, in_clusters, one_hot, regression_of, rounds_of, with_routes
 from scipy import stats
 
 from fedlowrank.report import cluster_figures, figures, lora_figures, rank_figures
@@ -38,7 +38,7 @@ def runs(make_run):
 def test_bands_of_accuracies_are_whole(runs, figure):
     assert np.mean(SPREADS[0]) + half_width(SPREADS[0]) > 1
     assert np.mean(SPREADS[1]) - half_width(SPREADS[1]) < 0
-    (axes,) = figure(*both(runs)).figure.axes
+    (axes,) = draw(figure, *runs).figure.axes
     low, high = axes.get_ylim()
     bands = drawn_bands(axes)
     assert len(bands) == 3
@@ -49,25 +49,20 @@ def test_bands_of_accuracies_are_whole(runs, figure):
     assert min(least for least, _ in bands) == 0
 
 
-def test_bands_of_losses_are_whole(make_run):
-    lasts = (0.5, 0.6, 1.9)
+@pytest.mark.parametrize(("lasts", "scale"), [((0.5, 0.6, 1.9), "linear"), ((1e-4, 1e-4, 9e-4), "log")])
+def test_bands_of_losses_are_whole_or_the_caption_says_where_they_end(make_run, lasts, scale):
     runs = [make_run("a", s, rounds=regression_of([[2.0] * 2, [last] * 2])) for s, last in enumerate(lasts)]
-    (axes,) = figures.plot_loss(*both(runs)).figure.axes
-    ((least, most),) = drawn_bands(axes)
-    assert (least, most) == pytest.approx((1 - half_width(lasts), 1 + half_width(lasts)))
-    assert axes.get_ylim()[0] < least
-    assert most < axes.get_ylim()[1]
-
-
-def test_a_logarithmic_axis_says_where_bands_end(make_run):
-    lasts = (1e-4, 1e-4, 9e-4)
-    runs = [make_run("a", s, rounds=regression_of([[2.0] * 2, [last] * 2])) for s, last in enumerate(lasts)]
-    picture = figures.plot_loss(*both(runs))
+    picture = draw(figures.plot_loss, *runs)
     (axes,) = picture.figure.axes
-    assert axes.get_yscale() == "log"
-    ((least, _),) = drawn_bands(axes)
-    assert least == pytest.approx(axes.get_ylim()[0])  # the interval reaches below 0
-    assert "below 0, end at the lower edge" in picture.caption
+    assert axes.get_yscale() == scale
+    ((least, most),) = drawn_bands(axes)
+    low, high = axes.get_ylim()
+    if scale == "linear":
+        assert (least, most) == pytest.approx((1 - half_width(lasts), 1 + half_width(lasts)))
+        assert low < least < most < high
+    else:
+        assert least == pytest.approx(low)  # the interval reaches below 0
+        assert "below 0, end at the lower edge" in picture.caption
 
 
 def test_bars_of_a_sweep_are_whole(make_run):
@@ -76,7 +71,7 @@ def test_bars_of_a_sweep_are_whole(make_run):
         for mu, lasts in zip((1, 2, 3), SPREADS, strict=True)
         for s, last in enumerate(lasts)
     ]
-    (axes,) = figures.plot_sweep(*both(runs)).figure.axes
+    (axes,) = draw(figures.plot_sweep, *runs).figure.axes
     (bars,) = axes.containers[0].lines[2]
     low, high = axes.get_ylim()
     for path, lasts in zip(bars.get_paths(), SPREADS, strict=True):
@@ -87,19 +82,12 @@ def test_bars_of_a_sweep_are_whole(make_run):
 
 
 def test_bands_of_the_cluster_recovery_are_whole(make_run):
-    truth = [0, 0, 1, 1]
-    people = [
-        {"id": i, "train": 10, "val": 0, "test": 5, "cluster": c, "classes": None}
-        for i, c in enumerate(truth)
-    ]
     chosen = ([0, 0, 1, 1], [0, 0, 1, 1], [0, 1, 0, 1])  # adjusted Rand indices 1, 1 and -0.5
     runs = [
-        make_run(
-            "a", s, clients=people, rounds=with_routes(rounds_of([[0.5] * 4] * 2), [one_hot(one, 2)] * 2)
-        )
-        for s, one in enumerate(chosen)
+        make_run("a", s, clients=in_clusters([0, 0, 1, 1]), rounds=with_routes(rounds_of([[0.5] * 4]), [one]))
+        for s, one in enumerate(one_hot(each, 2) for each in chosen)
     ]
-    (axes,) = cluster_figures.plot_recovery(*both(runs)).figure.axes
+    (axes,) = draw(cluster_figures.plot_recovery, *runs).figure.axes
     ((least, most),) = drawn_bands(axes)
     assert half_width((1, 1, -0.5)) > 1
     assert (least, most) == (-0.5, 1)

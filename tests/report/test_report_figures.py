@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.lines import Line2D
-from report_runs import both, cloud, rounds_of
+from report_runs import both, cloud, draw, rounds_of
 
 from fedlowrank.report import data_figures, figures
 from fedlowrank.report.gallery import save_figures
@@ -52,13 +52,13 @@ def test_bytes_axis_is_logarithmic_only_where_methods_differ(make_run):
     silent = rounds_of([[0.1], [0.4], [0.45]])
     for row in silent:
         row["bytes_up"] = row["bytes_down"] = 0
-    near = figures.plot_communication(*both([a, make_run("b")]))
-    far = figures.plot_communication(*both([a, make_run("c", rounds=rows), make_run("d", rounds=silent)]))
+    near = draw(figures.plot_communication, a, make_run("b"))
+    far = draw(figures.plot_communication, a, make_run("c", rounds=rows), make_run("d", rounds=silent))
     assert near.figure.axes[0].get_xscale() == "linear"
     assert far.figure.axes[0].get_xscale() == "log"
     level = far.figure.axes[0].lines[-1]
     assert list(level.get_ydata()) == pytest.approx([45, 45])
-    assert figures.plot_communication(*both([make_run("d", rounds=silent)])) is None
+    assert draw(figures.plot_communication, make_run("d", rounds=silent)) is None
 
 
 def test_boxes_mark_the_mean_with_a_plus(eight):
@@ -86,27 +86,22 @@ def test_sweep_has_a_line_a_method(make_run):
     assert list(axes.containers[0].lines[0].get_xdata()) == [2, 4, 8]
     assert axes.get_xlim()[0] < 2
     assert axes.get_xlim()[1] > 8
-    far = figures.plot_sweep(
-        *both([make_run("a", 0, vary={"method.k": k}) for k in (0.01, 0.1, 1)])
+    far = draw(
+        figures.plot_sweep, *(make_run("a", 0, vary={"method.k": k}) for k in (0.01, 0.1, 1))
     ).figure.axes[0]
     assert far.get_xscale() == "log"
     assert far.get_xlim()[0] < 0.01
     words = [make_run("a", 0, vary={"model.norm": v}) for v in ("batch", "group")]
-    ticks = figures.plot_sweep(*both(words)).figure.axes[0].get_xticklabels()
+    ticks = draw(figures.plot_sweep, *words).figure.axes[0].get_xticklabels()
     assert [tick.get_text() for tick in ticks] == ["norm=batch", "norm=group"]
-    assert figures.plot_sweep(*both([make_run("a")])) is None
+    assert draw(figures.plot_sweep, make_run("a")) is None
 
 
 def test_nothing_to_draw(make_run):
-    groups, looks = both([make_run("a", rounds=[{"round": 0, "accuracy": None}])])
-    for draw in (
-        figures.plot_accuracy,
-        figures.plot_communication,
-        figures.plot_clients,
-        figures.plot_trade_off,
-    ):
-        assert draw(groups, looks) is None
-    assert data_figures.plot_embeddings(groups) == []
+    run = make_run("a", rounds=[{"round": 0, "accuracy": None}])
+    for name in ("accuracy", "communication", "clients", "trade_off"):
+        assert draw(getattr(figures, f"plot_{name}"), run) is None
+    assert data_figures.plot_embeddings(group_runs([run])) == []
 
 
 def test_styles_are_distinct():
@@ -153,11 +148,12 @@ def test_class_counts(make_run):
 def test_svg_ids_are_its_own_and_references_hold(eight):
     picture = figures.plot_clients(*eight)
     first, second = to_svg(picture.figure, "one"), to_svg(picture.figure, "two")
-    for name, text in (("one", first), ("two", second)):
-        root = ET.fromstring(text)
-        ids = [e.attrib["id"] for e in root.iter() if "id" in e.attrib]
-        assert len(ids) == len(set(ids))
-        assert all(one.startswith(f"{name}-") for one in ids)
+    known = [
+        [e.attrib["id"] for e in ET.fromstring(one).iter() if "id" in e.attrib] for one in (first, second)
+    ]
+    assert not set(known[0]) & set(known[1])
+    for ids, text in zip(known, (first, second), strict=True):
+        assert len(ids) == len(set(ids)) > 0
         assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) == set(ids)
     assert to_svg(picture.figure, "one") == first
 

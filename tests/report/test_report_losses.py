@@ -10,21 +10,24 @@ import pytest
 from report_runs import (
     both,
     cells,
+    draw,
     in_clusters,
     legend_of,
+    main_of,
     page_of,
     regression_of,
     rounds_of,
     rows_of,
+    target_of,
     text_of,
+    titles_of,
     with_risk,
 )
 from scipy import stats
 
 from fedlowrank.report import comparison, figures, rank_figures, write_report
-from fedlowrank.report.formats import format_loss, format_loss_pair
 from fedlowrank.report.gallery import draw_all
-from fedlowrank.report.groups import choose_target, group_runs
+from fedlowrank.report.groups import group_runs
 from fedlowrank.report.measures import ACCURACY, LOSS
 from fedlowrank.report.metrics import Run
 from fedlowrank.report.sentences import describe_setting, find_warnings, state_findings
@@ -33,20 +36,6 @@ from fedlowrank.report.tables import to_csv, to_markdown
 
 def lines(picture):
     return picture.figure.axes[0].lines
-
-
-def titles(table):
-    return [column.title for one in table.blocks.values() for column in one.columns]
-
-
-def main(run):
-    """Headline results of a run in what it is judged by."""
-    run = Run(run)
-    return run.results(run.headline, run.measure)
-
-
-def target_of(runs, *given):
-    return choose_target([Run(run) for run in runs], *given)
 
 
 def regressions(make_run, *last, seeds=2, name="linear"):
@@ -72,28 +61,28 @@ class TestBesideAccuracy:
         assert rows_of(table)[0]["loss_std_clients"] == pytest.approx(0.5)
         assert cells(table, "accuracy", "test loss") == [f"2.0 ± {half:.1f}", "–"]
         assert "loss" not in table.blocks
-        assert "test loss" not in titles(comparison([make_run("old")]))
+        assert "test loss" not in titles_of(comparison([make_run("old")]))
 
     def test_figure_has_the_headlines_alone(self, make_run):
         rows = rounds_of([[0.1, 0.2], [0.5, 0.7]])
         for row in rows:
             row["accuracy"]["global"] = {"test": [0.3, 0.4]}
         runs = [make_run("a", s, rounds=with_risk(rows, [[2, 1], [1 + s, 1 + s]])) for s in (0, 1)]
-        picture = figures.plot_loss(*both([*runs, make_run("old")]))
+        picture = draw(figures.plot_loss, *runs, make_run("old"))
         assert picture.title == "Test loss over rounds"
         assert legend_of(picture) == ["a"]
         assert lines(picture)[0].get_ydata().tolist() == pytest.approx([1.5, 1.5])
         band = picture.figure.axes[0].collections[0].get_paths()[0].vertices
         assert band[:, 1].max() == pytest.approx(1.5 + stats.t.ppf(0.975, 1) * 0.5)
         assert "a 1.500" in picture.alt
-        assert figures.plot_loss(*both([make_run("old")])) is None
+        assert draw(figures.plot_loss, make_run("old")) is None
 
     @pytest.mark.parametrize(
         ("ends", "scale"),
         [((1.0, 0.011), "linear"), ((1.0, 0.009), "log"), ((1.0, 0.0), "linear"), ((1.0, -0.001), "linear")],
     )
     def test_logarithmic_beyond_two_decades_of_positive_losses(self, make_run, ends, scale):
-        picture = figures.plot_loss(*both([make_run("a", rounds=regression_of([[end] for end in ends]))]))
+        picture = draw(figures.plot_loss, make_run("a", rounds=regression_of([[end] for end in ends])))
         axes = picture.figure.axes[0]
         assert axes.get_yscale() == scale
         low, high = axes.get_ylim()
@@ -115,7 +104,7 @@ class TestInsteadOfAccuracy:
         for row, value in zip(rows, (9, 2, 4, 2), strict=True):
             row["risk"]["personal"]["val"] = [value, value]
         run = Run(make_run(rounds=rows))
-        got = main(run.record)
+        got = main_of(run.record)
         assert (run.measure, run.headline, run.status) == (LOSS, "personal", "")
         assert (got["last"], got["last_ten"], got["best_test"]) == (3.0, 2.0, 1.0)
         assert got["worst_tenth"] == 5.0  # the highest tenth
@@ -148,7 +137,7 @@ class TestInsteadOfAccuracy:
             row["risk"]["global"] = {"test": [2.0, 4.0]}
         run = make_run("a", rounds=rows)
         assert cells(comparison([run]), "loss", "global") == ["3.000"]
-        picture = figures.plot_loss(*both([run]))
+        picture = draw(figures.plot_loss, run)
         assert legend_of(picture) == ["a", "a: global"]
         assert lines(picture)[1].get_ydata().tolist() == [3.0, 3.0]
 
@@ -185,7 +174,7 @@ class TestInsteadOfAccuracy:
             for s in (0, 1, 2)
         ]
         assert state_findings(group_runs(runs))[0].startswith("a leads at 2 of 2 settings.")
-        picture = figures.plot_sweep(*both(runs))
+        picture = draw(figures.plot_sweep, *runs)
         assert picture.title == "Test loss against k"
         first = picture.figure.axes[0].containers[0].lines[0]
         assert first.get_ydata().tolist() == pytest.approx([0.11, 0.21])
@@ -230,13 +219,13 @@ class TestUnseen:
 
     def test_headline_is_of_the_others(self, make_run):
         run, everyone = self.runs(make_run)
-        got = main(run)
+        got = main_of(run)
         assert [got[key] for key in ("last", "unseen", "best_by_validation", "last_ten")] == pytest.approx(
             [0.7, 0.3, 0.7, 0.7]
         )
         assert got["last_weighted"] == pytest.approx((0.6 * 10 + 0.8 * 20) / 30)
-        assert main(everyone)["last"] == pytest.approx(0.5)
-        assert "unseen" not in main(everyone)
+        assert main_of(everyone)["last"] == pytest.approx(0.5)
+        assert "unseen" not in main_of(everyone)
         loss = Run(run).results("personal", LOSS)
         assert (loss["last"], loss["unseen"]) == (1.5, 4.0)
         assert target_of([run]).value == 0.7
@@ -249,14 +238,14 @@ class TestUnseen:
         assert cells(table, block, "unseen clients") == [cell, "–"]
         assert [row["clients_unseen"] for row in rows_of(table)] == [2, 0]
         assert "those that never train left out" in str(table.footnotes)
-        assert "unseen clients" not in titles(comparison([make_run("old")]))
+        assert "unseen clients" not in titles_of(comparison([make_run("old")]))
 
     def test_thin_line(self, make_run):
-        for regression, draw, at in (
+        for regression, plot, at in (
             (False, figures.plot_accuracy, [60, 30]),
             (True, figures.plot_loss, [4, 4]),
         ):
-            picture = draw(*both(self.runs(make_run, regression)))
+            picture = draw(plot, *self.runs(make_run, regression))
             assert legend_of(picture) == ["a", "a: unseen clients", "b"]
             head, unseen, _ = lines(picture)
             assert unseen.get_ydata().tolist() == pytest.approx(at)
@@ -270,9 +259,9 @@ class TestUnseen:
             make_run(m, rounds=rounds_of([[0.5 + step] * 20 + [0.0, 9 * step, 0.0, 0.9]]), clients=people)
             for m, step in (("fedavg", 0.0), ("b", 0.1))
         ]
-        boxes = figures.plot_clients(*both(runs)).figure.axes[0]
+        boxes = draw(figures.plot_clients, *runs).figure.axes[0]
         assert all(0.49 < x / 100 < 0.61 for line in boxes.lines for x in line.get_xdata())
-        relative = rank_figures.plot_relative_accuracy(*both(runs))
+        relative = draw(rank_figures.plot_relative_accuracy, *runs)
         assert "b +10.0" in relative.alt
         assert (
             len(relative.figure.axes[0].collections) == 1
@@ -284,15 +273,3 @@ class TestUnseen:
             [make_run("a", 0), make_run("a", 1, run={"unseen": 0.0}), make_run("a", 2, run={"unseen": 0.5})]
         )
         assert [len(group.runs) for group in groups] == [2, 1]
-
-
-def test_units():
-    assert [format_loss(v) for v in (None, math.nan, 0.0, 0.0123456, 1.5, 1234.5, 1.23456e-7)] == [
-        "–", "–", "0.000", "0.01235", "1.500", "1234", "1.235e-07",
-    ]  # fmt: skip
-    assert format_loss_pair(0.5, None) == "0.5000"
-    assert format_loss_pair(0.5, 0.0123) == "0.500 ± 0.012"
-    assert format_loss_pair(0.07475, 0.075) == "0.075 ± 0.075"
-    assert format_loss_pair(0.1542, 0.27) == "0.15 ± 0.27"
-    assert format_loss_pair(0.01, 5.3) == "0.010 ± 5.300"
-    assert format_loss_pair(1.234e-6, 1e-8) == "1.234e-06 ± 1.0e-08"

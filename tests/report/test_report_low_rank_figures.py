@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from report_runs import both, legend_of, rounds_of, two_series
+from report_runs import both, draw, legend_of, rounds_of, two_series
 from scipy import stats
 
 from fedlowrank.report import figures, rank_figures
@@ -26,7 +26,7 @@ class TestFurtherSeries:
                 for s in (0, 1)
             ),
         ]
-        picture = figures.plot_accuracy(*both(runs))
+        picture = draw(figures.plot_accuracy, *runs)
         other, main, further = picture.figure.axes[0].lines
         assert legend_of(picture) == ["b", "FedSLR", "FedSLR: gkr"]
         assert main.get_ydata().tolist() == pytest.approx([10, 55, 80])
@@ -42,8 +42,8 @@ class TestFurtherSeries:
         assert low < 10 < 90 < high
 
     def test_legend_shows_the_lines_as_they_are(self, make_run):
-        picture = figures.plot_accuracy(
-            *both([make_run("a", rounds=two_series([0.8, 0.9], [0.3, 0.2])), make_run("b")])
+        picture = draw(
+            figures.plot_accuracy, make_run("a", rounds=two_series([0.8, 0.9], [0.3, 0.2])), make_run("b")
         )
         for key, line in zip(
             picture.figure.legends[0].get_lines(), picture.figure.axes[0].lines, strict=True
@@ -53,13 +53,13 @@ class TestFurtherSeries:
 
     def test_left_out_where_they_made_too_many_lines(self, make_run):
         runs = [make_run(f"m{i}", rounds=two_series([0.1, 0.5], [0.1, 0.3])) for i in range(8)]
-        assert len(legend_of(figures.plot_accuracy(*both(runs[:7])))) == 14
-        picture = figures.plot_accuracy(*both(runs))
+        assert len(legend_of(draw(figures.plot_accuracy, *runs[:7]))) == 14
+        picture = draw(figures.plot_accuracy, *runs)
         assert legend_of(picture) == [f"m{i}" for i in range(8)]
         assert "Thin lines" not in picture.caption
 
     def test_one_evaluation_is_a_point(self, make_run):
-        picture = figures.plot_accuracy(*both([make_run("a", rounds=two_series([0.5], [0.3]))]))
+        picture = draw(figures.plot_accuracy, make_run("a", rounds=two_series([0.5], [0.3])))
         assert all(line.get_marker() == "o" for line in picture.figure.axes[0].lines)
 
     def test_dashes_of_one_color_differ(self):
@@ -81,8 +81,8 @@ class TestRanks:
             )
             for s in (0, 2)
         ]
-        picture = rank_figures.plot_ranks(
-            *both([make_run("m", s, rounds=ranked(*r)) for s, r in enumerate(ranks)])
+        picture = draw(
+            rank_figures.plot_ranks, *(make_run("m", s, rounds=ranked(*r)) for s, r in enumerate(ranks))
         )
         a, b = picture.figure.axes
         assert a.lines[0].get_xdata().tolist() == [0, 1, 2]
@@ -118,7 +118,7 @@ class TestRanks:
     def test_resnet18_has_a_panel_a_layer_and_a_deeper_model_some(self, make_run):
         def drawn(count):
             ranks = [{f"layer{i}.weight": 100 - t for i in range(count)} for t in (0, 1)]
-            picture = rank_figures.plot_ranks(*both([make_run(f"m{count}", rounds=ranked(*ranks))]))
+            picture = draw(rank_figures.plot_ranks, make_run(f"m{count}", rounds=ranked(*ranks)))
             return [
                 axes.get_title("left").split("\n")[0] for axes in picture.figure.axes if axes.get_visible()
             ], picture
@@ -136,24 +136,24 @@ class TestRanks:
 
     def test_long_runs_are_thinned_out_but_keep_their_ends(self, make_run):
         run = make_run("m", rounds=ranked(*({"a": 1000 - t} for t in range(301))))
-        line = rank_figures.plot_ranks(*both([run])).figure.axes[0].lines[0]
+        line = draw(rank_figures.plot_ranks, run).figure.axes[0].lines[0]
         assert len(line.get_xdata()) == rank_figures.POINTS
         assert (line.get_xdata()[0], line.get_xdata()[-1]) == (0, 300)
         assert line.get_ydata()[-1] == pytest.approx(70)
 
     def test_a_rank_may_rise(self, make_run):
-        (axes,) = rank_figures.plot_ranks(
-            *both([make_run("m", rounds=ranked({"a": 4}, {"a": 6}, {"a": 10}))])
+        (axes,) = draw(
+            rank_figures.plot_ranks, make_run("m", rounds=ranked({"a": 4}, {"a": 6}, {"a": 10}))
         ).figure.axes
         assert axes.lines[0].get_ydata().tolist() == [100, 150, 250]
         assert axes.get_ylim()[1] > 250
 
     def test_one_round_is_nothing_to_draw(self, make_run):
-        assert rank_figures.plot_ranks(*both([make_run("m", rounds=ranked({"a": 3}))])) is None
+        assert draw(rank_figures.plot_ranks, make_run("m", rounds=ranked({"a": 3}))) is None
 
     def test_last_ranks_of_many_methods_become_a_range(self, make_run):
         runs = [make_run(f"m{i}", rounds=ranked({"a": 1536}, {"a": 1000 + i})) for i in range(5)]
-        (axes,) = rank_figures.plot_ranks(*both(runs)).figure.axes
+        (axes,) = draw(rank_figures.plot_ranks, *runs).figure.axes
         assert axes.get_title("left") == "a\n1536 → 1000–1004"
 
 
@@ -168,7 +168,7 @@ def sending(*each, participants=2):
 class TestDownlink:
     def test_bytes_a_participant_by_round(self, make_run):
         runs = [make_run("a", s, rounds=sending(1000, 900 - 100 * s, 500)) for s in (0, 1)]
-        picture = rank_figures.plot_downlink(*both([*runs, make_run("b", rounds=sending(1000, 1000, 1000))]))
+        picture = draw(rank_figures.plot_downlink, *runs, make_run("b", rounds=sending(1000, 1000, 1000)))
         a, b = picture.figure.axes[0].lines
         assert a.get_xdata().tolist() == [1, 2, 3]
         assert a.get_ydata().tolist() == [1000, 850, 500]
@@ -179,7 +179,7 @@ class TestDownlink:
 
     def test_none_without_news(self, make_run):
         def drawn(*runs):
-            return rank_figures.plot_downlink(*both(list(runs))) is not None
+            return draw(rank_figures.plot_downlink, *runs) is not None
 
         level = make_run("a", rounds=sending(1000, 1000))
         assert not drawn(level, make_run("b", rounds=sending(400, 400)))
@@ -198,7 +198,7 @@ class TestDownlink:
     def test_coinciding_lines_have_markers_of_their_own(self, make_run, rounds, each):
         falling = make_run("z", rounds=sending(*range(1000 + rounds, 1000, -1)))
         runs = [make_run(f"m{i}", rounds=sending(*[1000] * rounds)) for i in range(8)]
-        lines = rank_figures.plot_downlink(*both([falling, *runs])).figure.axes[0].lines
+        lines = draw(rank_figures.plot_downlink, falling, *runs).figure.axes[0].lines
         places = [at for line in lines for at in line.get_markevery()]
         assert len(places) == len(set(places)) == 9 * each
         assert max(places) < rounds
@@ -211,7 +211,7 @@ class TestDownlink:
                 make_run("b", rounds=sending(*[largest] * 3)),
                 *more,
             ]
-            return rank_figures.plot_downlink(*both(runs))
+            return draw(rank_figures.plot_downlink, *runs)
 
         silent = make_run("c", rounds=sending(0, 0, 0))
         near, far = drawn(1999, silent), drawn(2000, silent)

@@ -5,11 +5,13 @@ import math
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from report_runs import both, legend_of, rounds_of, two_series
+from report_runs import both, draw, legend_of, rounds_of, two_series
 
 from fedlowrank.report import rank_figures
 from fedlowrank.report.gallery import draw_all
 from fedlowrank.report.style import palette_color
+
+PLOT, SIZE = rank_figures.plot_relative_accuracy, rank_figures.plot_model_size
 
 
 def clients_of(*values, series="personal", ids=20):
@@ -17,6 +19,12 @@ def clients_of(*values, series="personal", ids=20):
     every = [*values, *[values[-1]] * (ids - len(values))]
     rows = rounds_of([every])
     rows[0]["accuracy"] = {series: {"test": every}}
+    return rows
+
+
+def with_gkr(rows, value):
+    """The rows with a further series."""
+    rows[0]["accuracy"]["gkr"] = {"test": [value] * 20}
     return rows
 
 
@@ -42,7 +50,7 @@ class TestRelative:
                 make_run("slr", s, rounds=clients_of(*[v + 0.2 + 0.01 * i for i, v in enumerate(base)]))
             )
         groups, looks = both(runs)
-        picture = rank_figures.plot_relative_accuracy(groups, looks)
+        picture = PLOT(groups, looks)
         assert [tick.get_text() for tick in picture.figure.axes[0].get_yticklabels()] == ["standalone", "slr"]
         expected = np.array([20 + i - 10 * s for s in (0, 1) for i in range(20)])
         assert medians(picture) == {0: pytest.approx(-5), 1: pytest.approx(np.median(expected))}
@@ -65,7 +73,7 @@ class TestRelative:
             make_run("fedavg", rounds=clients_of(0.5)),
             make_run("b", rounds=clients_of(*np.linspace(0, 1, 21).tolist()[:20])),
         ]
-        picture = rank_figures.plot_relative_accuracy(*both(runs))
+        picture = draw(PLOT, *runs)
         thin = [one for one in picture.figure.axes[0].collections if len(one.get_paths()) == 2]
         assert [path.vertices[0, 0] for path in thin[0].get_paths()] == pytest.approx(
             np.quantile(100 * np.linspace(0, 1, 21)[:20] - 50, [0.25, 0.75]).tolist()
@@ -80,7 +88,7 @@ class TestRelative:
             make_run(name, title=f"T {name}", rounds=clients_of(0.1 * (i + 1)))
             for i, name in enumerate(names)
         ]
-        assert rank_figures.plot_relative_accuracy(*both(runs)).title == f"Accuracy relative to T {reference}"
+        assert draw(PLOT, *runs).title == f"Accuracy relative to T {reference}"
 
     def test_reference_of_each_experiment_setting_is_its_own(self, make_run):
         runs = [
@@ -94,34 +102,25 @@ class TestRelative:
         ]
         assert [medians(picture) for picture in drawn] == [{0: pytest.approx(30)}] * 2
 
-    def test_further_series_have_violins(self, make_run):
-        rows = clients_of(0.8, series="mixed")
-        rows[0]["accuracy"]["gkr"] = {"test": [0.6] * 20}
-        picture = rank_figures.plot_relative_accuracy(
-            *both([make_run("fedavg", rounds=clients_of(0.5)), make_run("s", rounds=rows)])
-        )
-        assert [tick.get_text() for tick in picture.figure.axes[0].get_yticklabels()] == ["s", "s: gkr"]
-        assert medians(picture) == {0: pytest.approx(30), 1: pytest.approx(10)}
-
-    def test_clients_without_a_number_on_either_side_are_left_out(self, make_run):
-        one = clients_of(None, 0.5, math.nan, 0.5)
-        other = clients_of(0.9, None, 0.9, 0.7)
-        picture = rank_figures.plot_relative_accuracy(
-            *both([make_run("fedavg", rounds=one), make_run("b", rounds=other)])
-        )
-        assert medians(picture) == {0: pytest.approx(20)}
-        assert "b +20.0" in picture.alt
-
-    def test_last_round_with_a_number_counts(self, make_run):
-        rows = rounds_of([[0.1] * 20, [0.4] * 20, [math.nan] * 20])
-        picture = rank_figures.plot_relative_accuracy(
-            *both([make_run("fedavg", rounds=clients_of(0.1)), make_run("b", rounds=rows)])
-        )
-        assert medians(picture) == {0: pytest.approx(30)}
+    @pytest.mark.parametrize(
+        ("base", "rows", "gains"),
+        [
+            (clients_of(0.5), with_gkr(clients_of(0.8, series="mixed"), 0.6), {"b": 30, "b: gkr": 10}),
+            # clients without a number on either side are left out
+            (clients_of(None, 0.5, math.nan, 0.5), clients_of(0.9, None, 0.9, 0.7), {"b": 20}),
+            # the last round with a number counts
+            (clients_of(0.1), rounds_of([[0.1] * 20, [0.4] * 20, [math.nan] * 20]), {"b": 30}),
+        ],
+    )
+    def test_a_violin_a_series_of_clients_with_numbers(self, make_run, base, rows, gains):
+        picture = draw(PLOT, make_run("fedavg", rounds=base), make_run("b", rounds=rows))
+        assert [tick.get_text() for tick in picture.figure.axes[0].get_yticklabels()] == list(gains)
+        assert list(medians(picture).values()) == pytest.approx(list(gains.values()))
+        assert f"b +{gains['b']}.0" in picture.alt
 
     def test_none_without_anything_to_compare(self, make_run):
         def drawn(*runs):
-            return rank_figures.plot_relative_accuracy(*both(list(runs))) is not None
+            return draw(PLOT, *runs) is not None
 
         a, b = make_run("a", rounds=clients_of(0.5)), make_run("b", rounds=clients_of(0.6))
         assert drawn(a, b)
@@ -155,7 +154,7 @@ class TestSize:
             ),
         ]
         groups, looks = both(runs)
-        picture = rank_figures.plot_model_size(groups, looks)
+        picture = SIZE(groups, looks)
         points = [(line.get_xdata()[0], line.get_ydata()[0]) for line in picture.figure.axes[0].lines]
         assert points == [(100, pytest.approx(50)), (65, pytest.approx(80)), (50, pytest.approx(60))]
         assert legend_of(picture) == ["FedAvg (100)", "FedSLR mixed (65)", "FedSLR gkr (50)"]
@@ -171,20 +170,13 @@ class TestSize:
         assert "clients and seeds" in picture.caption
 
     def test_logarithmic_where_sizes_are_far_apart(self, make_run):
-        near = rank_figures.plot_model_size(
-            *both([make_run("a", rounds=two_series([0.5], [0.4], (600, 50)))])
-        )
-        far = rank_figures.plot_model_size(
-            *both([make_run("a", rounds=two_series([0.5], [0.4], (6000, 50)))])
-        )
+        near = draw(SIZE, make_run("a", rounds=two_series([0.5], [0.4], (600, 50))))
+        far = draw(SIZE, make_run("a", rounds=two_series([0.5], [0.4], (6000, 50))))
         assert near.figure.axes[0].get_xscale() == "linear"
         assert near.figure.axes[0].get_xlim()[0] >= 0
         assert far.figure.axes[0].get_xscale() == "log"
 
     def test_none_where_sizes_do_not_differ(self, make_run):
-        assert (
-            rank_figures.plot_model_size(*both([make_run("a", rounds=two_series([0.5], [0.4], (50, 50)))]))
-            is None
-        )
+        assert draw(SIZE, make_run("a", rounds=two_series([0.5], [0.4], (50, 50)))) is None
         mixed = [make_run("a", rounds=two_series([0.5], [math.nan], (60, 50))), make_run("old")]
-        assert rank_figures.plot_model_size(*both(mixed)) is None
+        assert draw(SIZE, *mixed) is None

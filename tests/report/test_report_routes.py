@@ -7,20 +7,25 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_runs import both, cells, in_clusters, legend_of, one_hot, page_of, rounds_of, text_of, with_routes
+from report_runs import (
+    both,
+    cells,
+    draw,
+    in_clusters,
+    legend_of,
+    one_hot,
+    page_of,
+    rounds_of,
+    text_of,
+    with_routes,
+)
 from scipy import stats
 
 from fedlowrank.report import cluster_figures, comparison, write_report
-from fedlowrank.report.clusters import (
-    collapse_warnings,
-    final_recovery,
-    find_collapse,
-    recovery_curve,
-    score_recovery,
-)
+from fedlowrank.report.frame import find_collapse, score_recovery
 from fedlowrank.report.gallery import draw_all, save_figures
 from fedlowrank.report.groups import group_runs
-from fedlowrank.report.sentences import find_warnings
+from fedlowrank.report.sentences import collapse_warnings, find_warnings
 from fedlowrank.report.style import to_svg
 from fedlowrank.report.tables import to_markdown
 
@@ -136,16 +141,16 @@ class TestOverRounds:
             make_run("a", 1, rounds=choosing([0, 0, 0, 0], [0, 0, 1, 1]), clients=people),
         ]
         (group,) = group_runs(runs)
-        got = recovery_curve(group)
+        got = group.recovery_curve()
         assert got.index.tolist() == [0, 1]
         assert got["mean"].tolist() == pytest.approx([0, 0.25])  # of 1 and -0.5
         half = stats.t.ppf(0.975, 1) * np.std([1, -0.5], ddof=1) / math.sqrt(2)
         assert got["ci"].tolist() == pytest.approx([0, half])
-        assert (final_recovery(group).mean, final_recovery(group).ci) == (
+        assert (group.final_recovery().mean, group.final_recovery().ci) == (
             pytest.approx(0.25),
             pytest.approx(half),
         )
-        picture = cluster_figures.plot_recovery(*both([*runs, make_run("old")]))
+        picture = draw(cluster_figures.plot_recovery, *runs, make_run("old"))
         (axes,) = picture.figure.axes
         assert [line.get_ydata().tolist() for line in axes.lines] == [pytest.approx([0, 0.25])]
         assert len(axes.collections) == 1
@@ -155,17 +160,19 @@ class TestOverRounds:
     def test_only_of_clients_that_can_train(self, make_run):
         people = in_clusters([*TRUTH, 0, 1], unseen=[4, 5])
         (group,) = group_runs([make_run("a", rounds=choosing([*TRUTH, 1, 0]), clients=people)])
-        assert final_recovery(group).mean == 1.0
+        assert group.final_recovery().mean == 1.0
 
     def test_none_where_there_is_nothing_to_recover(self, make_run):
         rows = choosing(TRUTH, TRUTH)
         for people in (None, in_clusters([None] * 4), in_clusters([0] * 4)):
             groups, looks = both([make_run("a", rounds=rows, clients=people)])
-            assert recovery_curve(groups[0]).empty
-            assert final_recovery(groups[0]) is None
+            assert groups[0].recovery_curve().empty
+            assert groups[0].final_recovery() is None
             assert cluster_figures.plot_recovery(groups, looks) is None
         single = choosing([0, 0, 0, 0], clusters=1, sure=1.0)
-        assert recovery_curve(group_runs([make_run("a", rounds=single, clients=in_clusters(TRUTH))])[0]).empty
+        assert (
+            group_runs([make_run("a", rounds=single, clients=in_clusters(TRUTH))])[0].recovery_curve().empty
+        )
 
     def test_column(self, make_run):
         people = in_clusters(TRUTH)

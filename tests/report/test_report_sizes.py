@@ -7,13 +7,13 @@ import math
 
 import pytest
 from report_runs import cells, rounds_of, rows_of, text_of
-from scipy import stats
 
 from fedlowrank.report import comparison
 from fedlowrank.report.chart import choose_lines
-from fedlowrank.report.formats import MISSING, format_si_pair
+from fedlowrank.report.formats import MISSING
 from fedlowrank.report.groups import group_runs
-from fedlowrank.report.ranks import downlink, last_ranks, model_size, rank_curves, sizes_differ
+from fedlowrank.report.low_rank import downlink, last_ranks, model_size, rank_curves, sizes_differ
+from fedlowrank.report.measures import ACCURACY
 from fedlowrank.report.tables import to_csv
 
 FULL = 11_173_952
@@ -46,14 +46,6 @@ def titles(table, block="size"):
     return [one.title for one in table.blocks[block].columns] if block in table.blocks else []
 
 
-def test_size_is_over_clients_at_the_last_evaluated_round(make_run):
-    (group,) = group_runs([make_run(rounds=sized({"mixed": [[9, 9, 9], [10, 20, 60]]}, clients=3))])
-    mean, std = model_size(group, "mixed")
-    assert mean.mean == 30
-    assert std.mean == pytest.approx(math.sqrt((20**2 + 10**2 + 30**2) / 3))
-    assert model_size(group, "gkr") is None
-
-
 def test_size_is_that_of_the_model_whose_accuracy_counts(make_run):
     rows = sized({"mixed": [100, 80, 60]})
     rows[2]["accuracy"] = {"mixed": {"test": [math.nan, None]}}
@@ -80,31 +72,6 @@ def test_sizes_differ_where_they_are_more_than_the_architectures(make_run):
     assert not differ(*wider)
 
 
-def test_ranks_by_hand(make_run):
-    first = slr(
-        ranks=[
-            {"a.weight": 10, "b.weight": 4},
-            {"a.weight": 8, "b.weight": 4},
-            {"a.weight": 5, "b.weight": 2},
-        ]
-    )
-    other = slr(ranks=[{"a.weight": 10, "b.weight": 4}, {"a.weight": 6, "b.weight": 4}])
-    (group,) = group_runs(
-        [make_run("a", s, rounds=rows, run=SAME) for s, rows in enumerate((first, other[:2]))]
-    )
-    got = rank_curves(group)
-    assert list(got) == ["a.weight", "b.weight"]
-    a = got["a.weight"]
-    assert a.percent.index.tolist() == [0, 1]  # those that both seeds have
-    assert a.percent["mean"].tolist() == pytest.approx([100, 70])
-    assert a.percent["ci"][1] == pytest.approx(stats.t.ppf(0.975, 1) * 10)  # 80 and 60: standard error 10
-    assert (a.first, a.last) == (10, 7)
-    assert last_ranks(group) == {"a.weight": 5.5, "b.weight": 3.0}
-    (single,) = group_runs([make_run("a", 0, rounds=first)])
-    assert rank_curves(single)["b.weight"].percent["ci"].isna().all()
-    assert rank_curves(single)["b.weight"].percent["mean"].tolist() == [100, 100, 50]
-
-
 def test_weights_without_a_course_are_left_out(make_run):
     mine = slr(ranks=[{"a": 10, "b": 4, "zero": 0}, {"a": 8, "b": 4, "zero": 0}])
     other = slr(ranks=[{"a": 10}, {"a": 8}])
@@ -129,16 +96,16 @@ def test_downlink_is_for_each_participant(make_run):
 
 def test_series_shown_are_headlines_and_then_further_ones_if_there_is_room(make_run):
     groups = group_runs([make_run("a", rounds=slr(further=["x"])), make_run("b")])
-    shown = choose_lines(groups)
+    shown = choose_lines(groups, ACCURACY)
     assert [(one.label, one.place) for one in shown] == [("a", 0), ("a: gkr", 1), ("a: x", 2), ("b", 0)]
-    assert [one.label for one in choose_lines(groups, 3)] == ["a", "b"]
+    assert [one.label for one in choose_lines(groups, ACCURACY, 3)] == ["a", "b"]
     rows = slr()
     for row in rows:
         row["accuracy"] = {"mixed": {"test": [None]}, "gkr": {"test": [0.5]}}
     # a further series does not pass for the headline that has no number
-    assert [(one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]))] == [
-        ("a: gkr", 1)
-    ]
+    assert [
+        (one.label, one.place) for one in choose_lines(group_runs([make_run("a", rounds=rows)]), ACCURACY)
+    ] == [("a: gkr", 1)]
 
 
 def test_float32_counts_as_the_paper_does(make_run):
@@ -265,19 +232,3 @@ def test_a_terminal_of_80_characters_shows_all(make_run):
         assert said.count(printed) == 1
     tables = sum(line.split()[:1] == ["method"] for line in said.splitlines())
     assert said.count(name) == tables > 4
-
-
-@pytest.mark.parametrize(
-    ("got", "expected"),
-    [
-        (format_si_pair(6_690_000, 560_000), "6.69 ± 0.56 M"),
-        (format_si_pair(9_000_900, 98_000, "B"), "9.00 ± 0.10 MB"),
-        (format_si_pair(500.0, 20.0), "500 ± 20"),
-        (format_si_pair(11_173_952.0, 0.0), "11.2 M"),
-        (format_si_pair(11_173_952.0, None), "11.2 M"),
-        (format_si_pair(11_173_952.0, math.nan), "11.2 M"),
-        (format_si_pair(None, 1.0), MISSING),
-    ],
-)
-def test_pairs(got, expected):
-    assert got == expected

@@ -7,42 +7,31 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from report_runs import rows_of
+from report_runs import main_of, rounds_of, rows_of, target_of
 from scipy import stats
 
 from fedlowrank.core.errors import ConfigError
 from fedlowrank.report import comparison
-from fedlowrank.report.frame import evaluations
-from fedlowrank.report.groups import choose_target, group_runs
-from fedlowrank.report.metrics import Run, estimate, score_clients
+from fedlowrank.report.groups import group_runs
+from fedlowrank.report.metrics import Run, estimate
 from fedlowrank.simulation.records import RoundRecord, RunRecord
 
 
 def simple(test, val=None):
-    return [
-        {
-            "round": i,
-            "bytes_down": 1000 * (i > 0),
-            "bytes_up": 500 * (i > 0),
-            "parameters_down": 250 * (i > 0),
-            "parameters_up": 125 * (i > 0),
-            "steps": 20 * (i > 0),
-            "flops": 3_000_000 * (i > 0),
-            "seconds": {"train": 0.5 * (i > 0), "server": 0.25 * (i > 0), "evaluate": 0.125},
-            "accuracy": None if values is None else {"personal": {"test": values, "val": (val or test)[i]}},
-        }
-        for i, values in enumerate(test)
-    ]
+    """Rows of rounds, not evaluated where the values are None."""
+    rows = rounds_of([values or [0.0] for values in test], val)
+    for row, values in zip(rows, test, strict=True):
+        row["accuracy"] = None if values is None else row["accuracy"]
+    return rows
 
 
 def scored(values, weights=None, measure="accuracy"):
     """Statistics of one evaluation, as a row; None if there are none."""
-    splits = {"personal": {"test": list(values)}}
-    record = RoundRecord(0, **{measure: splits})
+    record = RoundRecord(0, **{measure: {"personal": {"test": list(values)}}})
     sizes = [1] * len(values) if weights is None else weights
     clients = [{"id": i, "test": size} for i, size in enumerate(sizes)]
-    scores = score_clients(evaluations(RunRecord(Path("x"), {}, clients, [record], {})))
-    return None if scores.empty else scores.iloc[0]
+    scores = Run(RunRecord(Path("x"), {}, clients, [record], {})).scores
+    return scores[measure, "personal", "test", False].iloc[0] if scores else None
 
 
 @settings(deadline=None)
@@ -73,19 +62,14 @@ def test_not_finite_is_left_out_and_counted():
 def test_examples_that_are_not_known_weigh_nothing():
     values = {"personal": {"test": [0.2, 0.6]}}
     run = RunRecord(Path("x"), {}, [{"id": 0, "test": 3}], [RoundRecord(0, accuracy=values)], {})
-    assert math.isnan(score_clients(evaluations(run))["weighted"].iloc[0])
-
-
-def main(run):
-    """Headline results of a run."""
-    run = Run(run)
-    return run.results(run.headline, run.measure)
+    (scores,) = Run(run).scores.values()
+    assert math.isnan(scores["weighted"].iloc[0])
 
 
 def test_choices_of_round(make_run):
     test = [[0.1], [0.5], [0.9], [0.6], [0.7]]
     val = [[0.1], [0.8], [0.3], [0.8], [0.5]]
-    got = main(make_run(rounds=simple(test, val)))
+    got = main_of(make_run(rounds=simple(test, val)))
     assert got["last"] == 0.7
     assert (got["best_round"], got["best_by_validation"]) == (1, 0.5)  # the earlier of the two with 0.8
     assert got["last_ten"] == pytest.approx(
@@ -96,12 +80,14 @@ def test_choices_of_round(make_run):
 
 def test_last_ten_of_many(make_run):
     test = [[i / 100] for i in range(31)]
-    assert main(make_run(rounds=simple(test)))["last_ten"] == pytest.approx(np.mean(np.arange(21, 31) / 100))
+    assert main_of(make_run(rounds=simple(test)))["last_ten"] == pytest.approx(
+        np.mean(np.arange(21, 31) / 100)
+    )
 
 
 def test_weights_follow_client_ids(make_run):
     clients = [{"id": 1, "test": 30}, {"id": 0, "test": 10}]
-    got = main(make_run(rounds=simple([[0.2, 0.6]]), clients=clients))
+    got = main_of(make_run(rounds=simple([[0.2, 0.6]]), clients=clients))
     assert got["last_weighted"] == pytest.approx((0.2 * 10 + 0.6 * 30) / 40)
 
 
@@ -116,10 +102,6 @@ def test_to_target_by_hand(make_run):
     assert run.costs_to(0.05)["bytes_up"] == 0
     (row,) = rows_of(comparison([run.record], 0.9))
     assert (row["target_bytes"], row["target_parameters"], row["target_seconds"]) == (4 * 1500, 4 * 375, 3.0)
-
-
-def target_of(runs, *given):
-    return choose_target([Run(run) for run in runs], *given)
 
 
 def test_target_given_then_own_then_common(make_run):
@@ -191,5 +173,5 @@ def test_sweep_keeps_the_method_label(make_run):
 
 def test_last_usable_round_is_named(make_run):
     run = make_run(rounds=simple([[0.1], [0.5], [math.nan]]))
-    assert main(run)["round"] == 1
+    assert main_of(run)["round"] == 1
     assert Run(run).status == "no finite accuracy after round 1"

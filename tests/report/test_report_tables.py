@@ -3,19 +3,23 @@
 import csv
 import io
 import json
+import math
 import re
 
 import numpy as np
 import pytest
-from report_runs import cells, page_of, rounds_of, rows_of, text_of
+from report_runs import cells, page_of, rounds_of, rows_of, text_of, titles_of
 
 from fedlowrank.report import comparison
 from fedlowrank.report.formats import (
     MISSING,
+    format_loss,
+    format_loss_pair,
     format_number,
     format_percent_pair,
     format_seconds,
     format_si,
+    format_si_pair,
     format_tick,
     one_line,
 )
@@ -24,15 +28,11 @@ from fedlowrank.report.tables import to_csv, to_markdown
 REFERENCE = {"label": "Table 2", "accuracy": {"a": 96.66, "b": None}}
 
 
-def headings(table):
-    return [column.title for one in table.blocks.values() for column in one.columns]
-
-
 def test_columns_appear_where_they_have_something_to_say(make_run):
     plain_table = comparison([make_run("a", 0)])
-    assert not {"over seeds", "n", "paper", "difference", "status", "global"} & set(headings(plain_table))
+    assert not {"over seeds", "n", "paper", "difference", "status", "global"} & set(titles_of(plain_table))
     full = comparison([make_run(m, s, reference=REFERENCE) for m in "abc" for s in (0, 1)])
-    assert {"over seeds", "n", "paper", "difference"} <= set(headings(full))
+    assert {"over seeds", "n", "paper", "difference"} <= set(titles_of(full))
     assert [row["label"] for row in rows_of(full)] == ["a", "b", "c"]
 
 
@@ -45,25 +45,14 @@ def test_reference_and_difference(make_run):
     assert ("paper", "Table 2") in table.footnotes
 
 
-def test_csv_round_trips_exactly(make_run):
-    table = comparison([make_run(m, s, title='x, "y"\nz') for m in "ab" for s in (0, 1, 2)])
-    rows = list(csv.DictReader(io.StringIO(to_csv(table))))
-    assert len(rows) == len(rows_of(table))
-    for read, row in zip(rows, rows_of(table), strict=True):
+def test_csv_has_the_exact_means_over_seeds(make_run):
+    runs = [make_run(m, s, title='x, "y"\nz') for m in "ab" for s in (0, 1, 2)]
+    table = comparison(runs)
+    for read, row in zip(csv.DictReader(io.StringIO(to_csv(table))), rows_of(table), strict=True):
         assert list(read) == list(row)
         for key, value in row.items():
-            if value is None:
-                assert read[key] == ""
-            elif isinstance(value, str):
-                assert read[key] == value
-            else:
-                assert type(value)(read[key]) == value
-
-
-def test_row_is_the_mean_over_seeds(make_run):
-    runs = [make_run("a", s) for s in (0, 1, 2)]
-    (row,) = rows_of(comparison(runs))
-    last = np.array([run.rounds[-1].accuracy["personal"]["test"] for run in runs])
+            assert read[key] == "" if value is None else type(value)(read[key]) == value
+    row, last = rows_of(table)[0], np.array([run.rounds[-1].accuracy["personal"]["test"] for run in runs[:3]])
     assert row["accuracy_last"] == pytest.approx(last.mean())
     assert row["std_clients"] == pytest.approx(last.std(axis=1).mean())
     assert row["worst_tenth"] == pytest.approx(last.min(axis=1).mean())
@@ -99,14 +88,10 @@ def test_names_cannot_break_out(make_run):
     assert len({row.count("|") for row in accuracy}) == 1
 
 
-def test_several_experiments_are_told_apart(make_run):
-    table = comparison([make_run("a", name="one"), make_run("a", name="two")])
-    assert [row[0] for row in table.blocks["accuracy"].rows] == ["one: a", "two: a"]
-
-
-def test_vary_is_json_in_the_csv(make_run):
-    (row,) = rows_of(comparison([make_run("a", vary={"method.mu": 0.5})]))
-    assert json.loads(row["vary"]) == {"method.mu": 0.5}
+def test_experiments_and_what_is_varied_are_told_apart(make_run):
+    table = comparison([make_run("a", name="one", vary={"method.mu": 0.5}), make_run("a", name="two")])
+    assert [row[0] for row in table.blocks["accuracy"].rows] == ["one: a (mu = 0.5)", "two: a"]
+    assert json.loads(rows_of(table)[0]["vary"]) == {"method.mu": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +114,24 @@ def test_vary_is_json_in_the_csv(make_run):
         (format_seconds(0.0), "0 s"),
         (format_seconds(150.0), "2.50 min"),
         (format_seconds(36_000.0), "10.0 h"),
+        (format_si_pair(6_690_000, 560_000), "6.69 ± 0.56 M"),
+        (format_si_pair(9_000_900, 98_000, "B"), "9.00 ± 0.10 MB"),
+        (format_si_pair(500.0, 20.0), "500 ± 20"),
+        (format_si_pair(11_173_952.0, 0.0), "11.2 M"),
+        (format_si_pair(11_173_952.0, None), "11.2 M"),
+        (format_si_pair(11_173_952.0, math.nan), "11.2 M"),
+        (format_si_pair(None, 1.0), MISSING),
+        (format_loss(None), MISSING),
+        (format_loss(math.nan), MISSING),
+        (format_loss(0.0), "0.000"),
+        (format_loss(0.0123456), "0.01235"),
+        (format_loss(1234.5), "1234"),
+        (format_loss(1.23456e-7), "1.235e-07"),
+        (format_loss_pair(0.5, None), "0.5000"),
+        (format_loss_pair(0.5, 0.0123), "0.500 ± 0.012"),
+        (format_loss_pair(0.1542, 0.27), "0.15 ± 0.27"),
+        (format_loss_pair(0.01, 5.3), "0.010 ± 5.300"),
+        (format_loss_pair(1.234e-6, 1e-8), "1.234e-06 ± 1.0e-08"),
         (one_line("a\x00\nb  c"), "a b c"),
         (one_line("abcdef", 4), "abc…"),
     ],

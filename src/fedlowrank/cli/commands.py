@@ -168,8 +168,8 @@ def report(
 
 
 def _report(records: Sequence[RunRecord], page: Path, target: float | None) -> None:
-    write_report(records, page, target=target, command=shlex.join(["fedlowrank", *sys.argv[1:]]))
-    OUT.print(render_terminal(comparison(records, target)))
+    command = shlex.join(["fedlowrank", *sys.argv[1:]])
+    OUT.print(render_terminal(write_report(records, page, target=target, command=command)))
     OUT.print(f"report: {page}")
 
 

@@ -1,10 +1,10 @@
-"""Parts that figures share: curves, axes with their limits and ticks, legend entries, words of captions."""
+"""Parts that figures share: lines, axes with their limits and ticks, legend entries, words of captions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -12,16 +12,17 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis, XAxis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from matplotlib.transforms import ScaledTranslation, Transform
 from numpy.typing import NDArray
 
 from .formats import format_tick, one_line
 from .groups import Group
 from .measures import Measure
-from .style import Style
+from .style import Picture, Style, Styles, add_legend, drawing, new_figure
 
 Bounds = tuple[float, float]
+Rounds = TypeVar("Rounds", pd.DataFrame, pd.Series)
 UNBOUNDED: Bounds = (-math.inf, math.inf)
 NON_NEGATIVE: Bounds = (0.0, math.inf)
 
@@ -29,28 +30,25 @@ LOG_FROM = 20  # ratio of the largest to the smallest positive value from which 
 DECADES = 100.0  # ratio of the largest to the smallest loss beyond which an axis of losses is logarithmic
 # Most lines of a figure with the further series of methods; with more, only the headlines are drawn.
 LINES = 14
+POINTS = 250  # most points of a line: about one for each 1.3 units of the width of a figure
+TICK = 0.1  # least distance of two labels on an axis of values, as a part of the axis
 THIN = 1.0  # width of the line of a further series of a method, in points
 
 
 class Line(NamedTuple):
-    """A learning curve in a figure.
-
-    Attributes:
-        group: the method.
-        series: name of the series.
-        place: 0 for the headline, then 1, 2, ...
-        label: the method, with the series after a colon unless it is the headline.
-        unseen: whether it is about the clients that never train.
-    """
+    """A line in a figure."""
 
     group: Group
-    series: str | None
-    place: int
-    label: str
-    unseen: bool = False
+    label: str  # in the legend
+    table: pd.DataFrame  # columns ``mean`` and ``ci``, indexed by round
+    place: int = 0  # 0 for the headline of the method, then 1, 2, ... for thin lines
+    series: str | None = None
+    unseen: bool = False  # whether it is about the clients that never train
 
 
-def choose_lines(groups: Sequence[Group], most: int = LINES, *, unseen: bool = False) -> list[Line]:
+def choose_lines(
+    groups: Sequence[Group], measure: Measure, most: int = LINES, *, unseen: bool = False
+) -> list[Line]:
     """The headline of every evaluated group, each followed by its further series unless those are too many.
 
     With ``unseen``, the headline over the clients that never train follows, where there are any.
@@ -58,12 +56,12 @@ def choose_lines(groups: Sequence[Group], most: int = LINES, *, unseen: bool = F
     lines = []
     for group in groups:
         for place, name in enumerate(group.series):
-            if group.final(name):
-                label = f"{group.short}: {one_line(name)}" if place else group.short
-                lines.append(Line(group, name, place, label))
-        if unseen and group.results()["unseen"].notna().any():
-            label = f"{group.short}: unseen clients"
-            lines.append(Line(group, group.headline, len(group.series), label, unseen=True))
+            label = f"{group.short}: {one_line(name)}" if place else group.short
+            lines.append(Line(group, label, group.curve(name, measure), place, name))
+        if unseen:
+            curve, label = group.curve(measure=measure, unseen=True), f"{group.short}: unseen clients"
+            lines.append(Line(group, label, curve, len(group.series), group.headline, unseen=True))
+    lines = [line for line in lines if len(line.table)]
     return lines if len(lines) <= most else [line for line in lines if not line.place]
 
 
@@ -78,11 +76,6 @@ def all_ends(tables: Iterable[pd.DataFrame], bounds: Bounds = UNBOUNDED) -> list
     return [float(end) for table in tables for side in interval_ends(table, bounds) for end in side]
 
 
-def all_means(tables: Iterable[pd.DataFrame]) -> list[float]:
-    """All means of some curves."""
-    return [float(mean) for table in tables for mean in table["mean"]]
-
-
 def legend_entry(style: Style, marker: str | None = None, line: Any = None) -> Line2D:
     """Entry of a legend: line and marker of a style, or others instead."""
     return Line2D(
@@ -91,31 +84,75 @@ def legend_entry(style: Style, marker: str | None = None, line: Any = None) -> L
     )  # fmt: skip
 
 
-def draw_curve(
-    axes: Axes, curve: pd.DataFrame, style: Style, scale: float = 1.0, *, bounds: Bounds = UNBOUNDED,
-    x: str | None = None, thin: bool = False,
-) -> Line2D:  # fmt: skip
-    """Draw means over seeds with their 95 % interval, cut to ``bounds``, as a band; return the legend entry.
+def draw_lines(
+    axes: Axes, lines: Sequence[Line], styles: Styles, scale: float = 1.0, *, bounds: Bounds = NON_NEGATIVE,
+    x: str | None = None,
+) -> list[Line2D]:  # fmt: skip
+    """Draw means over seeds with their 95 % interval, cut to ``bounds``, as a band; return legend entries.
 
     A logarithmic axis must have its limits before. ``scale`` leads to the unit of the axis, ``x`` names the
     column for the horizontal axis instead of the rounds, and a thin line has no band.
     """
-    at = (curve.index if x is None else curve[x]).to_numpy(dtype=np.float64)
-    if not thin and curve["ci"].notna().any():
-        low, high = interval_ends(curve, bounds)
-        if axes.get_yscale() == "log":
-            # A logarithmic axis has no place below zero.
-            low = np.maximum(low, axes.get_ylim()[0] / scale)
-        axes.fill_between(at, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
-    # One evaluation is a point: a line through it would show nothing.
-    entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
-    if thin:
-        entry.set(linewidth=THIN, markerfacecolor="none")
-    axes.plot(
-        at, scale * curve["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
-        dash_capstyle="butt", linewidth=entry.get_linewidth(), markerfacecolor=entry.get_markerfacecolor(),
+    entries = []
+    for line in lines:
+        style, table = styles[line.group.short].of_series(line.place), thin_out(line.table)
+        at = (table.index if x is None else table[x]).to_numpy(dtype=np.float64)
+        if not line.place and table["ci"].notna().any():
+            low, high = interval_ends(table, bounds)
+            if axes.get_yscale() == "log":
+                # A logarithmic axis has no place below zero.
+                low = np.maximum(low, axes.get_ylim()[0] / scale)
+            axes.fill_between(at, scale * low, scale * high, color=style.color, alpha=0.15, linewidth=0)
+        # One evaluation is a point: a line through it would show nothing.
+        entry = legend_entry(style, marker=style.marker if len(at) == 1 else "")
+        if line.place:
+            entry.set(linewidth=THIN, markerfacecolor="none")
+        axes.plot(
+            at, scale * table["mean"], color=style.color, linestyle=style.line, marker=entry.get_marker(),
+            dash_capstyle="butt", linewidth=entry.get_linewidth(), markerfacecolor=entry.get_markerfacecolor(),
+        )  # fmt: skip
+        entries.append(entry)
+    return entries
+
+
+@drawing()
+def plot_lines(
+    lines: Sequence[Line], styles: Styles, set_axis: Callable[[Axes, list[float]], None], *, title: str,
+    subject: str, form: Callable[[float], str], head: str, tail: str = "", scale: float = 1.0,
+    bounds: Bounds = NON_NEGATIVE, height: float = 2.6,
+) -> Picture | None:  # fmt: skip
+    """A figure of lines against rounds; None without lines.
+
+    ``set_axis`` sets up the vertical axis, given the ends of all bands. ``subject`` says in a sentence what is
+    drawn, and ``form`` writes a value. ``head`` is the caption before the note on seeds, ``tail`` the rest.
+    """
+    if not lines:
+        return None
+    figure, axes = new_figure(height)
+    ends = all_ends([line.table for line in lines if not line.place], bounds)
+    set_axis(axes, ends)
+    entries = draw_lines(axes, lines, styles, scale, bounds=bounds)
+    axes.set_xlabel("round")
+    set_round_axis(axes.xaxis)
+    add_legend(figure, entries, [line.label for line in lines])
+    last = ", ".join(f"{line.label} {form(line.table['mean'].iloc[-1])}" for line in lines)
+    methods = count_methods(len({line.group.label for line in lines}))
+    return Picture(
+        figure, title, f"Line chart of {subject} against rounds for {methods}. At the end: {last}.",
+        f"{head}{note_band([line.group for line in lines], bounds)}{note_cut(axes, ends)}{tail}{note_points(lines)}",
     )  # fmt: skip
-    return entry
+
+
+def plot_measure(
+    lines: Sequence[Line], styles: Styles, measure: Measure, *, head: str, tail: str = ""
+) -> Picture | None:  # fmt: skip
+    """A figure of accuracies or losses against rounds; None without lines."""
+    means = [mean for line in lines for mean in line.table["mean"]]
+    return plot_lines(
+        lines, styles, lambda axes, ends: set_measure_axis(axes.yaxis, measure, means, ends),
+        title=f"{measure.title} over rounds", subject=measure.noun, form=measure.format, head=head, tail=tail,
+        scale=measure.scale, bounds=measure.bounds, height=3.1,
+    )  # fmt: skip
 
 
 def draw_bars(
@@ -177,18 +214,55 @@ def set_measure_axis(
         axis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 2.5, 5, 10]))
 
 
-def set_scatter_axis(axes: Axes, measure: Measure, means: Sequence[float], margin: float) -> None:
-    """The vertical axis of a scatter chart of a measure, with a margin for the markers on all sides."""
-    set_measure_axis(axes.yaxis, measure, means)
+class Point(NamedTuple):
+    """A marker in a scatter chart: of a method or series, at ``x`` and ``mean``, ``size`` wide."""
+
+    label: str
+    style: Style
+    x: float
+    mean: float
+    size: float
+    opacity: float  # of the face; 0 for none
+
+
+@drawing()
+def plot_points(
+    points: Sequence[Point], measure: Measure, xlabel: str, unit: str, *, title: str, alt: str, caption: str
+) -> Picture:  # fmt: skip
+    """A scatter chart of results, logarithmic where the points are far apart."""
+    figure, axes = new_figure(3.1)
+    entries = []
+    for point in points:
+        face = (*point.style.rgb, point.opacity) if point.opacity else "none"
+        look: Any = {"markerfacecolor": face, "markeredgecolor": point.style.color, "markeredgewidth": 1.4}
+        at = [point.x], [measure.scale * point.mean]
+        # Large markers lie below small ones.
+        look |= {"marker": point.style.marker, "linestyle": "", "zorder": 2 + 1 / point.size}
+        axes.plot(*at, markersize=point.size, **look)
+        entries.append(Line2D([], [], markersize=min(point.size, 8), **look))
+    every = [point.x for point in points]
+    log = max(every) / min(every) >= LOG_FROM
+    set_prefix_axis(axes.xaxis, unit, every if log else None)
+    axes.set_xlabel(f"{xlabel}{', logarithmic' if log else ''}")
+    set_measure_axis(axes.yaxis, measure, [point.mean for point in points])
     axes.autoscale()
-    axes.margins(margin)
+    axes.margins(0.16)
     if not measure.is_loss:
         axes.set_ylim(*clip_percent(axes.get_ylim()))
+    if not log:
+        axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
+    add_legend(figure, entries, [point.label for point in points])
+    return Picture(figure, title, alt, caption)
 
 
 def space_evenly(count: int, most: int) -> list[int]:
     """Up to ``most`` indices below ``count``, evenly spaced, both ends included."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(most, count)).tolist()})
+
+
+def thin_out(table: Rounds, most: int = POINTS) -> Rounds:
+    """Up to ``most`` rounds of a table, evenly spaced, both ends included: more points cannot be seen."""
+    return table.iloc[space_evenly(len(table), most)]
 
 
 def finish_grid(panels: NDArray[Any], used: int) -> list[Axes]:
@@ -230,6 +304,26 @@ def set_prefix_axis(axis: Axis, unit: str, log_over: Sequence[float] | None) -> 
     axis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value, unit)))
 
 
+def set_value_axis(axes: Axes, values: Sequence[float], *, log: bool) -> None:
+    """A horizontal axis with ticks at sorted values that leave room for their labels, both ends included."""
+    low, high = values[0], values[-1]
+    # Limits by hand: matplotlib ignores lines that are set aside from their values.
+    if log:
+        axes.set_xscale("log")
+        axes.set_xlim(low / (high / low) ** 0.07, high * (high / low) ** 0.07)
+        place = {value: math.log(value / low) / (math.log(high / low) or 1) for value in values}
+    else:
+        axes.set_xlim(low - 0.07 * (high - low), high + 0.07 * (high - low))
+        place = {value: (value - low) / ((high - low) or 1) for value in values}
+    kept = [high]
+    for value in reversed(values[:-1]):
+        if place[kept[-1]] - place[value] >= TICK and (value == low or place[value] >= TICK):
+            kept.append(value)
+    axes.xaxis.set_major_locator(FixedLocator(kept))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
 def set_method_axis(axes: Axes, labels: Sequence[str]) -> None:
     """The vertical axis of a chart with a row for each method, the first on top."""
     axes.set_yticks(range(len(labels)), [one_line(label, 28) for label in labels])
@@ -255,6 +349,12 @@ def note_band(groups: Iterable[Group], bounds: Bounds = NON_NEGATIVE) -> str:
     """End of a sentence: over how many seeds the mean is, and what the band is."""
     seeds, cut = note_seeds(groups), "" if bounds == UNBOUNDED else ", cut to possible values"
     return f"{seeds}; the band is the 95 % interval over seeds{cut}." if seeds else "."
+
+
+def note_points(lines: Iterable[Line]) -> str:
+    """A sentence for the caption if lines have more rounds than are drawn."""
+    is_long = any(len(line.table) > POINTS for line in lines)
+    return f" Of each line at most {POINTS} rounds are drawn, evenly spaced." if is_long else ""
 
 
 def note_cut(axes: Axes, ends: Sequence[float]) -> str:

@@ -1,8 +1,4 @@
-"""Figures of routes: the share that each cluster has of each client, and the recovery of true clusters.
-
-As in :mod:`fedlowrank.report.figures`, they are made from groups and styles, and None or nothing where there
-is none to draw.
-"""
+"""Figures of routes: the share that each cluster has of each client, and the recovery of true clusters."""
 
 from __future__ import annotations
 
@@ -17,11 +13,10 @@ from matplotlib.path import Path
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
 from . import chart
-from .clusters import Floats, recovery_curve, routes_by_round, true_clusters
 from .formats import one_line
-from .frame import unseen_clients
+from .frame import Floats, routes_by_round, true_clusters, unseen_clients
 from .groups import Group, seed_of
-from .style import INK, WIDTH, Picture, Styles, add_legend, drawing, make_styles, new_figure
+from .style import INK, WIDTH, Picture, Styles, drawing, make_styles
 
 INDEX: chart.Bounds = (-0.5, 1.0)  # the least and the largest value of an adjusted Rand index
 PANELS = 5  # most rounds of which a figure shows the routes
@@ -35,29 +30,22 @@ LEVELS = 16
 ALL_TICKS = 5  # most clusters that are all named along an axis
 
 
-@drawing()
 def plot_recovery(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Cluster recovery against rounds, one line a method, with the 95 % interval over seeds as a band."""
-    found = [(group, curve) for group in groups if len(curve := recovery_curve(group))]
-    if not found:
-        return None
-    figure, axes = new_figure(2.6)
-    entries = [chart.draw_curve(axes, curve, styles[group.short], bounds=INDEX) for group, curve in found]
-    lowest = min(chart.all_ends([curve for _, curve in found], INDEX))
-    axes.set(xlabel="round", ylabel="adjusted Rand index", ylim=(min(-0.04, lowest - 0.04), 1.04))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
-    chart.set_round_axis(axes.xaxis)
-    add_legend(figure, entries, [group.short for group, _ in found])
-    last = ", ".join(f"{group.short} {curve['mean'].iloc[-1]:.2f}" for group, curve in found)
-    return Picture(
-        figure,
-        "Cluster recovery over rounds",
-        f"Line chart of the adjusted Rand index of routes and true clusters against rounds for "
-        f"{chart.count_methods(len(found))}. At the end: {last}.",
-        "Adjusted Rand index of the clients' largest shares against the clusters that their data come from: "
-        "1 where both divide the clients alike, about 0 where routes say nothing"
-        f"{chart.note_band([group for group, _ in found])}",
-    )
+
+    def set_axis(axes: Axes, ends: Sequence[float]) -> None:
+        axes.set(ylabel="adjusted Rand index", ylim=(min(-0.04, min(ends) - 0.04), 1.04))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10]))
+
+    return chart.plot_lines(
+        [chart.Line(g, g.short, curve) for g in groups if len(curve := g.recovery_curve())], styles, set_axis,
+        title="Cluster recovery over rounds",
+        subject="the adjusted Rand index of routes and true clusters",
+        form="{:.2f}".format,
+        head="Adjusted Rand index of the clients' largest shares against the clusters that their data come "
+        "from: 1 where both divide the clients alike, about 0 where routes say nothing",
+        bounds=INDEX,
+    )  # fmt: skip
 
 
 def plot_routes(groups: Sequence[Group]) -> list[Picture]:

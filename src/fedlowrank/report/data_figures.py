@@ -10,7 +10,6 @@ import threadpoolctl  # type: ignore[import-untyped]
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
-from sklearn.manifold import TSNE
 
 from ..simulation.records import RunRecord
 from .chart import space_evenly
@@ -78,6 +77,8 @@ def embed(x: NDArray[np.float64]) -> NDArray[np.float64] | None:
     Returns:
         ``[n, 2]``, or None where there is nothing to embed: fewer than five points, or all in one place.
     """
+    from sklearn.manifold import TSNE  # slow to import
+
     if len(x) < 5 or float(x.std(axis=0).max()) == 0.0:
         return None
     if x.shape[1] < 2:

@@ -7,7 +7,7 @@ train. Where there are no classes, the mean test loss takes its place.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cbook import boxplot_stats
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from . import chart
 from .formats import format_si, one_line
@@ -32,97 +31,71 @@ def plot_accuracy(groups: Sequence[Group], styles: Styles) -> Picture | None:
     makes too many lines (:func:`fedlowrank.report.chart.choose_lines`).
     """
     judged = [group for group in groups if not group.measure.is_loss]
-    return _plot_learning_curves(chart.choose_lines(judged, unseen=True), groups, styles, ACCURACY)
+    return _plot_learning_curves(judged, styles, with_token_names(ACCURACY, groups), in_detail=True)
 
 
 def plot_loss(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Test loss against rounds: in all detail where methods are judged by it, else of the headlines."""
-    if measure_of(groups).is_loss:
-        return _plot_learning_curves(chart.choose_lines(groups, unseen=True), groups, styles, LOSS)
-    lines = [chart.Line(g, g.headline, 0, g.short) for g in groups if g.headline is not None]
-    return _plot_learning_curves(lines, groups, styles, LOSS)
+    in_detail = measure_of(groups).is_loss
+    return _plot_learning_curves(groups, styles, with_token_names(LOSS, groups), in_detail=in_detail)
 
 
-@drawing()
 def _plot_learning_curves(
-    lines: Sequence[chart.Line], groups: Sequence[Group], styles: Styles, kind: Measure
+    groups: Sequence[Group], styles: Styles, measure: Measure, *, in_detail: bool
 ) -> Picture | None:
-    measure = with_token_names(kind, groups)
-    curves = [(line, line.group.curve(line.series, measure, unseen=line.unseen)) for line in lines]
-    curves = [(line, curve) for line, curve in curves if len(curve)]
-    if not curves:
-        return None
-    figure, axes = new_figure(3.1)
-    axes.set(xlabel="round")
-    # Before the bands, which depend on the scale.
-    ends = chart.all_ends([curve for line, curve in curves if not line.place], measure.bounds)
-    chart.set_measure_axis(axes.yaxis, measure, chart.all_means(curve for _, curve in curves), ends)
-    entries = [
-        chart.draw_curve(
-            axes, curve, styles[line.group.short].of_series(line.place), measure.scale, bounds=measure.bounds,
-            thin=line.place > 0,
-        )
-        for line, curve in curves
-    ]  # fmt: skip
-    chart.set_round_axis(axes.xaxis)
-    add_legend(figure, entries, [line.label for line, _ in curves])
-    last = ", ".join(f"{line.label} {measure.format(curve['mean'].iloc[-1])}" for line, curve in curves)
+    lines = chart.choose_lines(groups, measure, chart.LINES if in_detail else 0, unseen=in_detail)
     more = ""
-    if any(line.unseen for line, _ in curves):
+    if any(line.unseen for line in lines):
         more = " Thin lines, without a band, are named after the colon: further models of a method, and its"
         more += " mean over the clients that never train, which are left out of all others."
-    elif any(line.place for line, _ in curves):
+    elif any(line.place for line in lines):
         more = " Thin lines, without a band: further models of a method, named after the colon."
-    methods = chart.count_methods(len({line.group.label for line, _ in curves}))
-    return Picture(
-        figure,
-        f"{measure.title} over rounds",
-        f"Line chart of {measure.noun} against rounds for {methods}. At the end: {last}.",
-        f"Mean {measure.noun} over clients after each evaluated "
-        f"round{chart.note_band(groups, measure.bounds)} Round 0 is the state before "
-        f"training.{chart.note_cut(axes, ends)}{more}",
-    )
+    return chart.plot_measure(
+        lines, styles, measure, head=f"Mean {measure.noun} over clients after each evaluated round",
+        tail=f" Round 0 is the state before training.{more}",
+    )  # fmt: skip
 
 
 @drawing()
 def plot_communication(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Accuracy against the bytes sent both ways since the start; logarithmic where methods differ widely."""
     measure = measure_of(groups)
-    curves = [(group, curve) for group in groups if len(curve := group.curve(measure=measure))]
-    sent = [float(curve["bytes"].iloc[-1]) for _, curve in curves]
-    if not any(total > 0 for total in sent):
+    lines = [chart.Line(g, g.short, curve) for g in groups if len(curve := g.curve(measure=measure))]
+    sent = {line.label: float(line.table["bytes"].iloc[-1]) for line in lines}
+    totals = [total for total in sent.values() if total > 0]
+    if not totals:
         return None
-    positive = [float(x) for _, curve in curves for x in curve["bytes"] if x > 0]
-    log = max(sent) / min(total for total in sent if total > 0) >= chart.LOG_FROM
+    log = max(totals) / min(totals) >= chart.LOG_FROM
     # A logarithmic axis has no place for what is before the first message.
-    sending = [c[c["bytes"] > 0] if log else c for _, c in curves if c["bytes"].iloc[-1] > 0]
-    silent = [float(curve["mean"].iloc[-1]) for _, curve in curves if curve["bytes"].iloc[-1] <= 0]
+    sending = [
+        line._replace(table=line.table[line.table["bytes"] > 0] if log else line.table)
+        for line in lines
+        if sent[line.label] > 0
+    ]
+    silent = [line for line in lines if sent[line.label] <= 0]
     figure, axes = new_figure(3.1)
-    ends = chart.all_ends(sending, measure.bounds)
-    chart.set_measure_axis(axes.yaxis, measure, [*chart.all_means(sending), *silent], ends)
-    entries = []
-    for group, curve in curves:
-        style = styles[group.short]
-        if curve["bytes"].iloc[-1] > 0:
-            shown = curve[curve["bytes"] > 0] if log else curve
-            bounds = measure.bounds
-            entries.append(chart.draw_curve(axes, shown, style, measure.scale, bounds=bounds, x="bytes"))
-        else:
-            axes.axhline(measure.scale * curve["mean"].iloc[-1], color=style.color, linestyle=style.line)
-            entries.append(chart.legend_entry(style, marker=""))
+    means = [mean for line in sending for mean in line.table["mean"]]
+    means += [line.table["mean"].iloc[-1] for line in silent]
+    ends = chart.all_ends([line.table for line in sending], measure.bounds)
+    chart.set_measure_axis(axes.yaxis, measure, means, ends)
+    entries = chart.draw_lines(axes, sending, styles, measure.scale, bounds=measure.bounds, x="bytes")
+    for line in silent:
+        style = styles[line.group.short]
+        axes.axhline(measure.scale * line.table["mean"].iloc[-1], color=style.color, linestyle=style.line)
+        entries.append(chart.legend_entry(style, marker=""))
+    positive = [size for line in lines for size in line.table["bytes"] if size > 0]
     chart.set_prefix_axis(axes.xaxis, "B", positive if log else None)
     axes.set(xlabel=f"sent both ways{', logarithmic' if log else ''}")
-    add_legend(figure, entries, [group.short for group, _ in curves])
-    pairs = zip(curves, sent, strict=True)
-    totals = ", ".join(f"{group.short} {format_si(total, 'B')}" for (group, _), total in pairs)
+    add_legend(figure, entries, [line.label for line in (*sending, *silent)])
+    texts = ", ".join(f"{label} {format_si(total, 'B')}" for label, total in sent.items())
     level = f" A level line is the final {measure.noun} of a method that sends nothing." if silent else ""
     return Picture(
         figure,
         f"{measure.title} over communication",
-        f"Line chart of {measure.noun} against bytes sent for {chart.count_methods(len(curves))}. Sent in "
-        f"all: {totals}.",
+        f"Line chart of {measure.noun} against bytes sent for {chart.count_methods(len(lines))}. Sent in "
+        f"all: {texts}.",
         f"Mean {measure.noun} over clients against the bytes of all messages so far, both ways"
-        f"{chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}{level}",
+        f"{chart.note_band(groups, measure.bounds)}{chart.note_cut(axes, ends)}{level}{chart.note_points(lines)}",
     )
 
 
@@ -171,11 +144,10 @@ def _draw_box(axes: Axes, y: int, values: Any, style: Style) -> None:
     axes.plot([box["mean"]], [y], linestyle="", marker="+", markersize=9, markeredgewidth=1.8, color=INK)
 
 
-@drawing()
 def plot_trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Accuracy against computation, with marker areas that grow with the bytes sent."""
     measure = measure_of(groups)
-    found: list[tuple[Group, float, float, float]] = []
+    found = []
     for group in groups:
         result = group.final(measure=measure)
         flops = estimate(run.costs["flops"] for run in group.runs)
@@ -185,35 +157,25 @@ def plot_trade_off(groups: Sequence[Group], styles: Styles) -> Picture | None:
     if not found:
         return None
     largest = max(size for *_, size in found) or 1.0
-    all_flops = [flops for _, _, flops, _ in found]
-    log = max(all_flops) / min(all_flops) >= chart.LOG_FROM
-    figure, axes = new_figure(3.1)
-    # Large markers first, so that none hides a smaller one.
-    for group, mean, operations, sent in sorted(found, key=lambda row: -row[3]):
-        side = math.sqrt(36 + 700 * sent / largest)
-        style = styles[group.short]
-        axes.plot(
-            [operations], [measure.scale * mean], marker=style.marker, linestyle="",
-            markersize=side, markerfacecolor=(*style.rgb, 0.35), markeredgecolor=style.color,
-            markeredgewidth=1.4,
-        )  # fmt: skip
-    chart.set_prefix_axis(axes.xaxis, "FLOP", all_flops if log else None)
-    axes.set(xlabel=f"training computation per run{', logarithmic' if log else ''}")
-    chart.set_scatter_axis(axes, measure, [mean for _, mean, *_ in found], 0.16)
-    labels = [f"{one_line(group.short, 30)} ({format_si(size, 'B')})" for group, *_, size in found]
-    add_legend(figure, [chart.legend_entry(styles[group.short], line="") for group, *_ in found], labels)
+    points = [
+        chart.Point(
+            f"{one_line(group.short, 30)} ({format_si(size, 'B')})", styles[group.short], flops, mean,
+            math.sqrt(36 + 700 * size / largest), 0.35,
+        )
+        for group, mean, flops, size in found
+    ]  # fmt: skip
     texts = "; ".join(
         f"{group.short} {measure.format(mean)}, {format_si(flops, 'FLOP')}, {format_si(size, 'B')}"
         for group, mean, flops, size in found
     )
-    return Picture(
-        figure,
-        f"{measure.title}, computation and communication",
-        f"Scatter chart for {chart.count_methods(len(found))}: {texts}.",
-        f"Mean {measure.noun} at the last evaluated round against the floating-point operations of training; "
-        "the area of a marker grows with the bytes sent both ways, given in the legend. "
+    return chart.plot_points(
+        points, measure, "training computation per run", "FLOP",
+        title=f"{measure.title}, computation and communication",
+        alt=f"Scatter chart for {chart.count_methods(len(found))}: {texts}.",
+        caption=f"Mean {measure.noun} at the last evaluated round against the floating-point operations of "
+        "training; the area of a marker grows with the bytes sent both ways, given in the legend. "
         f"{'Low' if measure.is_loss else 'High'}, to the left and small is better.",
-    )
+    )  # fmt: skip
 
 
 @drawing()
@@ -225,60 +187,42 @@ def plot_sweep(groups: Sequence[Group], styles: Styles) -> Picture | None:
     if len(settings) < 2:
         return None
     names = list(dict.fromkeys(key for group, _ in found for key, _ in group.vary))
-    raw = [dict(group.vary).get(names[0]) for group, _ in found]
-    numeric = len(names) == 1 and all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in raw)
-    places: dict[tuple[str, ...], float] = {setting: float(i) for i, setting in enumerate(settings)}
-    if numeric:
-        pairs = zip(found, raw, strict=True)
-        places = {_setting(group): float(value) for (group, _), value in pairs if value is not None}
+    values = [dict(group.vary).get(names[0]) for group, _ in found]
+    is_number = len(names) == 1 and all(
+        isinstance(v, int | float) and not isinstance(v, bool) for v in values
+    )
+    places: list[Any] = values if is_number else [settings.index(_setting(group)) for group, _ in found]
     table = pd.DataFrame(
-        [(group.short, places[_setting(group)], result.mean, result.ci) for group, result in found],
-        columns=["method", "place", "mean", "ci"],
-    ).set_index("place")
+        [(group.short, result.mean, result.ci) for group, result in found],
+        columns=["method", "mean", "ci"], index=places,
+    )  # fmt: skip
     figure, axes = new_figure(3.1)
     methods = list(dict.fromkeys(table["method"]))
     for i, short in enumerate(methods):
         rows = table[table["method"] == short].sort_index(kind="stable")
         chart.draw_bars(axes, rows, styles[short], measure, (i - (len(methods) - 1) / 2) * 4)
-    _set_sweep_axis(axes, places, numeric)
-    short_names = ", ".join(map(last_part, names))
+    x = sorted(set(places))
+    if is_number:
+        chart.set_value_axis(axes, x, log=x[0] > 0 and x[-1] / x[0] >= chart.LOG_FROM)
+    else:
+        texts = [one_line(setting, 32) for setting in settings]
+        turn, side = (30, "right") if sum(map(len, texts)) > 50 else (0, "center")
+        axes.set_xlim(-0.4, len(x) - 0.6)
+        axes.set_xticks(x, texts, rotation=turn, ha=side)
+    short_names, keys = ", ".join(map(last_part, names)), ", ".join(names)
     axes.set(xlabel=short_names)
     ends = chart.all_ends([table], measure.bounds)
-    chart.set_measure_axis(axes.yaxis, measure, chart.all_means([table]), ends)
+    chart.set_measure_axis(axes.yaxis, measure, table["mean"].tolist(), ends)
     add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
-    texts = "; ".join(f"{group.label} {measure.format(result.mean)}" for group, result in found)
-    keys = ", ".join(names)
+    texts = [f"{group.label} {measure.format(result.mean)}" for group, result in found]
     seeds = ", mean over seeds with bars of the 95 % interval" if table["ci"].notna().any() else ""
     return Picture(
         figure,
         f"{measure.title} against {short_names}",
-        f"Line chart of final {measure.noun}: {texts}.",
+        f"Line chart of final {measure.noun}: {'; '.join(texts)}.",
         f"Mean {measure.noun} over clients at the last evaluated round for each value of {keys}{seeds}.",
     )
 
 
-def _setting(group: Group) -> tuple[str, ...]:
-    return tuple(f"{last_part(key)}={value_text(value)}" for key, value in group.vary)
-
-
-def _set_sweep_axis(axes: Axes, places: Mapping[tuple[str, ...], float], numeric: bool) -> None:
-    # Limits by hand: matplotlib ignores lines that are set aside from their values.
-    x = sorted(set(places.values()))
-    if not numeric:
-        texts = [one_line(", ".join(setting), 32) for setting in places]
-        axes.set_xlim(-0.4, len(x) - 0.6)
-        wide = sum(map(len, texts)) > 50
-        turn, side = (30, "right") if wide else (0, "center")
-        axes.set_xticks(list(places.values()), texts, rotation=turn, ha=side)
-        return
-    pad = 0.07 * (x[-1] - x[0])
-    axes.set_xlim(x[0] - pad, x[-1] + pad)
-    if x[0] > 0 and x[-1] / x[0] >= chart.LOG_FROM:
-        factor = (x[-1] / x[0]) ** 0.07
-        axes.set_xscale("log")
-        axes.set_xlim(x[0] / factor, x[-1] * factor)
-    # A tick at every value, unless they would collide.
-    if len(x) <= 12:
-        axes.xaxis.set_major_locator(FixedLocator(x))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+def _setting(group: Group) -> str:
+    return ", ".join(f"{last_part(key)}={value_text(value)}" for key, value in group.vary)

@@ -1,14 +1,18 @@
-"""Tidy data frames of run records: one row for each measured value."""
+"""Tables of run records, a row for each round; routes of clients to clusters and how well they match the truth."""
 
 from __future__ import annotations
 
-from itertools import chain
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from ..simulation.records import RunRecord
+
+Floats = NDArray[np.float64]
 
 
 def section(config: Any, name: str) -> dict[str, Any]:
@@ -27,61 +31,130 @@ def unseen_clients(run: RunRecord) -> frozenset[int]:
     return frozenset(client for client, unseen in client_column(run, "unseen").items() if unseen is True)
 
 
-def evaluations(run: RunRecord) -> pd.DataFrame:
-    """Test and validation results, one row for each client and evaluation.
+def evaluations(run: RunRecord) -> dict[tuple[str, str, str], pd.DataFrame]:
+    """Results of every client, by measure (``accuracy`` or ``risk``), series and split.
 
     Returns:
-        Columns ``measure`` (``accuracy`` or ``risk``), ``series``, ``split``, ``round``, ``client``,
-        ``value``, ``measured`` (False where the client has no example), ``unseen`` (whether the client never
-        trains) and ``examples`` (of the client in this split; NaN if not recorded).
+        Tables with a row a round and a column a client: NaN if the client has no example, infinite if its
+        result is not finite.
     """
-    keys, values = [], []
-    for record in run.rounds:
-        for measure, results in (("accuracy", record.accuracy), ("risk", record.risk)):
-            for series, splits in (results or {}).items():
-                for split, found in splits.items():
-                    keys.append((measure, series, split, record.round))
-                    values.append(found)
-    frame = pd.DataFrame(keys, columns=["measure", "series", "split", "round"])
-    lengths = [len(found) for found in values]
-    frame = frame.loc[np.repeat(frame.index, lengths)].reset_index(drop=True)
-    flat = list(chain.from_iterable(values))
-    frame["client"] = list(chain.from_iterable(map(range, lengths)))
-    frame["value"] = np.array(flat, dtype=np.float64)
-    frame["measured"] = np.array([value is not None for value in flat], dtype=bool)
-    frame["unseen"] = frame["client"].isin(unseen_clients(run))
-    frame["examples"] = np.nan
-    for split, rows in frame.groupby("split"):
-        sizes = {client: float(size or 0) for client, size in client_column(run, str(split)).items()}
-        frame.loc[rows.index, "examples"] = rows["client"].map(sizes)
-    return frame
+    results = (
+        ((measure, series, split), record.round, values)
+        for record in run.rounds
+        for measure, found in (("accuracy", record.accuracy), ("risk", record.risk))
+        for series, splits in (found or {}).items()
+        for split, values in splits.items()
+    )
+    return _by_round(results)
 
 
-def model_sizes(run: RunRecord) -> pd.DataFrame:
-    """Parameter counts of client models: columns ``series``, ``round``, ``client``, ``parameters``."""
-    rows = [
-        (series, record.round, client, size)
+def model_sizes(run: RunRecord) -> dict[str, pd.DataFrame]:
+    """Parameter counts of client models by series, a row a round and a column a client."""
+    return _by_round(
+        (series, record.round, sizes)
         for record in run.rounds
         for series, sizes in (record.parameters or {}).items()
-        for client, size in enumerate(sizes)
-    ]
-    return pd.DataFrame(rows, columns=["series", "round", "client", "parameters"])
+    )
 
 
-def by_round(run: RunRecord, kind: str) -> pd.DataFrame:
-    """Values that a method reports after each round, rows by round, columns by name.
+def _by_round(found: Iterable[tuple[Any, int, list[Any]]]) -> dict[Any, pd.DataFrame]:
+    rows: dict[Any, dict[int, list[Any]]] = {}
+    for key, at, values in found:
+        rows.setdefault(key, {})[at] = values
+    tables = {}
+    for key, by_round in rows.items():
+        raw = list(by_round.values())
+        table = np.array(raw, dtype=np.float64)
+        if np.isnan(table).any():
+            is_missing = np.array([[value is None for value in row] for row in raw])
+            table[np.isnan(table) & ~is_missing] = np.inf
+        tables[key] = pd.DataFrame(table, index=list(by_round))
+    return tables
 
-    Args:
-        run: the run.
-        kind: ``loss`` (of each training pass), ``ranks`` (of each weight), or a key of ``observed`` such as
-            ``energy``.
+
+def method_values(run: RunRecord) -> dict[str, pd.DataFrame]:
+    """What a method reports after each round, rows by round, columns by name.
 
     Returns:
-        Floats, NaN where a round has no value; rounds without any value are left out.
+        Tables of ``loss`` (of each training pass), ``ranks`` (of each weight) and what the method observes,
+        such as ``energy``. NaN where a round lacks a value; rounds without any value are left out.
     """
-    known = {}
+    rows: dict[str, dict[int, dict[str, float]]] = {}
     for record in run.rounds:
-        values = getattr(record, kind) if kind in ("loss", "ranks") else (record.observed or {}).get(kind)
-        if values:
-            known[record.round] = values
-    return pd.DataFrame(list(known.values()), index=list(known), dtype=np.float64)
+        kinds: dict[str, dict[str, Any]] = {
+            "loss": record.loss,
+            "ranks": record.ranks,
+            **(record.observed or {}),
+        }
+        for kind, values in kinds.items():
+            if values:
+                rows.setdefault(kind, {})[record.round] = values
+    return {
+        kind: pd.DataFrame(list(found.values()), index=list(found), dtype=np.float64)
+        for kind, found in rows.items()
+    }
+
+
+def score_recovery(routes: Floats, truth: Sequence[int | None]) -> float:
+    """Adjusted Rand index of the clients' largest shares against their true clusters, None if unknown.
+
+    ``routes`` are shares ``[clients, clusters]``; of several largest ones the first counts. The index is 1 for
+    the same clusters, about 0 for random ones, and NaN if no client has a known cluster and finite shares.
+    """
+    from sklearn.metrics import adjusted_rand_score  # slow to import
+
+    usable = [i for i, cluster in enumerate(truth) if cluster is not None and np.isfinite(routes[i]).all()]
+    if not usable:
+        return math.nan
+    return float(adjusted_rand_score([truth[i] for i in usable], routes[usable].argmax(axis=1)))
+
+
+def find_collapse(routes: Floats) -> int | None:
+    """The one cluster that has the largest share at every client with finite shares ``[clients, clusters]``.
+
+    None if clients differ or have no single largest share, and where there is no choice: one cluster, or fewer
+    than two clients.
+    """
+    finite = routes[np.isfinite(routes).all(axis=1)]
+    if len(finite) < 2 or finite.shape[1] < 2:
+        return None
+    # Before training all shares are equal and choose no cluster, though argmax would name the first.
+    is_single = (finite == finite.max(axis=1, keepdims=True)).sum(axis=1) == 1
+    chosen = set(finite.argmax(axis=1).tolist())
+    return chosen.pop() if is_single.all() and len(chosen) == 1 else None
+
+
+def routes_by_round(run: RunRecord) -> dict[int, Floats]:
+    """Routes ``[clients, clusters]`` by round, of the rounds that have them; none for a single cluster."""
+    found = {}
+    for record in run.rounds:
+        rows = record.routes
+        if rows and len(rows[0]) > 1 and all(len(row) == len(rows[0]) for row in rows):
+            found[record.round] = np.array(rows, dtype=np.float64)
+    return found if len({routes.shape for routes in found.values()}) == 1 else {}
+
+
+def true_clusters(run: RunRecord, clients: int) -> list[int | None]:
+    """The true cluster of each client; None if it is unknown."""
+    known = client_column(run, "cluster")
+    return [known.get(i) for i in range(clients)]
+
+
+def recovery_by_round(run: RunRecord) -> pd.Series:
+    """Cluster recovery over the clients that can train; empty if fewer than two true clusters are known."""
+    rounds, unseen = routes_by_round(run), unseen_clients(run)
+    if not rounds:
+        return pd.Series(dtype=np.float64)
+    truth = true_clusters(run, len(next(iter(rounds.values()))))
+    truth = [None if i in unseen else cluster for i, cluster in enumerate(truth)]
+    if len(set(truth) - {None}) < 2:
+        return pd.Series(dtype=np.float64)
+    # Choices rarely change from round to round, and one index takes longer than all the rest.
+    known: dict[bytes, float] = {}
+    found = {}
+    for at, routes in rounds.items():
+        choice = np.where(np.isfinite(routes).all(axis=1), routes.argmax(axis=1), -1).tobytes()
+        if choice not in known:
+            known[choice] = score_recovery(routes, truth)
+        found[at] = known[choice]
+    return pd.Series(found, dtype=np.float64).dropna()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -33,27 +34,16 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """One method with one setting, over its seeds.
+    """One method with one setting, over its seeds."""
 
-    Attributes:
-        experiment: name of the experiment.
-        method: name of the method.
-        vary: the varied settings with their values, in order.
-        short: label without the varied settings, so the same for a method throughout a sweep.
-        label: label with them, unique in the experiment.
-        target: accuracy up to which costs are counted.
-        runs: one a seed, in the order given.
-        repeated: seeds given more than once; only the first run of each is in ``runs``.
-    """
-
-    experiment: str
-    method: str
-    vary: tuple[tuple[str, Any], ...]
-    short: str
-    label: str
-    target: Target
-    runs: tuple[Run, ...]
-    repeated: tuple[str, ...] = ()
+    experiment: str  # its name
+    method: str  # its name
+    vary: tuple[tuple[str, Any], ...]  # the varied settings with their values
+    short: str  # label without the varied settings, so the same for a method throughout a sweep
+    label: str  # with them, unique in the experiment
+    target: Target  # accuracy up to which costs are counted
+    runs: tuple[Run, ...]  # one a seed, in the order given
+    repeated: tuple[str, ...] = ()  # seeds given more than once; only the first run of each counts
 
     @property
     def first(self) -> RunRecord:
@@ -78,12 +68,7 @@ class Group:
         return sorted(names, key=lambda name: name != self.headline)
 
     def results(self, series: str | None = None, measure: Measure | None = None) -> pd.DataFrame:
-        """Statistics of a series, one row a seed (:meth:`fedlowrank.report.metrics.Run.results`).
-
-        Args:
-            series: its name; None for the headline.
-            measure: accuracy or loss; None for what the group is judged by.
-        """
+        """Statistics of a series, else of the headline, one row a seed: see :meth:`.Run.results`."""
         name, by = self.headline if series is None else series, measure or self.measure
         rows = [found for run in self.runs if (found := run.results(name, by)) is not None]
         return pd.DataFrame(rows, columns=RESULTS)
@@ -103,12 +88,16 @@ class Group:
         name, by = self.headline if series is None else series, measure or self.measure
         scores = [run.curve(name, by, unseen=unseen)["mean"] for run in self.runs]
         curve = curve_over_seeds(scores)
-        sent = [
-            pd.Series({r.round: float(r.bytes_up + r.bytes_down) for r in run.record.rounds}).cumsum()
-            for run, score in zip(self.runs, scores, strict=True)
-            if len(score)
-        ]
+        sent = [run.sent for run, score in zip(self.runs, scores, strict=True) if len(score)]
         return curve.assign(bytes=curve_over_seeds(sent)["mean"].reindex(curve.index))
+
+    def recovery_curve(self) -> pd.DataFrame:
+        """Cluster recovery over training, over seeds; empty if clusters are not known."""
+        return curve_over_seeds(run.recovery for run in self.runs)
+
+    def final_recovery(self) -> Estimate | None:
+        """Cluster recovery at the last round with routes, over seeds."""
+        return estimate(run.recovery.iloc[-1] for run in self.runs if len(run.recovery))
 
 
 RESULTS = [
@@ -190,44 +179,36 @@ def group_runs(records: Sequence[RunRecord], target: float | None = None) -> lis
 
 
 def _group(experiment: str, runs: Sequence[Run], target: Target) -> Group:
-    by_seed: dict[str, Run] = {}
-    repeated = []
-    for run in runs:
-        # A seed twice is the same run twice: counted as two it would narrow the interval over seeds
-        # for nothing.
-        if seed_of(run.record) in by_seed:
-            repeated.append(seed_of(run.record))
-        else:
-            by_seed[seed_of(run.record)] = run
-    first = runs[0].record
-    method = method_name(first)
+    seeds = [seed_of(run.record) for run in runs]
+    # A seed twice is the same run twice: counted as two it would narrow the interval over seeds for nothing.
+    by_seed = dict(zip(reversed(seeds), reversed(runs), strict=True))
+    repeated = tuple(seed for seed, n in Counter(seeds).items() if n > 1)
+    first, method = runs[0].record, method_name(runs[0].record)
     title = one_line(section(first.config, "method").get("title") or method)
-    vary, seeds = varied_settings(first), tuple(by_seed.values())
-    return Group(experiment, method, vary, title, title, target, seeds, tuple(dict.fromkeys(repeated)))
+    kept = tuple(by_seed[seed] for seed in dict.fromkeys(seeds))
+    return Group(experiment, method, varied_settings(first), title, title, target, kept, repeated)
 
 
 def _label(groups: Sequence[Group]) -> list[Group]:
     """Make labels unique: by the method's name, then by the settings that differ, at last by a number."""
-    methods = {one.short: {other.method for other in groups if other.short == one.short} for one in groups}
-    named = [
-        replace(group, short=f"{group.short} ({group.method})") if len(methods[group.short]) > 1 else group
-        for group in groups
-    ]
-    differing: dict[str, set[str]] = {}
-    for group in named:
-        for other in named:
-            if other.short == group.short and other.vary == group.vary:
-                a, b = settings_of(group.first), settings_of(other.first)
-                keys = {key for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
-                differing.setdefault(group.short, set()).update(keys)
+    titles = {(group.short, group.method) for group in groups}
+    methods = Counter(short for short, _ in titles)
+    names = [f"{g.short} ({g.method})" if methods[g.short] > 1 else g.short for g in groups]
+    settings = [settings_of(group.first) for group in groups]
     found: list[Group] = []
-    for group in named:
-        own = settings_of(group.first)
-        extra = [f"{last_part(key)} = {value_text(own.get(key))}" for key in sorted(differing[group.short])]
-        short = ", ".join([group.short, *extra])
+    used: Counter[str] = Counter()
+    for name, own, group in zip(names, settings, groups, strict=True):
+        alike: dict[str, list[dict[str, str]]] = {}
+        for other_name, other, other_group in zip(names, settings, groups, strict=True):
+            if other_name == name:
+                alike.setdefault(str(other_group.vary), []).append(other)
+        keys = {key for some in alike.values() for one in some for key in one}
+        differing = sorted(k for k in keys if any(len({one.get(k) for one in s}) > 1 for s in alike.values()))
+        short = ", ".join([name, *(f"{last_part(key)} = {value_text(own.get(key))}" for key in differing)])
         label = f"{short} ({vary_text(group.vary)})" if group.vary else short
-        same = sum(other.label.partition(" [")[0] == label for other in found)
-        found.append(replace(group, short=short, label=f"{label} [{same + 1}]" if same else label))
+        used[label] += 1
+        label = f"{label} [{used[label]}]" if used[label] > 1 else label
+        found.append(replace(group, short=short, label=label))
     return found
 
 

@@ -1,8 +1,4 @@
-"""Figures of LoRA adapters of unequal rank: results by rank, replies, the server's update, training loss.
-
-As in :mod:`fedlowrank.report.figures`, each takes groups and styles and returns a picture, or None with
-nothing to draw.
-"""
+"""Figures of LoRA adapters of unequal rank: results by rank, replies, the server's update, training loss."""
 
 from __future__ import annotations
 
@@ -13,42 +9,28 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from . import chart
 from .formats import one_line
 from .groups import Group, seed_of
-from .lora_tables import (
+from .low_rank import (
     client_ranks,
     discarded_share,
     energy,
     has_adapters,
-    pass_names,
     rank_measure,
     rank_series,
     reply_values,
     server_rank,
-    training_loss,
+    training_losses,
 )
 from .measures import LOSS
-from .style import (
-    INK,
-    LIGHT,
-    Picture,
-    Style,
-    Styles,
-    add_legend,
-    drawing,
-    hue_color,
-    make_styles,
-    new_figure,
-    new_panels,
-)
+from .style import INK, LIGHT, Picture, Style, Styles, add_legend, drawing, hue_color, make_styles, new_panels
 
 # For axes and captions: not one of the measures that runs are judged by.
 TRAINING = replace(LOSS, noun="training loss", title="Training loss")
 PANELS = 4  # most panels of a figure by rank: a method has few series
-TICK = 0.1  # least distance of two labels on an axis of ranks, as a part of the axis
 CLOSE = 8  # ranks from which on markers are smaller and closer to their places
 LISTED = 9  # most ranks in a legend
 SHARE: chart.Bounds = (0.0, 1.0)
@@ -77,7 +59,8 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
     rows = math.ceil(len(names) / columns)
     figure, panels = new_panels(0.6 + 2.3 * rows, rows, columns, sharey=True)
     ends = chart.all_ends(tables, measure.bounds)
-    chart.set_measure_axis(panels[0, 0].yaxis, measure, chart.all_means(tables), ends)
+    means = [mean for table in tables for mean in table["mean"]]
+    chart.set_measure_axis(panels[0, 0].yaxis, measure, means, ends)
     for axes, name in zip(panels.flat, names, strict=False):
         axes.set_title(one_line(name, 24), fontsize=9.5, loc="left", pad=4)
         for group, series, scores in found:
@@ -89,7 +72,7 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
         axes.set_ylabel(panels[0, 0].get_ylabel())
     for axes in chart.finish_grid(panels, len(names)):
         axes.set_xlabel("rank of the client")
-    set_rank_axis(panels[0, 0], ranks)
+    chart.set_value_axis(panels[0, 0], ranks, log=True)
     add_legend(figure, [chart.legend_entry(styles[short]) for short in methods], methods)
     texts = "; ".join(
         f"{group.short}, {name}: "
@@ -112,23 +95,6 @@ def plot_score_by_rank(groups: Sequence[Group], styles: Styles) -> Picture | Non
     )
 
 
-def set_rank_axis(axes: Axes, ranks: Sequence[int]) -> None:
-    """A logarithmic axis with ticks at ranks that leave room for their labels, both ends included."""
-    # Limits by hand: matplotlib ignores lines that are set aside from their values.
-    low, high = ranks[0], ranks[-1]
-    margin = (high / low) ** 0.07
-    axes.set_xscale("log")
-    axes.set_xlim(low / margin, high * margin)
-    apart = (high / low) ** TICK
-    kept = [high]
-    for rank in reversed(ranks[:-1]):
-        if kept[-1] >= rank * apart and (rank == low or rank >= low * apart):
-            kept.append(rank)
-    axes.xaxis.set_major_locator(FixedLocator(kept))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
 def plot_replies(groups: Sequence[Group]) -> list[Picture]:
     """Weight and truncation error of each client's reply against rounds, a picture for each method."""
     return [picture for group in groups if (picture := _plot_replies(group))]
@@ -138,24 +104,26 @@ def plot_replies(groups: Sequence[Group]) -> list[Picture]:
 def _plot_replies(group: Group) -> Picture | None:
     run = group.first
     ranks = pd.Series(client_ranks(run), dtype=np.int64)
-    weights = reply_values(run, "weights")
+    weights = reply_values(group.runs[0], "weights")
     replies = weights.notna().sum(axis=1)
     weights = weights[[client for client in weights if client in ranks]]
     counts = ranks[weights.columns].value_counts()
     if len(counts) < 2:
         return None
-    errors = reply_values(run, "truncation").reindex(index=weights.index, columns=weights.columns)
+    errors = reply_values(group.runs[0], "truncation").reindex(index=weights.index, columns=weights.columns)
     styles = rank_styles(counts.index.tolist())
     figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
     look = {"color": INK, "linewidth": 1, "linestyle": (0, (1, 2)), "alpha": 0.7}
-    (even,) = above.plot(weights.index, 1 / replies, **look)
+    even_weights = chart.thin_out(1 / replies)
+    (even,) = above.plot(even_weights.index, even_weights, **look)
     log = _set_error_axis(below, errors.stack().tolist())
     for client in weights:
         style = styles[ranks[client]]
         # Who took part now and then has markers, or a lone round would not be seen.
         marker = style.marker if weights[client].isna().any() else ""
         error = errors[client].where((errors[client] > 0) | (not log))
-        for axes, values in ((above, weights[client]), (below, 100 * error)):
+        for axes, every in ((above, weights[client]), (below, 100 * error)):
+            values = chart.thin_out(every)
             axes.plot(
                 values.index, values, color=style.color, linestyle=style.line, marker=marker, markersize=3.5,
                 linewidth=1.3, dash_capstyle="butt",
@@ -228,115 +196,82 @@ def _format_share(value: float) -> str:
     return f"{100 * value:.3g} %" if math.isfinite(value) else "not recorded"
 
 
-@drawing()
 def plot_server_rank(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Singular values that the server holds of its update W against rounds, mean over layers.
 
     They are the rank of W in the exact and the capped state, but in the dense one no more than the clients
     ask for (:attr:`fedlowrank.linalg.delta.Delta.rank`), and the record does not tell the states apart.
     """
+
+    def set_axis(axes: Axes, ends: Sequence[float]) -> None:
+        axes.set_ylabel("singular values of W")
+        chart.set_limits_from_zero(axes, max(ends))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+
     found = [(group, *result) for group in groups if (result := server_rank(group))]
-    if not found:
-        return None
-    figure, axes = new_figure(2.6)
-    bounds = chart.NON_NEGATIVE
-    entries = [chart.draw_curve(axes, curve, styles[g.short], bounds=bounds) for g, curve, *_ in found]
-    axes.set(xlabel="round", ylabel="singular values of W")
-    chart.set_limits_from_zero(axes, max(chart.all_ends([curve for _, curve, *_ in found], bounds)))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    chart.set_round_axis(axes.xaxis)
-    add_legend(figure, entries, [group.short for group, *_ in found])
-    last = ", ".join(
-        f"{group.short} {curve['mean'].iloc[-1]:.0f}{f' ({least:.0f} to {most:.0f})' if least < most else ''}"
-        for group, curve, least, most in found
-    )
-    return Picture(
-        figure,
-        "Rank of the server's update over rounds",
-        "Line chart of the singular values that the server holds of its update against rounds for "
-        f"{chart.count_methods(len(found))}. At the end, mean over layers, with the least and the largest "
-        f"where they differ: {last}.",
-        "Singular values of the server's update W that the server holds after each round, mean over layers. "
-        "While it holds W as factors that is the rank of W, which begins at "
-        f"0{chart.note_band([g for g, *_ in found])} Of a W that it holds as a whole matrix, it computes no "
-        "more than the largest rank of a client: a line at that number may be below the rank.",
-    )
+    spans = [f"{g.short} {least:.0f} to {most:.0f}" for g, _, least, most in found if least < most]
+    layers = f" Layers differ at the end: {', '.join(spans)}." if spans else ""
+    return chart.plot_lines(
+        [chart.Line(group, group.short, curve) for group, curve, *_ in found], styles, set_axis,
+        title="Rank of the server's update over rounds",
+        subject="the singular values that the server holds of its update, mean over layers,",
+        form="{:.0f}".format,
+        head="Singular values of the server's update W that the server holds after each round, mean over "
+        "layers. While it holds W as factors that is the rank of W, which begins at 0",
+        tail=" Of a W that it holds as a whole matrix, it computes no more than the largest rank of a client: "
+        f"a line at that number may be below the rank.{layers}",
+    )  # fmt: skip
 
 
 @drawing()
 def plot_energy(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Energy of the server's update, and what a rank cap discards, against rounds; None if it never does."""
-    cuts = [(group, curve) for group in groups if len(curve := discarded_share(group))]
+    cuts = [chart.Line(g, g.short, curve) for g in groups if len(curve := discarded_share(g))]
     if not cuts:
         return None
-    found = [(group, curve) for group in groups if len(curve := energy(group))]
+    lines = [chart.Line(g, g.short, curve) for g in groups if len(curve := energy(g))]
     figure, ((above,), (below,)) = new_panels(4.4, 2, 1, sharey=False)
-    bounds = chart.NON_NEGATIVE
-    entries = [chart.draw_curve(above, curve, styles[group.short], bounds=bounds) for group, curve in found]
-    for group, curve in cuts:
-        chart.draw_curve(below, curve, styles[group.short], 100.0, bounds=SHARE)
+    entries = chart.draw_lines(above, lines, styles)
+    chart.draw_lines(below, cuts, styles, 100.0, bounds=SHARE)
     for axes, top, label in (
-        (above, max(chart.all_ends([curve for _, curve in found], chart.NON_NEGATIVE)), "‖W‖²"),
-        (below, 100 * max(chart.all_ends([curve for _, curve in cuts], SHARE)), "cut off / %"),
+        (above, max(chart.all_ends([line.table for line in lines], chart.NON_NEGATIVE)), "‖W‖²"),
+        (below, 100 * max(chart.all_ends([line.table for line in cuts], SHARE)), "cut off / %"),
     ):
-        axes.set(ylabel=label)
+        axes.set_ylabel(label)
         chart.set_limits_from_zero(axes, top)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=STEPS))
     below.set_xlabel("round")
     chart.set_round_axis(below.xaxis)
-    add_legend(figure, entries, [group.short for group, _ in found])
-    last = ", ".join(f"{group.short} {curve['mean'].iloc[-1]:.3g}" for group, curve in found)
-    most = ", ".join(
-        f"{group.short} {_format_share(share.max())} at round {share.idxmax()}"
-        for group, share in ((group, curve["mean"]) for group, curve in cuts)
-    )
+    add_legend(figure, entries, [line.label for line in lines])
+    last = ", ".join(f"{line.label} {line.table['mean'].iloc[-1]:.3g}" for line in lines)
+    shares = [(line.label, line.table["mean"]) for line in cuts]
+    most = ", ".join(f"{label} {_format_share(m.max())} at round {m.idxmax()}" for label, m in shares)
     return Picture(
         figure,
         "Energy of the server's update over rounds",
         f"Two line charts against rounds. Energy at the end: {last}. Most cut off: {most}.",
         "Above: energy ‖W‖² of the server's update after each round, summed over layers (the squared "
         "Frobenius norm). Below: what the cap on its rank cut off in that round, in percent of the energy "
-        f"before the cut{chart.note_band([group for group, _ in found])} What is cut off is lost to all "
+        f"before the cut{chart.note_band([line.group for line in lines])} What is cut off is lost to all "
         "clients; if it stays above a few percent, a larger cap is worth a try.",
     )
 
 
-@drawing()
 def plot_training_loss(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Training loss against rounds where there are adapters; further passes of a method are thin lines."""
     if not has_adapters(groups):
         return None
-    found = [
-        (group, place, f"{group.short}: {one_line(name, 16)}" if place else group.short, curve)
+    lines = [
+        chart.Line(group, f"{group.short}: {one_line(name, 16)}" if place else group.short, curve, place)
         for group in groups
-        for place, name in enumerate(pass_names(group))
-        if len(curve := training_loss(group, name))
+        for place, (name, curve) in enumerate(training_losses(group).items())
     ]
-    found = [one for one in found if not one[1]] if len(found) > chart.LINES else found
-    if not found:
-        return None
-    figure, axes = new_figure(3.1)
-    axes.set(xlabel="round")
-    ends = chart.all_ends([curve for _, place, _, curve in found if not place])
-    chart.set_measure_axis(axes.yaxis, TRAINING, chart.all_means(curve for *_, curve in found), ends)
-    entries = [
-        chart.draw_curve(axes, curve, styles[group.short].of_series(place), thin=place > 0)
-        for group, place, _, curve in found
-    ]
-    chart.set_round_axis(axes.xaxis)
-    add_legend(figure, entries, [label for _, _, label, _ in found])
-    last = ", ".join(f"{label} {TRAINING.format(curve['mean'].iloc[-1])}" for _, _, label, curve in found)
-    has_more = any(place for _, place, *_ in found)
+    lines = [line for line in lines if not line.place] if len(lines) > chart.LINES else lines
+    has_more = any(line.place for line in lines)
     more = " Thin lines, without a band: further passes of a method." if has_more else ""
-    drawn = [group for group, *_ in found]
-    methods = chart.count_methods(len({group.label for group in drawn}))
-    return Picture(
-        figure,
-        "Training loss over rounds",
-        f"Line chart of training loss against rounds for {methods}. At the end: {last}.",
-        "Mean loss over the training steps of each round, of all participants"
-        f"{chart.note_band(drawn, TRAINING.bounds)}{chart.note_cut(axes, ends)} It is taken while the "
-        "clients train, so it falls within a round as well as from round to round: where it falls and the "
-        "test loss does not, the clients overfit or their updates do not add up at the server."
-        f"{more}",
-    )
+    return chart.plot_measure(
+        lines, styles, TRAINING, head="Mean loss over the training steps of each round, of all participants",
+        tail=" It is taken while the clients train, so it falls within a round as well as from round to round: "
+        "where it falls and the test loss does not, the clients overfit or their updates do not add up at the "
+        f"server.{more}",
+    )  # fmt: skip

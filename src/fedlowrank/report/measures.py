@@ -11,21 +11,13 @@ from .formats import format_loss, format_loss_pair, format_percent, format_perce
 
 @dataclass(frozen=True)
 class Measure:
-    """A number that every evaluation has for every client.
+    """A number that every evaluation has for every client."""
 
-    Attributes:
-        field: of a :class:`fedlowrank.simulation.records.RoundRecord`.
-        noun: name in a sentence, such as ``test accuracy``.
-        title: name in a heading.
-        unit: in which it is shown; empty for none.
-        scale: factor to that unit.
-    """
-
-    field: Literal["accuracy", "risk"]
-    noun: str
-    title: str
-    unit: str = ""
-    scale: float = 1.0
+    field: Literal["accuracy", "risk"]  # of a :class:`fedlowrank.simulation.records.RoundRecord`
+    noun: str  # name in a sentence, such as ``test accuracy``
+    title: str  # name in a heading
+    unit: str = ""  # in which it is shown; empty for none
+    scale: float = 1.0  # factor to that unit
 
     @property
     def is_loss(self) -> bool:

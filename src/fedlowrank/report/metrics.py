@@ -16,10 +16,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+from scipy.special import stdtrit
 
 from ..simulation.records import RoundRecord, RunRecord
-from .frame import evaluations, section
+from .frame import (
+    client_column,
+    evaluations,
+    method_values,
+    model_sizes,
+    recovery_by_round,
+    section,
+    unseen_clients,
+)
 from .measures import ACCURACY, LOSS, MEASURES, Measure
 
 LAST = 10  # evaluations in the mean over the end of a run
@@ -27,32 +35,21 @@ LAST = 10  # evaluations in the mean over the end of a run
 ROUNDING = 1e-12
 CONFIDENCE = 0.95
 COSTS = ("bytes_up", "bytes_down", "parameters_up", "parameters_down", "steps", "flops")
-KEYS = ["measure", "series", "split", "unseen", "round"]
-STATISTICS = ["mean", "std", "weighted", "worst", "without", "non_finite"]
-NO_SCORES = pd.DataFrame(columns=STATISTICS, dtype=np.float64)
+NO_SCORES = pd.DataFrame(columns=["mean", "std"], dtype=np.float64)
 
 
 class Estimate(NamedTuple):
-    """A number over seeds.
+    """A number over seeds; for one seed, ``std`` and ``ci`` are NaN."""
 
-    Attributes:
-        n: seeds that have the number.
-        mean: their mean.
-        std: standard deviation with n - 1 in the denominator; NaN for one seed.
-        ci: half-width of the 95 % confidence interval of the mean, from Student's t with n - 1 degrees of
-        freedom;
-            NaN for one seed.
-    """
-
-    n: int
+    n: int  # seeds that have the number
     mean: float
-    std: float
-    ci: float
+    std: float  # with n - 1 in the denominator
+    ci: float  # half-width of the 95 % confidence interval of the mean, by Student's t with n - 1 degrees of freedom
 
 
 def half_width(std: Any, n: int) -> Any:
     """Half-width of the 95 % interval of a mean of ``n`` values with standard deviation ``std``."""
-    return stats.t.ppf(0.5 + CONFIDENCE / 2, n - 1) * std / math.sqrt(n) if n > 1 else std * math.nan
+    return stdtrit(n - 1, 0.5 + CONFIDENCE / 2) * std / math.sqrt(n) if n > 1 else std * math.nan
 
 
 def estimate(values: Iterable[float]) -> Estimate | None:
@@ -68,47 +65,52 @@ def curve_over_seeds(tracks: Iterable[pd.Series]) -> pd.DataFrame:
     """Mean over seeds and half-width of its 95 % interval at the rounds that all seeds have.
 
     Args:
-        tracks: values by round, one series a seed; empty ones are left out.
+        tracks: values by round, one series a seed; what is not finite is left out, and so are empty ones.
 
     Returns:
         Columns ``mean`` and ``ci`` (NaN for one seed), indexed by round; empty without seeds.
     """
-    known = [track for track in tracks if len(track)]
+    finite = (track[np.isfinite(track.astype(float))] for track in tracks)
+    known = [track for track in finite if len(track)]
     table = pd.concat(known, axis=1, join="inner").sort_index() if known else pd.DataFrame(dtype=np.float64)
     return pd.DataFrame({"mean": table.mean(axis=1), "ci": half_width(table.std(axis=1), len(known))})
 
 
-def score_clients(values: pd.DataFrame) -> pd.DataFrame:
+def score_clients(values: pd.DataFrame, examples: pd.Series, *, is_loss: bool) -> pd.DataFrame:
     """Statistics over clients of every evaluation.
 
     Args:
-        values: rows of :func:`fedlowrank.report.frame.evaluations`.
+        values: see :func:`fedlowrank.report.frame.evaluations`.
+        examples: of each client; NaN if not known.
+        is_loss: whether the worst value is the largest.
 
     Returns:
-        One row for each evaluation with a finite value, with the columns ``KEYS`` and: ``mean`` over clients,
-        ``weighted`` mean by examples (NaN if they are not known), ``std`` over clients, ``worst`` (mean of
-        the worst ceil(10 %) of clients), ``without`` (clients without examples) and ``non_finite`` (clients
-        left out because their value is NaN or infinite).
+        One row for each round with a finite value: ``mean`` and ``std`` over clients, ``weighted`` mean by
+        examples (NaN if they are not known), ``worst`` (mean of the worst ceil(10 %) of clients), ``without``
+        (clients without examples) and ``non_finite`` (clients left out because their value is not finite).
     """
-    # One number for each evaluation: grouping by five columns again and again would take most of the time.
-    key = values.groupby(KEYS, sort=False).ngroup()
-    values = values.assign(key=key, finite=np.isfinite(values["value"]))
-    evaluations = values.groupby("key")
-    counts = evaluations[["measured", "finite"]].sum()
-    finite = values[values["finite"]]
-    clients = finite.groupby("key")["value"]
-    size = clients.transform("size")
-    scores = pd.DataFrame({"mean": clients.mean(), "std": clients.std(ddof=0)}, index=counts.index)
-    weights = finite["examples"]
-    weighted = (finite["value"] * weights).groupby(finite["key"]).sum() / weights.groupby(finite["key"]).sum()
-    scores["weighted"] = weighted.where(evaluations["examples"].count() == evaluations["value"].size())
-    badness = finite["value"].where(finite["measure"] == LOSS.field, -finite["value"])
-    place = badness.groupby(finite["key"]).rank(method="first", ascending=False)
-    scores["worst"] = finite[place <= np.ceil(size / 10)].groupby("key")["value"].mean()
-    scores["without"] = evaluations["value"].size() - counts["measured"]
-    scores["non_finite"] = counts["measured"] - counts["finite"]
-    names = values.drop_duplicates("key").set_index("key")[KEYS]
-    return names.join(scores)[counts["finite"] > 0].reset_index(drop=True)
+    values = values[np.isfinite(values).any(axis=1)]
+    x = values.to_numpy()
+    finite, weights = np.isfinite(x), examples.to_numpy()
+    count = finite.sum(axis=1)
+    known = np.where(finite, x, 0.0)
+    mean = known.sum(axis=1) / count
+    deviations = np.where(finite, x - mean[:, None], 0.0)
+    # The worst first; what is not finite comes last.
+    cost = -np.sort(np.where(finite, -x if is_loss else x, np.inf), axis=1)
+    tenth = np.ceil(count / 10).astype(int)
+    worst = np.take_along_axis(np.cumsum(cost, axis=1), tenth[:, None] - 1, axis=1)[:, 0] / tenth
+    with np.errstate(invalid="ignore"):
+        weighted = (known * weights).sum(axis=1) / (finite * weights).sum(axis=1)
+    scores = {
+        "mean": mean,
+        "std": np.sqrt((deviations**2).sum(axis=1) / count),
+        "weighted": weighted,
+        "worst": worst if is_loss else -worst,
+        "without": np.isnan(x).sum(axis=1),
+        "non_finite": np.isinf(x).sum(axis=1),
+    }
+    return pd.DataFrame(scores, index=values.index)
 
 
 def total_costs(records: Sequence[RoundRecord]) -> dict[str, float]:
@@ -126,52 +128,71 @@ class Run:
     record: RunRecord
 
     @cached_property
-    def values(self) -> pd.DataFrame:
+    def values(self) -> dict[tuple[str, str, str], pd.DataFrame]:
         """Every client's results, see :func:`fedlowrank.report.frame.evaluations`."""
         return evaluations(self.record)
 
     @cached_property
+    def sizes(self) -> dict[str, pd.DataFrame]:
+        """Parameter counts, see :func:`fedlowrank.report.frame.model_sizes`."""
+        return model_sizes(self.record)
+
+    @cached_property
+    def recovery(self) -> pd.Series:
+        """Cluster recovery, see :func:`fedlowrank.report.frame.recovery_by_round`."""
+        return recovery_by_round(self.record)
+
+    @cached_property
+    def sent(self) -> pd.Series:
+        """Bytes sent both ways since the start, by round."""
+        return pd.Series({r.round: float(r.bytes_up + r.bytes_down) for r in self.record.rounds}).cumsum()
+
+    def reported(self, kind: str) -> pd.DataFrame:
+        """A table of :func:`fedlowrank.report.frame.method_values`; empty if the method has none."""
+        return self._reported.get(kind, pd.DataFrame(dtype=np.float64))
+
+    @cached_property
+    def _reported(self) -> dict[str, pd.DataFrame]:
+        return method_values(self.record)
+
+    @cached_property
     def scores(self) -> dict[tuple[str, str, str, bool], pd.DataFrame]:
         """Statistics by round (:func:`score_clients`), by measure, series, split and unseen clients."""
-        groups = score_clients(self.values).groupby(KEYS[:-1], sort=False)
-        return {key: rows.set_index("round") for key, rows in groups}
+        found, unseen = {}, unseen_clients(self.record)
+        for (field, series, split), table in self.values.items():
+            sizes = {client: float(n or 0) for client, n in client_column(self.record, split).items()}
+            examples = table.columns.to_series().map(sizes)
+            is_unseen = table.columns.isin(unseen)
+            for flag in (False, True):
+                mine = is_unseen == flag
+                scores = score_clients(table.loc[:, mine], examples[mine], is_loss=field == LOSS.field)
+                if len(scores):
+                    found[field, series, split, flag] = scores
+        return found
 
     @cached_property
     def measure(self) -> Measure | None:
         """Accuracy if any client has one, else loss if any client has one, else None."""
-        known = set(self.values.loc[self.values["measured"] & (self.values["split"] == "test"), "measure"])
+        tests = ((key[0], table) for key, table in self.values.items() if key[2] == "test")
+        known = {field for field, table in tests if table.notna().any(axis=None)}
         return next((measure for measure in MEASURES if measure.field in known), None)
 
     @cached_property
     def headline(self) -> str | None:
         """The first series that the method reports, or None if the run was never evaluated."""
-        for record in self.record.rounds:
-            for results in (record.accuracy, record.risk):
-                if results:
-                    return next(iter(results))
-        return None
+        return next((series for _, series, _ in self.values), None)
 
     @property
     def series(self) -> list[str]:
         """Names of all series in what the run is judged by."""
-        field = (self.measure or ACCURACY).field
-        results = [getattr(record, field) or {} for record in self.record.rounds]
-        return list(dict.fromkeys(name for series in results for name in series))
+        judged = (self.measure or ACCURACY).field
+        return list(dict.fromkeys(series for field, series, _ in self.values if field == judged))
 
     def curve(
         self, series: str | None, measure: Measure, split: str = "test", *, unseen: bool = False
     ) -> pd.DataFrame:  # fmt: skip
         """Scores of one series by round, over the clients that can train or over those that never do."""
         return self.scores.get((measure.field, series or "", split, unseen), NO_SCORES)
-
-    @cached_property
-    def _results(self) -> dict[tuple[str, str], dict[str, float]]:
-        found = {}
-        for field, series, split, unseen in self.scores:
-            if split == "test" and not unseen:
-                measure = next(measure for measure in MEASURES if measure.field == field)
-                found[field, series] = self._choose_rounds(series, measure)
-        return found
 
     def results(self, series: str | None, measure: Measure) -> dict[str, float] | None:
         """Statistics of a series at the rounds that a report may choose; None if it was never evaluated.
@@ -185,6 +206,12 @@ class Run:
             over the clients that never train.
         """
         return self._results.get((measure.field, series or ""))
+
+    @cached_property
+    def _results(self) -> dict[tuple[str, str], dict[str, float]]:
+        tests = [key[:2] for key in self.scores if key[2:] == ("test", False)]
+        by_field = {str(measure.field): measure for measure in MEASURES}
+        return {(field, name): self._choose_rounds(name, by_field[field]) for field, name in tests}
 
     def _choose_rounds(self, series: str, measure: Measure) -> dict[str, float]:
         test = self.curve(series, measure)
@@ -205,16 +232,13 @@ class Run:
             found |= {"unseen": unseen.loc[at, "mean"], "std_unseen": unseen.loc[at, "std"]}
         return found
 
-    def _test_values(self, series: str | None, measure: Measure) -> pd.DataFrame:
-        rows = self.values[(self.values["series"] == series) & (self.values["split"] == "test")]
-        return rows[rows["measure"] == measure.field]
-
     def client_values(self, series: str | None, measure: Measure) -> pd.Series:
         """Finite results of the clients that can train, by client, at the last evaluated round."""
         test = self.curve(series, measure)
-        rows = self._test_values(series, measure)
-        rows = rows[(rows["round"] == (test.index[-1] if len(test) else None)) & ~rows["unseen"]]
-        return rows[np.isfinite(rows["value"])].set_index("client")["value"]
+        if test.empty:
+            return pd.Series(dtype=np.float64)
+        row = self.values[measure.field, series or "", "test"].loc[test.index[-1]]
+        return row[np.isfinite(row) & ~row.index.isin(unseen_clients(self.record))]
 
     @cached_property
     def costs(self) -> dict[str, float]:
@@ -245,7 +269,7 @@ class Run:
         scored = self.curve(self.headline, measure)
         if scored.empty:
             found.append("no evaluation")
-        elif scored.index[-1] < self._test_values(self.headline, measure)["round"].max():
+        elif scored.index[-1] < self.values[measure.field, self.headline or "", "test"].index[-1]:
             noun = measure.noun if measure.is_loss else "accuracy"
             found.append(f"no finite {noun} after round {scored.index[-1]}")
         return ", ".join(found)

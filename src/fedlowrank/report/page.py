@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,26 +18,24 @@ from .frame import section
 from .gallery import draw_all, method_styles
 from .groups import SECTIONS, Group, by_experiment, experiment_name, group_runs, value_text
 from .sentences import count, describe_setting, find_warnings, state_findings, warn_of_mixture
-from .style import DARK, LIGHT, Style, css_variables, to_svg
-from .sweeps import sweep_tables
-from .tables import compare, to_csv, to_markdown
+from .style import DARK, LIGHT, Styles, css_variables, to_svg
+from .tables import Comparison, compare, to_csv, to_markdown
 
 TITLES = 3  # most experiments that the title of a page names
 
 
 def write_report(
     runs: Sequence[RunRecord], out: Path, *, target: float | None = None, command: str = ""
-) -> None:  # fmt: skip
+) -> Comparison:  # fmt: skip
     """Write a report as an HTML page, with its tables as Markdown and CSV next to it.
 
-    Equal runs give equal files, byte for byte.
+    Equal runs give equal files, byte for byte. Returns the comparison that the files show.
 
     Args:
         runs: in the order in which methods appear; runs of several experiments get a section each.
         out: the page, such as ``report.html``; ``report.md`` and ``report.csv`` are written next to it.
         target: accuracy in (0, 1] for the columns "to target"; None for the runs' own, else the largest whole
-        percent
-            that all of them reached.
+            percent that all of them reached.
         command: command line that makes these runs again, for the reader.
 
     Raises:
@@ -48,33 +45,29 @@ def write_report(
     if not runs:
         raise ConfigError("a report needs at least one run")
     groups = group_runs(runs, target)
-    text = render_page(groups, runs, command)
     table, warning = compare(groups), warn_of_mixture(groups)
+    text = render_page(table, runs, command)
     markdown = (f"> {warning}\n\n" if warning else "") + to_markdown(table)
     with as_checkpoint_error(f"cannot make {out.parent}"):
         out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, text.encode())
     write_atomically(out.with_suffix(".md"), markdown.encode())
     write_atomically(out.with_suffix(".csv"), to_csv(table).encode())
+    return table
 
 
-def render_page(groups: Sequence[Group], runs: Sequence[RunRecord], command: str = "") -> str:
-    """The page as HTML.
-
-    Args:
-        groups: the runs, grouped.
-        runs: all of them, repeated seeds included.
-        command: command line that makes these runs again; empty to leave it out.
-    """
-    here, styles = files(__package__), method_styles(groups)
-    experiments = enumerate(by_experiment(groups).items())
-    sections = [_describe(name, members, styles, f"e{i}") for i, (name, members) in experiments]
+def render_page(table: Comparison, runs: Sequence[RunRecord], command: str) -> str:
+    """The page as HTML; ``runs`` are all of them, repeated seeds included."""
+    here, styles, groups = files(__package__), method_styles(table.groups), table.groups
+    experiments = by_experiment(groups)
+    parts = [table] if len(experiments) == 1 else [compare(members) for members in experiments.values()]
+    sections = [_describe(part, styles, f"e{i}") for i, part in enumerate(parts)]
     page = {
         "title": _join_titles([one["title"] for one in sections]),
         # Nothing of the style sheet comes from a run.
         "css": Markup(css_variables(LIGHT, DARK) + (here / "page.css").read_text()),
         "warning": warn_of_mixture(groups),
-        "joined": [table for table in sweep_tables(groups) if table.experiments > 1],
+        "joined": [one for one in table.sweeps if one.experiments > 1],
         "sections": sections,
         "command": command,
         "versions": list(dict.fromkeys(_format_versions(run) for run in runs)),
@@ -86,9 +79,10 @@ def render_page(groups: Sequence[Group], runs: Sequence[RunRecord], command: str
     return template.render(page=page).lstrip()
 
 
-def _describe(name: str, groups: Sequence[Group], styles: Mapping[str, Style], prefix: str) -> dict[str, Any]:
+def _describe(table: Comparison, styles: Styles, prefix: str) -> dict[str, Any]:
     """What the template shows of one experiment; identifiers within its drawings begin with ``prefix``."""
-    config, table = groups[0].first.config, compare(groups)
+    groups, config = table.groups, table.groups[0].first.config
+    name = groups[0].experiment
     shared = {part: section(config, part) for part in SECTIONS}
     figures = []
     for i, (heading, pictures) in enumerate(draw_all(groups, styles)):
@@ -121,9 +115,8 @@ def _method_settings(group: Group) -> tuple[str, str, list[tuple[str, str]]]:
 
 
 def _format_versions(run: RunRecord) -> str:
-    versions = json.loads(json.dumps(section(run.config, "versions"), sort_keys=True))
-    texts = [f"{one_line(name)} {one_line(version)}" for name, version in versions.items()]
-    return ", ".join(texts) or "not recorded"
+    versions = sorted(section(run.config, "versions").items())
+    return ", ".join(f"{one_line(name)} {one_line(version)}" for name, version in versions) or "not recorded"
 
 
 def _join_titles(titles: Sequence[str]) -> str:

@@ -1,26 +1,20 @@
-"""Figures of what low rank saves and costs: ranks, downlink, model size, accuracy relative to a reference.
-
-As in :mod:`fedlowrank.report.figures`, each takes groups and styles and returns a picture, or None with
-nothing to draw.
-"""
+"""Figures of what low rank saves and costs: ranks, downlink, model size, accuracy relative to a reference."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator
 from numpy.typing import NDArray
-from scipy.stats import gaussian_kde
 
 from . import chart
 from .formats import format_si, one_line
 from .groups import Group, measure_of, seed_of
-from .ranks import RankCurve, downlink, model_size, rank_curves
+from .low_rank import RankCurve, downlink, model_size, rank_curves
 from .style import INK, Picture, Style, Styles, add_legend, drawing, new_figure, new_panels
 
 PANELS = 24  # most panels of ranks; of a deeper model, so many weights are drawn, evenly spaced in depth
@@ -44,8 +38,8 @@ def plot_ranks(groups: Sequence[Group], styles: Styles) -> Picture | None:
     figure, panels = new_panels(0.5 + max(0.86 * rows, 2.2), rows, columns, sharey=True)
     for axes, name in zip(panels.flat, shown, strict=False):
         lines = [(group, mine[name]) for group, mine in found if name in mine]
-        for group, rank in lines:
-            _draw_rank(axes, rank.percent, styles[group.short])
+        percent = [chart.Line(g, g.short, chart.thin_out(rank.percent, POINTS)) for g, rank in lines]
+        chart.draw_lines(axes, percent, styles)
         title = f"{_layer(name)}\n{_first_to_last([rank for _, rank in lines])}"
         axes.set_title(title, fontsize=8, loc="left", pad=3)
     chart.finish_grid(panels, len(shown))[columns // 2].set_xlabel("round")
@@ -72,26 +66,6 @@ def plot_ranks(groups: Sequence[Group], styles: Styles) -> Picture | None:
         "Rank of the server's weights after each round, in percent of the rank before training, a panel a "
         f"weight in the order of the model{chart.note_band(drawn_groups)} Above each panel: the first rank, "
         f"an arrow, the last one{order}.{some if len(shown) < len(names) else ''}",
-    )
-
-
-def _draw_rank(axes: Axes, curve: pd.DataFrame, style: Style) -> None:
-    curve = curve.iloc[chart.space_evenly(len(curve), POINTS)]
-    if curve["ci"].notna().any():
-        axes.fill_between(
-            curve.index,
-            *chart.interval_ends(curve, chart.NON_NEGATIVE),
-            color=style.color,
-            alpha=0.15,
-            linewidth=0,
-        )
-    axes.plot(
-        curve.index,
-        curve["mean"],
-        color=style.color,
-        linestyle=style.line,
-        dash_capstyle="butt",
-        linewidth=1.5,
     )
 
 
@@ -125,7 +99,7 @@ def plot_downlink(groups: Sequence[Group], styles: Styles) -> Picture | None:
         return None
     log = bool(peaks) and max(peaks) * chart.LOG_FROM <= largest
     silent = [group.short for group, sent in found if log and sent["mean"].max() <= 0]
-    drawn = [(group, sent) for group, sent in found if group.short not in silent]
+    drawn = [(group, chart.thin_out(sent)) for group, sent in found if group.short not in silent]
     figure, axes = new_figure(3.1)
     for i, (group, sent) in enumerate(drawn):
         style = styles[group.short]
@@ -178,7 +152,7 @@ def plot_relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture |
     if max(len(run.record.clients) for run in reference.runs) < CLIENTS:
         return None
     found = []
-    for line in chart.choose_lines(judged):
+    for line in chart.choose_lines(judged, measure):
         gaps = [
             (run.client_values(line.series, measure) - base[seed]).dropna()
             for run in line.group.runs
@@ -216,6 +190,8 @@ def plot_relative_accuracy(groups: Sequence[Group], styles: Styles) -> Picture |
 
 
 def _draw_violin(axes: Axes, y: int, values: NDArray[np.float64], style: Style, opacity: float) -> None:
+    from scipy.stats import gaussian_kde  # slow to import
+
     low, high = float(values.min()), float(values.max())
     first, median, third = (float(v) for v in np.quantile(values, [0.25, 0.5, 0.75]))
     if high - low > 1e-9:
@@ -229,49 +205,32 @@ def _draw_violin(axes: Axes, y: int, values: NDArray[np.float64], style: Style, 
     axes.vlines([median], y - 0.42, y + 0.42, color=style.color, linewidth=2.4)
 
 
-@drawing()
 def plot_model_size(groups: Sequence[Group], styles: Styles) -> Picture | None:
     """Accuracy against the parameter count of a client's model, a marker for every series of every method."""
     measure = measure_of(groups)
-    found: list[tuple[str, Style, int, float, float]] = []
+    found: list[tuple[str, chart.Point]] = []
     for group in groups:
-        known = {name: size[0].mean for name in group.series if (size := model_size(group, name))}
+        known = {name: both[0].mean for name in group.series if (both := model_size(group, name))}
         for place, name in enumerate(group.series):
-            result = group.final(name, measure)
-            if result and known.get(name, 0.0) > 0:
+            result, size = group.final(name, measure), known.get(name, 0.0)
+            if result and size > 0:
                 label = f"{one_line(group.short, 24)} {one_line(name, 10)}"
                 label = label if len(known) > 1 else one_line(group.short, 32)
-                found.append((label, styles[group.short], place, result.mean, known[name]))
-    sizes = [size for *_, size in found]
-    if len(set(sizes)) < 2:
+                look = (6, 0.0) if place else (10, 0.5)
+                legend = f"{label} ({format_si(size)})"
+                found.append((label, chart.Point(legend, styles[group.short], size, result.mean, *look)))
+    if len({point.x for _, point in found}) < 2:
         return None
-    log = max(sizes) / min(sizes) >= chart.LOG_FROM
-    figure, axes = new_figure(3.1)
-    entries = []
-    for _, style, place, mean, parameters in found:
-        face: Any = "none" if place else (*style.rgb, 0.5)
-        look: Any = {"markerfacecolor": face, "markeredgecolor": style.color, "markeredgewidth": 1.4}
-        width = 6 if place else 10
-        at = ([parameters], [measure.scale * mean])
-        axes.plot(*at, marker=style.marker, markersize=width, linestyle="", **look)
-        entries.append(chart.legend_entry(style, line=""))
-        entries[-1].set(markersize=5 if place else 8, **look)
-    chart.set_prefix_axis(axes.xaxis, "", sizes if log else None)
-    axes.set(xlabel=f"parameters of a client's model{', logarithmic' if log else ''}")
-    chart.set_scatter_axis(axes, measure, [mean for *_, mean, _ in found], 0.1)
-    if not log:
-        axes.set_xlim(left=max(0.0, axes.get_xlim()[0]))
-    add_legend(figure, entries, [f"{label} ({format_si(size)})" for label, *_, size in found])
-    texts = "; ".join(f"{label} {format_si(size)}, {measure.format(mean)}" for label, *_, mean, size in found)
+    texts = "; ".join(f"{label} {format_si(p.x)}, {measure.format(p.mean)}" for label, p in found)
     seeds = " and seeds" if max(len(group.runs) for group in groups) > 1 else ""
-    has_more = any(place for _, _, place, *_ in found)
+    has_more = any(not point.opacity for _, point in found)
     hollow = " Small and hollow: further models of a method." if has_more else ""
-    return Picture(
-        figure,
-        f"{measure.title} and model size",
-        f"Scatter chart of {measure.noun} against model size: {texts}.",
-        f"Mean {measure.noun} at the last evaluated round against the parameter count of a client's model, "
-        f"mean over clients{seeds}: the factors of low-rank weights, of sparse ones the entries other than "
-        f"zero, of any other all entries.{hollow} {'Low' if measure.is_loss else 'High'} and to the left is "
-        "better.",
-    )
+    return chart.plot_points(
+        [point for _, point in found], measure, "parameters of a client's model", "",
+        title=f"{measure.title} and model size",
+        alt=f"Scatter chart of {measure.noun} against model size: {texts}.",
+        caption=f"Mean {measure.noun} at the last evaluated round against the parameter count of a client's "
+        f"model, mean over clients{seeds}: the factors of low-rank weights, of sparse ones the entries other "
+        f"than zero, of any other all entries.{hollow} {'Low' if measure.is_loss else 'High'} and to the left "
+        "is better.",
+    )  # fmt: skip

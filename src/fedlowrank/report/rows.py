@@ -7,14 +7,12 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .clusters import final_recovery
 from .formats import one_line
 from .frame import section, unseen_clients
 from .groups import Group, seed_of
-from .lora_tables import adapter_row
+from .low_rank import adapter_row, last_ranks, model_size
 from .measures import ACCURACY, LOSS, MEASURES, Measure
 from .metrics import COSTS
-from .ranks import last_ranks, model_size
 
 FLOAT32 = 4
 """Bytes of a floating-point element as papers count communication, whatever the messages contain."""
@@ -49,7 +47,7 @@ def comparison_row(group: Group) -> Row:
     }
     for measure in MEASURES:
         row |= _results(group, measure)
-    recovery = final_recovery(group)
+    recovery = group.final_recovery()
     row |= {
         "recovery": recovery.mean if recovery else None,
         "recovery_ci95_seeds": recovery.ci if recovery else None,

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .clusters import collapse_warnings
+from ..simulation.records import RunRecord
 from .formats import format_percent, one_line
-from .frame import section, unseen_clients
+from .frame import find_collapse, routes_by_round, section, true_clusters, unseen_clients
 from .groups import (
     SECTIONS,
     Group,
@@ -20,7 +20,7 @@ from .groups import (
     value_text,
     vary_text,
 )
-from .lora_tables import format_ranks
+from .low_rank import format_ranks
 from .measures import ACCURACY, LOSS, Measure
 from .metrics import Estimate
 
@@ -218,6 +218,42 @@ def find_warnings(groups: Sequence[Group]) -> list[str]:
     if len({len(group.results()) for group in groups}) > 1:
         found.append("The methods have different numbers of seeds.")
     return found + collapse_warnings(groups) + _find_differences(groups)
+
+
+def collapse_warnings(groups: Sequence[Group]) -> list[str]:
+    """A warning for each group with a router that chose one cluster for all clients, with what may help."""
+    warnings = []
+    for group in groups:
+        found = [(seed_of(run.record), *last) for run in group.runs if (last := _collapse(run.record))]
+        if found:
+            _, at, clusters, clients, _ = found[0]
+            where = ", ".join(f"seed {seed}: cluster {cluster}" for seed, *_, cluster in found)
+            # Methods that choose clusters by their losses have no router that could learn more slowly.
+            advice = "another seed, for the clusters then start from other values"
+            if section(section(section(group.first.config, "method"), "fields"), "router"):
+                advice = "a lower learning rate of the router (router.lr), noise on it while it trains "
+                advice += "(router.noise), or another seed"
+            warnings.append(
+                f"{group.label}: the router collapsed. At round {at} one of {clusters} clusters has the "
+                f"largest share at all {clients} clients ({where}, counted from 0), so the others serve "
+                f"nobody and nothing tells the clients apart. What may help: {advice}."
+            )
+    return warnings
+
+
+def _collapse(run: RunRecord) -> tuple[int, int, int, int] | None:
+    """Round, clusters, clients and the cluster that all of them chose in the end, unless that is right."""
+    rounds = routes_by_round(run)
+    if not rounds:
+        return None
+    at, routes = max(rounds.items())
+    cluster, truth = find_collapse(routes), true_clusters(run, len(routes))
+    is_right = truth[0] is not None and len(set(truth)) == 1
+    # A router that is given the true cluster does not choose.
+    router = section(section(section(run.config, "method"), "fields"), "router")
+    if cluster is None or is_right or router.get("routing") == "optimal":
+        return None
+    return at, routes.shape[1], len(routes), cluster
 
 
 def _find_differences(groups: Sequence[Group]) -> list[str]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import matplotlib
+import matplotlib.style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
@@ -77,16 +78,10 @@ _SETTINGS = {
 
 @dataclass(frozen=True)
 class Style:
-    """The look of one method in every figure.
+    """The look of one method in every figure."""
 
-    Attributes:
-        color: placeholder color.
-        dash: matplotlib dash lengths, empty for a solid line.
-        marker: matplotlib marker.
-    """
-
-    color: str
-    dash: tuple[float, ...]
+    color: str  # placeholder
+    dash: tuple[float, ...]  # lengths, empty for a solid line
     marker: str
 
     @property
@@ -111,21 +106,13 @@ Styles = Mapping[str, Style]
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure with its texts.
-
-    Attributes:
-        figure: the drawing.
-        title: heading.
-        alt: what is to be seen, for those who cannot see it.
-        caption: what is drawn, how, and from which data.
-        small: whether three of its kind fit side by side.
-    """
+    """A figure with its texts."""
 
     figure: Figure
     title: str
-    alt: str
-    caption: str
-    small: bool = False
+    alt: str  # what is to be seen, for those who cannot see it
+    caption: str  # what is drawn, how, and from which data
+    small: bool = False  # whether three of its kind fit side by side
 
 
 _FINAL: ContextVar[bool] = ContextVar("final colors", default=False)
@@ -167,28 +154,10 @@ def make_styles(labels: Sequence[str]) -> dict[str, Style]:
 @contextmanager
 def drawing() -> Iterator[None]:
     """Use the report's drawing settings and ignore the user's matplotlibrc; also a decorator."""
-    with warnings.catch_warnings(), matplotlib.rc_context():
+    with warnings.catch_warnings(), matplotlib.style.context(["default", _SETTINGS]):
         # The font only measures here; the browser has the glyph.
         warnings.filterwarnings("ignore", message=r"Glyph .* missing from", category=UserWarning)
-        settings: Any = {**_defaults(), **_SETTINGS}
-        matplotlib.rcParams.update(settings)
         yield
-
-
-def _defaults() -> dict[str, object]:
-    skipped = (
-        "backend",
-        "interactive",
-        "toolbar",
-        "timezone",
-        "webagg",
-        "date",
-        "animation",
-        "savefig",
-        "keymap",
-    )
-    defaults: Any = matplotlib.rcParamsDefault
-    return {key: defaults[key] for key in defaults if not key.startswith(skipped)}
 
 
 def new_figure(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
@@ -231,7 +200,7 @@ def to_svg(figure: Figure, name: str) -> str:
 
     Args:
         figure: the figure; it must have been drawn within :func:`drawing`.
-        name: unique on the page, of letters, digits and hyphens; all identifiers begin with it.
+        name: unique on the page; identifiers of different names differ.
 
     Returns:
         One ``<svg>`` element without declaration, metadata, style sheet or size. Equal figures give equal
@@ -250,32 +219,20 @@ def to_svg(figure: Figure, name: str) -> str:
     used = set(re.findall(r"(?:^|url\()#([^)\s]+)", "\n".join(attributes), re.MULTILINE))
     for element in root.iter():
         element.tag = element.tag.removeprefix(_SVG)
-        attrib = {key.removeprefix(_XLINK): _rewrite(key, text, name) for key, text in element.attrib.items()}
-        if element.attrib.get("id") not in used:
+        attrib = {key.removeprefix(_XLINK): _rewrite(key, text) for key, text in element.attrib.items()}
+        if attrib.get("id") not in used:
+            # Names such as axes_1 stand in every drawing.
             attrib.pop("id", None)
-        element.attrib.clear()
-        element.attrib.update({key: value for key, value in attrib.items() if value})
+        element.attrib = {key: value for key, value in attrib.items() if value}
     for size in ("width", "height", "version"):
         root.attrib.pop(size, None)
-    root.attrib.update(
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "stroke-linejoin": "round",
-            "aria-hidden": "true",
-            "focusable": "false",
-        }
-    )
+    root.attrib |= {"xmlns": "http://www.w3.org/2000/svg", "stroke-linejoin": "round"}
+    root.attrib |= {"aria-hidden": "true", "focusable": "false"}
     return ET.tostring(root, encoding="unicode")
 
 
-def _rewrite(key: str, value: str, name: str) -> str:
+def _rewrite(key: str, value: str) -> str:
     """The value of an attribute as it stands in the page."""
-    if key == "id":
-        return f"{name}-{value}"
-    if key == f"{_XLINK}href":
-        return f"#{name}-{value[1:]}" if value.startswith("#") else value
-    if key == "clip-path":
-        return value.replace("url(#", f"url(#{name}-")
     if key == "style":
         return _rewrite_style(value)
     return _shorten(value) if key in ("d", "x", "y", "transform", "points") else value

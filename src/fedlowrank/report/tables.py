@@ -14,13 +14,12 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..simulation.records import RunRecord
-from .clusters import collapse_warnings
 from .formats import MISSING, format_loss, format_number, format_seconds, format_si, format_si_pair, one_line
 from .groups import Group, Target, group_runs
-from .lora_tables import rank_tables
+from .low_rank import rank_tables, sizes_differ
 from .measures import ACCURACY, LOSS, TOKEN_ACCURACY, TOKEN_LOSS, Measure
-from .ranks import sizes_differ
 from .rows import comparison_row
+from .sentences import collapse_warnings
 from .sweeps import sweep_tables
 from .text_table import Column, TextTable, escape_markdown, to_rich
 from .text_table import to_markdown as table_to_markdown
@@ -30,27 +29,16 @@ Cells = tuple[Column, list[str]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The comparison of groups.
-
-    Attributes:
-        groups: one a row.
-        frame: exact values, one row a group; the CSV contains all of them.
-        blocks: tables of the results, by ``accuracy``, ``loss``, ``size``, ``cost`` and ``target``.
-        targets: target of each experiment, by name.
-        footnotes: ``(term, meaning)``.
-        sweeps: results by what was varied.
-        ranks: results by rank of the client.
-        warnings: what a reader must know first.
-    """
+    """The comparison of groups."""
 
     groups: tuple[Group, ...]
-    frame: pd.DataFrame
-    blocks: Mapping[str, TextTable]
-    targets: Mapping[str, Target]
-    footnotes: tuple[tuple[str, str], ...]
-    sweeps: tuple[TextTable, ...]
-    ranks: tuple[TextTable, ...]
-    warnings: tuple[str, ...]
+    frame: pd.DataFrame  # exact values, one row a group; the CSV contains all of them
+    blocks: Mapping[str, TextTable]  # results, by ``accuracy``, ``loss``, ``size``, ``cost`` and ``target``
+    targets: Mapping[str, Target]  # of each experiment, by name
+    footnotes: tuple[tuple[str, str], ...]  # terms and what they mean
+    sweeps: tuple[TextTable, ...]  # results by what was varied
+    ranks: tuple[TextTable, ...]  # results by rank of the client
+    warnings: tuple[str, ...]  # what a reader must know first
 
     @property
     def tables(self) -> list[TextTable]:
@@ -64,8 +52,7 @@ def comparison(runs: Sequence[RunRecord], target: float | None = None) -> Compar
     Args:
         runs: in the order in which methods appear.
         target: accuracy in (0, 1] for the columns "to target"; None for the runs' own, else the largest whole
-        percent
-            that all of them reached.
+            percent that all of them reached.
 
     Raises:
         ConfigError: if the target is out of range.
@@ -140,44 +127,47 @@ def _measures(frame: pd.DataFrame) -> tuple[Measure, Measure]:
     return (TOKEN_ACCURACY, TOKEN_LOSS) if is_language else (ACCURACY, LOSS)
 
 
-def _judged_by_loss(frame: pd.DataFrame) -> pd.Series:
-    return frame["judged_by"].isin([LOSS.noun, TOKEN_LOSS.noun])
+def _column(
+    frame: pd.DataFrame, title: str, key: str, form: Callable[..., str], spread: str = "", *,
+    always: bool = False, unit: str = "", note: str = "", is_wide: bool = False,
+) -> Iterator[Cells]:  # fmt: skip
+    """A column of the table if the frame has any number for it, or always."""
+    if always or _has(frame, key):
+        columns = [_floats(frame, name) for name in (key, spread) if name]
+        cells = [form(*values) for values in zip(*columns, strict=True)]
+        yield Column(title, unit, note, is_wide=is_wide), cells
 
 
 def _accuracy_columns(frame: pd.DataFrame) -> Iterator[Cells]:
-    by_loss = _judged_by_loss(frame)
+    by_loss = frame["judged_by"].isin([LOSS.noun, TOKEN_LOSS.noun])
     accuracy, loss = _measures(frame)
     if by_loss.any() and not (~by_loss & frame["judged_by"].notna()).any():
         return
     yield from _result_columns(frame, accuracy)
     for end in ("", *_series_ends(frame, "reference_percent")):
-        papers, diverged = (
-            _floats(frame, f"reference_percent{end}"),
-            _floats(frame, f"reference_not_converged{end}"),
-        )
-        if papers.notna().any() or (diverged == 1).any():
-            missing = ["not converged" if flag == 1 else MISSING for flag in diverged]
-            gaps = _floats(frame, f"difference_points{end}")
-            texts = [MISSING if math.isnan(v) else f"{v:+.2f}".replace("-", "−") for v in gaps]
-            name = end[1:]
-            cells = [m if math.isnan(v) else f"{v:.2f}" for v, m in zip(papers, missing, strict=True)]
-            yield Column(f"paper {name}".rstrip(), "%"), cells
-            note = f"{name or 'last round'} minus the paper's number, in percentage points"
-            yield Column(f"difference {name}".rstrip(), "points", note), texts
+        papers = _floats(frame, f"reference_percent{end}")
+        diverged = _floats(frame, f"reference_not_converged{end}") == 1
+        if papers.notna().any() or diverged.any():
+            pairs = zip(papers, diverged, strict=True)
+            cells = [f"{v:.2f}" if v == v else "not converged" if flag else MISSING for v, flag in pairs]
+            yield Column(f"paper {end[1:]}".rstrip(), "%"), cells
+            note = f"{end[1:] or 'last round'} minus the paper's number, in percentage points"
+            title, key = f"difference {end[1:]}".rstrip(), f"difference_points{end}"
+            yield from _column(
+                frame, title, key, _format_difference, always=True, unit="points", note=note
+            )  # fmt: skip
     if not by_loss.any():
-        if _has(frame, "loss_last"):
-            what = "tokens of their test texts" if loss is TOKEN_LOSS else "test examples"
-            of = f"mean loss on {'the ' if loss is TOKEN_LOSS else 'their '}{what}"
-            note = f"mean over clients of the {of}, at the last evaluated round; over several seeds ± "
-            yield (
-                Column(loss.noun, note=note + "half-width of the 95 % confidence interval"),
-                _pairs(frame, "loss_last", "loss_ci95_seeds", loss.format_pair),
-            )
+        what = "the tokens of their test texts" if loss is TOKEN_LOSS else "their test examples"
+        note = f"mean over clients of the mean loss on {what}, at the last evaluated round; over several "
+        note += "seeds ± half-width of the 95 % confidence interval"
+        yield from _column(
+            frame, loss.noun, "loss_last", loss.format_pair, "loss_ci95_seeds", note=note
+        )  # fmt: skip
         yield from _other_columns(frame)
 
 
 def _loss_columns(frame: pd.DataFrame) -> Iterator[Cells]:
-    if _judged_by_loss(frame).any():
+    if frame["judged_by"].isin([LOSS.noun, TOKEN_LOSS.noun]).any():
         yield from _result_columns(frame, _measures(frame)[1])
         yield from _other_columns(frame)
 
@@ -186,57 +176,51 @@ def _result_columns(frame: pd.DataFrame, measure: Measure) -> Iterator[Cells]:
     """Results of a measure: the last round, spreads over seeds and clients, other rounds, further series."""
     noun, key = measure.noun, measure.column
 
-    def pair(title: str, name: str, spread: str, note: str, is_wide: bool = False) -> Cells:
-        column = Column(title, measure.unit, note, is_wide=is_wide)
-        return column, _pairs(frame, key(name), key(spread), measure.format_pair)
+    def column(title: str, name: str, note: str, spread: str = "", **look: Any) -> Iterator[Cells]:
+        form, other = (measure.format_pair, key(spread)) if spread else (measure.format_number, "")
+        return _column(frame, title, key(name), form, other, unit=measure.unit, note=note, **look)
 
     unseen = ", those that never train left out" if frame["clients_unseen"].fillna(0).ne(0).any() else ""
-    yield pair(
-        "last round", "last", "std_clients",
+    note = (
         f"mean ± standard deviation over clients of {noun}, each client counting once{unseen}, at the last "
-        "evaluated round; over several seeds, the means of "
-        f"both{'; lower is better' if measure.is_loss else ''}",
-    )  # fmt: skip
+    )
+    note += "evaluated round; over several seeds, the means of both"
+    note += "; lower is better" if measure.is_loss else ""
+    yield from column("last round", "last", note, "std_clients", always=True)
     if (frame["seeds"] > 1).any():
         yield Column("n", note="seeds that were evaluated"), frame["seeds"].astype(str).tolist()
         note = "mean ± half-width of its 95 % confidence interval, from Student's t with n − 1 degrees of "
-        note += "freedom"
-        yield pair("over seeds", "last", "ci95_seeds", note)
-    if _has(frame, key("unseen")):
-        note = f"mean ± standard deviation of {noun} over the clients that never train, at the last "
-        note += "evaluated round; no other column counts them"
-        yield pair("unseen clients", "unseen", "std_unseen", note)
+        yield from column("over seeds", "last", f"{note}freedom", "ci95_seeds", always=True)
+    note = f"mean ± standard deviation of {noun} over the clients that never train, at the last evaluated "
+    yield from column("unseen clients", "unseen", f"{note}round; no other column counts them", "std_unseen")
     means, weighted = _floats(frame, key("last")), _floats(frame, key("last_weighted"))
     if (~np.isclose(means, weighted, rtol=1e-9, atol=0) & means.notna() & weighted.notna()).any():
         note = "mean at the last round, clients weighted by test examples"
-        yield pair("by examples", "last_weighted", "", note, is_wide=True)
-    worst = "highest" if measure.is_loss else "lowest"
-    note = f"mean of the {worst} tenth of clients, rounded up, at the last round"
-    yield pair("worst 10 %", "worst_tenth", "", note)
-    if _has(frame, key("best_by_validation")):
-        best = "lowest mean validation loss" if measure.is_loss else "highest mean validation accuracy"
-        note = f"{noun} at the round of the {best}, the earliest on ties"
-        yield pair("best by validation", "best_by_validation", "", note)
+        yield from column("by examples", "last_weighted", note, is_wide=True)
+    note = f"mean of the {'highest' if measure.is_loss else 'lowest'} tenth of clients, rounded up, at the "
+    yield from column("worst 10 %", "worst_tenth", f"{note}last round", always=True)
+    best = "lowest mean validation loss" if measure.is_loss else "highest mean validation accuracy"
+    note = f"{noun} at the round of the {best}, the earliest on ties"
+    yield from column("best by validation", "best_by_validation", note)
     note = "mean over the last ten evaluations, the one before training left out"
-    yield pair("last 10", "last_ten", "", note)
+    yield from column("last 10", "last_ten", note, always=True)
     for end in _series_ends(frame, key("series")):
-        yield pair(end[1:], f"series{end}", "", f"{noun} of the series {end[1:]} at the last evaluated round")
+        note = f"{noun} of the series {end[1:]} at the last evaluated round"
+        yield from column(end[1:], f"series{end}", note, always=True)
 
 
 def _other_columns(frame: pd.DataFrame) -> Iterator[Cells]:
     for end in ("", *_series_ends(frame, "perplexity")):
-        if _has(frame, f"perplexity{end}"):
-            note = "exponential of the mean loss per token over clients and seeds; lower is better"
-            column = Column(f"perplexity {end[1:]}".rstrip(), note="" if end else note)
-            yield column, [format_loss(value) for value in _floats(frame, f"perplexity{end}")]
-    if _has(frame, "recovery"):
-        note = (
-            "adjusted Rand index of the clients' largest shares against the clusters that their data come "
-            "from, at the last evaluated round: 1 for the same clusters, about 0 for a draw; over several "
-            "seeds ± half-width of the 95 % confidence interval"
-        )
-        cells = _pairs(frame, "recovery", "recovery_ci95_seeds", _format_recovery)
-        yield Column("cluster recovery (ARI)", note=note), cells
+        note = "exponential of the mean loss per token over clients and seeds; lower is better"
+        title = f"perplexity {end[1:]}".rstrip()
+        yield from _column(frame, title, f"perplexity{end}", format_loss, note="" if end else note)
+    note = (
+        "adjusted Rand index of the clients' largest shares against the clusters that their data come from, "
+        "at the last evaluated round: 1 for the same clusters, about 0 for a draw; over several seeds ± "
+        "half-width of the 95 % confidence interval"
+    )
+    title, spread = "cluster recovery (ARI)", "recovery_ci95_seeds"
+    yield from _column(frame, title, "recovery", _format_recovery, spread, note=note)
     if _has(frame, "status"):
         cells = frame["status"].fillna("").astype(str).tolist()
         yield Column("status", note="runs that are not finished", align="left"), cells
@@ -254,14 +238,12 @@ def _size_columns(frame: pd.DataFrame, is_varied: bool) -> Iterator[Cells]:
         "of any other all entries; over several seeds, the means of both"
     )
     for end in ends:
-        if _has(frame, f"{own}{end}"):
-            column = Column(f"parameters {end[1:]}".rstrip(), note="" if end else note)
-            yield column, _pairs(frame, f"{own}{end}", f"{own}_std{end}", format_si_pair)
-        if _has(frame, f"{paper}{end}"):
-            yield (
-                Column(f"paper {end[1:]}".rstrip()),
-                [format_si(1e6 * v) for v in _floats(frame, f"{paper}{end}")],
-            )
+        title, spread = f"parameters {end[1:]}".rstrip(), f"{own}_std{end}"
+        yield from _column(
+            frame, title, f"{own}{end}", format_si_pair, spread, note="" if end else note
+        )  # fmt: skip
+        paper_title = f"paper {end[1:]}".rstrip()
+        yield from _column(frame, paper_title, f"{paper}{end}", lambda value: format_si(1e6 * value))
 
 
 def _cost_columns(frame: pd.DataFrame) -> Iterator[Cells]:
@@ -283,8 +265,7 @@ def _cost_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         ("server", "seconds_server", format_seconds, False, ""),
         ("evaluate", "seconds_evaluate", format_seconds, False, ""),
     ):  # fmt: skip
-        if title != "paper" or has_paper:
-            yield Column(title, note=note, is_wide=is_wide), [form(value) for value in _floats(frame, key)]
+        yield from _column(frame, title, key, form, always=title != "paper", note=note, is_wide=is_wide)
 
 
 def _target_columns(frame: pd.DataFrame) -> Iterator[Cells]:
@@ -296,7 +277,7 @@ def _target_columns(frame: pd.DataFrame) -> Iterator[Cells]:
         ("FLOPs", "target_flops", format_si), ("steps", "target_steps", format_si),
         ("train + server", "target_seconds", format_seconds),
     ):  # fmt: skip
-        yield Column(title), [form(value) for value in _floats(frame, key)]
+        yield from _column(frame, title, key, form, always=True)
 
 
 def _format_rounds(row: Mapping[str, Any]) -> str:
@@ -314,6 +295,10 @@ def _format_bytes(value: float) -> str:
     return format_si(value, "B")
 
 
+def _format_difference(value: float) -> str:
+    return MISSING if math.isnan(value) else f"{value:+.2f}".replace("-", "−")
+
+
 def _format_recovery(value: float, half: float) -> str:
     if math.isnan(value):
         return MISSING
@@ -323,10 +308,6 @@ def _format_recovery(value: float, half: float) -> str:
 def _floats(frame: pd.DataFrame, key: str) -> pd.Series:
     """A column as floats, NaN where it has no value."""
     return frame[key].astype(float) if key in frame else pd.Series(math.nan, index=frame.index)
-
-
-def _pairs(frame: pd.DataFrame, key: str, spread: str, form: Callable[[float, float], str]) -> list[str]:
-    return [form(*pair) for pair in zip(_floats(frame, key), _floats(frame, spread), strict=True)]
 
 
 def _has(frame: pd.DataFrame, key: str) -> bool:

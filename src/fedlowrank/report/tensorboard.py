@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ..core.errors import ConfigError
 from ..simulation.records import RunRecord
-from .clusters import recovery_by_round
 from .metrics import Run
 
 
@@ -34,12 +33,13 @@ def export_tensorboard(run: RunRecord, folder: Path) -> None:
             "TensorBoard is not installed. Install it with: pip install 'fedlowrank[tensorboard]'"
         ) from error
     writer = SummaryWriter(log_dir=str(folder))
+    statistics = Run(run)
     try:
-        for (field, series, split, unseen), scores in Run(run).scores.items():
+        for (field, series, split, unseen), scores in statistics.scores.items():
             tag = f"{'loss' if field == 'risk' else field}/{series}/{split}{'/unseen' if unseen else ''}"
             for at, mean in scores["mean"].items():
                 writer.add_scalar(tag, mean, at)
-        for at, value in recovery_by_round(run).items():
+        for at, value in statistics.recovery.items():
             writer.add_scalar("routes/recovery", value, at)
         total = 0
         for record in run.rounds:

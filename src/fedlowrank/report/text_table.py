@@ -18,21 +18,13 @@ LABEL = 24  # most characters of a label in a terminal; a longer one takes sever
 
 
 class Column(NamedTuple):
-    """A column of a table.
-
-    Attributes:
-        title: heading.
-        unit: unit of the numbers; empty if each carries its own.
-        note: what the heading means, for a footnote; empty if it explains itself.
-        align: side that the cells are flush with.
-        is_wide: left out in a terminal.
-    """
+    """A column of a table."""
 
     title: str
-    unit: str = ""
-    note: str = ""
+    unit: str = ""  # of the numbers; empty if each carries its own
+    note: str = ""  # what the title means, for a footnote; empty if it explains itself
     align: Literal["left", "right"] = "right"
-    is_wide: bool = False
+    is_wide: bool = False  # left out in a terminal
 
     @property
     def heading(self) -> str:
@@ -42,23 +34,14 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of text.
-
-    Attributes:
-        title: heading.
-        fields: headings of the first columns, which name a row.
-        columns: the other columns.
-        rows: cells of each row, those of the fields first.
-        note: what a reader has to know.
-        experiments: how many the table joins.
-    """
+    """A table of text."""
 
     title: str
-    fields: tuple[str, ...]
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
-    experiments: int = 1
+    fields: tuple[str, ...]  # headings of the first columns, which name a row
+    columns: tuple[Column, ...]  # the others
+    rows: tuple[tuple[str, ...], ...]  # cells, those of the fields first
+    note: str = ""  # what a reader has to know
+    experiments: int = 1  # how many the table joins
 
 
 def escape_markdown(text: str) -> str:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from pydantic_core import from_json
 from torch import Tensor
 
 from ..core.errors import CheckpointError
@@ -93,7 +94,8 @@ class RoundRecord:
             line: of JSON.
             clients: of the run, those that were not evaluated included.
         """
-        short = cls(**json.loads(line))
+        # a third of the time of json.loads
+        short = cls(**from_json(line))
 
         def scatter(values: list[Any]) -> list[Any]:
             row: list[Any] = [None] * clients

@@ -1,4 +1,4 @@
-"""LoRA adapters of unequal rank: results by rank, weights of replies, energy of the server's update W.
+"""Low rank: results by rank of the client, replies, the server's update W, model sizes, ranks, the downlink.
 
 Accuracies are fractions. Clients that never train are left out, as in every other mean.
 """
@@ -8,17 +8,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from ..simulation.records import RunRecord
 from .formats import one_line
-from .frame import by_round, client_column, section
-from .groups import Group, by_experiment, by_variation, measure_of, predicts_tokens, with_token_names
-from .measures import LOSS, Measure
-from .metrics import curve_over_seeds, half_width
+from .frame import client_column, section
+from .groups import (
+    Group,
+    by_experiment,
+    by_variation,
+    measure_of,
+    predicts_tokens,
+    vary_text,
+    with_token_names,
+)
+from .measures import ACCURACY, LOSS, Measure
+from .metrics import Estimate, Run, curve_over_seeds, estimate, half_width
 from .text_table import Column, TextTable
 
 
@@ -137,15 +145,12 @@ def format_ranks(run: RunRecord) -> str:
     return ", ".join(f"{rank} × {n}" if n > 1 else str(rank) for rank, n in ordered)
 
 
-def reply_values(run: RunRecord, kind: str) -> pd.DataFrame:
+def reply_values(run: Run, kind: str) -> pd.DataFrame:
     """What a method reports about each client's reply, rows by round, columns by client; NaN if not finite.
 
-    Args:
-        run: the run.
-        kind: ``weights``, p_i of the reply; or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the client's
-        download.
+    ``kind`` is ``weights``, p_i of the reply, or ``truncation``, ‖W - W^{r_i}‖_F² / ‖W‖_F² of the download.
     """
-    table = by_round(run, kind)
+    table = run.reported(kind)
     table = table[[name for name in table if str(name).isdecimal()]].rename(columns=int).sort_index(axis=1)
     return table.where(np.isfinite(table)).dropna(axis=1, how="all")
 
@@ -159,7 +164,7 @@ def server_rank(group: Group) -> tuple[pd.DataFrame, float, float] | None:
     """
     tracks, last = [], []
     for run in group.runs:
-        table = by_round(run.record, "ranks")
+        table = run.reported("ranks")
         table = table.loc[:, table.iloc[:1].eq(0).all()].dropna(how="all")
         if (table > 0).any(axis=None):
             tracks.append(table.mean(axis=1))
@@ -172,33 +177,95 @@ def server_rank(group: Group) -> tuple[pd.DataFrame, float, float] | None:
 
 def energy(group: Group) -> pd.DataFrame:
     """‖W‖_F², summed over layers, over training; empty if it was not recorded."""
-    return curve_over_seeds(_finite(_total(run.record, "energy")) for run in group.runs)
+    return curve_over_seeds(_total(run, "energy") for run in group.runs)
 
 
 def discarded_share(group: Group) -> pd.DataFrame:
     """Share of ‖W‖_F² that a cap on the rank discards in each round; empty if it never does."""
-    tracks = []
-    for run in group.runs:
-        kept, lost = _total(run.record, "energy"), _total(run.record, "discarded")
-        tracks.append(_finite((lost / (kept + lost)).where(lost > 0, 0.0).where(kept.notna() & lost.notna())))
-    curve = curve_over_seeds(tracks)
+    totals = [(_total(run, "energy"), _total(run, "discarded")) for run in group.runs]
+    # 0 of nothing is 0.
+    curve = curve_over_seeds(lost / (kept + lost).replace(0.0, 1.0) for kept, lost in totals)
     return curve if (curve["mean"] > 0).any() else curve.iloc[:0]
 
 
-def pass_names(group: Group) -> list[str]:
-    """Names of the passes whose training loss was recorded, in order."""
-    return list(dict.fromkeys(name for run in group.runs for r in run.record.rounds for name in r.loss))
+def training_losses(group: Group) -> dict[str, pd.DataFrame]:
+    """Mean loss over the steps of each pass, of all participants, by round; passes in order."""
+    tables = [run.reported("loss") for run in group.runs]
+    names = dict.fromkeys(name for table in tables for name in table)
+    curves = {name: curve_over_seeds(t[name] for t in tables if name in t) for name in names}
+    return {name: curve for name, curve in curves.items() if len(curve)}
 
 
-def training_loss(group: Group, name: str) -> pd.DataFrame:
-    """Mean loss over the steps of a pass, of all participants, by round; empty if it was not recorded."""
-    losses = [by_round(run.record, "loss") for run in group.runs]
-    return curve_over_seeds(_finite(table[name]) for table in losses if name in table)
+def _total(run: Run, kind: str) -> pd.Series:
+    return run.reported(kind).sum(axis=1, skipna=False)
 
 
-def _total(run: RunRecord, kind: str) -> pd.Series:
-    return by_round(run, kind).sum(axis=1, skipna=False)
+class RankCurve(NamedTuple):
+    """The rank of one weight over training, mean over seeds."""
+
+    percent: pd.DataFrame  # of the rank before training; columns ``mean`` and ``ci``, indexed by round
+    first: float  # before training
+    last: float  # at the last round that all seeds share
 
 
-def _finite(values: pd.Series) -> pd.Series:
-    return values[np.isfinite(values)]
+def model_size(group: Group, series: str) -> tuple[Estimate, Estimate] | None:
+    """Parameter count of a series' client models: mean and standard deviation over clients, both over seeds.
+
+    It is taken at the round of the last result, else in the last record that has it. None if no run recorded
+    it.
+    """
+    means, deviations = [], []
+    for run in group.runs:
+        if series in run.sizes:
+            table, scores = run.sizes[series], run.curve(series, run.measure or ACCURACY)
+            is_known = len(scores) > 0 and scores.index[-1] in table.index
+            sizes = table.loc[scores.index[-1]] if is_known else table.iloc[-1]
+            means.append(sizes.mean())
+            deviations.append(sizes.std(ddof=0))
+    mean, std = estimate(means), estimate(deviations)
+    return (mean, std) if mean and std else None
+
+
+def sizes_differ(groups: Sequence[Group]) -> bool:
+    """Whether some client's model changes its size over methods, series or rounds of one setting.
+
+    Otherwise the size is that of the architecture, and a report need not show it. Settings with other varied
+    values are apart: that a larger architecture has more parameters is no news.
+    """
+    settings: dict[str, list[pd.DataFrame]] = {}
+    for group in groups:
+        of_setting = settings.setdefault(f"{group.experiment} {vary_text(group.vary)}", [])
+        of_setting += [table for run in group.runs for table in run.sizes.values()]
+    return any((pd.concat(tables).nunique() > 1).any() for tables in settings.values() if tables)
+
+
+def rank_curves(group: Group) -> dict[str, RankCurve]:
+    """Ranks of a group's low-rank weights over training, by weight, in the order of the model.
+
+    Weights that not all seeds have, or whose rank was zero before training, are left out.
+    """
+    tables = [table for run in group.runs if len(table := run.reported("ranks"))]
+    found = {}
+    for name in tables[0].columns if tables else ():
+        if all(name in table and table[name].notna().all() and table[name].iloc[0] > 0 for table in tables):
+            percent = curve_over_seeds([100 * table[name] / table[name].iloc[0] for table in tables])
+            if len(percent):
+                first = float(np.mean([table[name].iloc[0] for table in tables]))
+                last = float(np.mean([table.at[percent.index[-1], name] for table in tables]))
+                found[name] = RankCurve(percent, first, last)
+    return found
+
+
+def last_ranks(group: Group) -> dict[str, float]:
+    """Rank of every low-rank weight in the last record that has ranks, mean over the seeds that have it."""
+    last = [table.iloc[-1] for run in group.runs if len(table := run.reported("ranks"))]
+    means = pd.DataFrame(last).mean().dropna()
+    return {str(name): float(mean) for name, mean in means.items()}
+
+
+def downlink(group: Group) -> pd.DataFrame:
+    """Bytes from the server to each participant by round, over seeds; empty if nobody took part."""
+    return curve_over_seeds(
+        pd.Series({r.round: r.bytes_down / len(r.participants) for r in run.record.rounds if r.participants})
+        for run in group.runs
+    )
