@@ -28,8 +28,8 @@ from fedlowrank.linalg.matricize import LowRank, Sparse
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.network.validation.shape_tracing import TracingTrainer
-from fedlowrank.network.validation.uploads import Templates, expected_upload, inspect
+from fedlowrank.network.validation.shape_tracing import TracingTrainer, expected_upload
+from fedlowrank.network.validation.uploads import Templates, inspect
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.testing.check import federation as small
 from methods.setting import Net, alike, arrays, unlike

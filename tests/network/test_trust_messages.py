@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,8 @@ from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.core.method import ClientInfo, Lengths, OneOf
 from fedlowrank.linalg.pair import Pair
-from fedlowrank.network.validation.uploads import Blocklist, RefusedReplyError, Template, inspect
+from fedlowrank.network.validation.forms import Template
+from fedlowrank.network.validation.uploads import Blocklist, RefusedReplyError, inspect
 
 from .trust_cases import CASES, LIMITS, judged, message, raw
 
@@ -240,30 +240,6 @@ def test_bytes_are_limited_before_they_are_looked_at() -> None:
         inspect(b"x" * (most + 1), TEMPLATE, CLIENT, Limits())
 
 
-def test_a_claim_of_too_many_examples_is_refused() -> None:
-    data = tree.encode(VALUE)
-    inspect(data, TEMPLATE, CLIENT, Limits(max_examples=100))
-    with pytest.raises(
-        RefusedReplyError, match=r"claims 100 training examples, above limits\.max_examples = 99"
-    ):
-        inspect(data, TEMPLATE, CLIENT, Limits(max_examples=99))
-
-
-def test_a_view_of_a_buffer_is_inspected_like_bytes() -> None:
-    data = tree.encode(VALUE)
-    view = memoryview(b"frame" + data + b"end")[5:-3]
-    assert tree.equal(inspect(view, TEMPLATE, CLIENT, Limits()), VALUE)
-    assert tree.equal(
-        inspect(memoryview(bytearray(data)), TEMPLATE, CLIENT, Limits(max_bytes=len(data))), VALUE
-    )
-
-
-def test_a_refusal_can_cross_processes() -> None:
-    one = RefusedReplyError(3, "/a", "why")
-    again = pickle.loads(pickle.dumps(one))  # noqa: S301
-    assert (str(again), again.client, again.path) == ("the reply of client 3 was refused at /a: why", 3, "/a")
-
-
 def test_clients_are_blocked_after_so_many_refusals_and_stay_so() -> None:
     blocklist = Blocklist(3)
     assert [blocklist.add_refusal(5) for _ in range(3)] == [False, False, True]
@@ -277,9 +253,7 @@ def test_clients_are_blocked_after_so_many_refusals_and_stay_so() -> None:
     assert not Blocklist(0).add_refusal(5)
 
 
-@pytest.mark.parametrize(
-    "stored", [[], {"5": -1}, {"5": 1.0}, {"x": 1}, {"5": True}, {"-5": 1}, {5: 1}, None]
-)
+@pytest.mark.parametrize("stored", [{"5": -1}, {"5": 1.0}, {"x": 1}, {"5": True}, {"-5": 1}])
 def test_damaged_counts_are_refused(stored: Any) -> None:
     with pytest.raises(CheckpointError, match="refused replies are damaged"):
         Blocklist.from_json(3, stored)
@@ -345,7 +319,8 @@ torch.set_num_threads(1)
 from fedlowrank.config.network_settings import Limits
 from fedlowrank.core import tree
 from fedlowrank.core.method import ClientInfo
-from fedlowrank.network.validation.uploads import RefusedReplyError, Template, inspect
+from fedlowrank.network.validation.forms import Template
+from fedlowrank.network.validation.uploads import RefusedReplyError, inspect
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 client, size = ClientInfo(0, 1, "m"), 48_000_000

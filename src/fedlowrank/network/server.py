@@ -333,5 +333,5 @@ class NetworkEngine(Engine):
         if not trains:
             return ClientResult(None, None, Meter())
         self._norms[client.id] = measure(upload, method.reference(job.down, client))
-        self.spool.put(client.id, upload)
+        self.spool.put(client.id, response.payload, template)
         return ClientResult({"stamp": round + 1}, None, Meter(answer.steps, answer.flops, answer.losses))

@@ -44,6 +44,10 @@ class Template:
         size = header + tree.nbytes(_largest(empty, tree.nbytes))
         return cls(empty, size, header, _bools(_largest(empty, _bools)), trained)
 
+    def decode(self, data: bytes) -> Any:
+        """Decode an upload, its keys in the form's order; raises TreeError or MismatchError."""
+        return match_form(self.form, tree.decode(data, self.bools))
+
 
 def _bools(value: Any) -> int:
     return sum(t.numel() for _, t in tree.leaves(value) if t.dtype == torch.bool)
