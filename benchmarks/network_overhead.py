@@ -174,7 +174,7 @@ def finished(link: SuperLink, run: int) -> None:
     while not (status := link.status(run)).is_finished:
         time.sleep(5)
     if not status.is_completed:
-        raise RuntimeError(f"{status}: {link.run_log(run)[-2000:]}")
+        raise RuntimeError(f"{status}: {link.tail(50)}")
 
 
 def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[float], dict[str, int]]:
@@ -184,7 +184,7 @@ def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[f
     path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
     with server(base / "a", **path) as link, ExitStack() as stack:
         for i in range(clients):
-            flower_node = FlowerNode(base / "floor-nodes" / str(i), "supernode", path, None)
+            flower_node = FlowerNode(base / "floor-nodes" / str(i), "supernode", path)
             flower_node.start(link.address)
             stack.callback(flower_node.close)
         config = {"nodes": clients, "rounds": rounds, "out": str(result)}

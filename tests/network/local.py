@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -39,6 +40,15 @@ from fedlowrank.training.flops import FlopLedger
 
 class Killed(BaseException):
     """A process is gone: nobody catches this on its way."""
+
+
+def until(is_so: Callable[[], Any], seconds: float = 100.0) -> Any:
+    """What a function gives once that is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.1)
+    return found
 
 
 def no_space(where: str) -> OSError:

@@ -20,7 +20,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.engines import Sequential
 from fedlowrank.network.client_memory import ClientMemory
-from fedlowrank.network.deploy import process_tree as process_tree
+from fedlowrank.network.deploy import process_tree
 from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.simulation import checkpoint

@@ -11,11 +11,9 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -25,32 +23,22 @@ from fedlowrank.simulation.lock import FolderInUseError, identify
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
-from fedlowrank.network.deploy import guard
-from fedlowrank.network.deploy import process_tree as process_tree
-from fedlowrank.network.deploy.flower_app import LONGEST, as_toml, write_app
-from fedlowrank.network.deploy.flower_process import FlowerProcess, ProcessError, free_port, listen
+from fedlowrank.network.deploy import guard, process_tree
+from fedlowrank.network.deploy.flower_app import as_toml, write_app
+from fedlowrank.network.deploy.flower_process import (
+    FlowerProcess,
+    ProcessError,
+    environment,
+    free_port,
+    listen,
+)
 from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys
-from fedlowrank.network.deploy.processes import SuperLink, SuperNode, environment
+from fedlowrank.network.deploy.processes import SuperLink, SuperNode
 from fedlowrank.network.deploy.supervise import supervise
 
+from .local import until
 
-def until(is_so: Callable[[], Any], seconds: float = 100.0) -> Any:
-    """What a function gives once that is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.1)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """No process of a test outlives it: all of them have its folder on their command lines or started from such a one."""
-    yield
-    left = {n: p.command for n, p in process_tree.processes().items() if str(tmp_path) in p.command}
-    for number in left:
-        os.kill(number, signal.SIGKILL)
-    assert not left
+pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
 class Script(FlowerProcess):
@@ -80,31 +68,18 @@ class Script(FlowerProcess):
         st.from_regex(r"[A-Za-z0-9_-]+", fullmatch=True),
         st.text(st.characters(exclude_categories=["Cs"]))
         | st.integers(-(2**63), 2**63 - 1)
-        | st.floats(allow_nan=False)
+        | st.floats(allow_nan=False, allow_infinity=False)
         | st.booleans(),
         max_size=4,
     )
 )
-@example({"a": "\x7f\x00\t\u2028\U0001f600'", "b": 1e22, "c": float("inf")})
+@example({"a": "\x7f\x00\t\u2028\U0001f600'", "b": 1e22})
 def test_settings_come_back_as_they_were(values: dict[str, str | int | float | bool]) -> None:
     found = tomllib.loads(as_toml(values))
     assert found == values
     assert {key: type(value) for key, value in found.items()} == {
         key: type(value) for key, value in values.items()
     }
-
-
-def test_settings_of_numpy_are_numbers() -> None:
-    assert tomllib.loads(as_toml({"a": np.float64(0.25)})) == {"a": 0.25}
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("a.b", 1), ("", 1), ("a b", 1), ("a", 2**63), ("a", None), ("a", [1]), ("a", "\ud800")],
-)
-def test_settings_that_flower_cannot_take_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError):
-        as_toml({key: value})
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
@@ -120,25 +95,6 @@ def test_an_app_is_one_file_that_flower_accepts(tmp_path: Path) -> None:
     fab = build_fab_from_disk(tmp_path / "app")
     run = Run.create_empty(1)
     assert get_fused_config_from_fab(fab, run) == config
-
-
-@pytest.mark.parametrize(
-    ("name", "server", "size"),
-    [
-        ("1st", "a:b", 1),
-        ("a_b", "a:b", 1),
-        ("a" * 33, "a:b", 1),
-        ("app", "a.b", 1),
-        ("app", 'a:b"', 1),
-        ("app", "a:b", LONGEST),
-    ],
-)
-def test_an_app_that_flower_would_refuse_is_not_written(
-    tmp_path: Path, name: str, server: str, size: int
-) -> None:
-    with pytest.raises(ConfigError):
-        write_app(tmp_path / "app", name, server, "a:b", {"long": "x" * size})
-    assert not (tmp_path / "app").exists()
 
 
 def test_the_environment_is_private_and_keeps_what_was_set(

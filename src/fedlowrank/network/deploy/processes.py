@@ -13,18 +13,15 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from ...core.errors import ConfigError
 from ...core.files import write_atomically, write_json
 from . import guard
 from .flower_app import Value, as_toml
-from .flower_process import FlowerProcess, ProcessError, environment, find_command, free_port, listen
+from .flower_process import FlowerProcess, ProcessError, find_command, free_port, listen
 from .keys import ClientKeys, ServerKeys
-
-__all__ = ["ProcessError", "RunStatus", "SuperLink", "SuperNode", "environment"]
 
 WORKING = "working"
 """A file in a node's home while it answers a message."""
@@ -32,14 +29,8 @@ _CONNECTION = "federation"
 _ANSWER_SECONDS = 120
 
 
-@dataclass(frozen=True)
-class RunStatus:
-    """The status of a run.
-
-    Attributes:
-        status: pending, starting, running, finished:completed, finished:failed or finished:stopped.
-        details: the reason, in Flower's words; may be empty.
-    """
+class RunStatus(NamedTuple):
+    """The status of a run (such as running or finished:failed) and its reason in Flower's words, maybe empty."""
 
     status: str
     details: str
@@ -110,10 +101,7 @@ class SuperLink(FlowerProcess):
         self.close()
 
     def start(self, seconds: float = 60.0) -> None:
-        """Start it and wait until it answers.
-
-        Args:
-            seconds: to wait at most.
+        """Start it and wait until it answers, at most so many seconds.
 
         Raises:
             ConfigError: if Flower is not installed.
@@ -128,8 +116,7 @@ class SuperLink(FlowerProcess):
         except OSError as error:
             raise ProcessError(
                 f"cannot listen on {self.host}, port {self.port}: {error.strerror}. Choose another, or end "
-                "the program that "
-                "has it."
+                "the program that has it."
             ) from error
         if not self._database.exists():
             self._registered.unlink(missing_ok=True)
@@ -149,22 +136,15 @@ class SuperLink(FlowerProcess):
         self._await(self._answers, "it answered", seconds)
 
     def register(self, public_key: Path) -> int:
-        """Register a client, if it is not registered yet.
-
-        Args:
-            public_key: file that :func:`.keys.make_keys` made.
+        """Register a client by the file of its public key, if it is not registered yet.
 
         Returns:
             Flower's number of the client.
 
         Raises:
-            ConfigError: if the file is missing.
             ProcessError: if Flower refuses.
         """
-        if not public_key.is_file():
-            raise ConfigError(f"there is no public key {public_key}")
-        key = public_key.read_text().strip()
-        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        key, known = public_key.read_text().strip(), self._known_keys()
         if key not in known:
             known[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
             write_json(self._registered, known)
@@ -172,19 +152,18 @@ class SuperLink(FlowerProcess):
 
     def keep_only(self, public_keys: Iterable[Path]) -> list[int]:
         """Unregister all clients but those with these public keys; returns Flower's numbers of the others."""
-        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        known, forgotten = self._known_keys(), []
         stay = {path.read_text().strip() for path in public_keys}
-        gone = [key for key in known if key not in stay]
-        forgotten = [known[key] for key in gone]
-        for key in gone:
-            self._flwr("supernode", "unregister", str(known.pop(key)))
+        for key in known.keys() - stay:
+            forgotten.append(known.pop(key))
+            self._flwr("supernode", "unregister", str(forgotten[-1]))
             write_json(self._registered, known)
-        return forgotten
+        return sorted(forgotten)
 
-    def nodes(self) -> dict[int, str]:
-        """The status of every client by Flower's number: registered (never connected), online or offline."""
-        nodes = self._flwr("supernode", "list")["nodes"]
-        return {int(node["node-id"]): node["status"] for node in nodes if node["status"] != "unregistered"}
+    def _known_keys(self) -> dict[str, int]:
+        """Flower's number of every registered public key."""
+        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        return known
 
     def submit(self, app: Path) -> int:
         """Start a run of an app (:func:`.flower_app.write_app`); returns Flower's number of the run."""
@@ -196,24 +175,28 @@ class SuperLink(FlowerProcess):
         After a kill the SuperLink takes a run for running for about a minute; stop such a run.
         """
         fields = self._flwr("list", "--run-id", str(run))["runs"][0]
-        return RunStatus(
-            fields["status"], {"N/A": ""}.get(fields["status-details"], fields["status-details"])
-        )
+        details = fields["status-details"]
+        return RunStatus(fields["status"], "" if details == "N/A" else details)
 
     def stop(self, run: int) -> None:
         """End a run; raises ProcessError if there is no such run or it has ended."""
         self._flwr("stop", str(run))
 
-    def run_log(self, run: int) -> str:
-        """The output of the ServerApp of a run; raises ProcessError if there is no such run."""
-        done = self._call("log", str(run), _CONNECTION, "--show")
-        if done.returncode:
-            raise ProcessError(f"Flower does not show the log of run {run}: {done.stderr.strip()}")
-        return done.stdout
-
     def _flwr(self, *arguments: str) -> dict[str, Any]:
         """Call one of Flower's commands and return its JSON output."""
-        done = self._call(*arguments, _CONNECTION, "--format", "json")
+        if not self.alive():
+            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._log_end()}")
+        try:
+            done = subprocess.run(
+                [*guard.command("flwr"), *arguments, _CONNECTION, "--format", "json"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=self.variables,
+                timeout=_ANSWER_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise ProcessError(f"`flwr {arguments[0]}` had no answer within {_ANSWER_SECONDS} s") from None
         try:
             answer: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
@@ -224,21 +207,6 @@ class SuperLink(FlowerProcess):
                 f"`flwr {arguments[0]}` failed: {str(answer.get('error-message', answer)).strip()}"
             )
         return answer
-
-    def _call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        if not self.alive():
-            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._log_end()}")
-        try:
-            return subprocess.run(
-                [*guard.command("flwr"), *arguments],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env=self.variables,
-                timeout=_ANSWER_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise ProcessError(f"`flwr {arguments[0]}` had no answer within {_ANSWER_SECONDS} s") from None
 
     def _answers(self) -> bool:
         """Whether it answers, with its guard."""
@@ -254,8 +222,7 @@ class SuperLink(FlowerProcess):
         except ssl.SSLCertVerificationError as error:
             raise ProcessError(
                 f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one "
-                "with this host "
-                "(`fedlowrank keys FOLDER --renew --host NAME`)."
+                "with this host (`fedlowrank keys FOLDER --renew --host NAME`)."
             ) from error
         except (OSError, http.client.HTTPException):
             return False
@@ -264,8 +231,7 @@ class SuperLink(FlowerProcess):
         if status != 204:
             raise ProcessError(
                 f"the SuperLink at {self.address} would let everyone register clients and start runs: its "
-                "guard is not "
-                "installed, perhaps because this package does not know this release of Flower."
+                "guard is not installed, perhaps because this package does not know this release of Flower."
             )
         return True
 
@@ -302,13 +268,7 @@ class SuperNode(FlowerProcess):
         self.keys = keys
 
     def start(self) -> None:
-        """Start it. It may start before the server, and connects when it can.
-
-        Raises:
-            ConfigError: if Flower is not installed.
-            ProcessError: if it runs already.
-            CheckpointError: if its home cannot be written.
-        """
+        """Start it, maybe before the server: it connects when it can. Raises as :meth:`SuperLink.start`."""
         find_command("flwr")
         self._prepare()
         command = [sys.executable, "-P", "-m", "fedlowrank.network.deploy.node", "--server", self.address]
@@ -325,13 +285,6 @@ class SuperNode(FlowerProcess):
             file.seek(self._begin)
             match = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
         return int(match[1]) if match else None
-
-    def wait_connected(self, seconds: float = 60.0) -> int:
-        """Wait until it has connected, and return its number; ends it and raises ProcessError on failure."""
-        self._await(lambda: self.node_id() is not None, "it had connected", seconds)
-        number = self.node_id()
-        assert number is not None
-        return number
 
     def is_working(self) -> bool:
         """Whether it is answering a message now."""
