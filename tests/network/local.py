@@ -376,7 +376,7 @@ def same_states(result: Result, carrier: LocalTransport, run: Run) -> None:
 def remembered(result: Result, carrier: LocalTransport, client: int) -> ClientMemory:
     engine = result.run.engine
     assert isinstance(engine, server.NetworkEngine)
-    return ClientMemory(carrier.folders[100 + client] / engine.run_id)
+    return ClientMemory(carrier.folders[100 + client] / engine.account.run)
 
 
 def same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:

@@ -134,8 +134,6 @@ def test_medians_are_remembered_for_ten_rounds_and_a_liar_moves_them_by_one_plac
         judge.learn({i: {"": PartNorms(1e30 if i == 3 else float(t + i))} for i in range(4)}, t)
     assert sorted(judge.past) == list(range(20, 30))
     assert judge.past[29] == {"": (None, 30.0)}
-    stored = json.loads(json.dumps(judge.to_json()))
-    assert NormBound.from_json(10.0, stored) == judge
 
 
 def test_the_lower_median() -> None:
@@ -413,14 +411,13 @@ def test_no_client_is_paused_if_the_round_needs_it(tmp_path: Path) -> None:
 def test_pauses() -> None:
     backoff = Backoff(2)
     assert [backoff.record_timeout(3, t) for t in (0, 1)] == [0, 1]
-    assert [backoff.is_paused(3, t) for t in (1, 2, 3)] == [True, True, False]
+    assert [backoff.paused(t) for t in (1, 2, 3)] == [{3}, {3}, set()]
     assert backoff.record_timeout(3, 3) == 2
     backoff.record_reply(3)
     assert backoff.counts == {}
-    assert not backoff.is_paused(3, 4)
+    assert not backoff.paused(4)
     never = Backoff(0)
     assert [never.record_timeout(1, t) for t in range(9)] == [0] * 9
-    assert Backoff.from_json(2, {"3": 5}).to_json() == {"3": 5}
 
 
 # -- going back
@@ -466,7 +463,7 @@ def test_after_going_back_a_run_is_the_one_in_which_that_client_was_lost_from_th
     assert not any(p.node == 101 for p in carrier.log[before:] if p.kind == "order")
     # what an operator reads afterwards
     account = Account.read(out)
-    assert (account.branch, account.excluded) == (1, {"1": 4})
+    assert (account.branch, account.excluded) == (1, {1: 4})
     assert (
         served(carrier, made, out, resume=True, config={**made.describe("scaffold"), "vary": {}}).rounds
         == result.rounds

@@ -19,6 +19,7 @@ from fedlowrank.network.messages import Order
 from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.transport import Message, Response
+from fedlowrank.simulation.digest import sealed
 from fedlowrank.simulation.records import RunRecord
 from fedlowrank.simulation.run_folder import RunFolder
 from fedlowrank.simulation.simulate import simulate
@@ -210,7 +211,7 @@ def test_a_folder_that_exists_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"run": 3, "clients": {}, "refused": {}}', '{"run": "a", "clients": {}}']
+    "text", ["", "{", "[]", "{}", json.dumps(sealed({"run": 3})), json.dumps(sealed({"refused": {"5": 1.0}}))]
 )
 def test_a_damaged_account_is_named(tmp_path: Path, text: str) -> None:
     made = small("scaffold", rounds=1)

@@ -22,12 +22,12 @@ from fedlowrank.config.network_settings import NetworkSettings
 from fedlowrank.core import tree
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods.scaffold import SCAFFOLD
+from fedlowrank.network.account import Account
 from fedlowrank.network.messages import Answer, Order
 from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.registry import ClientRegistry
 from fedlowrank.network.server import NetworkEngine, NetworkError
 from fedlowrank.network.transport import Message, Response
-from fedlowrank.network.validation.uploads import Blocklist
 from fedlowrank.simulation.evaluation import ClientEvaluation
 from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.run import Run, evaluated
@@ -304,7 +304,7 @@ def stage() -> tuple[ExperimentConfig, str, dict[int, list[Response]]]:
     with TemporaryDirectory() as base:
         result = served(local(made, Path(base), fault), made, Path(base) / "run")
         engine: Any = result.run.engine
-    return made, engine.run_id, kept
+    return made, engine.account.run, kept
 
 
 @dataclasses.dataclass
@@ -350,7 +350,7 @@ def judged(header: str, payload: bytes) -> tuple[str, dict[int, int]]:
     federation, without = world()
     given = [kept[100][1], Response(101, "order", header, payload), kept[102][1]]
     engine = NetworkEngine(
-        transport=Stub(given), registry=admitted(made, kept), settings=NetworkSettings(), run_id=run_id, blocklist=Blocklist(3),
+        transport=Stub(given), registry=admitted(made, kept), settings=NetworkSettings(), account=Account(run_id),
     )  # fmt: skip
     run = NetworkRun(made.build_method("scaffold"), federation, made.run, engine)
     with log_lines() as lines:

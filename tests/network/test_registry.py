@@ -215,7 +215,7 @@ def test_what_was_known_before_a_restart() -> None:
     found, again = registry(), registry()
     for i in (0, 2):
         found.register(from_(100 + i, registration(i)), ALL)
-    again.restore(json.loads(json.dumps(found.rows())))
+    again.restore(found.rows())
     assert again.rows() == found.rows()
     assert again.sizes == found.sizes == (40, 0, 42)
     assert again.reachable(ALL) == set()

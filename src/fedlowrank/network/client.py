@@ -68,8 +68,7 @@ def prepare(folder: Path, experiment: ExperimentConfig, client: int, shares: Sha
         if stored["client"] != client or sections(stored["tables"]) != sections(tables):
             raise ConfigError(
                 f"{folder} is the folder of client {stored['client']} of another experiment or of one that "
-                "was changed. "
-                "Choose another folder, or remove it with the client's states."
+                "was changed. Choose another folder, or remove it with the client's states."
             )
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,8 +131,7 @@ class ClientRuntime:
             if digest_of(data) != stored["data"]:
                 raise CheckpointError(
                     f"{folder / 'data.tree'} is damaged: its digest is not the one in client.json. Run "
-                    "`fedlowrank join` again "
-                    "with the same --data and --folder to write it again."
+                    "`fedlowrank join` again with the same --data and --folder to write it again."
                 )
             self.data = _unpacked(tree.decode(data))
         except (OSError, tree.TreeError, LookupError, TypeError) as error:

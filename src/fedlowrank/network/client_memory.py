@@ -108,8 +108,7 @@ class ClientMemory:
             kept = " and ".join(map(str, self.stamps)) or "none"
             raise ForgottenError(
                 f"the server expects the state after round {stamp}, but those kept here are of round: "
-                f"{kept}; {self.folder} "
-                "was lost or is of another machine"
+                f"{kept}; {self.folder} was lost or is of another machine"
             )
         path = self._path(stamp)
         with _opened(path) as (head, file):

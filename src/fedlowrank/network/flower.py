@@ -193,8 +193,7 @@ def _folder(context: Context) -> Path:
     if "partition-id" not in config:
         raise ConfigError(
             "this node does not know which client it is. Start it by `fedlowrank join`, or give it "
-            "--node-config "
-            "'folder=\"...\"' or 'partition-id=0'"
+            "--node-config 'folder=\"...\"' or 'partition-id=0'"
         )
     made, client = _from_run_config(context), int(config["partition-id"])
     state = Path(str(config.get("state", Path.home() / ".fedlowrank")))

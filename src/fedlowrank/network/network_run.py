@@ -45,8 +45,7 @@ class NetworkRun(Run):
         if settings.keep_best:
             raise ConfigError(
                 "run.keep_best: over a network a round's evaluation is known when the next round is over, "
-                "and the "
-                "state of the best is gone by then; leave it out"
+                "and the state of the best is gone by then; leave it out"
             )
         super().__init__(method, federation, settings, engine)
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -149,8 +148,7 @@ class ClientRegistry:
         return {
             i: f"client {i} registered {c.examples} examples and is weighted by {cap}, "
             f"{self.examples_ratio:g} times the median (network.limits.examples_ratio); list the promised "
-            "counts in network.examples if it "
-            "really has so many"
+            "counts in network.examples if it really has so many"
             for i, c in sorted(self.registered.items())
             if c.examples > cap
         }
@@ -194,11 +192,10 @@ class ClientRegistry:
         """Forget a client's node; its sizes stay known."""
         self.registered[client].node = None
 
-    def restore(self, rows: Mapping[str, Mapping[str, int]]) -> None:
+    def restore(self, rows: Mapping[int, Mapping[str, int]]) -> None:
         """Inverse of :meth:`rows`, after a restart of the server; no client has a node yet."""
         for client, row in rows.items():
-            sizes = int(row["val"]), int(row["test"])
-            self.registered[int(client)] = RegisteredClient(None, int(row["train"]), sizes)
+            self.registered[client] = RegisteredClient(None, row["train"], (row["val"], row["test"]))
 
     def registration_requests(self, present: set[int]) -> list[Message]:
         """Requests to all present nodes that are not registered or permanently rejected."""
@@ -265,8 +262,7 @@ class ClientRegistry:
         if base != self._base:
             return (
                 f"client {client} has another base model: its weights have the digest "
-                f"{base[:64] or 'none'}, the others' "
-                f"{self._base[:64] or 'none'}. Give it the same files."
+                f"{base[:64] or 'none'}, the others' {self._base[:64] or 'none'}. Give it the same files."
             )
         return None
 
@@ -276,8 +272,7 @@ class ClientRegistry:
         if registration.protocol != PROTOCOL:
             return (
                 f"client {client} speaks version {registration.protocol} of the messages, this server "
-                f"{PROTOCOL}: install "
-                "the same version of fedlowrank on both"
+                f"{PROTOCOL}: install the same version of fedlowrank on both"
             )
         if not 0 <= client < self.clients:
             return f"it says it is client {client}, but clients go from 0 to {self.clients - 1}"
@@ -300,8 +295,7 @@ class ClientRegistry:
             )
             return (
                 f"client {client} has another experiment: section(s) {', '.join(names)} differ from the "
-                "server's. Give both "
-                "the same file and the same overrides."
+                "server's. Give both the same file and the same overrides."
             )
         return None
 
@@ -318,8 +312,7 @@ class ClientRegistry:
         if language is not None and language.loaded.digest != self._base:
             raise UnregisteredNodeError(
                 f"the clients' base model has the digest {self._base}, the server's "
-                f"{language.loaded.digest}: they are "
-                "different weights. Give all the same files."
+                f"{language.loaded.digest}: they are different weights. Give all the same files."
             )
         shares = Shares((empty,) * self.clients, self.form.classes, (), language)
         return assemble(self.made, shares, sizes=self.sizes, here=frozenset())
@@ -332,7 +325,7 @@ class ClientRegistry:
         infos = [dataclasses.replace(i, examples=n) for i, n in zip(federation.infos, sizes, strict=True)]
         return dataclasses.replace(federation, infos=infos)
 
-    def rows(self) -> dict[int, dict[str, Any]]:
+    def rows(self) -> dict[int, dict[str, int]]:
         """Sizes of the parts of each registered client."""
         return {
             i: {"train": c.examples, "val": c.sizes[0], "test": c.sizes[1]}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..config.network_settings import Limits, NetworkSettings
+from ..config.network_settings import NetworkSettings
 from ..core import tree
 from ..core.errors import FedlowrankError
 from ..core.method import Pass, Task
@@ -20,6 +20,7 @@ from ..data.federation import Federation
 from ..engines.base import AnyMethod, ClientJob, ClientResult, Engine
 from ..simulation.evaluation import ClientEvaluation
 from ..training.trainer import Meter
+from .account import Account
 from .answers import MAX_HEADER, check_counts, check_evaluation, read_answer, steps_of
 from .audit import Audit
 from .backoff import Backoff
@@ -49,19 +50,13 @@ class NetworkEngine(Engine):
         transport: carries the messages.
         registry: the registered clients.
         settings: section ``network`` of the experiment.
-        run_id: names the run to the clients.
-        blocklist: clients that are excluded because their replies were refused.
+        account: what is stored of the clients.
         audit: log of registrations and replies.
         evaluate: whether the next round trip asks for evaluations.
         evaluations: those of the last round trip, by client.
         reset_clients: clients that start again from the initial state.
         evaluation_jobs: jobs of the clients that only evaluate in the next round.
         sizes: examples by which each client is weighted in this round.
-        bound: limits the norms of updates.
-        backoff: clients that do not reply to orders.
-        excluded: clients that an operator excluded, with the reason.
-        branch: how often the run went back to an earlier checkpoint.
-        refusals: round, client and reason of every refused reply.
         bytes_sent: communication volume: headers, downloads (down) and uploads (up).
         spool: uploads of the round.
     """
@@ -70,19 +65,13 @@ class NetworkEngine(Engine):
     transport: Transport = dataclasses.field(kw_only=True)
     registry: ClientRegistry = dataclasses.field(kw_only=True)
     settings: NetworkSettings = dataclasses.field(kw_only=True)
-    run_id: str = dataclasses.field(kw_only=True)
-    blocklist: Blocklist = dataclasses.field(kw_only=True)
+    account: Account = dataclasses.field(kw_only=True)
     audit: Audit = Audit()
     evaluate: bool = False
     evaluations: dict[int, ClientEvaluation] = dataclasses.field(default_factory=dict)
     reset_clients: set[int] = dataclasses.field(default_factory=set)
     evaluation_jobs: list[ClientJob] = dataclasses.field(default_factory=list)
     sizes: tuple[int, ...] = ()
-    bound: NormBound = dataclasses.field(default_factory=lambda: NormBound(Limits().update_ratio))
-    backoff: Backoff = dataclasses.field(default_factory=lambda: Backoff(0))
-    excluded: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    branch: int = 0
-    refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     bytes_sent: dict[str, int] = dataclasses.field(default_factory=lambda: {"header": 0, "down": 0, "up": 0})
     spool: Spool = dataclasses.field(default_factory=Spool, repr=False)
     _templates: Templates | None = None
@@ -91,6 +80,9 @@ class NetworkEngine(Engine):
 
     def __post_init__(self) -> None:
         self._exchange = Exchange(self.transport, self.settings.wait)
+        self.blocklist = Blocklist(self.settings.limits.ban_after, self.account.refused)
+        self.bound = NormBound(self.settings.limits.update_ratio, self.account.updates)
+        self.backoff = Backoff(self.settings.silent_after, self.account.silent)
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
@@ -105,7 +97,8 @@ class NetworkEngine(Engine):
         for attempt in range(self.settings.attempts):
             if attempt:
                 known = {j.client.id for j in pending if self.sizes[j.client.id]}
-                wanted = {i for i in known if not self.blocklist.is_blocked(i) and i not in self.excluded}
+                out = self.account.excluded
+                wanted = {i for i in known if not self.blocklist.is_blocked(i) and i not in out}
                 self._wait_for_return(wanted)
                 pending = [
                     dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.reset_clients else j
@@ -123,10 +116,9 @@ class NetworkEngine(Engine):
             logger.info("round %d: %d good replies, %d are needed: %s", round + 1, good, needed, reasons)
         else:
             raise NetworkError(
-                f"round {round + 1} was asked for {self.settings.attempts} times and never brought {needed} "
-                "good "
-                f"replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or lower "
-                "network.min_replies."
+                f"round {round + 1} was asked for {self.settings.attempts} times and never brought "
+                f"{needed} good replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or "
+                "lower network.min_replies."
             )
         self.bound.learn(self._norms, round)
         for job in jobs:
@@ -158,7 +150,7 @@ class NetworkEngine(Engine):
         client, why = error.client, plain(str(error), 1000)
         self.evaluations.pop(client, None)
         self.audit.refused(client, round, why)
-        self.refusals.append({"round": round + 1, "client": client, "reason": why})
+        self.account.refusals.append({"round": round + 1, "client": client, "reason": why})
         if error.counts and self.blocklist.add_refusal(client):
             logger.info(self.blocklist.reason(client))
         return why
@@ -204,17 +196,14 @@ class NetworkEngine(Engine):
         self._logged_caps = caps
         return True
 
-    def _paused_clients(self, train: list[ClientJob], round: int) -> set[int]:
-        """The clients that get no order because of their backoff; none if the round needs them."""
-        paused = {client for client in self.backoff.until if self.backoff.is_paused(client, round)}
-        training = sum(j.client.id not in paused for j in train)
-        return set() if training < self.settings.min_replies else paused
-
     def _round_trip(
         self, train: list[ClientJob], evaluate: list[ClientJob], round: int, last: bool
     ) -> Iterator[tuple[int, ClientResult]]:
         """Send the orders of a round and yield the result of each training client as it is known."""
-        paused = set() if last else self._paused_clients(train, round)
+        paused = set() if last else self.backoff.paused(round)
+        if sum(j.client.id not in paused for j in train) < self.settings.min_replies:
+            # the round needs them
+            paused = set()
         present = self.transport.nodes()
         messages = self.registry.registration_requests(present)
         training = {j.client.id for j in train}
@@ -225,13 +214,14 @@ class NetworkEngine(Engine):
             why = self._reason_to_skip(client, present, paused)
             max_bytes = None if why else self._max_bytes(job, trains, round)
             if why is None and max_bytes is None:
-                why = f"client {client} is left out: {self.refusals[-1]['reason']}"
+                why = f"client {client} is left out: {self.account.refusals[-1]['reason']}"
             if why is not None or max_bytes is None:
                 if trains:
                     yield client, _lost(str(why))
                 continue
             stamp = int(job.state["stamp"])
-            order = Order(self.run_id, round, stamp, trains, self.evaluate or last, last, self.branch)
+            run, branch = self.account.run, self.account.branch
+            order = Order(run, round, stamp, trains, self.evaluate or last, last, branch)
             header = order.to_json()
             if id(job.down) not in payloads:
                 payloads[id(job.down)] = tree.encode(job.down)
@@ -271,8 +261,8 @@ class NetworkEngine(Engine):
             return self.blocklist.reason(client)
         if registered is None or registered.node not in present:
             return f"client {client} is not connected"
-        if client in self.excluded:
-            return f"client {client} is excluded: {self.excluded[client]}"
+        if (t := self.account.excluded.get(client)) is not None:
+            return f"client {client} is excluded: the run went on without it after round {t}"
         if client in paused:
             return (
                 f"client {client} is paused until round {self.backoff.until[client] + 1}: it did not answer "
@@ -313,7 +303,7 @@ class NetworkEngine(Engine):
         try:
             if response.too_large:
                 raise RefusedReplyError(client.id, "", response.too_large)
-            answer = read_answer(response.header, client, self.run_id, round)
+            answer = read_answer(response.header, client, self.account.run, round)
             if answer.problem:
                 if answer.kind == "state" and self.settings.forgotten == "begin":
                     self.reset_clients.add(client.id)

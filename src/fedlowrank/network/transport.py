@@ -146,9 +146,8 @@ class Exchange:
             self._last_log = now
             nodes = ", ".join(f"node {n} ({seconds:.0f} s)" for n, seconds in late.items())
             logger.info(
-                "still waiting for the registration of %s; each may take %g s (network.wait), and rounds go "
-                "on "
-                "without it. A large base model takes minutes to hash.",
+                "still waiting for the registration of %s; each may take %g s (network.wait), and rounds "
+                "go on without it. A large base model takes minutes to hash.",
                 nodes,
                 self.wait,
             )

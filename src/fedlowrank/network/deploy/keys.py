@@ -110,8 +110,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
     if folder.exists():
         raise ConfigError(
             f"{folder} exists already, and keys are never overwritten. Choose another folder; to add a "
-            "client or to "
-            "renew the server's certificate, say so."
+            "client or to renew the server's certificate, say so."
         )
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, mode=0o700)
@@ -198,8 +197,7 @@ def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
     if authority.not_valid_after_utc <= _now():
         raise ConfigError(
             f"the authority of {folder} ended on {authority.not_valid_after_utc:%Y-%m-%d}. Make new keys, "
-            "and give every "
-            "client its new folder."
+            "and give every client its new folder."
         )
     names = _names(hosts) if hosts else _names_of(folder / "server" / "server.pem")
     _certify(folder, key, authority, names, days)
@@ -292,8 +290,7 @@ def _name(host: str) -> x509.GeneralName:
         if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)) or labels[-1].isdigit():
             raise ConfigError(
                 f"{host!r} is neither the name of a machine nor an IP address. Give names and addresses as "
-                "in "
-                "fl.example.org, 192.0.2.7 or 2001:db8::7, without scheme or port."
+                "in fl.example.org, 192.0.2.7 or 2001:db8::7, without scheme or port."
             ) from None
         return x509.DNSName(host)
 
@@ -309,8 +306,7 @@ def _files(folder: Path, *names: str) -> list[Path]:
     if missing:
         raise ConfigError(
             f"{folder} has no file {', '.join(missing)}. The keys of a server are the folder `server`, "
-            "those of client 3 the "
-            "folder `client-3` of what was made for the federation."
+            "those of client 3 the folder `client-3` of what was made for the federation."
         )
     return paths
 

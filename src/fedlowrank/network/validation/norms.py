@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -210,25 +210,13 @@ class NormBound:
 
     def learn(self, replies: Mapping[int, Mapping[str, PartNorms]], round: int) -> None:
         """Store the medians of a round over all replies that were compared, refused ones included."""
-        parts = sorted({p for measured in replies.values() for p in measured})
-        self.past = {t: p for t, p in self.past.items() if t < round}
-        if parts:
+        # a round that is done again is learned again
+        for late in [t for t in self.past if t >= round]:
+            del self.past[late]
+        if parts := sorted({p for measured in replies.values() for p in measured}):
             self.past[round] = {p: medians(m[p] for m in replies.values() if p in m) for p in parts}
         for old in sorted(self.past)[:-WINDOW]:
             del self.past[old]
-
-    def to_json(self) -> dict[str, dict[str, list[float | None]]]:
-        """The medians of past rounds, to be stored."""
-        return {str(t): {part: list(both) for part, both in found.items()} for t, found in self.past.items()}
-
-    @classmethod
-    def from_json(cls, ratio: float, stored: Mapping[str, Mapping[str, Sequence[float | None]]]) -> NormBound:
-        """Inverse of :meth:`to_json`."""
-        past = {
-            int(t): {part: (change, itself or 0.0) for part, (change, itself) in found.items()}
-            for t, found in stored.items()
-        }
-        return cls(ratio, past)
 
 
 def medians(norms: Iterable[PartNorms]) -> tuple[float | None, float]:

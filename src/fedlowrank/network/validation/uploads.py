@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...config.network_settings import Limits
 from ...core import tree
 from ...core.contribution import Aggregator, fault_of
-from ...core.errors import CheckpointError, FedlowrankError
+from ...core.errors import FedlowrankError
 from ...core.method import ClientInfo, ServerView, Task
 from .forms import MismatchError, Template, shorten
 from .norms import floats, norm
@@ -220,14 +220,3 @@ class Blocklist:
     def reason(self, client: int) -> str:
         """Why a client is blocked."""
         return f"client {client} is on the blocklist: {self.counts[client]} of its replies were refused"
-
-    def to_json(self) -> dict[str, int]:
-        """The counts, to be stored with a checkpoint."""
-        return {str(client): count for client, count in sorted(self.counts.items())}
-
-    @classmethod
-    def from_json(cls, after: int, stored: Mapping[str, Any]) -> Blocklist:
-        """Inverse of :meth:`to_json`; raises CheckpointError if what was stored is not that."""
-        if not all(i.isdecimal() and type(n) is int and n >= 0 for i, n in stored.items()):
-            raise CheckpointError(f"the counts of refused replies are damaged: {shorten(repr(stored))}")
-        return cls(after, {int(i): n for i, n in stored.items()})
