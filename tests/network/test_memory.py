@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.network.client_memory import ClientMemory, ForgottenError
-from fedlowrank.simulation.digest import sealed
 
 from .local import Hazard, Killed, LocalTransport, no_space
 
@@ -147,16 +145,7 @@ def test_no_folder_and_no_disk_for_it(tmp_path: Path) -> None:
         ClientMemory(tmp_path / "file" / "run")
 
 
-GOOD = {"order": "o", "answer": "a", "state": 0, "upload": 0, "branch": 0, "digests": ["", ""]}
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["", "{", "[]", "3", "null", "{}", "\xff", json.dumps(GOOD),
-     *(json.dumps(sealed({k: v for k, v in GOOD.items() if k != n})) for n in GOOD),
-     *(json.dumps(sealed({**GOOD, n: None})) for n in GOOD), json.dumps(sealed({**GOOD, "more": 1})),
-     json.dumps(sealed({**GOOD, "state": -1}))],
-)  # fmt: skip
+@pytest.mark.parametrize("line", ["", "{", "[]", "3", "null", "{}", "\xff", '{"order": "o", "digest": "0"}'])
 def test_a_damaged_first_line_is_named(tmp_path: Path, line: str) -> None:
     keep(ClientMemory(tmp_path), 1, 1)
     rest = (tmp_path / "000001.tree").read_bytes().partition(b"\n")[2]
@@ -203,7 +192,7 @@ def test_files_that_were_taken_away_or_damaged_are_named(tmp_path: Path) -> None
     whole = path.read_bytes()
     for changed in (whole[:-1], whole + b"x"):
         path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=r"000001\.tree is damaged: it holds .* of an upload of 3"):
+        with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
             memory.answered("order1")
     path.write_bytes(whole[: whole.index(b"\n") + 9])
     with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
