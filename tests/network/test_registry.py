@@ -75,7 +75,7 @@ def test_nodes_are_asked_until_they_say_who_they_are() -> None:
 def test_a_client_whose_node_is_gone_is_known_and_comes_back_elsewhere() -> None:
     found = registry()
     found.register(from_(100, registration(0)), ALL)
-    found.disconnect(0)
+    found.registered[0].node = None
     assert found.sizes == (40, 0, 0)
     assert found.reachable(ALL) == set()
     # at the same node, if it is there after all, or at another

@@ -98,9 +98,9 @@ class ClientRegistry:
     Args:
         made: the experiment.
         clients: number of clients.
-        max_examples: that a client may register, or None for any number.
+        max_examples: see :class:`fedlowrank.config.network_settings.Limits`.
         keys: the client of each node's key; None if keys are not checked.
-        examples_ratio: see :class:`fedlowrank.config.network_settings.Limits`.
+        examples_ratio: see ``Limits``.
         promised: training examples that each client promised to have; empty if none did.
 
     Attributes:
@@ -153,13 +153,6 @@ class ClientRegistry:
             if c.examples > cap
         }
 
-    def node_of(self, client: int) -> int:
-        """The node of a connected client."""
-        node = self.registered[client].node
-        if node is None:
-            raise UnregisteredNodeError(f"client {client} is not connected")
-        return node
-
     def reachable(self, present: set[int]) -> set[int]:
         """The clients whose node is present."""
         return {i for i, c in self.registered.items() if c.node in present}
@@ -188,10 +181,6 @@ class ClientRegistry:
                     self.rejections[client.node] = plain(wrong, 1000)
                     self.permanently_rejected.add(client.node)
 
-    def disconnect(self, client: int) -> None:
-        """Forget a client's node; its sizes stay known."""
-        self.registered[client].node = None
-
     def restore(self, rows: Mapping[int, Mapping[str, int]]) -> None:
         """Inverse of :meth:`rows`, after a restart of the server; no client has a node yet."""
         for client, row in rows.items():
@@ -206,10 +195,10 @@ class ClientRegistry:
         return [Message(n, "registration", "{}") for n in sorted(present - self.permanently_rejected - known)]
 
     def register(self, response: Response, present: set[int]) -> int:
-        """Register a node as a client.
+        """Register a node as a client by its response to a request.
 
         Args:
-            response: to a registration request.
+            response: of the node.
             present: nodes that can be reached now.
 
         Returns:

@@ -59,6 +59,7 @@ class NetworkEngine(Engine):
         sizes: examples by which each client is weighted in this round.
         bytes_sent: communication volume: headers, downloads (down) and uploads (up).
         spool: uploads of the round.
+        templates: the forms of the next replies; set by the run.
     """
 
     name = "network"
@@ -74,7 +75,7 @@ class NetworkEngine(Engine):
     sizes: tuple[int, ...] = ()
     bytes_sent: dict[str, int] = dataclasses.field(default_factory=lambda: {"header": 0, "down": 0, "up": 0})
     spool: Spool = dataclasses.field(default_factory=Spool, repr=False)
-    _templates: Templates | None = None
+    templates: Templates = dataclasses.field(init=False, repr=False)
     _norms: dict[int, dict[str, PartNorms]] = dataclasses.field(default_factory=dict)
     _logged_caps: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -88,25 +89,16 @@ class NetworkEngine(Engine):
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
     ) -> Generator[ClientResult, None, None]:
         """Yield the result of each job; clients that are unreachable or too slow are lost for the round."""
-        del federation  # the clients have it
-        self.set_task(method, task)
+        del method, federation, task  # the clients have them, and `templates` knows what they may reply
         results: dict[int, ClientResult] = {}
         self.evaluations, self._norms = {}, {}
         self.spool.clear()
         pending, needed = list(jobs), min(self.settings.min_replies, len(jobs))
         for attempt in range(self.settings.attempts):
             if attempt:
-                known = {j.client.id for j in pending if self.sizes[j.client.id]}
-                out = self.account.excluded
-                wanted = {i for i in known if not self.blocklist.is_blocked(i) and i not in out}
-                self._wait_for_return(wanted)
-                pending = [
-                    dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.reset_clients else j
-                    for j in pending
-                ]
-            results |= dict(
-                self._round_trip(pending, [] if attempt else self.evaluation_jobs, round, last=False)
-            )
+                pending = self._prepare_attempt(pending)
+            others = [] if attempt else self.evaluation_jobs
+            results |= dict(self._round_trip(pending, others, round, last=False))
             self._check_norms(results, round)
             pending = [j for j in jobs if results[j.client.id].lost is not None]
             good = len(jobs) - len(pending)
@@ -128,16 +120,20 @@ class NetworkEngine(Engine):
                 result = dataclasses.replace(result, upload=self.spool.get(job.client.id))
             yield result
 
-    def set_task(self, method: AnyMethod, task: Task) -> None:
-        """Set the method and task against which the next replies are validated."""
-        if self._templates is None or self._templates.task is not task:
-            self._templates = Templates(method, task)
+    def _prepare_attempt(self, pending: list[ClientJob]) -> list[ClientJob]:
+        """Wait for clients that left; those that lost their state start again."""
+        known = {j.client.id for j in pending if self.sizes[j.client.id]}
+        wanted = {i for i in known - self.account.excluded.keys() if not self.blocklist.is_blocked(i)}
+        nodes = self.transport.nodes
+        self.wait_for_clients(self.settings.wait, lambda: wanted <= self.registry.reachable(nodes()))
+        return [
+            dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.reset_clients else j
+            for j in pending
+        ]
 
     def _check_norms(self, results: dict[int, ClientResult], round: int) -> None:
         """Refuse replies with outlying update norms; they do not count towards the blocklist."""
-        if self._templates is None:
-            return
-        passes = self._templates.method.passes()
+        passes = self.templates.method.passes()
         examples = {c: self.registry.registered[c].examples for c in self._norms}
         steps = {c: sum(steps_of(passes, n).values()) for c, n in examples.items()}
         for client, why in self.bound.outliers(self._norms, steps, round).items():
@@ -173,10 +169,6 @@ class NetworkEngine(Engine):
                 # a rejected node is not asked again at once
                 time.sleep(min(left, 1.0 if requests else 0.1))
 
-    def _wait_for_return(self, clients: set[int]) -> None:
-        nodes = self.transport.nodes
-        self.wait_for_clients(self.settings.wait, lambda: clients <= self.registry.reachable(nodes()))
-
     def _register(self, response: Response) -> bool:
         """Register the client of a node; whether it was accepted."""
         before = self.registry.rejections.get(response.node)
@@ -211,13 +203,16 @@ class NetworkEngine(Engine):
         payloads: dict[int, bytes] = {}
         for job in [*train, *evaluate]:
             client, trains = job.client.id, job.client.id in training
-            why = self._reason_to_skip(client, present, paused)
-            max_bytes = None if why else self._max_bytes(job, trains, round)
-            if why is None and max_bytes is None:
-                why = f"client {client} is left out: {self.account.refusals[-1]['reason']}"
-            if why is not None or max_bytes is None:
+            max_bytes, why = MAX_HEADER, self._reason_to_skip(client, present, paused)
+            if why is None and trains:
+                try:
+                    template = self.templates.of(job.client, job.down)
+                    max_bytes += max_upload_bytes(template, self.settings.limits)
+                except RefusedReplyError as error:
+                    why = f"client {client} is left out: {self.refuse(error, round)}"
+            if why is not None:
                 if trains:
-                    yield client, _lost(str(why))
+                    yield client, _lost(why)
                 continue
             stamp = int(job.state["stamp"])
             run, branch = self.account.run, self.account.branch
@@ -226,7 +221,8 @@ class NetworkEngine(Engine):
             if id(job.down) not in payloads:
                 payloads[id(job.down)] = tree.encode(job.down)
             payload = payloads[id(job.down)]
-            node = self.registry.node_of(client)
+            node = self.registry.registered[client].node
+            assert node is not None, "a client that is not connected is skipped"
             messages.append(Message(node, "order", header, payload, max_bytes))
             asked[node] = job
             self.bytes_sent["header"] += len(header)
@@ -273,17 +269,6 @@ class NetworkEngine(Engine):
             return f"client {client} registered after the round had begun"
         return None
 
-    def _max_bytes(self, job: ClientJob, trains: bool, round: int) -> int | None:
-        """Bytes that a reply may have; None, with a refusal, if the method fails on the download."""
-        if not trains or self._templates is None:
-            return MAX_HEADER
-        try:
-            template = self._templates.of(job.client, job.down)
-        except RefusedReplyError as error:
-            self.refuse(error, round)
-            return None
-        return MAX_HEADER + max_upload_bytes(template, self.settings.limits)
-
     def _check_reply(self, response: Response, job: ClientJob, round: int, trains: bool) -> ClientResult:
         """Validate a reply and store its upload; nothing of a refused reply is kept."""
         client = job.client
@@ -291,12 +276,11 @@ class NetworkEngine(Engine):
         self.bytes_sent["up"] += len(response.payload)
         if response.problem:
             if response.disconnected:
-                self.registry.disconnect(client.id)
+                # its sizes stay known
+                self.registry.registered[client.id].node = None
             return _lost(f"no reply of client {client.id}: {plain(response.problem)}")
         self.backoff.record_reply(client.id)
-        if self._templates is None:
-            raise AssertionError("a round without templates")
-        method, limits = self._templates.method, self.settings.limits
+        method, limits = self.templates.method, self.settings.limits
         upload: Any = None
         passes: Mapping[str, Pass] = {}
         trained: tuple[str, ...] = ()
@@ -308,9 +292,9 @@ class NetworkEngine(Engine):
                 if answer.kind == "state" and self.settings.forgotten == "begin":
                     self.reset_clients.add(client.id)
                 return _lost(f"client {client.id}: {plain(answer.problem)}")
-            model = self._templates.task.model(client)
+            model = self.templates.task.model(client)
             if trains:
-                template = self._templates.of(client, job.down)
+                template = self.templates.of(client, job.down)
                 upload = inspect(response.payload, template, client, limits)
                 passes, trained = method.passes(), template.trained
             check_counts(answer, passes, trained, model, self.registry.registered[client.id].examples)

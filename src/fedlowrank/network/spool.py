@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.files import as_checkpoint_error
-from .validation.forms import Template
+from .validation.forms import Template, decode_upload
 
 
 class Spool:
@@ -33,7 +33,8 @@ class Spool:
 
     def get(self, client: int) -> Any:
         """Decode the upload of a client; raises KeyError if there is none."""
-        return self._templates[client].decode((self._folder / str(client)).read_bytes())
+        template = self._templates[client]
+        return decode_upload((self._folder / str(client)).read_bytes(), template)
 
     def clear(self) -> None:
         """Remove all uploads."""

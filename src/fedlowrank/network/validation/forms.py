@@ -44,10 +44,6 @@ class Template:
         size = header + tree.nbytes(_largest(empty, tree.nbytes))
         return cls(empty, size, header, _bools(_largest(empty, _bools)), trained)
 
-    def decode(self, data: bytes) -> Any:
-        """Decode an upload, its keys in the form's order; raises TreeError or MismatchError."""
-        return match_form(self.form, tree.decode(data, self.bools))
-
 
 def _bools(value: Any) -> int:
     return sum(t.numel() for _, t in tree.leaves(value) if t.dtype == torch.bool)
@@ -112,6 +108,11 @@ class _Length:
     def text(self) -> str:
         """The length, or its range, for a message."""
         return f"1..{self.most}" if self.found is None else str(self.found)
+
+
+def decode_upload(data: bytes, template: Template) -> Any:
+    """Decode an upload, its keys in the template's order; raises TreeError or MismatchError."""
+    return match_form(template.form, tree.decode(data, template.bools))
 
 
 def match_form(form: Any, found: Any, path: str = "", length: _Length | None = None) -> Any:

@@ -22,7 +22,7 @@ from ...core import tree
 from ...core.contribution import Aggregator, fault_of
 from ...core.errors import FedlowrankError
 from ...core.method import ClientInfo, ServerView, Task
-from .forms import MismatchError, Template, shorten
+from .forms import MismatchError, Template, decode_upload, shorten
 from .norms import floats, norm
 from .shape_tracing import AnyMethod, expected_upload
 
@@ -105,7 +105,7 @@ def inspect(data: bytes, template: Template, client: ClientInfo, limits: Limits)
         reason = f"its header has {header} bytes, where about {template.header} are expected"
         raise RefusedReplyError(client.id, "", reason)
     try:
-        upload = template.decode(data)
+        upload = decode_upload(data, template)
     except tree.TreeError as error:
         raise RefusedReplyError(client.id, "", shorten(str(error))) from error
     except MismatchError as error:
