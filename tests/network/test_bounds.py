@@ -28,7 +28,7 @@ from fedlowrank.network.answers import steps_of
 from fedlowrank.network.backoff import Backoff
 from fedlowrank.network.messages import Order, Registration
 from fedlowrank.network.transport import Message
-from fedlowrank.network.validation.norms import NormBound, PartNorms, low_median, measure
+from fedlowrank.network.validation.norms import NormBound, PartNorms, measure
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.run import Run, RunSettings
 from methods.setting import Net
@@ -134,12 +134,6 @@ def test_medians_are_remembered_for_ten_rounds_and_a_liar_moves_them_by_one_plac
         judge.learn({i: {"": PartNorms(1e30 if i == 3 else float(t + i))} for i in range(4)}, t)
     assert sorted(judge.past) == list(range(20, 30))
     assert judge.past[29] == {"": (None, 30.0)}
-
-
-def test_the_lower_median() -> None:
-    assert low_median([3, 1, 2]) == 2
-    assert low_median([4, 1, 2, 3]) == 2
-    assert low_median([5, 1]) == 1
 
 
 @dataclass

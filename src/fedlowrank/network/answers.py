@@ -38,9 +38,11 @@ def read_answer(text: str, client: ClientInfo, run: str, round: int) -> Answer:
 
 def steps_of(passes: Mapping[str, Pass], examples: int) -> dict[str, int]:
     """The optimizer steps of each pass over so many examples."""
-    epochs = {name: p.epochs * -(-examples // p.batch_size) for name, p in passes.items()}
-    limits = {name: p.steps for name, p in passes.items()}
-    return {name: n if (most := limits[name]) is None else min(n, most) for name, n in epochs.items()}
+    steps = {}
+    for name, sweep in passes.items():
+        whole = sweep.epochs * -(-examples // sweep.batch_size)
+        steps[name] = whole if sweep.steps is None else min(whole, sweep.steps)
+    return steps
 
 
 def check_counts(
@@ -53,7 +55,7 @@ def check_counts(
         passes: of the method; empty if the client was not asked to train.
         trained: names of the passes that the method trains, in order.
         model: of the client.
-        examples: training examples that the client registered.
+        examples: that the client registered for training.
 
     Raises:
         RefusedReplyError: if a count is impossible.
@@ -61,10 +63,8 @@ def check_counts(
     steps = {name: n * max(1, trained.count(name)) for name, n in steps_of(passes, examples).items()}
     max_steps = sum(steps.values())
     if not 0 <= answer.steps <= max_steps:
-        reason = (
-            f"it counts {_digits(answer.steps)} optimizer steps; {examples} examples make {max_steps} at most"
-        )
-        raise RefusedReplyError(answer.client, "", reason)
+        counted = f"it counts {_digits(answer.steps)} optimizer steps"
+        raise RefusedReplyError(answer.client, "", f"{counted}; {examples} examples make {max_steps} at most")
     rows = examples + sum(steps[name] * p.batch_size for name, p in passes.items())
     max_flops = SLACK * rows * 6 * weights_of(model) * inputs_of(model) if passes else 0
     if not 0 <= answer.flops <= max_flops:

@@ -277,18 +277,10 @@ def simulation(
     resume: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run an experiment in Flower's simulation.
-
-    Args:
-        made: the experiment.
-        out: run folder.
-        clients: folder of the clients' folders.
-        resume: go on from the last checkpoint.
-        config: see :func:`.drive.drive`.
+    """Run an experiment in Flower's simulation, as :func:`.drive.drive`; ``clients`` holds the clients' folders.
 
     Raises:
         ConfigError: if Ray is missing.
-        FedlowrankError: as :func:`.drive.drive`.
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Flower's simulation needs Ray: pip install 'fedlowrank[network-simulation]'")

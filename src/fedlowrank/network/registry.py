@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from .messages import PROTOCOL, MessageError, Registration, plain, sections
 from .transport import Message, Response
-from .validation.norms import low_median
 
 MAX_BYTES = 1 << 20
 """Bytes of a registration."""
@@ -140,7 +140,7 @@ class ClientRegistry:
         if self.promised or not self.examples_ratio or not self.registered:
             return MAX_EXAMPLES
         # the lower median, so that one of two clients cannot raise it
-        return max(1, int(self.examples_ratio * low_median(c.examples for c in self.registered.values())))
+        return max(1, int(self.examples_ratio * median_low(c.examples for c in self.registered.values())))
 
     def capped_clients(self) -> dict[int, str]:
         """The clients that are weighted by fewer examples than they registered, with the reason."""
