@@ -97,25 +97,16 @@ WORDS: dict[str, tuple[Lie, str]] = {
         "it reports losses that cannot be",
     ),
     "a pass that is none": (lambda d: changed(d, losses={"a\nb": 1.0}), "it reports losses that cannot be"),
-    "no series": (
-        evaluation(accuracy={}, risk={}, parameters={}),
-        "its evaluation is impossible",
-    ),
+    "no series": (evaluation(accuracy={}, risk={}, parameters={}), "its evaluation is impossible"),
     "more than all right": (
         evaluation(accuracy={"personal": {"val": 0.5, "test": 1.1}}),
         "its evaluation is impossible",
     ),
-    "right by NaN": (
-        evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}),
-        "its evaluation is",
-    ),
+    "right by NaN": (evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}), "its evaluation is"),
     "no test": (evaluation(risk={"personal": {"val": 0.5}}), "its evaluation is impossible"),
     "two kinds of series": (evaluation(risk=half("other")), "its evaluation is impossible"),
     "sizes of nothing": (evaluation(parameters={}), "its evaluation is impossible"),
-    "a model of less than nothing": (
-        evaluation(parameters={"personal": -1}),
-        "its evaluation is impossible",
-    ),
+    "a model of less than nothing": (evaluation(parameters={"personal": -1}), "its evaluation is impossible"),
     "a model without end": (evaluation(parameters={"personal": 10**9}), "its evaluation is impossible"),
     "a route beyond": (evaluation(routes=[0.5, 1.5]), "its evaluation is impossible"),
 }
