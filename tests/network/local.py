@@ -268,6 +268,26 @@ def served(carrier: LocalTransport, made: ExperimentConfig, out: Path, **more: A
         return drive(carrier, made, out, **more)
 
 
+def ran(
+    made: ExperimentConfig, base: Path, fault: Fault = intact, **more: Any
+) -> tuple[LocalTransport, Result]:
+    """A whole run, and the transport that it used."""
+    carrier = local(made, base, fault)
+    return carrier, served(carrier, made, base / "run", **more)
+
+
+def on_orders(act: Callable[[LocalTransport, Message, int, int], Any]) -> Fault:
+    """An act decides on the orders, given their round from 1 and their client; where it gives None, all arrives."""
+
+    def fault(carrier: LocalTransport, message: Message) -> Any:
+        found = None
+        if message.kind == "order":
+            found = act(carrier, message, Order.from_json(message.header).round + 1, message.node - 100)
+        return intact(carrier, message) if found is None else found
+
+    return fault
+
+
 @contextmanager
 def log_lines() -> Iterator[list[str]]:
     """The package's log messages while a block runs, where caplog cannot be used."""
@@ -282,18 +302,15 @@ def log_lines() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def lossy(lost: Mapping[int, set[int]] | Callable[[int, int], bool]) -> Fault:
+def lossy(lost: Mapping[int, set[int]]) -> Fault:
     """Replies of these clients in these rounds are lost after the client did its work; rounds count from 1."""
 
-    def fault(carrier: LocalTransport, message: Message) -> list[Response | tuple[float, Response]]:
+    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
         found = carrier.answered(message)
-        if message.kind == "registration":
-            return [found]
-        order, client = Order.from_json(message.header), message.node - 100
-        gone = lost(order.round + 1, client) if callable(lost) else client in lost.get(order.round + 1, ())
-        return [lost_reply(message)] if gone and order.train else [found]
+        gone = client in lost.get(t, ())
+        return [lost_reply(message)] if gone and Order.from_json(message.header).train else [found]
 
-    return fault
+    return on_orders(act)
 
 
 def missed(result: Result) -> set[tuple[int, int]]:
@@ -308,16 +325,7 @@ def lost(result: Result) -> list[set[int]]:
 def in_round(t: int, client: int, act: Fault) -> Fault:
     """What becomes of the order to that client in a round, counted from 1; all else arrives."""
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
-        if (
-            message.kind == "order"
-            and message.node == 100 + client
-            and Order.from_json(message.header).round == t - 1
-        ):
-            return act(carrier, message)
-        return intact(carrier, message)
-
-    return fault
+    return on_orders(lambda carrier, message, *at: act(carrier, message) if at == (t, client) else None)
 
 
 def lost_reply(message: Message, problem: str = "it was lost") -> Response:

@@ -26,7 +26,7 @@ from fedlowrank.methods.scaffold import Controlled
 from fedlowrank.network.account import Account
 from fedlowrank.network.answers import steps_of
 from fedlowrank.network.backoff import Backoff
-from fedlowrank.network.messages import Order, Registration
+from fedlowrank.network.messages import Registration
 from fedlowrank.network.transport import Message
 from fedlowrank.network.validation.norms import NormBound, PartNorms, measure
 from fedlowrank.simulation import checkpoint
@@ -42,6 +42,8 @@ from .local import (
     intact,
     local,
     lost,
+    on_orders,
+    ran,
     remembered,
     same_record,
     same_states,
@@ -190,22 +192,15 @@ def test_no_honest_reply_of_any_method_is_refused(name: str) -> None:
 def poisoned(value: float, rounds: set[int], client: int = 1) -> Any:
     """All numbers of that client's uploads in these rounds, counted from 1, have that value."""
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
+    def act(carrier: LocalTransport, message: Message, t: int, who: int) -> Any:
         found = carrier.answered(message)
-        if message.kind == "registration" or message.node != 100 + client:
+        if who != client or t not in rounds or not found.payload:
             return [found]
-        order = Order.from_json(message.header)
-        if not order.train or order.round + 1 not in rounds:
-            return [found]
-        payload = tree.encode(
-            tree.map(
-                lambda t: torch.full_like(t, value) if t.is_floating_point() else t,
-                tree.decode(found.payload),
-            )
-        )
-        return [changed(found, payload=payload)]
+        upload = tree.decode(found.payload)
+        odd = tree.map(lambda t: torch.full_like(t, value) if t.is_floating_point() else t, upload)
+        return [changed(found, payload=tree.encode(odd))]
 
-    return fault
+    return on_orders(act)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedproto", "fedhl"])
@@ -214,8 +209,7 @@ def test_a_finite_reply_of_1e30_is_refused_and_its_client_named_but_not_blocked(
     method: str, t: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method, 4, rounds=4, network={"limits": {"ban_after": 1}})
-    carrier = local(made, tmp_path, poisoned(1e30, {t}))
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, poisoned(1e30, {t}))
     assert lost(result) == [{1} if r == t else set() for r in range(1, 5)]
     # as if that reply had been lost, and nothing that came with it is kept
     assert agrees(result, carrier, made) == {(t - 1, 1)}
@@ -240,15 +234,15 @@ def test_past_norms_are_known_after_a_restart(tmp_path: Path) -> None:
     made = small("fedavg", 3, rounds=4, run={"participation": 0.34}, network={"min_replies": 0})
     honest, lie = local(made, tmp_path), 0
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
-        if message.kind == "order" and Order.from_json(message.header).round == 2 and not lie:
+    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+        if t == 3 and not lie:
             raise Killed
         found = carrier.answered(message)
-        if message.kind == "registration" or not Order.from_json(message.header).train or not lie:
+        if not found.payload or not lie:
             return [found]
         return [changed(found, payload=tree.encode(tree.map(lambda t: t * 6.0, tree.decode(found.payload))))]
 
-    honest.fault = fault
+    honest.fault = on_orders(act)
     with pytest.raises(Killed):
         served(honest, made, tmp_path / "run")
     lie = 1
@@ -276,8 +270,7 @@ def test_a_client_that_claims_2_to_the_40_examples_weighs_ten_times_the_median(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small("fedavg", rounds=1)
-    carrier = local(made, tmp_path, boasting)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, boasting)
     sizes = [len(d.train) for d in made.shares().data]
     weights = torch.tensor([float(sizes[0]), 10.0 * min(sizes), float(sizes[2])])
     run, _ = truth(made, result.rounds)
@@ -308,8 +301,7 @@ def test_more_examples_than_promised_are_turned_away(
 ) -> None:
     sizes = [len(d.train) for d in small("fedavg").shares().data]
     made = small("fedavg", rounds=1, network={"examples": sizes, "min_clients": 2, "wait": 5.0})
-    carrier = local(made, tmp_path, lambda there, message: boasting(there, message, sizes[1] + 1))
-    result = served(carrier, made, tmp_path / "run")
+    _, result = ran(made, tmp_path, lambda there, message: boasting(there, message, sizes[1] + 1))
     assert lost(result) == [{1}]
     assert (
         sum(
@@ -327,8 +319,7 @@ def test_more_examples_than_promised_are_turned_away(
 
 def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
     made = small("scaffold", partition={"kind": "dirichlet", "alpha": 0.5, "clients": 3})
-    carrier = local(made, tmp_path)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path)
     assert agrees(result, carrier, made) == set()
     sizes = [len(d.train) for d in made.shares().data]
     assert len(set(sizes)) == 3
@@ -349,11 +340,7 @@ def test_a_client_is_told_nothing_of_the_others(tmp_path: Path) -> None:
 def test_a_client_that_never_replies_costs_few_deadlines(tmp_path: Path) -> None:
     made = small("scaffold", rounds=12, network={"deadline": 100.0})
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
-        return [] if message.kind == "order" and message.node == 101 else intact(carrier, message)
-
-    carrier = local(made, tmp_path, fault)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, on_orders(lambda _, m, t, client: [] if client == 1 else None))
     assert lost(result) == [{1}] * 12
     # asked in rounds 1 and 2, after a pause of one round in 4, of two in 7, of four in 12; and when the run
     # was over
@@ -372,16 +359,8 @@ def test_a_client_that_never_replies_costs_few_deadlines(tmp_path: Path) -> None
 def test_a_client_that_was_silent_takes_part_again_and_starts_from_zero(tmp_path: Path) -> None:
     made = small("scaffold", rounds=6, network={"deadline": 100.0})
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
-        silent = (
-            message.kind == "order"
-            and message.node == 101
-            and Order.from_json(message.header).round in (0, 1, 4)
-        )
-        return [] if silent else intact(carrier, message)
-
-    carrier = local(made, tmp_path, fault)
-    result = served(carrier, made, tmp_path / "run")
+    silent = [(1, 1), (2, 1), (5, 1)]
+    carrier, result = ran(made, tmp_path, on_orders(lambda _, m, *at: [] if at in silent else None))
     assert lost(result) == [{1}, {1}, {1}, set(), {1}, set()]
     assert agrees(result, carrier, made) == {(0, 1), (1, 1), (2, 1), (4, 1)}
 
@@ -390,14 +369,11 @@ def test_no_client_is_paused_if_the_round_needs_it(tmp_path: Path) -> None:
     made = small("scaffold", rounds=1, network={"deadline": 100.0, "min_replies": 3, "attempts": 4})
     tries: list[Message] = []
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
-        if message.kind == "order" and message.node == 101:
-            tries.append(message)
-            return intact(carrier, message) if len(tries) >= 4 else []
-        return intact(carrier, message)
+    def act(carrier: LocalTransport, message: Message) -> Any:
+        tries.append(message)
+        return intact(carrier, message) if len(tries) >= 4 else []
 
-    carrier = local(made, tmp_path, fault)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, in_round(1, 1, act))
     assert lost(result) == [set()]
     assert agrees(result, carrier, made) == set()
 

@@ -28,11 +28,14 @@ from .local import (
     Killed,
     LocalTransport,
     agrees,
+    in_round,
     intact,
     local,
     lossy,
     lost,
     missed,
+    on_orders,
+    ran,
     remembered,
     same_record,
     same_states,
@@ -49,8 +52,7 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method, 4, run={"participation": 0.5, "evaluate_every": 2, "unseen": 0.25, "rounds": 4})
-    carrier = local(made, tmp_path)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path)
     assert agrees(result, carrier, made) == set()
     assert [r.accuracy is not None for r in result.rounds] == [True, True, True, False, True]
     # nobody is asked twice in a round, and those who do not train only where the models are to be evaluated
@@ -78,8 +80,7 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
 
 def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: Path) -> None:
     made = small("ditto", run={"participation": 0.67})
-    carrier = local(made, tmp_path)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path)
     assert [o.last for _, o in carrier.orders()].count(True) == 3
     run, _ = truth(made, result.rounds)
     for i in range(3):
@@ -95,8 +96,7 @@ def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: 
 
 def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
     made = small("feddyn")
-    carrier = local(made, tmp_path)
-    result = served(carrier, made, tmp_path / "run")
+    _, result = ran(made, tmp_path)
     method = made.build_method("feddyn")
     settings = dataclasses.asdict(made.run)
     sequential = simulate(
@@ -122,8 +122,7 @@ def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
 
 def test_what_is_sent_is_what_is_counted(tmp_path: Path) -> None:
     made = small("scaffold", run={"evaluate_every": 99})
-    carrier = local(made, tmp_path)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path)
     for t, record in enumerate(result.rounds[1:]):
         sent = [
             len(p.payload) for p in carrier.log if p.kind == "order" and Order.from_json(p.header).round == t
@@ -167,18 +166,14 @@ def test_a_resumed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 
 def test_a_client_that_missed_the_end_is_told_when_the_run_is_resumed(tmp_path: Path) -> None:
     made = small("scaffold")
-    carrier = local(made, tmp_path)
-    plain = carrier.fault
 
-    def leaves(there: Any, message: Any) -> Any:
-        if message.kind == "order" and Order.from_json(message.header).last:
-            there.away.add(102)
-        return plain(there, message) if message.node not in there.away else []
+    def leaves(there: LocalTransport, message: Message) -> Any:
+        there.away.add(102)
+        return []
 
-    carrier.fault = leaves
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, in_round(4, 2, leaves))
     assert agrees(result, carrier, made) == {(3, 2)}
-    carrier.fault = plain
+    carrier.fault = intact
     carrier.away.clear()
     assert agrees(served(carrier, made, tmp_path / "run", resume=True), carrier, made) == set()
 
@@ -285,8 +280,7 @@ def test_clients_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 def test_the_state_of_a_network_run_is_stamps(tmp_path: Path) -> None:
     made = small("scaffold")
-    carrier = local(made, tmp_path, lossy({3: {0}}))
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, lossy({3: {0}}))
     assert isinstance(result.run, NetworkRun)
     assert result.run.state.clients == {0: {"stamp": 2}, 1: {"stamp": 3}, 2: {"stamp": 3}}
     # client 0 has a state that nobody took beside those of before
@@ -353,15 +347,14 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(
     carrier.folders[201] = carrier.folders[101]
     carrier.away = {201}
 
-    def fault(there: LocalTransport, message: Message) -> Any:
-        if message.kind == "order":
-            there.away.discard(201)
-        if message.kind == "order" and Order.from_json(message.header).round == 2 and message.node == 101:
-            there.away.add(101)
-            return [Response(101, "order", problem="the node is gone", disconnected=True)]
-        return intact(there, message)
+    def act(there: LocalTransport, message: Message, *at: int) -> Any:
+        there.away.discard(201)
+        if at != (3, 1):
+            return None
+        there.away.add(101)
+        return [Response(101, "order", problem="the node is gone", disconnected=True)]
 
-    carrier.fault = fault
+    carrier.fault = on_orders(act)
     result = served(carrier, made, tmp_path / "run")
     # it is asked again in every round, rejected as long as the first is there, and says so once
     assert sum("a node was rejected: client 1 is connected already" in line for line in caplog.messages) == 1
@@ -387,8 +380,7 @@ def test_unregistered_nodes_are_never_sent_an_order(tmp_path: Path, caplog: pyte
 
 def test_a_wrong_key_keeps_a_client_out(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_clients": 1})
-    carrier = local(made, tmp_path)
-    result = served(carrier, made, tmp_path / "run", keys={100: 0, 101: 2, 102: 1})
+    carrier, result = ran(made, tmp_path, keys={100: 0, 101: 2, 102: 1})
     assert [len(r.lost) for r in result.rounds[1:]] == [2] * 3
     assert all(p.kind == "registration" for p in carrier.log if p.node != 100)
 
@@ -397,17 +389,13 @@ def test_a_client_that_comes_back_between_two_attempts_is_asked_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small("feddyn", network={"min_replies": 3, "wait": 100.0})
-    carrier = local(made, tmp_path)
 
-    def fault(there: LocalTransport, message: Message) -> Any:
-        if message.kind == "order" and message.node == 101 and Order.from_json(message.header).round == 1:
-            # its node is replaced by another one, as after a restart
-            there.folders[201] = there.folders.pop(101)
-            return [Response(101, "order", problem="the node is gone", disconnected=True)]
-        return intact(there, message)
+    def act(there: LocalTransport, message: Message) -> Any:
+        # its node is replaced by another one, as after a restart
+        there.folders[201] = there.folders.pop(101)
+        return [Response(101, "order", problem="the node is gone", disconnected=True)]
 
-    carrier.fault = fault
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, in_round(2, 1, act))
     carrier.folders[101] = carrier.folders[201]
     assert agrees(result, carrier, made) == set()
     assert lost(result) == [set()] * 3
@@ -417,7 +405,6 @@ def test_a_client_that_comes_back_between_two_attempts_is_asked_again(
 
 def test_rounds_without_any_reply_pass_where_that_is_allowed(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_replies": 0})
-    carrier = local(made, tmp_path, lossy({2: {0, 1, 2}}))
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, lossy({2: {0, 1, 2}}))
     assert agrees(result, carrier, made) == missed(result) == {(1, 0), (1, 1), (1, 2)}
     assert len(carrier.orders()) == 12

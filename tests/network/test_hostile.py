@@ -42,6 +42,8 @@ from .local import (
     log_lines,
     lost,
     missed,
+    on_orders,
+    ran,
     served,
     small,
 )
@@ -136,8 +138,9 @@ def test_an_answer_that_cannot_be_is_refused_with_the_reason(lie: str) -> None:
 def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_path: Path) -> None:
     change, _ = {**WORDS, **BODIES}[lie]
     made = small("scaffold")
-    carrier = local(made, tmp_path, in_round(2, 1, lambda there, message: [change(there.answered(message))]))
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(
+        made, tmp_path, in_round(2, 1, lambda there, message: [change(there.answered(message))])
+    )
     assert lost(result) == [set(), {1}, set()]
     # nothing of a refused reply is kept, also where its header was valid
     assert agrees(result, carrier, made) == {(1, 1)}
@@ -150,8 +153,7 @@ def test_a_problem_is_told_in_one_short_line(tmp_path: Path, caplog: pytest.LogC
     there = in_round(
         2, 1, lambda there, message: [changed(there.answered(message), problem=problem, kind="disk")]
     )
-    carrier = local(made, tmp_path, there)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, there)
     assert all(line.isprintable() and len(line) < 700 for line in caplog.messages)
     assert agrees(result, carrier, made) == missed(result) == {(1, 1)}
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {}
@@ -184,8 +186,9 @@ def test_whoever_measures_other_things_is_left_out_of_the_table(
 def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, run={"evaluate_every": 4})
     found = ClientEvaluation(half("personal"), half("personal"), {"personal": 3})
-    carrier = local(made, tmp_path, in_round(3, 1, lambda t, p: [changed(t.answered(p), evaluation=found)]))
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(
+        made, tmp_path, in_round(3, 1, lambda t, p: [changed(t.answered(p), evaluation=found)])
+    )
     assert agrees(result, carrier, made) == set()
     assert [r.accuracy is not None for r in result.rounds] == [True, True, False, False, True]
 
@@ -193,11 +196,10 @@ def test_an_evaluation_that_nobody_asked_for_is_not_taken(tmp_path: Path) -> Non
 # -- who lies too often
 
 
-def liar(carrier: LocalTransport, message: Message) -> Any:
+@on_orders
+def liar(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
     found = carrier.answered(message)
-    if message.kind == "registration" or message.node != 101 or not Order.from_json(message.header).train:
-        return [found]
-    return [changed(found, payload=b"lies")]
+    return [changed(found, payload=b"lies") if client == 1 and found.payload else found]
 
 
 def test_a_client_with_too_many_refusals_is_blocked_also_after_a_restart(
@@ -206,12 +208,12 @@ def test_a_client_with_too_many_refusals_is_blocked_also_after_a_restart(
     made = small("scaffold", rounds=5, network={"limits": {"ban_after": 2}})
     carrier = local(made, tmp_path, liar)
 
-    def fault(there: LocalTransport, message: Message) -> Any:
-        if message.kind == "order" and Order.from_json(message.header).round == 3 and message.node == 102:
+    def act(there: LocalTransport, message: Message, *at: int) -> Any:
+        if at == (4, 2):
             raise Killed
         return liar(there, message)
 
-    carrier.fault = fault
+    carrier.fault = on_orders(act)
     with pytest.raises(Killed):
         served(carrier, made, tmp_path / "run")
     assert "client 1 is on the blocklist: 2 of its replies were refused" in caplog.messages
@@ -232,8 +234,7 @@ def test_a_client_with_too_many_refusals_is_blocked_also_after_a_restart(
 
 def test_no_client_is_blocked_if_that_is_switched_off(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4, network={"limits": {"ban_after": 0}})
-    carrier = local(made, tmp_path, liar)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, liar)
     # what it said beside its lies is not kept; after the last round it does not lie
     assert agrees(result, carrier, made) == {(t, 1) for t in range(4)}
     assert lost(result) == [{1}] * 4
