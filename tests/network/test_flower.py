@@ -126,20 +126,9 @@ class ClientRuntime:
                 env={**os.environ, "COLUMNS": "200"},
             )
 
-    def process_tree(self) -> list[int]:
-        """It and its descendants."""
-        listed = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-        ).stdout
-        parents = {int(p): int(q) for p, q in (line.split() for line in listed.splitlines())}
-        found = [self.process.pid]
-        for pid in found:
-            found += [p for p, q in parents.items() if q == pid]
-        return found
-
     def kill(self) -> None:
         """Everything at once, as a loss of power would."""
-        for pid in self.process_tree():
+        for pid in (self.process.pid, *process_tree.descendants(self.process.pid)):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -191,21 +180,8 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     )
 
     def serve(*more: str) -> ClientRuntime:
-        keys = str(tmp_path / "keys" / "server")
-        parties.append(
-            ClientRuntime(
-                tmp_path / "serve.log",
-                "serve",
-                str(file),
-                "--keys",
-                keys,
-                "--port",
-                str(port),
-                "-o",
-                str(out),
-                *more,
-            )
-        )
+        where = ("--keys", str(tmp_path / "keys" / "server"), "--port", str(port), "-o", str(out))
+        parties.append(ClientRuntime(tmp_path / "serve.log", "serve", str(file), *where, *more))
         return parties[-1]
 
     def join(client: int) -> ClientRuntime:
@@ -224,7 +200,7 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     clients[1].start()
     until(lambda: rounds(out) >= 2, 300, server)
     # the command alone: what it started goes on, and holds the port and the run folder
-    orphans = set(server.process_tree()) - {server.process.pid}
+    orphans = set(process_tree.descendants(server.process.pid))
     server.process.kill()
     server.process.wait()
     assert orphans <= set(process_tree.processes())

@@ -147,6 +147,15 @@ def test_the_round_goes_on_and_the_liar_takes_part_in_the_next(lie: str, tmp_pat
     assert json.loads((tmp_path / "run" / "network.json").read_text())["refused"] == {"1": 1}
 
 
+def test_keys_in_another_order_change_nothing(tmp_path: Path) -> None:
+    made = small("fedavg")
+    backwards = upload(lambda u: dict(reversed(u.items())))
+    carrier, result = ran(made, tmp_path, in_round(1, 0, lambda t, p: [backwards(t.answered(p))]))
+    assert lost(result) == [set()] * 3
+    # the server's state as well, whose bytes tell the order of keys
+    assert agrees(result, carrier, made) == set()
+
+
 def test_a_problem_is_told_in_one_short_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = small("scaffold")
     problem = "\x1b[2J\n12:00:00 finished\n" * 99

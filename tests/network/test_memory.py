@@ -50,22 +50,13 @@ def test_a_state_stays_until_one_that_came_after_it_is_named(tmp_path: Path) -> 
     assert ClientMemory(folder).stamps == [1, 3]
     assert tree.equal(ClientMemory(folder).at(3), value(3))
     # it is there as often as it is asked for, and what came before is gone
+    (folder / "000003.tree.part").write_bytes(b"half")
     assert tree.equal(ClientMemory(folder).at(3), value(3))
     assert ClientMemory(folder).stamps == [3]
+    assert files(folder) == {"000003.tree"}
     keep(ClientMemory(folder), 5, 5, base=3)
     assert tree.equal(ClientMemory(folder).at(3), value(3))
     assert tree.equal(ClientMemory(folder).at(5), value(5))
-
-
-def test_what_is_needed_no_more_is_removed(tmp_path: Path) -> None:
-    memory = ClientMemory(tmp_path)
-    keep(memory, 1, 1)
-    assert files(tmp_path) == {"000001.tree"}
-    keep(memory, 3, 3, base=1)
-    assert files(tmp_path) == {"000001.tree", "000003.tree"}
-    (tmp_path / "000003.tree.part").write_bytes(b"half")
-    assert tree.equal(ClientMemory(tmp_path).at(3), value(3))
-    assert files(tmp_path) == {"000003.tree"}
 
 
 def test_a_state_that_is_not_there_is_said_to_be_forgotten(tmp_path: Path) -> None:

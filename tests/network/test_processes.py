@@ -123,33 +123,6 @@ def test_the_environment_is_private_and_keeps_what_was_set(
 
 
 @pytest.mark.slow
-def test_the_process_tree_is_found_and_killed(tmp_path: Path) -> None:
-    script = Script(
-        tmp_path, f"setsid sh -c 'sleep 77 & echo ready; wait' {tmp_path} & sleep 78 & true & wait"
-    )
-    script.start()
-    script.wait_for("ready", 10)
-    assert script.pid is not None
-    found = process_tree.descendants(script.pid)
-    assert sorted(p.command for p in found.values() if p.command.startswith("sleep")) == [
-        "sleep 77",
-        "sleep 78",
-    ]
-    # the shell that asked for a session of its own leads a group of its own
-    assert len({p.group for p in found.values()} | {script.pid}) == 2
-    script.kill()
-    assert not set(found) & set(process_tree.processes())
-    assert script.code == -9
-
-
-@pytest.mark.slow
-def test_one_that_ended_and_was_not_asked_how_does_not_live() -> None:
-    child = subprocess.Popen(["true"])
-    until(lambda: child.pid not in process_tree.processes(), 10)
-    child.wait()
-
-
-@pytest.mark.slow
 def test_a_program_that_ends_too_soon_is_quoted_and_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     script = Script(tmp_path / "a", "printf '\\033[91mbroken\\033[0m: no ink\\n'; exit 3")
     script.start()
@@ -188,6 +161,9 @@ def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     script.wait_for("ready", 10)
     assert script.pid is not None
     found = process_tree.descendants(script.pid)
+    assert {p.command for p in found.values()} >= {"sleep 80", "sleep 82"}
+    # the shell that asked for a session of its own leads a group of its own
+    assert len({p.group for p in found.values()} | {script.pid}) == 2
     began = time.monotonic()
     script.close(0.5)
     assert time.monotonic() - began < 8
@@ -421,16 +397,6 @@ def test_refused_too_long_or_broken_from_the_start_it_is_given_up_with_its_log(t
     assert "ended with code 2 3 times" in str(errors[0])
     assert "no such key" in str(errors[0])
     assert node.starts == 3
-
-
-@pytest.mark.slow
-def test_one_that_connects_and_falls_is_never_given_up(tmp_path: Path) -> None:
-    node = Pretended(tmp_path, f"{CONNECTED}; exit 9")
-    thread, stop, errors = run_supervised(node, pauses=[0.01], patience=0.0)
-    until(lambda: node.starts > 6, 20)
-    stop.set()
-    thread.join(20)
-    assert not errors
 
 
 @pytest.mark.slow
