@@ -223,15 +223,6 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
         assert list((tmp_path / f"client-{i}").glob("*/model/model.safetensors"))
 
 
-@pytest.mark.slow
-def test_a_server_wants_keys_or_to_be_told_that_it_needs_none(tmp_path: Path) -> None:
-    file = written(tmp_path / "t.toml", tables("fedavg"))
-    done = subprocess.run([*COMMAND, "serve", str(file)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "fedlowrank keys" in done.stderr
-    assert "--insecure" in done.stderr
-
-
 def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:
     import tomllib
 

@@ -192,7 +192,7 @@ def test_a_server_without_keys_tells_how_runs_stand_and_leaves_nothing(
 ) -> None:
     # where nobody answers: what passes between programs of this machine must not go there
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with SuperLink(tmp_path / "link", insecure=True) as link:
+    with SuperLink(tmp_path / "link", None) as link:
         waiting = link.submit(foreign("waiting"))
         failing = link.submit(foreign("failing", fail=True))
         status = until(lambda: (s := link.status(failing)).is_finished and s)
@@ -200,7 +200,7 @@ def test_a_server_without_keys_tells_how_runs_stand_and_leaves_nothing(
         assert "the server fails as it was asked to" in status.details
         with pytest.raises(ProcessError, match="already finished"):
             link.stop(failing)
-        node = SuperNode(tmp_path / "a node", link.address, tmp_path, insecure=True)
+        node = SuperNode(tmp_path / "a node", link.address, tmp_path, None)
         try:
             node.start()
             connected(node)

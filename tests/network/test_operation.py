@@ -82,6 +82,26 @@ def test_a_failed_start_and_resume_do_not_advise_each_other(
     assert [p.name for p in out.iterdir()] == ["thesis.tex"]
 
 
+JOIN = ["join", "--client", "0", "--server", "127.0.0.1:1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["serve"], "a server needs keys: make them by `fedlowrank keys"),
+        (["serve", "--keys", "keys", "--insecure"], "--keys and --insecure exclude each other"),
+        (JOIN, "pass --keys keys/client-0"),
+        ([*JOIN, "--keys", "keys", "--insecure"], "--insecure, but not both"),
+    ],
+)
+def test_keys_are_given_or_expressly_done_without(
+    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "t.toml", tables("fedavg"))
+    assert main([options[0], str(file), *options[1:]]) == 1
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("reason", [None, "", " \n", "Error: Node Unavailable"])
 def test_an_error_of_flower_is_told_in_words_even_if_its_reason_is_blank(reason: str | None) -> None:
     class Grid:

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fedlowrank.core.errors import ConfigError
 from fedlowrank.simulation.lock import FolderInUseError, identify
 
 pytest.importorskip("flwr")
@@ -32,7 +31,6 @@ from fedlowrank.network.deploy.flower_process import (
     free_port,
     listen,
 )
-from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys
 from fedlowrank.network.deploy.processes import SuperLink, SuperNode
 from fedlowrank.network.deploy.supervise import supervise
 
@@ -45,11 +43,8 @@ class Script(FlowerProcess):
     """A program that is a line of shell."""
 
     def __init__(self, home: Path, script: str) -> None:
-        super().__init__(home, "script")
+        super().__init__(home, "script", "127.0.0.1:1")
         self.script = script
-
-    def _own_address(self) -> str:
-        return "127.0.0.1:1"
 
     def start(self) -> None:
         self._prepare()
@@ -244,24 +239,12 @@ def test_what_a_killed_parent_left_running_is_ended_by_the_next_start_and_by_no_
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     port = free_port()
     with listen("127.0.0.1", port):
-        link = SuperLink(tmp_path, insecure=True, port=port)
+        link = SuperLink(tmp_path, None, port=port)
         with pytest.raises(ProcessError, match=f"port {port}"):
             link.start()
     assert not link.alive()
     with pytest.raises(ProcessError, match="does not run"):
         link.status(1)
-
-
-def test_neither_keys_nor_insecure_is_refused_and_so_are_both(tmp_path: Path) -> None:
-    keys = ClientKeys(tmp_path, tmp_path)
-    for make in (
-        lambda: SuperLink(tmp_path),
-        lambda: SuperLink(tmp_path, ServerKeys(tmp_path, tmp_path, tmp_path, {}), insecure=True),
-        lambda: SuperNode(tmp_path, "127.0.0.1:1", tmp_path),
-        lambda: SuperNode(tmp_path, "127.0.0.1:1", tmp_path, keys, insecure=True),
-    ):
-        with pytest.raises(ConfigError, match="insecure"):
-            make()
 
 
 # the guard
@@ -329,7 +312,7 @@ class Pretended(SuperNode):
     """A SuperNode whose starts are lines of shell, the last one again and again."""
 
     def __init__(self, home: Path, *scripts: str) -> None:
-        super().__init__(home, "127.0.0.1:1", home, insecure=True)
+        super().__init__(home, "127.0.0.1:1", home, None)
         self.scripts = scripts
         self.starts = 0
 

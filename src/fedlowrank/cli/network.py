@@ -131,7 +131,7 @@ def serve(
     }
     if insecure:
         logger.info("insecure: anyone who reaches this port can join, and read all that is sent")
-    link = SuperLink(home, secured, insecure=insecure, host=host, port=port, variables=variables)
+    link = SuperLink(home, secured, host=host, port=port, variables=variables)
     with _interrupted_once(), link:
         # not before it has its home to itself
         log.unlink(missing_ok=True)
@@ -254,7 +254,7 @@ def join(
     logger.info(
         "client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes)
     )
-    node = SuperNode(folder / "flower", server, folder, own, insecure=insecure)
+    node = SuperNode(folder / "flower", server, folder, own)
     stop = threading.Event()
     if not stay:
         threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()

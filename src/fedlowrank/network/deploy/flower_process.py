@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ...core.errors import CheckpointError, ConfigError, FedlowrankError
+from ...core.errors import CheckpointError, FedlowrankError
 from ...core.files import as_checkpoint_error, write_json
 from ...simulation.lock import exclusive, identify, is_alive
 from . import process_tree
@@ -60,14 +59,6 @@ def environment(home: Path) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **own, **forced}
 
 
-def find_command(name: str) -> str:
-    """The path of one of Flower's commands; raises ConfigError if Flower is not installed."""
-    path = shutil.which(name, path=environment(Path())["PATH"])
-    if path is None:
-        raise ConfigError(f"there is no command {name}: Flower is missing. Install fedlowrank[network].")
-    return path
-
-
 def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
     """Open a listening socket (port 0: a free port), waiting so many seconds for a port that is in use."""
     end = time.monotonic() + seconds
@@ -94,12 +85,16 @@ class FlowerProcess:
     Args:
         home: folder of its log and of what Flower stores; made readable by its owner only.
         name: of the command, which also names the log.
+        address: of the server. A child of the server's process has it on its command line.
         variables: for its environment and that of its process tree, in addition to :func:`environment`.
     """
 
-    def __init__(self, home: Path, name: str, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, home: Path, name: str, address: str, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.home = home.absolute()
         self.name = name
+        self.address = address
         self.log = self.home / f"{name}.log"
         self.variables = {**environment(self.home), **(variables or {})}
         self.ended_orphans = False
@@ -141,10 +136,6 @@ class FlowerProcess:
         """Ask it to end, and kill it and its process tree after so many seconds; raises as :meth:`kill`."""
         self._end(signal.SIGTERM, seconds)
         self._release()
-
-    def _own_address(self) -> str:
-        """The address under which its children reach it, if any."""
-        return ""
 
     def _prepare(self) -> None:
         """Make and lock its home, and end what is left of an earlier start."""
@@ -192,7 +183,7 @@ class FlowerProcess:
                 start_new_session=True,
             )
             try:
-                write_json(self._record, {**identify(self._process.pid), "address": self._own_address()})
+                write_json(self._record, {**identify(self._process.pid), "address": self.address})
             except CheckpointError:
                 self.kill()
                 raise
@@ -225,7 +216,7 @@ class FlowerProcess:
         if self.alive() and how == signal.SIGKILL:
             # so that it starts nothing more while its children are listed
             self._process.send_signal(signal.SIGSTOP)
-        groups = _groups_of(self._process.pid, self._own_address(), self.alive())
+        groups = _groups_of(self._process.pid, self.address, self.alive())
         if self.alive():
             self._process.send_signal(how)
         if left := process_tree.end(groups, seconds):

@@ -16,11 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from ...core.errors import ConfigError
 from ...core.files import write_atomically, write_json
 from . import guard
 from .flower_app import Value, as_toml
-from .flower_process import FlowerProcess, ProcessError, find_command, free_port, listen
+from .flower_process import FlowerProcess, ProcessError, free_port, listen
 from .keys import ClientKeys, ServerKeys
 
 WORKING = "working"
@@ -54,44 +53,33 @@ class SuperLink(FlowerProcess):
 
     Args:
         home: its folder.
-        keys: for TLS and registered clients only.
-        insecure: True instead of keys, for trials on one machine: everyone may join, everything is readable.
+        keys: for TLS and registered clients only; None for trials on one machine: everyone may join, and
+            everything is readable.
         host: address to listen on; ``0.0.0.0`` for all of this machine's.
         port: to listen on, or None for a free one.
         variables: for its environment and the ServerApp's.
-
-    Raises:
-        ConfigError: if neither or both of keys and insecure are given.
     """
 
     def __init__(
         self,
         home: Path,
-        keys: ServerKeys | None = None,
+        keys: ServerKeys | None,
         *,
-        insecure: bool = False,
         host: str = "127.0.0.1",
         port: int | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(home, "superlink", variables)
-        _check_security(keys, insecure)
         self.keys = keys
         self.host = host
         self.port = free_port(host) if port is None else port
+        # where a process of this machine reaches it
+        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        address = f"[{near}]:{self.port}" if ":" in near else f"{near}:{self.port}"
+        super().__init__(home, "superlink", address, variables)
         # only its subprocesses get it
         self.variables[guard.TOKEN] = secrets.token_hex(32)
         self._database = self.home / "superlink.db"
         self._registered = self.home / "registered.json"
-
-    @property
-    def address(self) -> str:
-        """The address under which a process of this machine reaches it."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-
-    def _own_address(self) -> str:
-        return self.address
 
     def __enter__(self) -> Self:
         self.start()
@@ -104,11 +92,9 @@ class SuperLink(FlowerProcess):
         """Start it and wait until it answers, at most so many seconds.
 
         Raises:
-            ConfigError: if Flower is not installed.
             ProcessError: if it does not start, or its port is in use.
             CheckpointError: if its home cannot be written.
         """
-        find_command("flower-superlink")
         self._prepare()
         try:
             # the system frees the port of a killed process a moment later
@@ -243,12 +229,7 @@ class SuperNode(FlowerProcess):
         home: its folder.
         address: of the server, such as ``fl.example.org:8000``.
         folder: of the client, made by :func:`.client.prepare`.
-        keys: for TLS, and to prove the client's identity to the server.
-        insecure: True instead of keys, for trials on one machine.
-        variables: for its environment.
-
-    Raises:
-        ConfigError: if neither or both of keys and insecure are given.
+        keys: for TLS, and to prove the client's identity to the server; None for trials on one machine.
     """
 
     def __init__(
@@ -256,20 +237,14 @@ class SuperNode(FlowerProcess):
         home: Path,
         address: str,
         folder: Path,
-        keys: ClientKeys | None = None,
-        *,
-        insecure: bool = False,
-        variables: Mapping[str, str] | None = None,
+        keys: ClientKeys | None,
     ) -> None:
-        super().__init__(home, "supernode", variables)
-        _check_security(keys, insecure)
-        self.address = address
+        super().__init__(home, "supernode", address)
         self.folder = folder.absolute()
         self.keys = keys
 
     def start(self) -> None:
         """Start it, maybe before the server: it connects when it can. Raises as :meth:`SuperLink.start`."""
-        find_command("flwr")
         self._prepare()
         command = [sys.executable, "-P", "-m", "fedlowrank.network.deploy.node", "--server", self.address]
         command += ["--folder", str(self.folder), "--home", str(self.home)]
@@ -289,13 +264,3 @@ class SuperNode(FlowerProcess):
     def is_working(self) -> bool:
         """Whether it is answering a message now."""
         return self.alive() and (self.home / WORKING).exists()
-
-
-def _check_security(keys: object, insecure: bool) -> None:
-    if (keys is None) != insecure:
-        raise ConfigError(
-            "give keys (`make_keys` makes them), or insecure=True for a trial on a machine that nobody else "
-            "reaches"
-            if keys is None
-            else "keys and insecure=True contradict each other; give one of them"
-        )
