@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.engines.sequential import Sequential
@@ -300,6 +302,11 @@ def log_lines() -> Iterator[list[str]]:
         yield lines
     finally:
         logger.removeHandler(handler)
+
+
+def logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    """How many log messages hold a text."""
+    return sum(text in line for line in caplog.messages)
 
 
 def lossy(lost: Mapping[int, set[int]]) -> Fault:

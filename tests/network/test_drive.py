@@ -31,6 +31,7 @@ from .local import (
     in_round,
     intact,
     local,
+    logged,
     lossy,
     lost,
     missed,
@@ -75,7 +76,7 @@ def test_a_run_is_the_sequential_one_bit_for_bit_with_one_round_trip_a_round(
     fields = {"run", "round", "stamp", "train", "evaluate", "last", "branch"}
     assert all(json.loads(p.header).keys() == fields for p in carrier.log if p.kind == "order")
     assert carrier.clock.now == 0
-    assert sum("replies" in line for line in caplog.messages) == 4
+    assert logged(caplog, "replies") == 4
 
 
 def test_the_last_wave_makes_every_state_count_and_writes_every_model(tmp_path: Path) -> None:
@@ -333,9 +334,7 @@ def test_a_registration_that_takes_minutes_is_accepted_and_asked_for_once(
     assert lost(result) == ([set()] * 5 if needed == 3 else [{1}, {1}, {1}, set(), set()])
     assert agrees(result, carrier, made) == (set() if needed == 3 else {(0, 1), (1, 1), (2, 1)})
     assert sum(p.kind == "registration" and p.node == 101 for p in carrier.log) == 1
-    assert sum("still waiting for the registration of node 101" in line for line in caplog.messages) == (
-        3 if needed == 3 else 2
-    )
+    assert logged(caplog, "still waiting for the registration of node 101") == (3 if needed == 3 else 2)
     assert carrier.clock.now == pytest.approx((200 if needed == 3 else 0) + 6 * 80, abs=10)
 
 
@@ -357,7 +356,7 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_is_gone(
     carrier.fault = on_orders(act)
     result = served(carrier, made, tmp_path / "run")
     # it is asked again in every round, rejected as long as the first is there, and says so once
-    assert sum("a node was rejected: client 1 is connected already" in line for line in caplog.messages) == 1
+    assert logged(caplog, "a node was rejected: client 1 is connected already") == 1
     assert not any(
         p.kind == "order" and p.node == 201 and Order.from_json(p.header).round < 3 for p in carrier.log
     )
@@ -375,7 +374,7 @@ def test_unregistered_nodes_are_never_sent_an_order(tmp_path: Path, caplog: pyte
     assert agrees(result, carrier, made) == set()
     sent = [p for p in carrier.log if p.node == 300]
     assert [(p.kind, p.header, p.payload) for p in sent] == [("registration", "{}", b"")]
-    assert sum("section(s) run differ" in line for line in caplog.messages) == 1
+    assert logged(caplog, "section(s) run differ") == 1
 
 
 def test_a_wrong_key_keeps_a_client_out(tmp_path: Path) -> None:

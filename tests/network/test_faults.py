@@ -30,6 +30,7 @@ from .local import (
     in_round,
     intact,
     local,
+    logged,
     lost,
     lost_reply,
     missed,
@@ -214,13 +215,7 @@ def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_
     assert again[0] == again[1] == again[2]
     assert len(carrier.orders()) == 3 * 4 + 2
     assert sorted(carrier.trained) == sorted((c, t) for c in range(3) for t in range(3))
-    assert (
-        sum(
-            "2 good replies, 3 are needed: no reply of client 2: it was lost" in line
-            for line in caplog.messages
-        )
-        == 2
-    )
+    assert logged(caplog, "2 good replies, 3 are needed: no reply of client 2: it was lost") == 2
 
 
 def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_resumed(tmp_path: Path) -> None:
@@ -349,7 +344,7 @@ def test_a_client_that_lost_its_folder_starts_again(
             )
         records.append(run.step(losses=record.lost))
     same_states(result, carrier, run)
-    assert sum("client 1 has lost its state, and starts again" in line for line in caplog.messages) == 1
+    assert logged(caplog, "client 1 has lost its state, and starts again") == 1
 
 
 def test_a_client_whose_disk_is_of_last_week_starts_again(tmp_path: Path) -> None:

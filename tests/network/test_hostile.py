@@ -40,6 +40,7 @@ from .local import (
     in_round,
     local,
     log_lines,
+    logged,
     lost,
     missed,
     on_orders,
@@ -182,12 +183,7 @@ def test_whoever_measures_other_things_is_left_out_of_the_table(
         result = served(carrier, made, tmp_path / str(i) / "run")
         assert agrees(result, carrier, made) == {(1, client)}
         assert lost(result) == [set()] * 3
-        assert (
-            sum(
-                f"client {client} measures other things than most clients" in line for line in caplog.messages
-            )
-            == 1
-        )
+        assert logged(caplog, f"client {client} measures other things than most clients") == 1
         assert result.rounds[1].routes is None
         assert result.rounds[2].routes is not None
 
