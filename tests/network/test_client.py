@@ -28,7 +28,7 @@ from fedlowrank.network.messages import Answer, Order, sections
 from fedlowrank.network.server import NetworkError
 from fedlowrank.simulation.run import Run
 
-from .local import Hazard, LocalTransport, agrees, local, no_space, same_states, served, small, tables
+from .local import Hazard, LocalTransport, no_space, same_states, served, small, tables
 
 RUN = "0123456789abcdef"
 
@@ -393,16 +393,3 @@ def test_a_client_with_other_columns_is_not_admitted(
     result = served(carrier, small_network(made), tmp_path / "run")
     assert {client for client, _ in carrier.orders()} == {0, 1}
     assert [r.lost for r in result.rounds[1:]] == [{"2": "client 2 is not connected"}] * 3
-
-
-def test_a_client_of_another_experiment_is_rejected(made: ExperimentConfig, tmp_path: Path) -> None:
-    carrier = local(made, tmp_path)
-    other = small("feddyn")
-    prepare(tmp_path / "other", other, 1, other.shares())
-    carrier.folders[101] = tmp_path / "other"
-    with pytest.raises(NetworkError, match=r"only 2 of 3(.|\n)*section\(s\) method differ"):
-        served(carrier, made, tmp_path / "run")
-    assert not carrier.orders()
-    prepare(tmp_path / "client-1", made, 1, made.shares())
-    carrier.folders[101] = tmp_path / "client-1"
-    assert agrees(served(carrier, made, tmp_path / "run"), carrier, made) == set()

@@ -16,7 +16,6 @@ from fedlowrank.core.errors import CheckpointError, ConfigError
 from fedlowrank.network.client import prepare
 from fedlowrank.network.drive import clients_of
 from fedlowrank.network.messages import Order
-from fedlowrank.network.network_run import NetworkRun
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.transport import Message, Response
 from fedlowrank.simulation.digest import sealed
@@ -279,16 +278,6 @@ def test_clients_that_do_not_come_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_state_of_a_network_run_is_stamps(tmp_path: Path) -> None:
-    made = small("scaffold")
-    carrier, result = ran(made, tmp_path, lossy({3: {0}}))
-    assert isinstance(result.run, NetworkRun)
-    assert result.run.state.clients == {0: {"stamp": 2}, 1: {"stamp": 3}, 2: {"stamp": 3}}
-    # client 0 has a state that nobody took beside those of before
-    assert remembered(result, carrier, 0).stamps == [1, 2, 3]
-    assert agrees(result, carrier, made) == {(2, 0)}
-
-
 # -- nodes that hold others up
 
 
@@ -400,10 +389,3 @@ def test_a_client_that_comes_back_between_two_attempts_is_asked_again(
     assert lost(result) == [set()] * 3
     assert caplog.messages.count("client 1 is registered, with 40 examples") == 2
     assert carrier.clock.now == 0
-
-
-def test_rounds_without_any_reply_pass_where_that_is_allowed(tmp_path: Path) -> None:
-    made = small("scaffold", network={"min_replies": 0})
-    carrier, result = ran(made, tmp_path, lossy({2: {0, 1, 2}}))
-    assert agrees(result, carrier, made) == missed(result) == {(1, 0), (1, 1), (1, 2)}
-    assert len(carrier.orders()) == 12
