@@ -83,7 +83,7 @@ def prepare_resume(folder: Path, round: int | None, without: Collection[int]) ->
     Args:
         folder: of the run.
         round: rounds completed at the checkpoint to go back to; None for the last one.
-        without: clients to exclude from then on.
+        without: clients to exclude.
 
     Returns:
         Whether this process can go on with the run; False if a server with remote clients must.

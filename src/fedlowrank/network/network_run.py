@@ -86,7 +86,7 @@ class NetworkRun(Run):
             if not faulty:
                 raise
             for client, reason in faulty.items():
-                self.engine.refuse(RefusedReplyError(client, "", reason), view.round)
+                self.engine.refuse(RefusedReplyError(client, reason), view.round)
                 found.drop(client, reason)
         return self.engine.boundary(server)
 

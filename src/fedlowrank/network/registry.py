@@ -195,14 +195,7 @@ class ClientRegistry:
         return [Message(n, "registration", "{}") for n in sorted(present - self.permanently_rejected - known)]
 
     def register(self, response: Response, present: set[int]) -> int:
-        """Register a node as a client by its response to a request.
-
-        Args:
-            response: of the node.
-            present: nodes that can be reached now.
-
-        Returns:
-            The client's number.
+        """Register a node, by its response, as the client whose number is returned.
 
         Raises:
             UnregisteredNodeError: if the node is rejected; the message says why and what to do.

@@ -138,7 +138,7 @@ class NetworkEngine(Engine):
         steps = {c: sum(steps_of(passes, n).values()) for c, n in examples.items()}
         for client, why in self.bound.outliers(self._norms, steps, round).items():
             if results[client].lost is None:
-                error = RefusedReplyError(client, "", why, counts=False)
+                error = RefusedReplyError(client, why, counts=False)
                 results[client] = _lost(self.refuse(error, round))
 
     def refuse(self, error: RefusedReplyError, round: int) -> str:
@@ -286,7 +286,7 @@ class NetworkEngine(Engine):
         trained: tuple[str, ...] = ()
         try:
             if response.too_large:
-                raise RefusedReplyError(client.id, "", response.too_large)
+                raise RefusedReplyError(client.id, response.too_large)
             answer = read_answer(response.header, client, self.account.run, round)
             if answer.problem:
                 if answer.kind == "state" and self.settings.forgotten == "begin":

@@ -103,12 +103,8 @@ class Exchange:
         """Send messages and yield the responses as they arrive, at most one for each message.
 
         The round trip ends when all orders are answered or the time is up. Without orders it ends when no
-        registration is pending.
-
-        Args:
-            messages: at most one to each node.
-            group: name of this round trip, for the transport's records.
-            seconds: to wait.
+        registration is pending. There is at most one message to each node; the group names the round trip in
+        the transport's records.
         """
         start, present = time.monotonic(), self.transport.nodes()
         # a node that left answers no more; one that came back may be another process

@@ -156,11 +156,10 @@ def revoke_client(folder: Path, client: int) -> Path:
 
     Args:
         folder: made by :func:`make_keys`, or its part ``server``.
-        client: number of the client.
+        client: whose key it is. :func:`add_client` makes a new one once the client's old folder is removed.
 
     Returns:
-        Where the public key is now. :func:`add_client` makes a new one once the client's old folder is
-        removed.
+        Where the public key is now.
 
     Raises:
         ConfigError: if the server has no key of the client.

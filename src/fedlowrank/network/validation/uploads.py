@@ -44,12 +44,12 @@ class RefusedReplyError(FedlowrankError):
 
     Args:
         client: number of the client.
-        path: of the fault, a JSON pointer; empty for the whole reply.
         reason: what is wrong.
+        path: of the fault, a JSON pointer; empty for the whole reply.
         counts: whether it counts towards the blocklist; not where training of an honest client may diverge.
     """
 
-    def __init__(self, client: int, path: str, reason: str, counts: bool = True) -> None:
+    def __init__(self, client: int, reason: str, *, path: str = "", counts: bool = True) -> None:
         where = f" at {path}" if path else ""
         super().__init__(f"the reply of client {client} was refused{where}: {reason}")
         self.client = client
@@ -79,7 +79,7 @@ class Templates:
                 template = expected_upload(self.method, self.task, info, down)
             except FAULTS as error:
                 reason = f"{self.method.title} cannot work with what it would be sent: {shorten(repr(error))}"
-                raise RefusedReplyError(info.id, "", reason) from error
+                raise RefusedReplyError(info.id, reason) from error
         # at the end are those that were asked for last
         self._known[key] = template
         if len(self._known) > _MAX_TEMPLATES:
@@ -100,25 +100,25 @@ def inspect(data: bytes, template: Template, client: ClientInfo, limits: Limits)
     most, header = max_upload_bytes(template, limits), int.from_bytes(data[:8], "little")
     if len(data) > most:
         reason = f"it has {len(data)} bytes; at most {most} are taken (limits.max_bytes)"
-        raise RefusedReplyError(client.id, "", reason)
+        raise RefusedReplyError(client.id, reason)
     if header > 2 * template.header + SLACK:
         reason = f"its header has {header} bytes, where about {template.header} are expected"
-        raise RefusedReplyError(client.id, "", reason)
+        raise RefusedReplyError(client.id, reason)
     try:
         upload = decode_upload(data, template)
     except tree.TreeError as error:
-        raise RefusedReplyError(client.id, "", shorten(str(error))) from error
+        raise RefusedReplyError(client.id, shorten(str(error))) from error
     except MismatchError as error:
         reason = f"expected {error.expected}, found {error.found}"
-        raise RefusedReplyError(client.id, error.path, reason) from error
+        raise RefusedReplyError(client.id, reason, path=error.path) from error
     total = 0.0
     for path, number in floats(upload):
         total = math.hypot(total, norm(number))
         if not math.isfinite(total):
-            raise RefusedReplyError(client.id, path, "it holds a NaN or an infinity")
+            raise RefusedReplyError(client.id, "it holds a NaN or an infinity", path=path)
     if limits.max_norm is not None and total > limits.max_norm:
         reason = f"its norm is {total:.4g}, above limits.max_norm = {limits.max_norm:.4g}"
-        raise RefusedReplyError(client.id, "", reason, counts=False)
+        raise RefusedReplyError(client.id, reason, counts=False)
     return upload
 
 
@@ -133,9 +133,9 @@ def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, ser
         contribution = method.contribution(upload, client, server)
         fault = fault_of(contribution)
     except FAULTS as error:
-        raise RefusedReplyError(client.id, "", _cannot_use(method, client, error)) from error
+        raise RefusedReplyError(client.id, _cannot_use(method, client, error)) from error
     if fault is not None:
-        raise RefusedReplyError(client.id, "", f"{method.title} cannot use what it contributes: {fault}")
+        raise RefusedReplyError(client.id, f"{method.title} cannot use what it contributes: {fault}")
     return contribution
 
 
