@@ -74,6 +74,9 @@ def half(name: str) -> dict[str, dict[str, float | None]]:
 STEPS = r"it counts .* optimizer steps; [0-9]+ examples make [0-9]+ at most"
 FLOPS = r"it counts .* floating-point operations; [0-9]+ are taken at most"
 
+LOSSES = "it reports losses that cannot be"
+EVALUATION = "its evaluation is impossible"
+
 WORDS: dict[str, tuple[Lie, str]] = {
     "no JSON": (lambda d: changed(d, header="{"), "the message is not a Answer"),
     "nothing": (lambda d: changed(d, header="", payload=b""), "the message is not a Answer"),
@@ -91,27 +94,18 @@ WORDS: dict[str, tuple[Lie, str]] = {
     "fewer operations": (lambda d: changed(d, flops=-1), FLOPS),
     "endless operations": (lambda d: changed(d, flops=10**31), FLOPS),
     "10^15 operations": (lambda d: changed(d, flops=10**15), FLOPS),
-    "a loss that is NaN": (
-        lambda d: changed(d, losses={"local": math.nan}),
-        "it reports losses that cannot be",
-    ),
-    "a loss without end": (
-        lambda d: changed(d, losses={"local": -math.inf}),
-        "it reports losses that cannot be",
-    ),
-    "a pass that is none": (lambda d: changed(d, losses={"a\nb": 1.0}), "it reports losses that cannot be"),
-    "no series": (evaluation(accuracy={}, risk={}, parameters={}), "its evaluation is impossible"),
-    "more than all right": (
-        evaluation(accuracy={"personal": {"val": 0.5, "test": 1.1}}),
-        "its evaluation is impossible",
-    ),
-    "right by NaN": (evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}), "its evaluation is"),
-    "no test": (evaluation(risk={"personal": {"val": 0.5}}), "its evaluation is impossible"),
-    "two kinds of series": (evaluation(risk=half("other")), "its evaluation is impossible"),
-    "sizes of nothing": (evaluation(parameters={}), "its evaluation is impossible"),
-    "a model of less than nothing": (evaluation(parameters={"personal": -1}), "its evaluation is impossible"),
-    "a model without end": (evaluation(parameters={"personal": 10**9}), "its evaluation is impossible"),
-    "a route beyond": (evaluation(routes=[0.5, 1.5]), "its evaluation is impossible"),
+    "a loss that is NaN": (lambda d: changed(d, losses={"local": math.nan}), LOSSES),
+    "a loss without end": (lambda d: changed(d, losses={"local": -math.inf}), LOSSES),
+    "a pass that is none": (lambda d: changed(d, losses={"a\nb": 1.0}), LOSSES),
+    "no series": (evaluation(accuracy={}, risk={}, parameters={}), EVALUATION),
+    "more than all right": (evaluation(accuracy={"personal": {"val": 0.5, "test": 1.1}}), EVALUATION),
+    "right by NaN": (evaluation(accuracy={"personal": {"val": 0.5, "test": math.nan}}), EVALUATION),
+    "no test": (evaluation(risk={"personal": {"val": 0.5}}), EVALUATION),
+    "two kinds of series": (evaluation(risk=half("other")), EVALUATION),
+    "sizes of nothing": (evaluation(parameters={}), EVALUATION),
+    "a model of less than nothing": (evaluation(parameters={"personal": -1}), EVALUATION),
+    "a model without end": (evaluation(parameters={"personal": 10**9}), EVALUATION),
+    "a route beyond": (evaluation(routes=[0.5, 1.5]), EVALUATION),
 }
 BODIES: dict[str, tuple[Lie, str]] = {
     "no tree": (lambda d: changed(d, payload=b"upload"), "its header has [0-9]+ bytes, where about"),
