@@ -23,6 +23,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
@@ -38,6 +40,17 @@ from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.simulate import Result, threads
 from fedlowrank.training.flops import FlopLedger
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+"""Values of JSON without inner ones."""
+
+
+def fuzz(examples: int) -> settings:
+    """The same examples in every run, without limits of time."""
+    checks = [*HealthCheck]
+    return settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=checks
+    )
 
 
 class Killed(BaseException):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.config.experiment import ExperimentConfig
@@ -33,10 +33,12 @@ from fedlowrank.simulation.records import RoundRecord
 from fedlowrank.simulation.run import Run, evaluated
 
 from .local import (
+    PLAIN,
     Killed,
     LocalTransport,
     agrees,
     changed,
+    fuzz,
     in_round,
     local,
     log_lines,
@@ -355,12 +357,8 @@ def judged(header: str, payload: bytes) -> tuple[str, dict[int, int]]:
     return record.lost.get("1", ""), engine.blocklist.counts
 
 
-FUZZ = settings(
-    max_examples=60, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
-)
-plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
 values = st.recursive(
-    plain,
+    PLAIN,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner, max_size=3),
     max_leaves=9,
 )
@@ -371,7 +369,7 @@ def test_what_is_honest_is_taken() -> None:
     assert judged(kept[101][1].header, kept[101][1].payload) == ("", {})
 
 
-@FUZZ
+@fuzz(60)
 @given(st.text(max_size=40), st.binary(max_size=60))
 def test_any_header_and_any_payload(header: str, payload: bytes) -> None:
     _, _, kept = stage()
@@ -379,14 +377,14 @@ def test_any_header_and_any_payload(header: str, payload: bytes) -> None:
     assert judged(kept[101][1].header, payload)[0]
 
 
-@FUZZ
+@fuzz(60)
 @given(st.sampled_from([f.name for f in dataclasses.fields(Answer)]), values)
 def test_an_answer_with_any_field(name: str, value: Any) -> None:
     _, _, kept = stage()
     judged(json.dumps({**json.loads(kept[101][1].header), name: value}), kept[101][1].payload)
 
 
-@FUZZ
+@fuzz(60)
 @given(
     st.sampled_from(["accuracy", "risk", "parameters", "routes"]),
     st.sampled_from(["", "personal", "test"]),
@@ -405,7 +403,7 @@ def test_an_answer_with_any_evaluation(field: str, where: str, value: Any) -> No
     judged(json.dumps(header), kept[101][1].payload)
 
 
-@FUZZ
+@fuzz(60)
 @given(st.floats(width=32), st.sampled_from(["model", "control"]))
 def test_an_upload_of_any_number(number: float, where: str) -> None:
     _, _, kept = stage()

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.network.client_memory import ClientMemory, ForgottenError
 
-from .local import Hazard, Killed, LocalTransport, no_space
+from .local import Hazard, Killed, LocalTransport, fuzz, no_space
 
 
 def value(n: int) -> dict[str, Any]:
@@ -217,13 +217,7 @@ def work(folder: Path, round: int, stamp: int, n: int) -> tuple[str, bytes]:
     return answer, answer.encode()
 
 
-@settings(
-    max_examples=100,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@fuzz(100)
 @given(st.lists(plans, min_size=1, max_size=8))
 def test_deaths_full_disks_and_lost_replies_in_any_order(plan: list[Any]) -> None:
     with TemporaryDirectory() as base:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fedlowrank.simulation.lock import FolderInUseError, identify
@@ -34,7 +34,7 @@ from fedlowrank.network.deploy.flower_process import (
 from fedlowrank.network.deploy.processes import SuperLink, SuperNode
 from fedlowrank.network.deploy.supervise import supervise
 
-from .local import until
+from .local import fuzz, until
 
 pytestmark = pytest.mark.usefixtures("no_process_left")
 
@@ -57,7 +57,7 @@ class Script(FlowerProcess):
 # settings and apps
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzz(200)
 @given(
     st.dictionaries(
         st.from_regex(r"[A-Za-z0-9_-]+", fullmatch=True),
