@@ -382,36 +382,26 @@ def test_pauses() -> None:
 # -- going back
 
 
-def test_a_run_goes_back_to_before_the_poison_and_on_without_its_client(
+def test_after_going_back_a_run_is_the_one_in_which_that_client_was_lost_from_then_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = small("scaffold", 4, rounds=6)
-    out = tmp_path / "run"
-    # plausible and wrong, which no norm tells
-    carrier = local(made, tmp_path, poisoned(0.25, {4, 5, 6}))
-    served(carrier, made, out)
+    # a file that the command can load; the server and its clients live in this test
+    made, out = small("scaffold", 3, rounds=6), tmp_path / "run"
+    config = {**made.describe("scaffold"), "vary": {}}
+    carrier, first = ran(made, tmp_path, config=config)
     assert checkpoint.rounds_kept(out / "checkpoint") == [4, 5, 6]
     main(["resume", str(out), "--round", "2", "--without", "1"])
     assert "keeps the checkpoints after rounds 4, 5, 6, and none after round 2" in capsys.readouterr().err
     assert main(["resume", str(out), "--round", "4", "--without", "9"]) == 1
-    assert "--without 9: clients go from 0 to 3" in capsys.readouterr().err
+    assert "--without 9: clients go from 0 to 2" in capsys.readouterr().err
     assert Account.read(out).excluded == {}
-
-
-def test_after_going_back_a_run_is_the_one_in_which_that_client_was_lost_from_then_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # a file that the command can load; the server and its clients live in this test
-    made = small("scaffold", 3, rounds=6)
-    carrier, out = local(made, tmp_path), tmp_path / "run"
-    first = served(carrier, made, out, config={**made.describe("scaffold"), "vary": {}})
     assert main(["resume", str(out), "--round", "4", "--without", "1"]) == 0
     told = capsys.readouterr().err
     assert "the run stands after round 4" in told
     assert "client 1 is excluded from now on" in told
     assert "fedlowrank serve FILE.toml --resume" in told.replace("\n", " ")
     before = len(carrier.log)
-    result = served(carrier, made, out, resume=True, config={**made.describe("scaffold"), "vary": {}})
+    result = served(carrier, made, out, resume=True, config=config)
     assert lost(result) == [set()] * 4 + [{1}] * 2
     assert "client 1 is excluded: the run went on without it after round 4" in result.rounds[5].lost["1"]
     assert [r.untimed() for r in result.rounds[:4]] == [r.untimed() for r in first.rounds[:4]]
@@ -423,35 +413,31 @@ def test_after_going_back_a_run_is_the_one_in_which_that_client_was_lost_from_th
     # what an operator reads afterwards
     account = Account.read(out)
     assert (account.branch, account.excluded) == (1, {1: 4})
-    assert (
-        served(carrier, made, out, resume=True, config={**made.describe("scaffold"), "vary": {}}).rounds
-        == result.rounds
-    )
+    assert served(carrier, made, out, resume=True, config=config).rounds == result.rounds
 
 
 def test_a_client_can_be_excluded_without_going_back(tmp_path: Path) -> None:
-    made = small("scaffold", 3, rounds=3)
-    carrier, out = local(made, tmp_path), tmp_path / "run"
+    made, out = small("scaffold", 3, rounds=3), tmp_path / "run"
+    config = {**made.describe("scaffold"), "vary": {}}
 
     def stop(there: LocalTransport, message: Message) -> Any:
         raise Killed
 
-    carrier.fault = in_round(3, 0, stop)
+    carrier = local(made, tmp_path, in_round(3, 0, stop))
     with pytest.raises(Killed):
-        served(carrier, made, out, config={**made.describe("scaffold"), "vary": {}})
+        served(carrier, made, out, config=config)
     carrier.fault = intact
     # this process has not the clients' states
     assert main(["resume", str(out)]) == 1
     assert main(["resume", str(out), "--without", "2"]) == 0
-    result = served(carrier, made, out, resume=True, config={**made.describe("scaffold"), "vary": {}})
+    result = served(carrier, made, out, resume=True, config=config)
     assert lost(result) == [set(), set(), {2}]
     assert Account.read(out).branch == 0
 
 
 def test_a_damaged_account_is_noticed(tmp_path: Path) -> None:
     made = small("scaffold", rounds=1)
-    carrier = local(made, tmp_path)
-    served(carrier, made, tmp_path / "run")
+    ran(made, tmp_path)
     path = tmp_path / "run" / "network.json"
     whole = path.read_bytes()
     for place in range(0, len(whole), 5):
