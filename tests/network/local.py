@@ -292,7 +292,7 @@ def ran(
 
 
 def on_orders(act: Callable[[LocalTransport, Message, int, int], Any]) -> Fault:
-    """An act decides on the orders, given their round from 1 and their client; where it gives None, all arrives."""
+    """Ask an act what becomes of an order, by its round from 1 and client; where it gives None, all arrives."""
 
     def fault(carrier: LocalTransport, message: Message) -> Any:
         found = None

@@ -334,8 +334,11 @@ def judged(header: str, payload: bytes) -> tuple[str, dict[int, int]]:
     federation, without = world()
     given = [kept[100][1], Response(101, "order", header, payload), kept[102][1]]
     engine = NetworkEngine(
-        transport=Stub(given), registry=admitted(made, kept), settings=NetworkSettings(), account=Account(run_id),
-    )  # fmt: skip
+        transport=Stub(given),
+        registry=admitted(made, kept),
+        settings=NetworkSettings(),
+        account=Account(run_id),
+    )
     run = NetworkRun(made.build_method("scaffold"), federation, made.run, engine)
     with log_lines() as lines:
         before = run.start()

@@ -157,5 +157,6 @@ def _check(content: bytes, digest: str, path: Path) -> None:
     if digest_of(content) != digest:
         raise CheckpointError(
             f"{path} is damaged: its digest is not the one in its first line. Restore the file from a copy, "
-            "or remove it: the client is then left out, or starts again if the server has network.forgotten = 'begin'."
+            "or remove it: the client is then left out, or starts again if the server has "
+            "network.forgotten = 'begin'."
         )

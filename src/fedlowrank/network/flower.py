@@ -277,7 +277,7 @@ def simulation(
     resume: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run an experiment in Flower's simulation, as :func:`.drive.drive`; ``clients`` holds the clients' folders.
+    """Run an experiment in Flower's simulation, see :func:`.drive.drive`; ``clients`` holds their folders.
 
     Raises:
         ConfigError: if Ray is missing.

@@ -31,7 +31,7 @@ class ProcessError(FedlowrankError):
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's processes, which keeps them quiet, private and offline; home is their folder."""
+    """The environment that keeps Flower's processes quiet, private and offline; home is their folder."""
     own = os.environ
     # processes of one machine talk over loopback, which no proxy reaches; where both spellings are set, the
     # first counts

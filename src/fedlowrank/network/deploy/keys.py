@@ -131,7 +131,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
 
 
 def add_client(folder: Path, client: int) -> None:
-    """Make the key of one more client, read by the server at its next start; raises ConfigError if it has one."""
+    """Make the key of one more client, read at the server's next start; ConfigError if it has one."""
     if client < 0:
         raise ConfigError(f"clients are numbered from 0; client is {client}")
     (authority,) = _files(folder / "server", "ca.crt")

@@ -29,7 +29,7 @@ _ANSWER_SECONDS = 120
 
 
 class RunStatus(NamedTuple):
-    """The status of a run (such as running or finished:failed) and its reason in Flower's words, maybe empty."""
+    """The status of a run, such as running or finished:failed, and its reason in Flower's words."""
 
     status: str
     details: str

@@ -60,8 +60,8 @@ def supervise(
             if failures >= _ATTEMPTS and (now - last_connection > patience or _REFUSED not in log):
                 raise ProcessError(
                     f"{node.name} ended with code {node.code} {failures} times in a row, and is not started "
-                    "again. Check the server's address, the keys, and whether the server knows this client's. "
-                    f"The end of {node.log}:\n{log}"
+                    "again. Check the server's address, the keys, and whether the server knows this "
+                    f"client's. The end of {node.log}:\n{log}"
                 )
             pause = pauses[min(restarts, len(pauses)) - 1]
             ended = f"{node.name} ended with code {node.code}"

@@ -100,7 +100,7 @@ def floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
 
 
 def norm(number: Tensor | float, minus: Tensor | float | None = None) -> float:
-    """Euclidean norm of ``number - minus`` in float64; not finite if a number is not, or the norm overflows."""
+    """Euclidean norm of ``number - minus`` in float64; not finite if a number is not, or it overflows."""
     if not isinstance(number, Tensor):
         return abs(number - (0.0 if minus is None else float(minus)))
     total = 0.0
@@ -153,7 +153,8 @@ class NormBound:
                 if size > bound * scale:
                     reasons.setdefault(client, (
                         f"its update has the norm {size:.4g}{f' at {part}' if part else ''}, above "
-                        f"{bound * scale:.4g}; {usual:.4g} is usual (network.limits.update_ratio = {self.ratio:g})"
+                        f"{bound * scale:.4g}; {usual:.4g} is usual "
+                        f"(network.limits.update_ratio = {self.ratio:g})"
                     ))  # fmt: skip
         return reasons
 

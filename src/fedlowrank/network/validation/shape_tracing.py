@@ -67,7 +67,7 @@ def _twice(t: Tensor) -> Tensor:
 
 
 def expected_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> Template:
-    """The template of a client's upload; errors of the method are not caught, values of the download not used."""
+    """The template of a client's upload; only the form of the download is used, and errors are not caught."""
     model = task.model(info)
     trainer = TracingTrainer(method, task, model)
     view = ClientView(info, task, model, 0, task.key / "dry", trainer)
