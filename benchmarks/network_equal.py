@@ -71,7 +71,7 @@ def differences(run: Run, out: Path, clients: Sequence[Path]) -> list[str]:
 def simulated(made: ExperimentConfig, base: Path) -> tuple[Path, list[Path]]:
     """Run it in Flower's simulation."""
     out, folders = base / "sim", base / "sim.clients"
-    simulation(made, out, folders, lambda _: None)
+    simulation(made, out, folders)
     return out, [folders / str(i) for i in range(CLIENTS)]
 
 
@@ -94,7 +94,7 @@ def deployed(
         while not (status := link.status(run)).is_finished:
             time.sleep(2)
     if not status.is_completed:
-        raise RuntimeError(f"{status}: {link.run_log(run)[-2000:]}")
+        raise RuntimeError(f"{status}: {link.tail(50)}")
     return places["out"].rename(base / "net"), folders
 
 

@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -35,7 +36,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core.files import write_json
 from fedlowrank.network.client import prepare
 from fedlowrank.network.deploy.flower_app import write_app, write_own_app
-from fedlowrank.network.deploy.flower_process import FlowerProcess, find_command, free_port
+from fedlowrank.network.deploy.flower_process import FlowerProcess, free_port
 from fedlowrank.network.deploy.processes import SuperLink, SuperNode
 from fedlowrank.network.flower import (
     EXPERIMENT,
@@ -148,14 +149,14 @@ def in_process(clients: int, rounds: int) -> list[float]:
 class FlowerNode(FlowerProcess):
     """Flower's own SuperNode, which runs the floor's app; :class:`SuperNode` runs no app but fedlowrank's."""
 
-    def start(self, address: str) -> None:
+    def start(self) -> None:
         """Start it."""
         self._prepare()
         command = [
-            find_command("flower-supernode"),
+            str(Path(sys.executable).with_name("flower-supernode")),
             "--insecure",
             "--superlink",
-            address,
+            self.address,
             "--host",
             "127.0.0.1",
         ]
@@ -165,7 +166,7 @@ class FlowerNode(FlowerProcess):
 @contextmanager
 def server(base: Path, **variables: str) -> Iterator[SuperLink]:
     """A server on loopback."""
-    with SuperLink(base / "server", insecure=True, variables=variables) as link:
+    with SuperLink(base / "server", None, variables=variables) as link:
         yield link
 
 
@@ -174,7 +175,7 @@ def finished(link: SuperLink, run: int) -> None:
     while not (status := link.status(run)).is_finished:
         time.sleep(5)
     if not status.is_completed:
-        raise RuntimeError(f"{status}: {link.run_log(run)[-2000:]}")
+        raise RuntimeError(f"{status}: {link.tail(50)}")
 
 
 def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[float], dict[str, int]]:
@@ -184,8 +185,8 @@ def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[f
     path = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
     with server(base / "a", **path) as link, ExitStack() as stack:
         for i in range(clients):
-            flower_node = FlowerNode(base / "floor-nodes" / str(i), "supernode", path, None)
-            flower_node.start(link.address)
+            flower_node = FlowerNode(base / "floor-nodes" / str(i), "supernode", link.address, path)
+            flower_node.start()
             stack.callback(flower_node.close)
         config = {"nodes": clients, "rounds": rounds, "out": str(result)}
         write_app(
@@ -202,7 +203,7 @@ def deployed(base: Path, clients: int, rounds: int) -> tuple[list[float], list[f
         for i in range(clients):
             folder = base / "clients" / str(i)
             prepare(folder, made, i, shares)
-            node = SuperNode(folder / "flower", link.address, folder, insecure=True)
+            node = SuperNode(folder / "flower", link.address, folder, None)
             node.start()
             stack.callback(node.close)
         write_own_app(base / "app")

@@ -14,12 +14,17 @@ import json
 import logging
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 
 from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
@@ -36,9 +41,29 @@ from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.simulate import Result, threads
 from fedlowrank.training.flops import FlopLedger
 
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+"""Values of JSON without inner ones."""
+
+
+def fuzz(examples: int) -> settings:
+    """The same examples in every run, without limits of time."""
+    checks = [*HealthCheck]
+    return settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=checks
+    )
+
 
 class Killed(BaseException):
     """A process is gone: nobody catches this on its way."""
+
+
+def until(is_so: Callable[[], Any], seconds: float = 100.0) -> Any:
+    """What a function gives once that is something."""
+    deadline = time.monotonic() + seconds
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.1)
+    return found
 
 
 def no_space(where: str) -> OSError:
@@ -258,6 +283,26 @@ def served(carrier: LocalTransport, made: ExperimentConfig, out: Path, **more: A
         return drive(carrier, made, out, **more)
 
 
+def ran(
+    made: ExperimentConfig, base: Path, fault: Fault = intact, **more: Any
+) -> tuple[LocalTransport, Result]:
+    """A whole run, and the transport that it used."""
+    carrier = local(made, base, fault)
+    return carrier, served(carrier, made, base / "run", **more)
+
+
+def on_orders(act: Callable[[LocalTransport, Message, int, int], Any]) -> Fault:
+    """Ask an act what becomes of an order, by its round from 1 and client; where it gives None, all arrives."""
+
+    def fault(carrier: LocalTransport, message: Message) -> Any:
+        found = None
+        if message.kind == "order":
+            found = act(carrier, message, Order.from_json(message.header).round + 1, message.node - 100)
+        return intact(carrier, message) if found is None else found
+
+    return fault
+
+
 @contextmanager
 def log_lines() -> Iterator[list[str]]:
     """The package's log messages while a block runs, where caplog cannot be used."""
@@ -272,18 +317,20 @@ def log_lines() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def lossy(lost: Mapping[int, set[int]] | Callable[[int, int], bool]) -> Fault:
+def logged(caplog: pytest.LogCaptureFixture, text: str) -> int:
+    """How many log messages hold a text."""
+    return sum(text in line for line in caplog.messages)
+
+
+def lossy(lost: Mapping[int, set[int]]) -> Fault:
     """Replies of these clients in these rounds are lost after the client did its work; rounds count from 1."""
 
-    def fault(carrier: LocalTransport, message: Message) -> list[Response | tuple[float, Response]]:
+    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
         found = carrier.answered(message)
-        if message.kind == "registration":
-            return [found]
-        order, client = Order.from_json(message.header), message.node - 100
-        gone = lost(order.round + 1, client) if callable(lost) else client in lost.get(order.round + 1, ())
-        return [lost_reply(message)] if gone and order.train else [found]
+        gone = client in lost.get(t, ())
+        return [lost_reply(message)] if gone and Order.from_json(message.header).train else [found]
 
-    return fault
+    return on_orders(act)
 
 
 def missed(result: Result) -> set[tuple[int, int]]:
@@ -298,16 +345,7 @@ def lost(result: Result) -> list[set[int]]:
 def in_round(t: int, client: int, act: Fault) -> Fault:
     """What becomes of the order to that client in a round, counted from 1; all else arrives."""
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
-        if (
-            message.kind == "order"
-            and message.node == 100 + client
-            and Order.from_json(message.header).round == t - 1
-        ):
-            return act(carrier, message)
-        return intact(carrier, message)
-
-    return fault
+    return on_orders(lambda carrier, message, *at: act(carrier, message) if at == (t, client) else None)
 
 
 def lost_reply(message: Message, problem: str = "it was lost") -> Response:
@@ -366,7 +404,7 @@ def same_states(result: Result, carrier: LocalTransport, run: Run) -> None:
 def remembered(result: Result, carrier: LocalTransport, client: int) -> ClientMemory:
     engine = result.run.engine
     assert isinstance(engine, server.NetworkEngine)
-    return ClientMemory(carrier.folders[100 + client] / engine.run_id)
+    return ClientMemory(carrier.folders[100 + client] / engine.account.run)
 
 
 def same_record(found: RoundRecord, wanted: RoundRecord) -> set[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from filelock import FileLock
 
 from fedlowrank.config.assembly import Shares, assemble
 from fedlowrank.config.experiment import ExperimentConfig
@@ -20,14 +22,13 @@ from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError, ConfigError, DataError
 from fedlowrank.engines.base import ClientJob
 from fedlowrank.engines.sequential import Sequential
-from fedlowrank.network import client as module
 from fedlowrank.network.client import ClientRuntime, own_share, prepare
 from fedlowrank.network.client_memory import ClientMemory
-from fedlowrank.network.messages import Order, sections
+from fedlowrank.network.messages import Answer, Order, sections
 from fedlowrank.network.server import NetworkError
 from fedlowrank.simulation.run import Run
 
-from .local import Hazard, LocalTransport, agrees, local, no_space, same_states, served, small, tables
+from .local import Hazard, LocalTransport, no_space, same_states, served, small, tables
 
 RUN = "0123456789abcdef"
 
@@ -48,13 +49,19 @@ def run(made: ExperimentConfig) -> Run:
     return Run(made.build_method("scaffold"), made.federation(), made.run, Sequential())
 
 
-def download(run: Run, client: int = 1) -> bytes:
-    return tree.encode(run.method.download(run.state.server, run.federation.infos[client]))
+def download(run: Run, add: float = 0.0) -> bytes:
+    down = run.method.download(run.state.server, run.federation.infos[1])
+    return tree.encode(tree.map(lambda t: t + add, down) if add else down)
 
 
 def order(run: Run, /, **fields: Any) -> Order:
     given = {"run": RUN, "round": run.round, "stamp": 0, "train": True, "evaluate": False}
     return Order(**{**given, **fields})
+
+
+def answer(run: Run, folder: Path, /, add: float = 0.0, **fields: Any) -> tuple[Answer, bytes]:
+    """What a client's process that begins now answers to an order; to the download a number may be added."""
+    return ClientRuntime(folder).answer(order(run, **fields), download(run, add))
 
 
 # -- the folder
@@ -111,7 +118,6 @@ def test_a_folder_that_is_none_is_named(made: ExperimentConfig, folder: Path, tm
         {},
         *({k: v for k, v in stored.items() if k != n} for n in stored),
     ]
-    damaged += [{**stored, "client": "1"}, {**stored, "tables": 3}, {**stored, "clients": None}]
     for text in damaged:
         (folder / "client.json").write_text(text if isinstance(text, str) else json.dumps(text))
         with pytest.raises(CheckpointError, match=r"client\.json is damaged"):
@@ -166,8 +172,8 @@ def test_it_registers_without_an_example(made: ExperimentConfig, folder: Path) -
 def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, folder: Path) -> None:
     carrier = LocalTransport({101: folder})
     with carrier.world():
-        first = ClientRuntime(folder).answer(order(run), download(run))
-        again = ClientRuntime(folder).answer(order(run), download(run))
+        first = answer(run, folder)
+        again = answer(run, folder)
         assert again == first
         assert carrier.trained == [(1, 0)]
         # the sequential run sends the same
@@ -177,13 +183,9 @@ def test_the_same_order_gets_the_same_bytes_and_is_worked_on_once(run: Run, fold
         assert first[0].losses == outcome.meter.losses
         # another order is another order, be it by its header or by its payload alone
         trains = len(carrier.trained)
-        for other, payload in (
-            (order(run), other_download(run)),
-            (order(run, evaluate=True), other_download(run)),
-        ):
-            ClientRuntime(folder).answer(other, payload)
-            trains += 1
-            assert len(carrier.trained) == trains
+        answer(run, folder, add=1.0)
+        answer(run, folder, add=1.0, evaluate=True)
+        assert len(carrier.trained) == trains + 2
 
 
 def job(run: Run, client: int) -> Any:
@@ -191,40 +193,31 @@ def job(run: Run, client: int) -> Any:
     return ClientJob(run.state_of(info), run.method.download(run.state.server, info), info)
 
 
-def other_download(run: Run) -> bytes:
-    down = run.method.download(run.state.server, run.federation.infos[1])
-    return tree.encode(tree.map(lambda t: t + 1, down))
-
-
 def test_a_run_that_went_back_asks_for_old_rounds_again_and_orders_of_before_are_not_answered(
     run: Run, folder: Path
 ) -> None:
     for t in range(3):
-        assert ClientRuntime(folder).answer(order(run, round=t, stamp=t), download(run))[0].problem == ""
-    before = tree.decode(
-        ClientRuntime(folder).answer(order(run, round=1, stamp=1, branch=1), other_download(run))[1]
-    )
+        assert answer(run, folder, round=t, stamp=t)[0].problem == ""
+    before = tree.decode(answer(run, folder, round=1, stamp=1, branch=1, add=1.0)[1])
     # from the state after round 1, as a client that never went further
     fresh = folder.with_name("fresh")
     prepare(fresh, ClientRuntime(folder).made, 1, ClientRuntime(folder).made.shares())
-    ClientRuntime(fresh).answer(order(run), download(run))
-    wanted = tree.decode(ClientRuntime(fresh).answer(order(run, round=1, stamp=1), other_download(run))[1])
+    answer(run, fresh)
+    wanted = tree.decode(answer(run, fresh, round=1, stamp=1, add=1.0)[1])
     assert tree.equal(before, wanted)
-    late, payload = ClientRuntime(folder).answer(order(run, round=3, stamp=2), download(run))
+    late, payload = answer(run, folder, round=3, stamp=2)
     assert (late.kind, payload) == ("other", b"")
-    assert (
-        ClientRuntime(folder).answer(order(run, round=2, stamp=2, branch=1), download(run))[0].problem == ""
-    )
+    assert answer(run, folder, round=2, stamp=2, branch=1)[0].problem == ""
 
 
 def test_a_damaged_state_is_not_built_on(run: Run, folder: Path) -> None:
     for t in range(2):
-        assert ClientRuntime(folder).answer(order(run, round=t, stamp=t), download(run))[0].problem == ""
+        assert answer(run, folder, round=t, stamp=t)[0].problem == ""
     path = folder / RUN / "000002.tree"
     data = path.read_bytes()
     place = data.index(b"\n") + 500
     path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-    header, payload = ClientRuntime(folder).answer(order(run, round=2, stamp=2), download(run))
+    header, payload = answer(run, folder, round=2, stamp=2)
     assert (header.kind, payload) == ("disk", b"")
     assert "000002.tree is damaged: its digest is not the one in its first line" in header.problem
 
@@ -239,11 +232,11 @@ def test_damaged_examples_are_not_trained_on(run: Run, folder: Path) -> None:
 
 
 def test_runs_have_memories_of_their_own(run: Run, folder: Path) -> None:
-    ClientRuntime(folder).answer(order(run), download(run))
-    header, _ = ClientRuntime(folder).answer(order(run, run="other", round=1, stamp=1), download(run))
+    answer(run, folder)
+    header, _ = answer(run, folder, run="other", round=1, stamp=1)
     assert header.kind == "state"
     assert "was lost or is of another machine" in header.problem
-    header, _ = ClientRuntime(folder).answer(order(run, round=1, stamp=1), download(run))
+    header, _ = answer(run, folder, round=1, stamp=1)
     assert header.problem == ""
 
 
@@ -253,23 +246,18 @@ def test_runs_have_memories_of_their_own(run: Run, folder: Path) -> None:
 def test_a_run_with_a_name_that_is_a_path_is_refused(run: Run, folder: Path, name: str) -> None:
     before = sorted(folder.parent.rglob("*"))
     with pytest.raises(ConfigError, match="the server calls its run"):
-        ClientRuntime(folder).answer(order(run, run=name), download(run))
+        answer(run, folder, run=name)
     assert [p for p in sorted(folder.parent.rglob("*")) if p.name != "lock"] == before
 
 
 def test_training_that_diverges_is_reported_and_keeps_the_state(run: Run, folder: Path) -> None:
-    ClientRuntime(folder).answer(order(run), download(run))
-    header, payload = ClientRuntime(folder).answer(order(run, round=1, stamp=1), nan_download(run))
+    answer(run, folder)
+    header, payload = answer(run, folder, round=1, stamp=1, add=math.nan)
     assert (header.kind, payload) == ("training", b"")
     assert "not finite" in header.problem
     assert (header.steps, header.losses) == (0, {})
-    header, _ = ClientRuntime(folder).answer(order(run, round=2, stamp=1), download(run))
+    header, _ = answer(run, folder, round=2, stamp=1)
     assert header.problem == ""
-
-
-def nan_download(run: Run) -> bytes:
-    down = run.method.download(run.state.server, run.federation.infos[1])
-    return tree.encode(tree.map(lambda t: t * float("nan"), down))
 
 
 def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(run: Run, folder: Path) -> None:
@@ -295,13 +283,13 @@ def test_a_full_disk_is_said_to_be_full_wherever_it_strikes(run: Run, folder: Pa
 
 
 def test_an_order_of_a_round_that_is_over_changes_nothing(run: Run, folder: Path) -> None:
-    ClientRuntime(folder).answer(order(run), download(run))
+    answer(run, folder)
     # the reply was lost, and the server went on; then a process of before gets to its old order
-    ClientRuntime(folder).answer(order(run, round=2), download(run))
-    header, payload = ClientRuntime(folder).answer(order(run, round=1), download(run))
+    answer(run, folder, round=2)
+    header, payload = answer(run, folder, round=1)
     assert (header.kind, payload) == ("other", b"")
     assert "an order of round 2 came when one of round 3 had been answered" in header.problem
-    assert ClientRuntime(folder).answer(order(run, round=3, stamp=3), download(run))[0].problem == ""
+    assert answer(run, folder, round=3, stamp=3)[0].problem == ""
 
 
 def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path) -> None:
@@ -313,7 +301,7 @@ def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path)
         done.set()
 
     thread = threading.Thread(target=work)
-    with module._lock(folder):
+    with FileLock(folder / "lock"):
         thread.start()
         assert not done.wait(0.3)
     thread.join(60)
@@ -321,11 +309,9 @@ def test_two_processes_of_one_client_wait_for_each_other(run: Run, folder: Path)
 
 
 def test_at_the_end_it_writes_its_model_down(run: Run, folder: Path) -> None:
-    ClientRuntime(folder).answer(order(run), download(run))
+    answer(run, folder)
     run.step()
-    header, _ = ClientRuntime(folder).answer(
-        order(run, stamp=1, train=False, evaluate=True, last=True), download(run)
-    )
+    header, _ = answer(run, folder, stamp=1, train=False, evaluate=True, last=True)
     model = safetensors.torch.load_file(folder / RUN / "model" / "model.safetensors")
     wanted = run.personal(run.federation.infos[1])
     assert tree.equal(model, {n: wanted[n] for n in model})
@@ -407,16 +393,3 @@ def test_a_client_with_other_columns_is_not_admitted(
     result = served(carrier, small_network(made), tmp_path / "run")
     assert {client for client, _ in carrier.orders()} == {0, 1}
     assert [r.lost for r in result.rounds[1:]] == [{"2": "client 2 is not connected"}] * 3
-
-
-def test_a_client_of_another_experiment_is_rejected(made: ExperimentConfig, tmp_path: Path) -> None:
-    carrier = local(made, tmp_path)
-    other = small("feddyn")
-    prepare(tmp_path / "other", other, 1, other.shares())
-    carrier.folders[101] = tmp_path / "other"
-    with pytest.raises(NetworkError, match=r"only 2 of 3(.|\n)*section\(s\) method differ"):
-        served(carrier, made, tmp_path / "run")
-    assert not carrier.orders()
-    prepare(tmp_path / "client-1", made, 1, made.shares())
-    carrier.folders[101] = tmp_path / "client-1"
-    assert agrees(served(carrier, made, tmp_path / "run"), carrier, made) == set()

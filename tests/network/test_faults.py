@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-from fedlowrank.engines.sequential import Sequential
 from fedlowrank.network.messages import Order
 from fedlowrank.network.server import NetworkError
 from fedlowrank.network.transport import Message, Response
@@ -30,10 +29,12 @@ from .local import (
     in_round,
     intact,
     local,
+    logged,
     lost,
     lost_reply,
     missed,
-    no_space,
+    on_orders,
+    ran,
     same_record,
     same_states,
     served,
@@ -45,7 +46,7 @@ DUAL = ["scaffold", "fedslr"]
 
 
 def nothing(carrier: LocalTransport, message: Message) -> Any:
-    return [lost_reply(message, "error 8: the client's process died")]
+    return [lost_reply(message, "RuntimeError: out of memory\n12:00:00 finished")]
 
 
 def worked_and_lost(carrier: LocalTransport, message: Message) -> Any:
@@ -68,58 +69,16 @@ def never(carrier: LocalTransport, message: Message) -> Any:
 
 @pytest.mark.parametrize("method", DUAL)
 @pytest.mark.parametrize("act", [nothing, worked_and_lost, twice, never])
-def test_a_reply_that_is_lost_or_comes_twice(method: str, act: Fault, tmp_path: Path) -> None:
+def test_a_reply_that_is_lost_or_comes_twice(
+    method: str, act: Fault, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     made = small(method)
-    carrier = local(made, tmp_path, in_round(2, 1, act))
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, in_round(2, 1, act))
     assert agrees(result, carrier, made) == missed(result)
     assert lost(result) == ([set()] * 3 if act is twice else [set(), {1}, set()])
+    assert all("\n" not in line for line in caplog.messages)
     # only a carrier that says nothing at all makes the server wait
     assert carrier.clock.now == (pytest.approx(3600, abs=2) if act is never else 0)
-
-
-def test_a_client_that_raises_in_its_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = small("scaffold")
-    carrier = local(made, tmp_path)
-    update = type(made.build_method("scaffold")).local_update
-
-    def raising(self: Any, state: Any, down: Any, view: Any) -> Any:
-        if (view.info.id, view.round) == (1, 1) and carrier.running:
-            raise RuntimeError("out of memory\n12:00:00 finished")
-        return update(self, state, down, view)
-
-    monkeypatch.setattr(type(made.build_method("scaffold")), "local_update", raising)
-    result = served(carrier, made, tmp_path / "run")
-    assert agrees(result, carrier, made) == missed(result)
-    assert result.rounds[2].lost == {
-        "1": "no reply of client 1: RuntimeError: out of memory 12:00:00 finished"
-    }
-    assert all("\n" not in line for line in caplog.messages)
-
-
-def test_training_that_diverges_at_one_client(tmp_path: Path) -> None:
-    made = small("scaffold")
-    carrier = local(made, tmp_path)
-    train = Sequential.run
-
-    def diverging(self: Any, method: Any, federation: Any, task: Any, round: int, jobs: Any) -> Any:
-        if carrier.running == 101 and round == 1:
-            jobs = [
-                dataclasses.replace(j, down=j.down.__class__(nan(j.down.model), j.down.control)) for j in jobs
-            ]
-        return train(self, method, federation, task, round, jobs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequential, "run", diverging)
-        result = served(carrier, made, tmp_path / "run")
-    assert agrees(result, carrier, made) == missed(result) == {(1, 1)}
-    assert "not finite" in result.rounds[2].lost["1"]
-
-
-def nan(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: t * float("nan") for n, t in params.items()}
 
 
 def test_a_client_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
@@ -146,17 +105,6 @@ def perilous(carrier: LocalTransport, message: Message, hazard: Hazard) -> Any:
     return [found]
 
 
-@pytest.mark.parametrize("place", [0, 2, 3])
-def test_a_client_whose_disk_is_full_for_a_round(place: int, tmp_path: Path) -> None:
-    made = small("scaffold")
-    full = Hazard(set(range(place, 99)), no_space)
-    carrier = local(made, tmp_path, in_round(2, 1, functools.partial(perilous, hazard=full)))
-    result = served(carrier, made, tmp_path / "run")
-    assert agrees(result, carrier, made) == missed(result)
-    assert lost(result) == [set(), {1}, set()]
-    assert "No space left on device" in result.rounds[2].lost["1"]
-
-
 # -- late replies and slow clients
 
 
@@ -164,16 +112,14 @@ def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) ->
     made = small("scaffold", rounds=4)
     kept: list[Response] = []
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
-        found = carrier.answered(message)
-        if message.kind == "registration" or message.node != 101:
-            return [found]
-        kept.append(found)
+    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+        if client != 1:
+            return None
+        kept.append(found := carrier.answered(message))
         # round 2 is lost, and its reply comes in round 3; LocalTransport hands out the last one first
-        return [] if len(kept) == 2 else [found, kept[1]] if len(kept) == 3 else [found]
+        return [] if t == 2 else [found, kept[1]] if t == 3 else [found]
 
-    carrier = local(made, tmp_path, fault)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, on_orders(act))
     assert agrees(result, carrier, made) == missed(result)
     assert lost(result) == [set(), {1}, {1}, set()]
     assert "it answers (1, " in result.rounds[3].lost["1"]
@@ -182,16 +128,12 @@ def test_a_reply_of_an_older_round_is_not_taken_for_a_new_one(tmp_path: Path) ->
 def test_slow_clients_are_left_out_and_the_rest_goes_on(tmp_path: Path) -> None:
     made = small("feddyn", network={"deadline": 60.0, "min_replies": 2})
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
-        found = carrier.answered(message)
-        if message.kind == "registration" or Order.from_json(message.header).last:
-            return [found]
+    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
         # client 0 takes 20 s and is in time; client 1 takes 90 s in the second round, and comes too late
-        slow = message.node == 101 and Order.from_json(message.header).round == 1
-        return [(90.0 if slow else 20.0 if message.node == 100 else 0.0, found)]
+        seconds = {(1, 0): 20.0, (2, 0): 20.0, (3, 0): 20.0, (2, 1): 90.0}.get((t, client), 0.0)
+        return [(seconds, carrier.answered(message))]
 
-    carrier = local(made, tmp_path, fault)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, on_orders(act))
     assert agrees(result, carrier, made) == missed(result)
     assert result.rounds[2].lost == {"1": "client 1 did not reply within 60 s"}
     assert lost(result) == [set(), {1}, set()]
@@ -202,18 +144,14 @@ def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small("scaffold", network={"min_replies": 3, "attempts": 3})
-    left = Counter({(102, 1): 2})
+    left: Counter[tuple[int, ...]] = Counter({(2, 2): 2})
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
+    def act(carrier: LocalTransport, message: Message, *at: int) -> Any:
         found = carrier.answered(message)
-        if message.kind == "registration":
-            return [found]
-        key = message.node, Order.from_json(message.header).round
-        left[key] -= 1
-        return [lost_reply(message)] if left[key] >= 0 else [found]
+        left[at] -= 1
+        return [lost_reply(message)] if left[at] >= 0 else [found]
 
-    carrier = local(made, tmp_path, fault)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, on_orders(act))
     assert agrees(result, carrier, made) == set()
     assert lost(result) == [set()] * 3
     # only who did not reply is asked again, by the same bytes, and answers from its memory
@@ -224,29 +162,22 @@ def test_too_few_replies_are_asked_for_again_and_work_that_was_done_is_not_done_
     assert again[0] == again[1] == again[2]
     assert len(carrier.orders()) == 3 * 4 + 2
     assert sorted(carrier.trained) == sorted((c, t) for c in range(3) for t in range(3))
-    assert (
-        sum(
-            "2 good replies, 3 are needed: no reply of client 2: it was lost" in line
-            for line in caplog.messages
-        )
-        == 2
-    )
+    assert logged(caplog, "2 good replies, 3 are needed: no reply of client 2: it was lost") == 2
 
 
 def test_a_round_that_never_succeeds_ends_the_run_with_all_reasons_and_can_be_resumed(tmp_path: Path) -> None:
     made = small("scaffold", network={"min_replies": 2, "attempts": 2, "wait": 50.0})
-    carrier = local(made, tmp_path)
 
-    def fault(there: LocalTransport, message: Message) -> Any:
-        if message.kind == "order" and Order.from_json(message.header).round == 1 and message.node != 100:
-            if message.node == 101:
-                there.away.add(101)
-                return [Response(101, "order", problem="the node is gone", disconnected=True)]
+    def act(there: LocalTransport, message: Message, *at: int) -> Any:
+        if at == (2, 1):
+            there.away.add(101)
+            return [Response(101, "order", problem="the node is gone", disconnected=True)]
+        if at == (2, 2):
             there.answered(message)
             return [lost_reply(message, "the line is bad")]
-        return intact(there, message)
+        return None
 
-    carrier.fault = fault
+    carrier = local(made, tmp_path, on_orders(act))
     with pytest.raises(NetworkError) as error:
         served(carrier, made, tmp_path / "run")
     for text in ("round 2 was asked for 2 times and never brought 2 good replies of 3 clients", "client 1 is not connected",
@@ -273,18 +204,12 @@ def test_a_client_that_joins_between_two_attempts_does_not_change_the_round(tmp_
     carrier.away = {101}
     asked: list[Message] = []
 
-    def fault(there: LocalTransport, message: Message) -> Any:
-        if (
-            message.kind == "registration"
-            or message.node != 100
-            or Order.from_json(message.header).round != 1
-        ):
-            return intact(there, message)
+    def act(there: LocalTransport, message: Message) -> Any:
         there.away.clear()
         asked.append(message)
         return intact(there, message) if len(asked) == 4 else [lost_reply(message)]
 
-    carrier.fault = fault
+    carrier.fault = in_round(2, 0, act)
     result = served(carrier, made, tmp_path / "run")
     assert asked == asked[:1] * 4
     assert lost(result) == [{1}, {1}, set()]
@@ -298,40 +223,21 @@ def test_a_client_that_joins_late(method: str, tmp_path: Path) -> None:
     carrier = local(made, tmp_path)
     carrier.away = {101}
 
-    def fault(there: LocalTransport, message: Message) -> Any:
-        if message.kind == "order" and Order.from_json(message.header).round == 1:
+    def act(there: LocalTransport, message: Message, t: int, client: int) -> None:
+        if t == 2:
             # there from the second round on: it is asked who it is along with the third round's orders
             there.away.clear()
-        return intact(there, message)
 
-    carrier.fault = fault
+    carrier.fault = on_orders(act)
     result = served(carrier, made, tmp_path / "run")
     assert lost(result) == [{1}, {1}, {1}, set()]
     assert result.rounds[1].lost == {"1": "client 1 is not connected"}
     assert agrees(result, carrier, made) == {(0, 1), (1, 1), (2, 1)}
 
 
-def test_a_client_that_leaves_for_good(tmp_path: Path) -> None:
-    made = small("scaffold", rounds=4)
-    carrier = local(made, tmp_path)
-
-    def fault(there: LocalTransport, message: Message) -> Any:
-        if message.kind == "order" and Order.from_json(message.header).round == 1:
-            there.away.add(101)
-        return [] if message.node in there.away else intact(there, message)
-
-    carrier.fault = fault
-    result = served(carrier, made, tmp_path / "run")
-    assert lost(result) == [set(), {1}, {1}, {1}]
-    # what it did before stays part of the model, and its disk holds the state that belongs to it
-    assert agrees(result, carrier, made) == {(t, 1) for t in range(1, 5)}
-    assert result.run.state.clients[1] == {"stamp": 1}
-
-
 def test_a_client_that_lost_its_folder_is_left_out(tmp_path: Path) -> None:
     made = small("scaffold", rounds=4)
-    carrier = local(made, tmp_path, forgetting(1, 2))
-    result = served(carrier, made, tmp_path / "run")
+    _, result = ran(made, tmp_path, forgetting(1, 2))
     assert "the server expects the state after round 1" in result.rounds[2].lost["1"]
     assert "the server expects the state after round 1" in result.rounds[3].lost["1"]
     assert lost(result) == [set(), {1}, {1}, {1}]
@@ -359,8 +265,7 @@ def test_a_client_that_lost_its_folder_starts_again(
     method: str, needed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = small(method, rounds=4, network={"forgotten": "begin", "min_replies": needed})
-    carrier = local(made, tmp_path, forgetting(1, 2))
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, forgetting(1, 2))
     # it is asked again at once only where a round needs it
     assert lost(result) == ([set(), {1}, set(), set()] if needed == 1 else [set()] * 4)
     run, records = truth(made, result.rounds[:1])
@@ -371,7 +276,7 @@ def test_a_client_that_lost_its_folder_starts_again(
             )
         records.append(run.step(losses=record.lost))
     same_states(result, carrier, run)
-    assert sum("client 1 has lost its state, and starts again" in line for line in caplog.messages) == 1
+    assert logged(caplog, "client 1 has lost its state, and starts again") == 1
 
 
 def test_a_client_whose_disk_is_of_last_week_starts_again(tmp_path: Path) -> None:
@@ -380,24 +285,18 @@ def test_a_client_whose_disk_is_of_last_week_starts_again(tmp_path: Path) -> Non
 
     memory = tmp_path
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
+    def act(carrier: LocalTransport, message: Message, *at: int) -> Any:
         nonlocal memory
-        t = (
-            Order.from_json(message.header).round + 1
-            if message.kind == "order" and message.node == 101
-            else 0
-        )
-        if t == 4:
+        if at == (4, 1):
             shutil.rmtree(memory)
             shutil.copytree(tmp_path / "week", memory)
         found = intact(carrier, message)
-        if t == 2:
+        if at == (2, 1):
             memory = next(p for p in carrier.folders[101].iterdir() if p.is_dir())
             shutil.copytree(memory, tmp_path / "week")
         return found
 
-    carrier = local(made, tmp_path, fault)
-    result = served(carrier, made, tmp_path / "run")
+    carrier, result = ran(made, tmp_path, on_orders(act))
     assert lost(result) == [set(), set(), set(), {1}, set()]
     run, _ = truth(made, result.rounds[:5])
     run.restore(

@@ -20,7 +20,7 @@ from fedlowrank.config.experiment import ExperimentConfig
 from fedlowrank.core import tree
 from fedlowrank.engines import Sequential
 from fedlowrank.network.client_memory import ClientMemory
-from fedlowrank.network.deploy import process_tree as process_tree
+from fedlowrank.network.deploy import process_tree
 from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.simulation import checkpoint
@@ -126,20 +126,9 @@ class ClientRuntime:
                 env={**os.environ, "COLUMNS": "200"},
             )
 
-    def process_tree(self) -> list[int]:
-        """It and its descendants."""
-        listed = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-        ).stdout
-        parents = {int(p): int(q) for p, q in (line.split() for line in listed.splitlines())}
-        found = [self.process.pid]
-        for pid in found:
-            found += [p for p, q in parents.items() if q == pid]
-        return found
-
     def kill(self) -> None:
         """Everything at once, as a loss of power would."""
-        for pid in self.process_tree():
+        for pid in (self.process.pid, *process_tree.descendants(self.process.pid)):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -191,21 +180,8 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     )
 
     def serve(*more: str) -> ClientRuntime:
-        keys = str(tmp_path / "keys" / "server")
-        parties.append(
-            ClientRuntime(
-                tmp_path / "serve.log",
-                "serve",
-                str(file),
-                "--keys",
-                keys,
-                "--port",
-                str(port),
-                "-o",
-                str(out),
-                *more,
-            )
-        )
+        where = ("--keys", str(tmp_path / "keys" / "server"), "--port", str(port), "-o", str(out))
+        parties.append(ClientRuntime(tmp_path / "serve.log", "serve", str(file), *where, *more))
         return parties[-1]
 
     def join(client: int) -> ClientRuntime:
@@ -224,7 +200,7 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     clients[1].start()
     until(lambda: rounds(out) >= 2, 300, server)
     # the command alone: what it started goes on, and holds the port and the run folder
-    orphans = set(server.process_tree()) - {server.process.pid}
+    orphans = set(process_tree.descendants(server.process.pid))
     server.process.kill()
     server.process.wait()
     assert orphans <= set(process_tree.processes())
@@ -245,15 +221,6 @@ def test_a_deployment_whose_client_and_server_are_killed_ends_as_the_sequential_
     assert_equal(run, out, lambda i: tmp_path / f"client-{i}")
     for i in range(3):
         assert list((tmp_path / f"client-{i}").glob("*/model/model.safetensors"))
-
-
-@pytest.mark.slow
-def test_a_server_wants_keys_or_to_be_told_that_it_needs_none(tmp_path: Path) -> None:
-    file = written(tmp_path / "t.toml", tables("fedavg"))
-    done = subprocess.run([*COMMAND, "serve", str(file)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "fedlowrank keys" in done.stderr
-    assert "--insecure" in done.stderr
 
 
 def test_the_app_for_flwr_run_holds_the_experiment(tmp_path: Path) -> None:

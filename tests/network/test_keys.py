@@ -112,35 +112,33 @@ def test_certificates_begin_before_clocks_may_differ_and_end_as_asked(tmp_path: 
     assert life("keys", "server.pem")[1] <= life("keys", "ca.crt")[1]
 
 
+BAD_HOSTS = (
+    "",
+    "a b",
+    "https://a.org",
+    "a.org:8000",
+    "192.0.2.300",
+    "-a.org",
+    "[::1]",
+    "a..b",
+    "ä.org",
+    "192.0.2.1/24",
+)
+
+
 @pytest.mark.parametrize(
-    "host",
+    ("clients", "host", "days", "why"),
     [
-        "",
-        "a b",
-        "https://a.org",
-        "a.org:8000",
-        "192.0.2.300",
-        "-a.org",
-        "[::1]",
-        "a..b",
-        "ä.org",
-        "192.0.2.1/24",
+        *((1, host, 365, "neither the name of a machine nor an IP address") for host in BAD_HOSTS),
+        *((clients, "good.org", 365, "at least 1 client") for clients in (0, -1)),
+        *((1, "good.org", days, "between 1 and") for days in (0, AUTHORITY_DAYS + 1)),
     ],
 )
-def test_what_is_neither_a_name_nor_an_address_is_refused_before_anything_is_written(
-    tmp_path: Path, host: str
+def test_what_makes_no_sense_is_refused_before_anything_is_written(
+    tmp_path: Path, clients: int, host: str, days: int, why: str
 ) -> None:
-    with pytest.raises(ConfigError, match="neither the name of a machine nor an IP address"):
-        make_keys(tmp_path / "keys", 1, ["good.org", host])
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("clients", "days"), [(0, 365), (-1, 365), (1, 0), (1, AUTHORITY_DAYS + 1)])
-def test_senseless_numbers_are_refused_before_anything_is_written(
-    tmp_path: Path, clients: int, days: int
-) -> None:
-    with pytest.raises(ConfigError, match=r"at least 1 client|between 1 and"):
-        make_keys(tmp_path / "keys", clients, [], days)
+    with pytest.raises(ConfigError, match=why):
+        make_keys(tmp_path / "keys", clients, ["good.org", host], days)
     assert not list(tmp_path.iterdir())
 
 
@@ -199,24 +197,21 @@ def test_an_authority_vouches_for_nothing_beyond_its_end(folder: Path, tmp_path:
         renew_server(folder, [])
 
 
-@pytest.mark.parametrize("name", ["ca.crt", "server.pem", "server.key"])
-def test_a_missing_file_of_the_server_is_named(folder: Path, name: str) -> None:
-    (folder / "server" / name).unlink()
-    with pytest.raises(ConfigError, match=f"no file {name}"):
-        ServerKeys.read(folder / "server")
-
-
-@pytest.mark.parametrize("name", ["ca.crt", "client.key"])
-def test_a_missing_file_of_a_client_is_named(folder: Path, name: str) -> None:
-    (folder / "client-0" / name).unlink()
-    with pytest.raises(ConfigError, match=f"no file {name}"):
-        ClientKeys.read(folder / "client-0")
-
-
-def test_a_public_key_that_names_no_client_is_refused(folder: Path) -> None:
-    (folder / "server" / "clients" / "1.pub").rename(folder / "server" / "clients" / "berlin.pub")
+def test_a_file_that_is_missing_or_misnamed_is_named(folder: Path) -> None:
+    server, client = folder / "server", folder / "client-0"
+    (server / "clients" / "1.pub").rename(server / "clients" / "berlin.pub")
     with pytest.raises(ConfigError, match=r"berlin\.pub"):
-        ServerKeys.read(folder / "server")
+        ServerKeys.read(server)
+    for name in ("ca.crt", "server.pem", "server.key"):
+        (server / name).rename(server / "away")
+        with pytest.raises(ConfigError, match=f"no file {name}"):
+            ServerKeys.read(server)
+        (server / "away").rename(server / name)
+    for name in ("ca.crt", "client.key"):
+        (client / name).rename(client / "away")
+        with pytest.raises(ConfigError, match=f"no file {name}"):
+            ClientKeys.read(client)
+        (client / "away").rename(client / name)
 
 
 def test_the_command_renews_the_certificate_for_the_same_hosts_or_for_others(folder: Path) -> None:

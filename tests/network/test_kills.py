@@ -26,12 +26,12 @@ from .local import (
     Killed,
     LocalTransport,
     agrees,
-    intact,
     local,
     lost,
     lost_reply,
     missed,
     no_space,
+    on_orders,
     served,
     small,
 )
@@ -40,27 +40,21 @@ from .local import (
 def watched(out: Path, lose: set[tuple[int, int]], double: set[tuple[int, int]]) -> Any:
     """Loses and doubles replies by round and client, and sees that no order is ahead of what is on the server's disk."""
 
-    def fault(carrier: LocalTransport, message: Message) -> Any:
-        if message.kind == "registration":
-            return intact(carrier, message)
-        order, client = Order.from_json(message.header), message.node - 100
-        state = checkpoint.load(out / "checkpoint")
+    def act(carrier: LocalTransport, message: Message, t: int, client: int) -> Any:
+        order, state = Order.from_json(message.header), checkpoint.load(out / "checkpoint")
         assert state.round == order.round
         assert state.clients.get(client, {"stamp": 0}) == {"stamp": order.stamp}
-        place = order.round + 1, client
         found = carrier.answered(message)
-        return (
-            [lost_reply(message)]
-            if place in lose and order.train
-            else [found] * (2 if place in double else 1)
-        )
+        if (t, client) in lose and order.train:
+            return [lost_reply(message)]
+        return [found] * (2 if (t, client) in double else 1)
 
-    return fault
+    return on_orders(act)
 
 
 def not_ahead(carrier: LocalTransport, out: Path) -> None:
     """Whatever state of a client the server's disk knows of, the client has it."""
-    if not (out / "checkpoint" / "manifest.json").exists():
+    if not checkpoint.exists(out / "checkpoint"):
         return
     known = checkpoint.load(out / "checkpoint").clients
     for node, folder in carrier.folders.items():
@@ -76,7 +70,7 @@ def seen_through(carrier: LocalTransport, made: ExperimentConfig, out: Path, dea
             return served(carrier, made, out, resume=(out / "run.json").exists())
         except Killed:
             not_ahead(carrier, out)
-        if out.exists() and not (out / "checkpoint" / "manifest.json").exists():
+        if out.exists() and not checkpoint.exists(out / "checkpoint"):
             # before its first checkpoint nothing was sent but registrations, and nothing is lost
             assert not carrier.orders()
             shutil.rmtree(out)

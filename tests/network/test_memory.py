@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.network.client_memory import ClientMemory, ForgottenError
-from fedlowrank.simulation.digest import sealed
 
-from .local import Hazard, Killed, LocalTransport, no_space
+from .local import Hazard, Killed, LocalTransport, fuzz, no_space
 
 
 def value(n: int) -> dict[str, Any]:
@@ -52,22 +50,13 @@ def test_a_state_stays_until_one_that_came_after_it_is_named(tmp_path: Path) -> 
     assert ClientMemory(folder).stamps == [1, 3]
     assert tree.equal(ClientMemory(folder).at(3), value(3))
     # it is there as often as it is asked for, and what came before is gone
+    (folder / "000003.tree.part").write_bytes(b"half")
     assert tree.equal(ClientMemory(folder).at(3), value(3))
     assert ClientMemory(folder).stamps == [3]
+    assert files(folder) == {"000003.tree"}
     keep(ClientMemory(folder), 5, 5, base=3)
     assert tree.equal(ClientMemory(folder).at(3), value(3))
     assert tree.equal(ClientMemory(folder).at(5), value(5))
-
-
-def test_what_is_needed_no_more_is_removed(tmp_path: Path) -> None:
-    memory = ClientMemory(tmp_path)
-    keep(memory, 1, 1)
-    assert files(tmp_path) == {"000001.tree"}
-    keep(memory, 3, 3, base=1)
-    assert files(tmp_path) == {"000001.tree", "000003.tree"}
-    (tmp_path / "000003.tree.part").write_bytes(b"half")
-    assert tree.equal(ClientMemory(tmp_path).at(3), value(3))
-    assert files(tmp_path) == {"000003.tree"}
 
 
 def test_a_state_that_is_not_there_is_said_to_be_forgotten(tmp_path: Path) -> None:
@@ -147,16 +136,7 @@ def test_no_folder_and_no_disk_for_it(tmp_path: Path) -> None:
         ClientMemory(tmp_path / "file" / "run")
 
 
-GOOD = {"order": "o", "answer": "a", "state": 0, "upload": 0, "branch": 0, "digests": ["", ""]}
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["", "{", "[]", "3", "null", "{}", "\xff", json.dumps(GOOD),
-     *(json.dumps(sealed({k: v for k, v in GOOD.items() if k != n})) for n in GOOD),
-     *(json.dumps(sealed({**GOOD, n: None})) for n in GOOD), json.dumps(sealed({**GOOD, "more": 1})),
-     json.dumps(sealed({**GOOD, "state": -1}))],
-)  # fmt: skip
+@pytest.mark.parametrize("line", ["", "{", "[]", "3", "null", "{}", "\xff", '{"order": "o", "digest": "0"}'])
 def test_a_damaged_first_line_is_named(tmp_path: Path, line: str) -> None:
     keep(ClientMemory(tmp_path), 1, 1)
     rest = (tmp_path / "000001.tree").read_bytes().partition(b"\n")[2]
@@ -203,7 +183,7 @@ def test_files_that_were_taken_away_or_damaged_are_named(tmp_path: Path) -> None
     whole = path.read_bytes()
     for changed in (whole[:-1], whole + b"x"):
         path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=r"000001\.tree is damaged: it holds .* of an upload of 3"):
+        with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
             memory.answered("order1")
     path.write_bytes(whole[: whole.index(b"\n") + 9])
     with pytest.raises(CheckpointError, match=r"000001\.tree is damaged"):
@@ -237,13 +217,7 @@ def work(folder: Path, round: int, stamp: int, n: int) -> tuple[str, bytes]:
     return answer, answer.encode()
 
 
-@settings(
-    max_examples=100,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+@fuzz(100)
 @given(st.lists(plans, min_size=1, max_size=8))
 def test_deaths_full_disks_and_lost_replies_in_any_order(plan: list[Any]) -> None:
     with TemporaryDirectory() as base:

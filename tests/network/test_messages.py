@@ -8,8 +8,6 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from fedlowrank.network.messages import (
     LOCAL,
@@ -22,10 +20,6 @@ from fedlowrank.network.messages import (
     sections,
 )
 from fedlowrank.simulation.evaluation import ClientEvaluation
-
-FUZZ = settings(
-    max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=[*HealthCheck]
-)
 
 REGISTRATION = Registration(2, 40, (5, 6), {"run": "ab", "data": "cd"}, "ef", {"torch": "2"})
 ORDER = Order("a1b2", 3, 2, True, False, False, 1)
@@ -44,13 +38,6 @@ SAMPLES: list[Header] = [
     Answer(0, "a", 0, "a\nreason", "disk"),
 ]
 
-texts = st.text(max_size=20)
-jsons = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | texts,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
-    max_leaves=12,
-)
-
 
 @pytest.mark.parametrize("header", SAMPLES, ids=repr)
 def test_headers_are_read_back_unchanged(header: Header) -> None:
@@ -63,80 +50,25 @@ def test_a_loss_that_is_not_finite_crosses_for_the_receiver_to_judge() -> None:
         assert repr(found.losses["local"]) == repr(loss)
 
 
-def judged(cls: type[Header], text: str) -> Header | None:
-    refusal = ""
-    try:
-        found = cls.from_json(text)
-    except MessageError as error:
-        refusal = str(error)
-    if refusal:
-        assert refusal.isprintable()
-        assert len(refusal) <= 500
-        return None
-    assert type(found) is cls
-    assert repr(cls.from_json(found.to_json())) == repr(found)
-    return found
-
-
-@FUZZ
-@given(st.sampled_from([Registration, Order, Answer]), texts)
-def test_any_text(cls: type[Header], text: str) -> None:
-    assert judged(cls, text) is None
-
-
-@FUZZ
-@given(st.sampled_from([Registration, Order, Answer]), jsons)
-def test_any_json(cls: type[Header], value: Any) -> None:
-    assert judged(cls, json.dumps(value)) is None
-
-
-@FUZZ
-@example(ANSWER, "losses", {"a\nb": None})
-@example(ORDER, "branch", [1] * 1000)
-@given(
-    st.sampled_from(SAMPLES),
-    st.text(max_size=8) | st.sampled_from(["client", "run", "round", "branch", "losses"]),
-    jsons,
-)
-def test_a_message_with_another_field(header: Header, name: str, value: Any) -> None:
-    judged(type(header), json.dumps({**dataclasses.asdict(header), name: value}))
-
-
-@FUZZ
-@given(
-    st.sampled_from(SAMPLES),
-    st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.characters()), max_size=4),
-)
-def test_a_message_with_other_characters(header: Header, changes: list[tuple[float, str]]) -> None:
-    text = list(header.to_json())
-    for where, character in changes:
-        text[int(where * len(text))] = character
-    judged(type(header), "".join(text))
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("client", True), ("client", "1"), ("client", 1.0), ("round", None), ("steps", 1.5), ("kind", "tired"),
-     ("losses", []), ("losses", {"a": "1"}), ("evaluation", {}), ("run", 3), ("run", None)],
+     ("losses", []), ("losses", {"a": "1"}), ("evaluation", {}), ("run", 3), ("run", ...)],
 )  # fmt: skip
-def test_a_field_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
+def test_a_field_that_is_missing_or_of_another_type_is_refused_by_name(name: str, value: Any) -> None:
+    fields = {**dataclasses.asdict(ANSWER), name: value}
     with pytest.raises(MessageError, match=rf"the message is not a Answer: {name}"):
-        Answer.from_json(json.dumps({**dataclasses.asdict(ANSWER), name: value}))
-
-
-@pytest.mark.parametrize("name", ["client", "run", "round"])
-def test_a_field_that_is_missing_is_named(name: str) -> None:
-    fields = dataclasses.asdict(ANSWER)
-    del fields[name]
-    with pytest.raises(MessageError, match=f": {name}: "):
-        Answer.from_json(json.dumps(fields))
+        Answer.from_json(json.dumps({k: v for k, v in fields.items() if v is not ...}))
 
 
 def test_deep_and_long_texts_are_refused_and_harm_nothing() -> None:
     surrogate = json.dumps({**dataclasses.asdict(ANSWER), "run": "\ud800"})
     digits = json.dumps(dataclasses.asdict(ANSWER)).replace('"steps": 7', f'"steps": {"9" * 100_000}')
     for text in ("[" * 100_000, '{"a":' * 100_000, "9" * 5000, digits, surrogate):
-        assert judged(Answer, text) is None
+        with pytest.raises(MessageError) as found:
+            Answer.from_json(text)
+        assert str(found.value).isprintable()
+        assert len(str(found.value)) <= 500
 
 
 def test_no_text_of_a_client_makes_a_line_of_its_own() -> None:

@@ -99,14 +99,14 @@ def test_a_message_of_the_pinned_app_is_answered_by_the_installed_package(
     ],
 )
 def test_a_message_of_another_app_is_refused_before_anything_of_it_is_fetched(
-    run: Run, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = Server(to_records("{}", b""), "query.registration", run)
     Node(server.connection(), flower.client, PINNED, folder, tmp_path).step()
     assert server.reply.error.code == 7
     assert PINNED.digest in server.reply.error.reason
     assert "pull" not in server.calls
-    assert "refused: " in capsys.readouterr().out
+    assert "refused: " in caplog.text
     assert "\x1b" not in server.reply.error.reason
 
 

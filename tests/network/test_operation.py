@@ -16,7 +16,6 @@ import pytest
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
 from flwr.app import Error
-from flwr.app import Message as FlowerMessage
 
 from fedlowrank.cli import network as commands
 from fedlowrank.cli.main import main, parser
@@ -82,6 +81,26 @@ def test_a_failed_start_and_resume_do_not_advise_each_other(
     assert [p.name for p in out.iterdir()] == ["thesis.tex"]
 
 
+JOIN = ["join", "--client", "0", "--server", "127.0.0.1:1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["serve"], "a server needs keys: make them by `fedlowrank keys"),
+        (["serve", "--keys", "keys", "--insecure"], "--keys and --insecure exclude each other"),
+        (JOIN, "pass --keys keys/client-0"),
+        ([*JOIN, "--keys", "keys", "--insecure"], "--insecure, but not both"),
+    ],
+)
+def test_keys_are_given_or_expressly_done_without(
+    options: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = written(tmp_path / "t.toml", tables("fedavg"))
+    assert main([options[0], str(file), *options[1:]]) == 1
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("reason", [None, "", " \n", "Error: Node Unavailable"])
 def test_an_error_of_flower_is_told_in_words_even_if_its_reason_is_blank(reason: str | None) -> None:
     class Grid:
@@ -106,7 +125,6 @@ def test_an_error_of_flower_is_told_in_words_even_if_its_reason_is_blank(reason:
     assert found.disconnected
     assert found.problem.startswith("its node is not connected any more (Flower's error 5")
     assert not found.problem.endswith(": )")
-    assert FlowerMessage is not None
 
 
 def test_the_audit_log_names_every_registration_and_reply_and_only_grows(tmp_path: Path) -> None:

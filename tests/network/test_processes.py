@@ -11,57 +11,40 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedlowrank.core.errors import ConfigError
 from fedlowrank.simulation.lock import FolderInUseError, identify
 
 pytest.importorskip("flwr")
 pytest.importorskip("cryptography")
-from fedlowrank.network.deploy import guard
-from fedlowrank.network.deploy import process_tree as process_tree
-from fedlowrank.network.deploy.flower_app import LONGEST, as_toml, write_app
-from fedlowrank.network.deploy.flower_process import FlowerProcess, ProcessError, free_port, listen
-from fedlowrank.network.deploy.keys import ClientKeys, ServerKeys
-from fedlowrank.network.deploy.processes import SuperLink, SuperNode, environment
+from fedlowrank.network.deploy import guard, process_tree
+from fedlowrank.network.deploy.flower_app import as_toml, write_app
+from fedlowrank.network.deploy.flower_process import (
+    FlowerProcess,
+    ProcessError,
+    environment,
+    free_port,
+    listen,
+)
+from fedlowrank.network.deploy.processes import SuperLink, SuperNode
 from fedlowrank.network.deploy.supervise import supervise
 
+from .local import fuzz, until
 
-def until(is_so: Callable[[], Any], seconds: float = 100.0) -> Any:
-    """What a function gives once that is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := is_so()):
-        assert time.monotonic() < deadline, "it never came to that"
-        time.sleep(0.1)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """No process of a test outlives it: all of them have its folder on their command lines or started from such a one."""
-    yield
-    left = {n: p.command for n, p in process_tree.processes().items() if str(tmp_path) in p.command}
-    for number in left:
-        os.kill(number, signal.SIGKILL)
-    assert not left
+pytestmark = pytest.mark.usefixtures("no_process_left")
 
 
 class Script(FlowerProcess):
     """A program that is a line of shell."""
 
     def __init__(self, home: Path, script: str) -> None:
-        super().__init__(home, "script")
+        super().__init__(home, "script", "127.0.0.1:1")
         self.script = script
-
-    def _own_address(self) -> str:
-        return "127.0.0.1:1"
 
     def start(self) -> None:
         self._prepare()
@@ -74,37 +57,24 @@ class Script(FlowerProcess):
 # settings and apps
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@fuzz(200)
 @given(
     st.dictionaries(
         st.from_regex(r"[A-Za-z0-9_-]+", fullmatch=True),
         st.text(st.characters(exclude_categories=["Cs"]))
         | st.integers(-(2**63), 2**63 - 1)
-        | st.floats(allow_nan=False)
+        | st.floats(allow_nan=False, allow_infinity=False)
         | st.booleans(),
         max_size=4,
     )
 )
-@example({"a": "\x7f\x00\t\u2028\U0001f600'", "b": 1e22, "c": float("inf")})
+@example({"a": "\x7f\x00\t\u2028\U0001f600'", "b": 1e22})
 def test_settings_come_back_as_they_were(values: dict[str, str | int | float | bool]) -> None:
     found = tomllib.loads(as_toml(values))
     assert found == values
     assert {key: type(value) for key, value in found.items()} == {
         key: type(value) for key, value in values.items()
     }
-
-
-def test_settings_of_numpy_are_numbers() -> None:
-    assert tomllib.loads(as_toml({"a": np.float64(0.25)})) == {"a": 0.25}
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("a.b", 1), ("", 1), ("a b", 1), ("a", 2**63), ("a", None), ("a", [1]), ("a", "\ud800")],
-)
-def test_settings_that_flower_cannot_take_are_refused(key: str, value: Any) -> None:
-    with pytest.raises(ConfigError):
-        as_toml({key: value})
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")
@@ -120,25 +90,6 @@ def test_an_app_is_one_file_that_flower_accepts(tmp_path: Path) -> None:
     fab = build_fab_from_disk(tmp_path / "app")
     run = Run.create_empty(1)
     assert get_fused_config_from_fab(fab, run) == config
-
-
-@pytest.mark.parametrize(
-    ("name", "server", "size"),
-    [
-        ("1st", "a:b", 1),
-        ("a_b", "a:b", 1),
-        ("a" * 33, "a:b", 1),
-        ("app", "a.b", 1),
-        ("app", 'a:b"', 1),
-        ("app", "a:b", LONGEST),
-    ],
-)
-def test_an_app_that_flower_would_refuse_is_not_written(
-    tmp_path: Path, name: str, server: str, size: int
-) -> None:
-    with pytest.raises(ConfigError):
-        write_app(tmp_path / "app", name, server, "a:b", {"long": "x" * size})
-    assert not (tmp_path / "app").exists()
 
 
 def test_the_environment_is_private_and_keeps_what_was_set(
@@ -164,33 +115,6 @@ def test_the_environment_is_private_and_keeps_what_was_set(
 
 
 # processes
-
-
-@pytest.mark.slow
-def test_the_process_tree_is_found_and_killed(tmp_path: Path) -> None:
-    script = Script(
-        tmp_path, f"setsid sh -c 'sleep 77 & echo ready; wait' {tmp_path} & sleep 78 & true & wait"
-    )
-    script.start()
-    script.wait_for("ready", 10)
-    assert script.pid is not None
-    found = process_tree.descendants(script.pid)
-    assert sorted(p.command for p in found.values() if p.command.startswith("sleep")) == [
-        "sleep 77",
-        "sleep 78",
-    ]
-    # the shell that asked for a session of its own leads a group of its own
-    assert len({p.group for p in found.values()} | {script.pid}) == 2
-    script.kill()
-    assert not set(found) & set(process_tree.processes())
-    assert script.code == -9
-
-
-@pytest.mark.slow
-def test_one_that_ended_and_was_not_asked_how_does_not_live() -> None:
-    child = subprocess.Popen(["true"])
-    until(lambda: child.pid not in process_tree.processes(), 10)
-    child.wait()
 
 
 @pytest.mark.slow
@@ -232,6 +156,9 @@ def test_what_does_not_end_when_asked_is_ended(tmp_path: Path) -> None:
     script.wait_for("ready", 10)
     assert script.pid is not None
     found = process_tree.descendants(script.pid)
+    assert {p.command for p in found.values()} >= {"sleep 80", "sleep 82"}
+    # the shell that asked for a session of its own leads a group of its own
+    assert len({p.group for p in found.values()} | {script.pid}) == 2
     began = time.monotonic()
     script.close(0.5)
     assert time.monotonic() - began < 8
@@ -312,24 +239,12 @@ def test_what_a_killed_parent_left_running_is_ended_by_the_next_start_and_by_no_
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     port = free_port()
     with listen("127.0.0.1", port):
-        link = SuperLink(tmp_path, insecure=True, port=port)
+        link = SuperLink(tmp_path, None, port=port)
         with pytest.raises(ProcessError, match=f"port {port}"):
             link.start()
     assert not link.alive()
     with pytest.raises(ProcessError, match="does not run"):
         link.status(1)
-
-
-def test_neither_keys_nor_insecure_is_refused_and_so_are_both(tmp_path: Path) -> None:
-    keys = ClientKeys(tmp_path, tmp_path)
-    for make in (
-        lambda: SuperLink(tmp_path),
-        lambda: SuperLink(tmp_path, ServerKeys(tmp_path, tmp_path, tmp_path, {}), insecure=True),
-        lambda: SuperNode(tmp_path, "127.0.0.1:1", tmp_path),
-        lambda: SuperNode(tmp_path, "127.0.0.1:1", tmp_path, keys, insecure=True),
-    ):
-        with pytest.raises(ConfigError, match="insecure"):
-            make()
 
 
 # the guard
@@ -397,7 +312,7 @@ class Pretended(SuperNode):
     """A SuperNode whose starts are lines of shell, the last one again and again."""
 
     def __init__(self, home: Path, *scripts: str) -> None:
-        super().__init__(home, "127.0.0.1:1", home, insecure=True)
+        super().__init__(home, "127.0.0.1:1", home, None)
         self.scripts = scripts
         self.starts = 0
 
@@ -465,16 +380,6 @@ def test_refused_too_long_or_broken_from_the_start_it_is_given_up_with_its_log(t
     assert "ended with code 2 3 times" in str(errors[0])
     assert "no such key" in str(errors[0])
     assert node.starts == 3
-
-
-@pytest.mark.slow
-def test_one_that_connects_and_falls_is_never_given_up(tmp_path: Path) -> None:
-    node = Pretended(tmp_path, f"{CONNECTED}; exit 9")
-    thread, stop, errors = run_supervised(node, pauses=[0.01], patience=0.0)
-    until(lambda: node.starts > 6, 20)
-    stop.set()
-    thread.join(20)
-    assert not errors
 
 
 @pytest.mark.slow

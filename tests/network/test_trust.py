@@ -28,8 +28,8 @@ from fedlowrank.linalg.matricize import LowRank, Sparse
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.network.validation.shape_tracing import TracingTrainer
-from fedlowrank.network.validation.uploads import Templates, expected_upload, inspect
+from fedlowrank.network.validation.shape_tracing import TracingTrainer, expected_upload
+from fedlowrank.network.validation.uploads import Templates, inspect
 from fedlowrank.simulation.run import Run, RunSettings
 from fedlowrank.testing.check import federation as small
 from methods.setting import Net, alike, arrays, unlike
@@ -111,13 +111,17 @@ def test_every_method_on_models_in_float64_with_adamw(name: str) -> None:
     optimizer: Any = (
         SGD(lr=0.1, schedule=Schedule("exponential", factor=0.5)) if name == "scaffold" else AdamW(lr=0.01)
     )
-    kwargs: dict[str, Any] = {"tuning": Tuning(rank=2)} if "tuning" in {f.name for f in fields(name)} else {}
-    method = made(name, **{**FAST, "optimizer": optimizer}, **kwargs)
+    method = made(name, **{**FAST, "optimizer": optimizer}, **tuning(name))
     assert go(method, unlike() if method.heterogeneous else alike(), rounds=2).uploads
 
 
-def fields(name: str) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(METHODS[name])
+def tuning(name: str) -> dict[str, Any]:
+    """The rank of a method that trains factors; nothing for others."""
+    return {"tuning": Tuning(rank=2)} if trains_factors(name) else {}
+
+
+def trains_factors(name: str) -> bool:
+    return "tuning" in {f.name for f in dataclasses.fields(METHODS[name])}
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -178,9 +182,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_that_change_what_is_sent(case: str) -> None:
     name, settings = SETTINGS[case]
-    lora = "tuning" in {f.name for f in fields(name)}
     ranks = (1, 2, 3, 4) if name in UNEQUAL else (3,) * 4
-    rest: dict[str, Any] = {"rank": ranks} if lora else {"cluster": (0, 1, 0, 2)}
+    rest: dict[str, Any] = {"rank": ranks} if trains_factors(name) else {"cluster": (0, 1, 0, 2)}
     federation = Federation.from_arrays(arrays(), lambda: Net(9, 10, dtype=torch.float32), classes=4, **rest)
     found = go(made(name, **{**FAST, **settings}), federation, rounds=4)
     assert len(found.uploads) == 12
@@ -275,11 +278,9 @@ def texts() -> Federation:
 def test_every_method_on_other_kinds_of_data(name: str, data: Callable[[], Federation]) -> None:
     if METHODS[name].needs_classes and data is not images:
         pytest.skip("needs classes")
-    kwargs: dict[str, Any] = {"tuning": Tuning(rank=2)} if "tuning" in {f.name for f in fields(name)} else {}
-    if name in ("floral", "ensemble"):
-        kwargs["router"] = Router(update="mfl")
-    settings = {**FAST, "optimizer": SGD(lr=0.01), "batch_size": 10}
-    assert len(go(made(name, **settings, **kwargs), data(), rounds=2).uploads) == 6
+    router = {"router": Router(update="mfl")} if name in ("floral", "ensemble") else {}
+    settings = {"optimizer": SGD(lr=0.01), "batch_size": 10, **tuning(name), **router}
+    assert len(go(made(name, **settings), data(), rounds=2).uploads) == 6
 
 
 # -- what it costs to know

@@ -26,10 +26,10 @@ from fedlowrank.engines.base import ClientJob
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
+from fedlowrank.network.validation.forms import Template
 from fedlowrank.network.validation.uploads import (
     FAULTS,
     RefusedReplyError,
-    Template,
     Templates,
     checked_contribution,
     checked_update,

@@ -131,7 +131,7 @@ def serve(
     }
     if insecure:
         logger.info("insecure: anyone who reaches this port can join, and read all that is sent")
-    link = SuperLink(home, secured, insecure=insecure, host=host, port=port, variables=variables)
+    link = SuperLink(home, secured, host=host, port=port, variables=variables)
     with _interrupted_once(), link:
         # not before it has its home to itself
         log.unlink(missing_ok=True)
@@ -172,7 +172,11 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
                 raise ProcessError(f"the SuperLink died {died} times. The end of {link.log}:\n{link.tail()}")
             logger.info(f"the SuperLink died; the run goes on from its last round ({died} of {RESTARTS})")
             link.start()
-            _abandon(link, run)
+            try:
+                # its ServerApp went with the SuperLink, and the new one takes it for alive
+                link.stop(run)
+            except ProcessError as error:
+                logger.info("run %d of before could not be stopped: %s", run, error)
             run, looked = link.submit(app), time.monotonic()
         # to ask costs a second of work, so only when the run seems over, or now and then
         elif last is not None or time.monotonic() - looked > 60:
@@ -185,14 +189,6 @@ def _see_through(link: SuperLink, app: Path, log: Path) -> None:
             if status.is_finished or last is not None:
                 why = last.removeprefix("error: ") if last else f"{status.status}: {status.details}"
                 raise ProcessError(f"the run failed: {why} Go on with it by --resume; details: {link.log}")
-
-
-def _abandon(link: SuperLink, run: int) -> None:
-    """End a run whose ServerApp went with its SuperLink, and which the new one takes for alive."""
-    try:
-        link.stop(run)
-    except ProcessError as error:
-        logger.info("run %d of before could not be stopped: %s", run, error)
 
 
 class _Follower:
@@ -258,7 +254,7 @@ def join(
     logger.info(
         "client {}: {} examples for training, {} for validation, {} for testing".format(client, *sizes)
     )
-    node = SuperNode(folder / "flower", server, folder, own, insecure=insecure)
+    node = SuperNode(folder / "flower", server, folder, own)
     stop = threading.Event()
     if not stay:
         threading.Thread(target=_until_done, args=(folder, node, stop), daemon=True).start()

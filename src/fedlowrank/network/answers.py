@@ -19,59 +19,52 @@ SLACK = 1000
 
 
 def read_answer(text: str, client: ClientInfo, run: str, round: int) -> Answer:
-    """Parse the header of an answer.
-
-    Raises:
-        RefusedReplyError: if it is not an answer of this client to the order of this round.
-    """
+    """Parse the header of this client's answer to this round's order; raises RefusedReplyError."""
     if len(text) > MAX_HEADER:
-        raise RefusedReplyError(client.id, "", f"its header takes more than {MAX_HEADER} bytes")
+        raise RefusedReplyError(client.id, f"its header takes more than {MAX_HEADER} bytes")
     try:
         answer = Answer.from_json(text)
     except MessageError as error:
-        raise RefusedReplyError(client.id, "", str(error)) from error
+        raise RefusedReplyError(client.id, str(error)) from error
     found, wanted = (answer.client, answer.run, answer.round), (client.id, run, round)
     if found != wanted:
-        raise RefusedReplyError(client.id, "", f"it answers {found} and not {wanted}")
+        raise RefusedReplyError(client.id, f"it answers {found} and not {wanted}")
     return answer
 
 
 def steps_of(passes: Mapping[str, Pass], examples: int) -> dict[str, int]:
     """The optimizer steps of each pass over so many examples."""
-    epochs = {name: p.epochs * -(-examples // p.batch_size) for name, p in passes.items()}
-    limits = {name: p.steps for name, p in passes.items()}
-    return {name: n if (most := limits[name]) is None else min(n, most) for name, n in epochs.items()}
+    steps = {}
+    for name, sweep in passes.items():
+        whole = sweep.epochs * -(-examples // sweep.batch_size)
+        steps[name] = whole if sweep.steps is None else min(whole, sweep.steps)
+    return steps
 
 
 def check_counts(
     answer: Answer, passes: Mapping[str, Pass], trained: Sequence[str], model: Model, examples: int
 ) -> None:
-    """Compare what a client counted with what its examples imply.
+    """Compare what a client counted with what its examples imply; raises RefusedReplyError.
 
     Args:
         answer: of the client.
         passes: of the method; empty if the client was not asked to train.
         trained: names of the passes that the method trains, in order.
         model: of the client.
-        examples: training examples that the client registered.
-
-    Raises:
-        RefusedReplyError: if a count is impossible.
+        examples: that the client registered for training.
     """
     steps = {name: n * max(1, trained.count(name)) for name, n in steps_of(passes, examples).items()}
     max_steps = sum(steps.values())
     if not 0 <= answer.steps <= max_steps:
-        reason = (
-            f"it counts {_digits(answer.steps)} optimizer steps; {examples} examples make {max_steps} at most"
-        )
-        raise RefusedReplyError(answer.client, "", reason)
+        counted = f"it counts {_digits(answer.steps)} optimizer steps"
+        raise RefusedReplyError(answer.client, f"{counted}; {examples} examples make {max_steps} at most")
     rows = examples + sum(steps[name] * p.batch_size for name, p in passes.items())
     max_flops = SLACK * rows * 6 * weights_of(model) * inputs_of(model) if passes else 0
     if not 0 <= answer.flops <= max_flops:
         counted = f"it counts {_digits(answer.flops)} floating-point operations"
-        raise RefusedReplyError(answer.client, "", f"{counted}; {_digits(max_flops)} are taken at most")
+        raise RefusedReplyError(answer.client, f"{counted}; {_digits(max_flops)} are taken at most")
     if not answer.losses.keys() <= passes.keys() or not all(map(math.isfinite, answer.losses.values())):
-        raise RefusedReplyError(answer.client, "", "it reports losses that cannot be")
+        raise RefusedReplyError(answer.client, "it reports losses that cannot be")
 
 
 def weights_of(model: Model) -> int:
@@ -99,7 +92,7 @@ def check_evaluation(evaluation: ClientEvaluation, client: ClientInfo, model: Mo
         and not any(p < 0 or p > 1 for p in evaluation.routes or ())
     )
     if not is_valid:
-        raise RefusedReplyError(client.id, "", "its evaluation is impossible")
+        raise RefusedReplyError(client.id, "its evaluation is impossible")
 
 
 def _digits(number: int) -> str:

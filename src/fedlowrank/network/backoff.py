@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MAX_EXPONENT = 10
@@ -19,7 +18,8 @@ class Backoff:
     Attributes:
         after: missed orders in a row after which a client is paused; 0 for never.
         counts: missed orders in a row, by client.
-        until: completed rounds from which a paused client is asked again.
+        until: completed rounds from which a paused client is asked again; a server that is restarted asks
+            every client.
     """
 
     after: int
@@ -40,15 +40,6 @@ class Backoff:
         self.counts.pop(client, None)
         self.until.pop(client, None)
 
-    def is_paused(self, client: int, round: int) -> bool:
-        """Whether a client gets no order after so many completed rounds."""
-        return round < self.until.get(client, 0)
-
-    def to_json(self) -> dict[str, int]:
-        """The counts, to be stored. Pauses are not: a server that is restarted asks every client."""
-        return {str(client): count for client, count in sorted(self.counts.items())}
-
-    @classmethod
-    def from_json(cls, after: int, stored: Mapping[str, int]) -> Backoff:
-        """Inverse of :meth:`to_json`."""
-        return cls(after, {int(client): int(count) for client, count in stored.items()})
+    def paused(self, round: int) -> set[int]:
+        """The clients that get no order after so many completed rounds."""
+        return {client for client, until in self.until.items() if round < until}

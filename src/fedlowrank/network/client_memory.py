@@ -4,8 +4,8 @@
 
 A state becomes the one to build on when a later order names its stamp; until then the previous one stays
 beside it. Some older acknowledged states stay, too, for a server that goes back to an earlier checkpoint. A
-file is written atomically, before the reply is sent, and has digests of its parts, which are verified when it
-is read.
+file is written atomically, before the reply is sent. Its first line is JSON: digest and branch of the order
+that was answered, header of the answer, sizes and digests of state and upload, which follow.
 """
 
 from __future__ import annotations
@@ -14,39 +14,17 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from ..core import tree
 from ..core.errors import CheckpointError
 from ..core.files import as_checkpoint_error, write_atomically
-from ..simulation.digest import KEY, check_seal, digest_of, sealed
+from ..simulation.digest import check_seal, digest_of, sealed
 
 
 class ForgottenError(CheckpointError):
     """The server expects a client to build on a state that is missing."""
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The first line of a file.
-
-    Attributes:
-        order: digest of the order that was answered.
-        answer: header of the answer.
-        state: size in bytes of the state, which comes next.
-        upload: size in bytes of the upload, which is the rest.
-        branch: of the order.
-        digests: of state and upload.
-    """
-
-    order: str
-    answer: str
-    state: int
-    upload: int
-    branch: int
-    digests: list[str]
 
 
 class ClientMemory:
@@ -75,7 +53,7 @@ class ClientMemory:
         if not self.stamps:
             return 0
         with _opened(self._path(self.stamps[-1])) as (head, _):
-            return head.branch
+            return int(head["branch"])
 
     def answered(self, order: str) -> tuple[str, bytes] | None:
         """Header and upload of the answer to an order with that digest, or None if it was not answered."""
@@ -83,16 +61,12 @@ class ClientMemory:
             return None
         path = self._path(self.stamps[-1])
         with _opened(path) as (head, file):
-            if head.order != order:
+            if head["order"] != order:
                 return None
-            file.seek(head.state, os.SEEK_CUR)
+            file.seek(head["state"], os.SEEK_CUR)
             upload = file.read()
-        if len(upload) != head.upload:
-            raise CheckpointError(
-                f"{path} is damaged: it holds {len(upload)} bytes of an upload of {head.upload}"
-            )
-        _check(upload, head.digests[1], path)
-        return head.answer, upload
+        _check(upload, head["digests"][1], path)
+        return head["answer"], upload
 
     def at(self, stamp: int) -> Any | None:
         """Read the state with a stamp (None for stamp 0), and remove old states.
@@ -108,19 +82,14 @@ class ClientMemory:
             kept = " and ".join(map(str, self.stamps)) or "none"
             raise ForgottenError(
                 f"the server expects the state after round {stamp}, but those kept here are of round: "
-                f"{kept}; {self.folder} "
-                "was lost or is of another machine"
+                f"{kept}; {self.folder} was lost or is of another machine"
             )
         path = self._path(stamp)
         with _opened(path) as (head, file):
-            encoded = file.read(head.state)
-        _check(encoded, head.digests[0], path)
-        try:
-            state = tree.decode(encoded)
-        except tree.TreeError as error:
-            raise CheckpointError(f"{path} is damaged: {error}") from error
+            encoded = file.read(head["state"])
+        _check(encoded, head["digests"][0], path)
         self._keep([*self._acknowledged(stamp), *(s for s in self.stamps if s > stamp)])
-        return state
+        return tree.decode(encoded)
 
     def propose(
         self, base: int, stamp: int, state: Any, upload: bytes, order: str, answer: str, branch: int = 0
@@ -141,9 +110,15 @@ class ClientMemory:
             CheckpointError: if the disk is full; nothing has changed then.
         """
         encoded = tree.encode(state)
-        digests = [digest_of(encoded), digest_of(upload)]
-        head = _Head(order, answer, len(encoded), len(upload), branch, digests)
-        line = json.dumps(sealed(vars(head))).encode() + b"\n"
+        head = {
+            "order": order,
+            "answer": answer,
+            "state": len(encoded),
+            "upload": len(upload),
+            "branch": branch,
+            "digests": [digest_of(encoded), digest_of(upload)],
+        }
+        line = json.dumps(sealed(head)).encode() + b"\n"
         # those between base and stamp were never acknowledged, or the server went back to before them
         kept = self._acknowledged(base) if base else self.stamps[: self.keep]
         write_atomically(self._path(stamp), [line, encoded, upload])
@@ -167,25 +142,21 @@ class ClientMemory:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[_Head, IO[bytes]]]:
+def _opened(path: Path) -> Iterator[tuple[dict[str, Any], IO[bytes]]]:
     """Open a state's file and read its first line."""
     with as_checkpoint_error(f"cannot read {path}"), path.open("rb") as file:
         try:
-            fields = json.loads(file.readline())
-            check_seal(fields, path)
-            head = _Head(**{name: value for name, value in fields.items() if name != KEY})
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            head: dict[str, Any] = json.loads(file.readline())
+            check_seal(head, path)
+        except (ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error!r}") from error
-        kinds = {"order": str, "answer": str, "state": int, "upload": int, "branch": int, "digests": list}
-        if any(type(getattr(head, name)) is not kind for name, kind in kinds.items()) or head.state < 0:
-            raise CheckpointError(f"{path} is damaged: its first line is incomplete")
         yield head, file
 
 
-def _check(content: bytes, digest: object, path: Path) -> None:
+def _check(content: bytes, digest: str, path: Path) -> None:
     if digest_of(content) != digest:
         raise CheckpointError(
             f"{path} is damaged: its digest is not the one in its first line. Restore the file from a copy, "
-            "or remove it: the "
-            "client is then left out, or starts again if the server has network.forgotten = 'begin'."
+            "or remove it: the client is then left out, or starts again if the server has "
+            "network.forgotten = 'begin'."
         )

@@ -17,15 +17,12 @@ from ..engines.sequential import Sequential
 from ..simulation.records import RoundRecord
 from ..simulation.run_folder import RunFolder
 from ..simulation.simulate import Result, described, rounds, threads
-from .account import Account, new_run_id
+from .account import Account
 from .audit import Audit
-from .backoff import Backoff
 from .network_run import NetworkRun
 from .registry import ClientRegistry
 from .server import NetworkEngine, NetworkError
 from .transport import Transport
-from .validation.norms import NormBound
-from .validation.uploads import Blocklist
 
 logger = logging.getLogger(__name__)
 
@@ -76,18 +73,13 @@ def drive(
         raise ConfigError(
             f"network.examples promises the examples of {len(promised)} clients, but there are {count}"
         )
-    account = Account.read(out) if resume else Account(new_run_id())
+    account = Account.read(out) if resume else Account()
     registry = ClientRegistry(made, count, limits.max_examples, keys, limits.examples_ratio, promised)
     registry.restore(account.clients)
     engine = NetworkEngine(
-        transport=transport, registry=registry, settings=settings, run_id=account.run,
-        blocklist=Blocklist.from_json(limits.ban_after, account.refused),
-        bound=NormBound.from_json(limits.update_ratio, account.updates),
-        backoff=Backoff.from_json(settings.silent_after, account.silent),
-        excluded={int(i): f"the run went on without it after round {t}" for i, t in account.excluded.items()},
-        branch=account.branch, refusals=account.refusals, audit=Audit(audit),
-    )  # fmt: skip
-    _wait_for_start(engine, settings.enough(count - len(engine.excluded)))
+        transport=transport, registry=registry, settings=settings, account=account, audit=Audit(audit)
+    )
+    _wait_for_start(engine, settings.enough(count - len(account.excluded)))
     with threads(made.run.threads), contextlib.ExitStack() as stack:
         run = NetworkRun(method, registry.federation(), protocol, engine)
         description = described(run, made.describe(name) if config is None else config)
@@ -99,9 +91,7 @@ def drive(
             folder.create(force=False)
 
         def write_account() -> None:
-            account.clients = {str(client): row for client, row in registry.rows().items()}
-            account.refused, account.silent = engine.blocklist.to_json(), engine.backoff.to_json()
-            account.updates, account.refusals = engine.bound.to_json(), engine.refusals
+            account.clients = registry.rows()
             # not in run.json, for other network settings do not make another run
             account.settings = dataclasses.asdict(settings)
             account.write(out)
@@ -124,22 +114,21 @@ def drive(
 
 def _wait_for_start(engine: NetworkEngine, needed: int) -> None:
     """Wait for enough clients that agree on the form of examples; raises NetworkError if they do not come."""
-    registry, nodes = engine.registry, engine.transport.nodes
+    registry, nodes, excluded = engine.registry, engine.transport.nodes, engine.account.excluded
     logger.info("waiting for %d of %d clients", needed, registry.clients)
 
     def ready(present: set[int]) -> list[int]:
-        return [i for i in registry.majority(present) if i not in engine.excluded]
+        return [i for i in registry.majority(present) if i not in excluded]
 
     engine.wait_for_clients(engine.settings.wait, lambda: len(ready(nodes())) >= needed)
     clients = ready(present := nodes())
     registry.fix_form(present)
     if len(clients) < needed:
-        missing = ", ".join(str(i) for i in range(registry.clients) if i not in {*clients, *engine.excluded})
+        missing = ", ".join(str(i) for i in range(registry.clients) if i not in {*clients, *excluded})
         rejected = "".join(f"\nrejected: {why}" for why in registry.rejections.values())
         raise NetworkError(
             f"only {len(clients)} of {needed} clients came within {engine.settings.wait:g} s; missing: "
-            f"{missing}. "
-            f"Start them, or lower network.min_clients.{rejected}"
+            f"{missing}. Start them, or lower network.min_clients.{rejected}"
         )
 
 

@@ -193,8 +193,7 @@ def _folder(context: Context) -> Path:
     if "partition-id" not in config:
         raise ConfigError(
             "this node does not know which client it is. Start it by `fedlowrank join`, or give it "
-            "--node-config "
-            "'folder=\"...\"' or 'partition-id=0'"
+            "--node-config 'folder=\"...\"' or 'partition-id=0'"
         )
     made, client = _from_run_config(context), int(config["partition-id"])
     state = Path(str(config.get("state", Path.home() / ".fedlowrank")))
@@ -278,18 +277,10 @@ def simulation(
     resume: bool = False,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run an experiment in Flower's simulation.
-
-    Args:
-        made: the experiment.
-        out: run folder.
-        clients: folder of the clients' folders.
-        resume: go on from the last checkpoint.
-        config: see :func:`.drive.drive`.
+    """Run an experiment in Flower's simulation, see :func:`.drive.drive`; ``clients`` holds their folders.
 
     Raises:
         ConfigError: if Ray is missing.
-        FedlowrankError: as :func:`.drive.drive`.
     """
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("Flower's simulation needs Ray: pip install 'fedlowrank[network-simulation]'")

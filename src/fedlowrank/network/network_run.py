@@ -20,6 +20,7 @@ from .server import NetworkEngine
 from .validation.uploads import (
     FAULTS,
     RefusedReplyError,
+    Templates,
     checked_contribution,
     checked_update,
     update_without_faulty,
@@ -31,11 +32,7 @@ logger = logging.getLogger(__name__)
 class NetworkRun(Run):
     """A run whose clients keep their own states; the server stores the stamp of the state each builds on.
 
-    Args:
-        method: what to run.
-        federation: see :meth:`.registry.ClientRegistry.federation`.
-        settings: the protocol, with a checkpoint every round: an acknowledged state must be on the disk.
-        engine: reaches the registered clients.
+    Its settings ask for a checkpoint every round: an acknowledged state must be on the disk.
     """
 
     engine: NetworkEngine
@@ -46,10 +43,10 @@ class NetworkRun(Run):
         if settings.keep_best:
             raise ConfigError(
                 "run.keep_best: over a network a round's evaluation is known when the next round is over, "
-                "and the "
-                "state of the best is gone by then; leave it out"
+                "and the state of the best is gone by then; leave it out"
             )
         super().__init__(method, federation, settings, engine)
+        engine.templates = Templates(method, self.task)
 
     def state_of(self, info: ClientInfo) -> Any:
         """The stamp of the state that a client builds on."""
@@ -90,7 +87,7 @@ class NetworkRun(Run):
             if not faulty:
                 raise
             for client, reason in faulty.items():
-                self.engine.refuse(RefusedReplyError(client, "", reason), view.round)
+                self.engine.refuse(RefusedReplyError(client, reason), view.round)
                 found.drop(client, reason)
         return self.engine.boundary(server)
 
@@ -104,15 +101,13 @@ class NetworkRun(Run):
         if not evaluations:
             return None
         # only evaluations of the same series can be compared; the majority decides
-        usual = Counter(_series_of(evaluations[client]) for client in sorted(evaluations)).most_common(1)[0][
-            0
-        ]
-        for client in sorted(evaluations):
-            if _series_of(evaluations[client]) != usual:
-                logger.info(
-                    "client %d measures other things than most clients; its evaluation is left out", client
-                )
-                del evaluations[client]
+        series = {client: _series_of(evaluations[client]) for client in sorted(evaluations)}
+        ((usual, _),) = Counter(series.values()).most_common(1)
+        for client in [client for client, own in series.items() if own != usual]:
+            logger.info(
+                "client %d measures other things than most clients; its evaluation is left out", client
+            )
+            del evaluations[client]
         return gather_evaluations([evaluations.get(info.id) for info in self.federation.infos])
 
     def finish(self) -> None:
@@ -125,8 +120,8 @@ class NetworkRun(Run):
         federation = self.engine.registry.update_federation(self.federation)
         if federation is not self.federation:
             self.federation, self.task = federation, federation.task(self.settings.rounds)
+            self.engine.templates = Templates(self.method, self.task)
         self.engine.sizes = tuple(i.examples for i in federation.infos)
-        self.engine.set_task(self.method, self.task)
         self.engine.evaluate = is_due = self.is_due()
         is_over = self.round >= self.settings.rounds
         training = set() if is_over else {i.id for i in self.participants(self.round)}

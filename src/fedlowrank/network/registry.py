@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import median_low
 
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from .messages import PROTOCOL, MessageError, Registration, plain, sections
 from .transport import Message, Response
-from .validation.norms import low_median
 
 MAX_BYTES = 1 << 20
 """Bytes of a registration."""
@@ -99,9 +98,9 @@ class ClientRegistry:
     Args:
         made: the experiment.
         clients: number of clients.
-        max_examples: that a client may register, or None for any number.
+        max_examples: see :class:`fedlowrank.config.network_settings.Limits`.
         keys: the client of each node's key; None if keys are not checked.
-        examples_ratio: see :class:`fedlowrank.config.network_settings.Limits`.
+        examples_ratio: see ``Limits``.
         promised: training examples that each client promised to have; empty if none did.
 
     Attributes:
@@ -141,7 +140,7 @@ class ClientRegistry:
         if self.promised or not self.examples_ratio or not self.registered:
             return MAX_EXAMPLES
         # the lower median, so that one of two clients cannot raise it
-        return max(1, int(self.examples_ratio * low_median(c.examples for c in self.registered.values())))
+        return max(1, int(self.examples_ratio * median_low(c.examples for c in self.registered.values())))
 
     def capped_clients(self) -> dict[int, str]:
         """The clients that are weighted by fewer examples than they registered, with the reason."""
@@ -149,18 +148,10 @@ class ClientRegistry:
         return {
             i: f"client {i} registered {c.examples} examples and is weighted by {cap}, "
             f"{self.examples_ratio:g} times the median (network.limits.examples_ratio); list the promised "
-            "counts in network.examples if it "
-            "really has so many"
+            "counts in network.examples if it really has so many"
             for i, c in sorted(self.registered.items())
             if c.examples > cap
         }
-
-    def node_of(self, client: int) -> int:
-        """The node of a connected client."""
-        node = self.registered[client].node
-        if node is None:
-            raise UnregisteredNodeError(f"client {client} is not connected")
-        return node
 
     def reachable(self, present: set[int]) -> set[int]:
         """The clients whose node is present."""
@@ -190,15 +181,10 @@ class ClientRegistry:
                     self.rejections[client.node] = plain(wrong, 1000)
                     self.permanently_rejected.add(client.node)
 
-    def disconnect(self, client: int) -> None:
-        """Forget a client's node; its sizes stay known."""
-        self.registered[client].node = None
-
-    def restore(self, rows: Mapping[str, Mapping[str, int]]) -> None:
+    def restore(self, rows: Mapping[int, Mapping[str, int]]) -> None:
         """Inverse of :meth:`rows`, after a restart of the server; no client has a node yet."""
         for client, row in rows.items():
-            sizes = int(row["val"]), int(row["test"])
-            self.registered[int(client)] = RegisteredClient(None, int(row["train"]), sizes)
+            self.registered[client] = RegisteredClient(None, row["train"], (row["val"], row["test"]))
 
     def registration_requests(self, present: set[int]) -> list[Message]:
         """Requests to all present nodes that are not registered or permanently rejected."""
@@ -209,14 +195,7 @@ class ClientRegistry:
         return [Message(n, "registration", "{}") for n in sorted(present - self.permanently_rejected - known)]
 
     def register(self, response: Response, present: set[int]) -> int:
-        """Register a node as a client.
-
-        Args:
-            response: to a registration request.
-            present: nodes that can be reached now.
-
-        Returns:
-            The client's number.
+        """Register a node, by its response, as the client whose number is returned.
 
         Raises:
             UnregisteredNodeError: if the node is rejected; the message says why and what to do.
@@ -265,8 +244,7 @@ class ClientRegistry:
         if base != self._base:
             return (
                 f"client {client} has another base model: its weights have the digest "
-                f"{base[:64] or 'none'}, the others' "
-                f"{self._base[:64] or 'none'}. Give it the same files."
+                f"{base[:64] or 'none'}, the others' {self._base[:64] or 'none'}. Give it the same files."
             )
         return None
 
@@ -276,8 +254,7 @@ class ClientRegistry:
         if registration.protocol != PROTOCOL:
             return (
                 f"client {client} speaks version {registration.protocol} of the messages, this server "
-                f"{PROTOCOL}: install "
-                "the same version of fedlowrank on both"
+                f"{PROTOCOL}: install the same version of fedlowrank on both"
             )
         if not 0 <= client < self.clients:
             return f"it says it is client {client}, but clients go from 0 to {self.clients - 1}"
@@ -300,8 +277,7 @@ class ClientRegistry:
             )
             return (
                 f"client {client} has another experiment: section(s) {', '.join(names)} differ from the "
-                "server's. Give both "
-                "the same file and the same overrides."
+                "server's. Give both the same file and the same overrides."
             )
         return None
 
@@ -318,8 +294,7 @@ class ClientRegistry:
         if language is not None and language.loaded.digest != self._base:
             raise UnregisteredNodeError(
                 f"the clients' base model has the digest {self._base}, the server's "
-                f"{language.loaded.digest}: they are "
-                "different weights. Give all the same files."
+                f"{language.loaded.digest}: they are different weights. Give all the same files."
             )
         shares = Shares((empty,) * self.clients, self.form.classes, (), language)
         return assemble(self.made, shares, sizes=self.sizes, here=frozenset())
@@ -332,7 +307,7 @@ class ClientRegistry:
         infos = [dataclasses.replace(i, examples=n) for i, n in zip(federation.infos, sizes, strict=True)]
         return dataclasses.replace(federation, infos=infos)
 
-    def rows(self) -> dict[int, dict[str, Any]]:
+    def rows(self) -> dict[int, dict[str, int]]:
         """Sizes of the parts of each registered client."""
         return {
             i: {"train": c.examples, "val": c.sizes[0], "test": c.sizes[1]}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..config.network_settings import Limits, NetworkSettings
+from ..config.network_settings import NetworkSettings
 from ..core import tree
 from ..core.errors import FedlowrankError
 from ..core.method import Pass, Task
@@ -20,6 +20,7 @@ from ..data.federation import Federation
 from ..engines.base import AnyMethod, ClientJob, ClientResult, Engine
 from ..simulation.evaluation import ClientEvaluation
 from ..training.trainer import Meter
+from .account import Account
 from .answers import MAX_HEADER, check_counts, check_evaluation, read_answer, steps_of
 from .audit import Audit
 from .backoff import Backoff
@@ -49,71 +50,55 @@ class NetworkEngine(Engine):
         transport: carries the messages.
         registry: the registered clients.
         settings: section ``network`` of the experiment.
-        run_id: names the run to the clients.
-        blocklist: clients that are excluded because their replies were refused.
+        account: what is stored of the clients.
         audit: log of registrations and replies.
         evaluate: whether the next round trip asks for evaluations.
         evaluations: those of the last round trip, by client.
         reset_clients: clients that start again from the initial state.
         evaluation_jobs: jobs of the clients that only evaluate in the next round.
         sizes: examples by which each client is weighted in this round.
-        bound: limits the norms of updates.
-        backoff: clients that do not reply to orders.
-        excluded: clients that an operator excluded, with the reason.
-        branch: how often the run went back to an earlier checkpoint.
-        refusals: round, client and reason of every refused reply.
         bytes_sent: communication volume: headers, downloads (down) and uploads (up).
         spool: uploads of the round.
+        templates: the forms of the next replies; set by the run.
     """
 
     name = "network"
     transport: Transport = dataclasses.field(kw_only=True)
     registry: ClientRegistry = dataclasses.field(kw_only=True)
     settings: NetworkSettings = dataclasses.field(kw_only=True)
-    run_id: str = dataclasses.field(kw_only=True)
-    blocklist: Blocklist = dataclasses.field(kw_only=True)
+    account: Account = dataclasses.field(kw_only=True)
     audit: Audit = Audit()
     evaluate: bool = False
     evaluations: dict[int, ClientEvaluation] = dataclasses.field(default_factory=dict)
     reset_clients: set[int] = dataclasses.field(default_factory=set)
     evaluation_jobs: list[ClientJob] = dataclasses.field(default_factory=list)
     sizes: tuple[int, ...] = ()
-    bound: NormBound = dataclasses.field(default_factory=lambda: NormBound(Limits().update_ratio))
-    backoff: Backoff = dataclasses.field(default_factory=lambda: Backoff(0))
-    excluded: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    branch: int = 0
-    refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     bytes_sent: dict[str, int] = dataclasses.field(default_factory=lambda: {"header": 0, "down": 0, "up": 0})
     spool: Spool = dataclasses.field(default_factory=Spool, repr=False)
-    _templates: Templates | None = None
+    templates: Templates = dataclasses.field(init=False, repr=False)
     _norms: dict[int, dict[str, PartNorms]] = dataclasses.field(default_factory=dict)
     _logged_caps: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._exchange = Exchange(self.transport, self.settings.wait)
+        self.blocklist = Blocklist(self.settings.limits.ban_after, self.account.refused)
+        self.bound = NormBound(self.settings.limits.update_ratio, self.account.updates)
+        self.backoff = Backoff(self.settings.silent_after, self.account.silent)
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
     ) -> Generator[ClientResult, None, None]:
         """Yield the result of each job; clients that are unreachable or too slow are lost for the round."""
-        del federation  # the clients have it
-        self.set_task(method, task)
+        del method, federation, task  # the clients have them, and `templates` knows what they may reply
         results: dict[int, ClientResult] = {}
         self.evaluations, self._norms = {}, {}
         self.spool.clear()
         pending, needed = list(jobs), min(self.settings.min_replies, len(jobs))
         for attempt in range(self.settings.attempts):
             if attempt:
-                known = {j.client.id for j in pending if self.sizes[j.client.id]}
-                wanted = {i for i in known if not self.blocklist.is_blocked(i) and i not in self.excluded}
-                self._wait_for_return(wanted)
-                pending = [
-                    dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.reset_clients else j
-                    for j in pending
-                ]
-            results |= dict(
-                self._round_trip(pending, [] if attempt else self.evaluation_jobs, round, last=False)
-            )
+                pending = self._prepare_attempt(pending)
+            others = [] if attempt else self.evaluation_jobs
+            results |= dict(self._round_trip(pending, others, round, last=False))
             self._check_norms(results, round)
             pending = [j for j in jobs if results[j.client.id].lost is not None]
             good = len(jobs) - len(pending)
@@ -123,10 +108,9 @@ class NetworkEngine(Engine):
             logger.info("round %d: %d good replies, %d are needed: %s", round + 1, good, needed, reasons)
         else:
             raise NetworkError(
-                f"round {round + 1} was asked for {self.settings.attempts} times and never brought {needed} "
-                "good "
-                f"replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or lower "
-                "network.min_replies."
+                f"round {round + 1} was asked for {self.settings.attempts} times and never brought "
+                f"{needed} good replies of {len(jobs)} clients: {reasons}. Fix the cause and resume, or "
+                "lower network.min_replies."
             )
         self.bound.learn(self._norms, round)
         for job in jobs:
@@ -136,21 +120,25 @@ class NetworkEngine(Engine):
                 result = dataclasses.replace(result, upload=self.spool.get(job.client.id))
             yield result
 
-    def set_task(self, method: AnyMethod, task: Task) -> None:
-        """Set the method and task against which the next replies are validated."""
-        if self._templates is None or self._templates.task is not task:
-            self._templates = Templates(method, task)
+    def _prepare_attempt(self, pending: list[ClientJob]) -> list[ClientJob]:
+        """Wait for clients that left; those that lost their state start again."""
+        known = {j.client.id for j in pending if self.sizes[j.client.id]}
+        wanted = {i for i in known - self.account.excluded.keys() if not self.blocklist.is_blocked(i)}
+        nodes = self.transport.nodes
+        self.wait_for_clients(self.settings.wait, lambda: wanted <= self.registry.reachable(nodes()))
+        return [
+            dataclasses.replace(j, state={"stamp": 0}) if j.client.id in self.reset_clients else j
+            for j in pending
+        ]
 
     def _check_norms(self, results: dict[int, ClientResult], round: int) -> None:
         """Refuse replies with outlying update norms; they do not count towards the blocklist."""
-        if self._templates is None:
-            return
-        passes = self._templates.method.passes()
+        passes = self.templates.method.passes()
         examples = {c: self.registry.registered[c].examples for c in self._norms}
         steps = {c: sum(steps_of(passes, n).values()) for c, n in examples.items()}
         for client, why in self.bound.outliers(self._norms, steps, round).items():
             if results[client].lost is None:
-                error = RefusedReplyError(client, "", why, counts=False)
+                error = RefusedReplyError(client, why, counts=False)
                 results[client] = _lost(self.refuse(error, round))
 
     def refuse(self, error: RefusedReplyError, round: int) -> str:
@@ -158,7 +146,7 @@ class NetworkEngine(Engine):
         client, why = error.client, plain(str(error), 1000)
         self.evaluations.pop(client, None)
         self.audit.refused(client, round, why)
-        self.refusals.append({"round": round + 1, "client": client, "reason": why})
+        self.account.refusals.append({"round": round + 1, "client": client, "reason": why})
         if error.counts and self.blocklist.add_refusal(client):
             logger.info(self.blocklist.reason(client))
         return why
@@ -181,10 +169,6 @@ class NetworkEngine(Engine):
                 # a rejected node is not asked again at once
                 time.sleep(min(left, 1.0 if requests else 0.1))
 
-    def _wait_for_return(self, clients: set[int]) -> None:
-        nodes = self.transport.nodes
-        self.wait_for_clients(self.settings.wait, lambda: clients <= self.registry.reachable(nodes()))
-
     def _register(self, response: Response) -> bool:
         """Register the client of a node; whether it was accepted."""
         before = self.registry.rejections.get(response.node)
@@ -204,17 +188,14 @@ class NetworkEngine(Engine):
         self._logged_caps = caps
         return True
 
-    def _paused_clients(self, train: list[ClientJob], round: int) -> set[int]:
-        """The clients that get no order because of their backoff; none if the round needs them."""
-        paused = {client for client in self.backoff.until if self.backoff.is_paused(client, round)}
-        training = sum(j.client.id not in paused for j in train)
-        return set() if training < self.settings.min_replies else paused
-
     def _round_trip(
         self, train: list[ClientJob], evaluate: list[ClientJob], round: int, last: bool
     ) -> Iterator[tuple[int, ClientResult]]:
         """Send the orders of a round and yield the result of each training client as it is known."""
-        paused = set() if last else self._paused_clients(train, round)
+        paused = set() if last else self.backoff.paused(round)
+        if sum(j.client.id not in paused for j in train) < self.settings.min_replies:
+            # the round needs them
+            paused = set()
         present = self.transport.nodes()
         messages = self.registry.registration_requests(present)
         training = {j.client.id for j in train}
@@ -222,21 +203,26 @@ class NetworkEngine(Engine):
         payloads: dict[int, bytes] = {}
         for job in [*train, *evaluate]:
             client, trains = job.client.id, job.client.id in training
-            why = self._reason_to_skip(client, present, paused)
-            max_bytes = None if why else self._max_bytes(job, trains, round)
-            if why is None and max_bytes is None:
-                why = f"client {client} is left out: {self.refusals[-1]['reason']}"
-            if why is not None or max_bytes is None:
+            max_bytes, why = MAX_HEADER, self._reason_to_skip(client, present, paused)
+            if why is None and trains:
+                try:
+                    template = self.templates.of(job.client, job.down)
+                    max_bytes += max_upload_bytes(template, self.settings.limits)
+                except RefusedReplyError as error:
+                    why = f"client {client} is left out: {self.refuse(error, round)}"
+            if why is not None:
                 if trains:
-                    yield client, _lost(str(why))
+                    yield client, _lost(why)
                 continue
             stamp = int(job.state["stamp"])
-            order = Order(self.run_id, round, stamp, trains, self.evaluate or last, last, self.branch)
+            run, branch = self.account.run, self.account.branch
+            order = Order(run, round, stamp, trains, self.evaluate or last, last, branch)
             header = order.to_json()
             if id(job.down) not in payloads:
                 payloads[id(job.down)] = tree.encode(job.down)
             payload = payloads[id(job.down)]
-            node = self.registry.node_of(client)
+            node = self.registry.registered[client].node
+            assert node is not None, "a client that is not connected is skipped"
             messages.append(Message(node, "order", header, payload, max_bytes))
             asked[node] = job
             self.bytes_sent["header"] += len(header)
@@ -271,8 +257,8 @@ class NetworkEngine(Engine):
             return self.blocklist.reason(client)
         if registered is None or registered.node not in present:
             return f"client {client} is not connected"
-        if client in self.excluded:
-            return f"client {client} is excluded: {self.excluded[client]}"
+        if (t := self.account.excluded.get(client)) is not None:
+            return f"client {client} is excluded: the run went on without it after round {t}"
         if client in paused:
             return (
                 f"client {client} is paused until round {self.backoff.until[client] + 1}: it did not answer "
@@ -283,17 +269,6 @@ class NetworkEngine(Engine):
             return f"client {client} registered after the round had begun"
         return None
 
-    def _max_bytes(self, job: ClientJob, trains: bool, round: int) -> int | None:
-        """Bytes that a reply may have; None, with a refusal, if the method fails on the download."""
-        if not trains or self._templates is None:
-            return MAX_HEADER
-        try:
-            template = self._templates.of(job.client, job.down)
-        except RefusedReplyError as error:
-            self.refuse(error, round)
-            return None
-        return MAX_HEADER + max_upload_bytes(template, self.settings.limits)
-
     def _check_reply(self, response: Response, job: ClientJob, round: int, trains: bool) -> ClientResult:
         """Validate a reply and store its upload; nothing of a refused reply is kept."""
         client = job.client
@@ -301,26 +276,25 @@ class NetworkEngine(Engine):
         self.bytes_sent["up"] += len(response.payload)
         if response.problem:
             if response.disconnected:
-                self.registry.disconnect(client.id)
+                # its sizes stay known
+                self.registry.registered[client.id].node = None
             return _lost(f"no reply of client {client.id}: {plain(response.problem)}")
         self.backoff.record_reply(client.id)
-        if self._templates is None:
-            raise AssertionError("a round without templates")
-        method, limits = self._templates.method, self.settings.limits
+        method, limits = self.templates.method, self.settings.limits
         upload: Any = None
         passes: Mapping[str, Pass] = {}
         trained: tuple[str, ...] = ()
         try:
             if response.too_large:
-                raise RefusedReplyError(client.id, "", response.too_large)
-            answer = read_answer(response.header, client, self.run_id, round)
+                raise RefusedReplyError(client.id, response.too_large)
+            answer = read_answer(response.header, client, self.account.run, round)
             if answer.problem:
                 if answer.kind == "state" and self.settings.forgotten == "begin":
                     self.reset_clients.add(client.id)
                 return _lost(f"client {client.id}: {plain(answer.problem)}")
-            model = self._templates.task.model(client)
+            model = self.templates.task.model(client)
             if trains:
-                template = self._templates.of(client, job.down)
+                template = self.templates.of(client, job.down)
                 upload = inspect(response.payload, template, client, limits)
                 passes, trained = method.passes(), template.trained
             check_counts(answer, passes, trained, model, self.registry.registered[client.id].examples)
@@ -333,5 +307,5 @@ class NetworkEngine(Engine):
         if not trains:
             return ClientResult(None, None, Meter())
         self._norms[client.id] = measure(upload, method.reference(job.down, client))
-        self.spool.put(client.id, upload)
+        self.spool.put(client.id, response.payload, template)
         return ClientResult({"stamp": round + 1}, None, Meter(answer.steps, answer.flops, answer.losses))

@@ -5,35 +5,39 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..core import tree
 from ..core.files import as_checkpoint_error
+from .validation.forms import Template, decode_upload
 
 
 class Spool:
     """Stores the inspected uploads of a round in a temporary folder, which is removed with this object."""
 
     def __init__(self) -> None:
-        self._folder: Path | None = None
+        self._templates: dict[int, Template] = {}
 
-    def put(self, client: int, upload: Any) -> None:
-        """Store an upload; raises CheckpointError if the disk is full."""
+    @cached_property
+    def _folder(self) -> Path:
+        folder = Path(tempfile.mkdtemp(prefix="fedlowrank-uploads-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return folder
+
+    def put(self, client: int, payload: bytes, template: Template) -> None:
+        """Store an upload as it was received; raises CheckpointError if the disk is full."""
         with as_checkpoint_error("cannot keep an upload in the temporary folder (TMPDIR)"):
-            if self._folder is None:
-                self._folder = Path(tempfile.mkdtemp(prefix="fedlowrank-uploads-"))
-                weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-            (self._folder / str(client)).write_bytes(tree.encode(upload))
+            (self._folder / str(client)).write_bytes(payload)
+        self._templates[client] = template
 
     def get(self, client: int) -> Any:
-        """Read the upload of a client; raises KeyError if there is none."""
-        path = None if self._folder is None else self._folder / str(client)
-        if path is None or not path.exists():
-            raise KeyError(client)
-        return tree.decode(path.read_bytes())
+        """Decode the upload of a client; raises KeyError if there is none."""
+        template = self._templates[client]
+        return decode_upload((self._folder / str(client)).read_bytes(), template)
 
     def clear(self) -> None:
         """Remove all uploads."""
-        for path in self._folder.iterdir() if self._folder is not None else ():
-            path.unlink()
+        for client in self._templates:
+            (self._folder / str(client)).unlink(missing_ok=True)
+        self._templates.clear()

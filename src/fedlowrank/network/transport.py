@@ -103,12 +103,8 @@ class Exchange:
         """Send messages and yield the responses as they arrive, at most one for each message.
 
         The round trip ends when all orders are answered or the time is up. Without orders it ends when no
-        registration is pending.
-
-        Args:
-            messages: at most one to each node.
-            group: name of this round trip, for the transport's records.
-            seconds: to wait.
+        registration is pending. There is at most one message to each node; the group names the round trip in
+        the transport's records.
         """
         start, present = time.monotonic(), self.transport.nodes()
         # a node that left answers no more; one that came back may be another process
@@ -146,9 +142,8 @@ class Exchange:
             self._last_log = now
             nodes = ", ".join(f"node {n} ({seconds:.0f} s)" for n, seconds in late.items())
             logger.info(
-                "still waiting for the registration of %s; each may take %g s (network.wait), and rounds go "
-                "on "
-                "without it. A large base model takes minutes to hash.",
+                "still waiting for the registration of %s; each may take %g s (network.wait), and rounds "
+                "go on without it. A large base model takes minutes to hash.",
                 nodes,
                 self.wait,
             )

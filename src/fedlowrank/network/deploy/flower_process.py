@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ...core.errors import CheckpointError, ConfigError, FedlowrankError
+from ...core.errors import CheckpointError, FedlowrankError
 from ...core.files import as_checkpoint_error, write_json
 from ...simulation.lock import exclusive, identify, is_alive
 from . import process_tree
@@ -32,11 +31,7 @@ class ProcessError(FedlowrankError):
 
 
 def environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's processes, which keeps them quiet, private and offline.
-
-    Args:
-        home: folder for what Flower stores.
-    """
+    """The environment that keeps Flower's processes quiet, private and offline; home is their folder."""
     own = os.environ
     # processes of one machine talk over loopback, which no proxy reaches; where both spellings are set, the
     # first counts
@@ -64,22 +59,8 @@ def environment(home: Path) -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.5", **own, **forced}
 
 
-def find_command(name: str) -> str:
-    """The path of one of Flower's commands; raises ConfigError if Flower is not installed."""
-    path = shutil.which(name, path=environment(Path())["PATH"])
-    if path is None:
-        raise ConfigError(f"there is no command {name}: Flower is missing. Install fedlowrank[network].")
-    return path
-
-
 def listen(host: str, port: int, seconds: float = 0.0) -> socket.socket:
-    """Open a listening socket, which shows that the port is free.
-
-    Args:
-        host: address of this machine.
-        port: or 0 for a free one.
-        seconds: to wait for a port that is in use.
-    """
+    """Open a listening socket (port 0: a free port), waiting so many seconds for a port that is in use."""
     end = time.monotonic() + seconds
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
@@ -104,20 +85,23 @@ class FlowerProcess:
     Args:
         home: folder of its log and of what Flower stores; made readable by its owner only.
         name: of the command, which also names the log.
+        address: of the server. A child of the server's process has it on its command line.
         variables: for its environment and that of its process tree, in addition to :func:`environment`.
     """
 
-    def __init__(self, home: Path, name: str, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, home: Path, name: str, address: str, variables: Mapping[str, str] | None = None
+    ) -> None:
         self.home = home.absolute()
         self.name = name
+        self.address = address
         self.log = self.home / f"{name}.log"
         self.variables = {**environment(self.home), **(variables or {})}
         self.ended_orphans = False
         self._process: subprocess.Popen[bytes] | None = None
         self._begin = 0
         self._record = self.home / f"{name}.process.json"
-        self._lock = contextlib.ExitStack()
-        self._is_locked = False
+        self._lock: contextlib.ExitStack | None = None
 
     @property
     def pid(self) -> int | None:
@@ -149,17 +133,9 @@ class FlowerProcess:
         self._release()
 
     def close(self, seconds: float = 10.0) -> None:
-        """Ask it to end, and kill it and its process tree after so many seconds.
-
-        Raises:
-            ProcessError: if a process survives.
-        """
+        """Ask it to end, and kill it and its process tree after so many seconds; raises as :meth:`kill`."""
         self._end(signal.SIGTERM, seconds)
         self._release()
-
-    def _own_address(self) -> str | None:
-        """The address under which its children reach it, if any."""
-        return None
 
     def _prepare(self) -> None:
         """Make and lock its home, and end what is left of an earlier start."""
@@ -168,16 +144,18 @@ class FlowerProcess:
         self._end(signal.SIGKILL, 0)
         with as_checkpoint_error(f"cannot make {self.home}"):
             self.home.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not self._is_locked:
-            self._lock.enter_context(exclusive(self.home))
-            self._is_locked = True
+        if self._lock is None:
+            lock = contextlib.ExitStack()
+            lock.enter_context(exclusive(self.home))
+            self._lock = lock
             self._end_orphans()
 
     def _release(self) -> None:
         """Remove the record of its process and unlock its home."""
         self._record.unlink(missing_ok=True)
-        self._lock.close()
-        self._is_locked = False
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _end_orphans(self) -> None:
         """End what a killed process has started in this home; the lock shows that it is gone."""
@@ -190,7 +168,7 @@ class FlowerProcess:
         if groups:
             self.ended_orphans = True
             logger.info("%s of an earlier start, process %d, was left running; it is ended", self.name, pid)
-            if left := process_tree.kill(groups):
+            if left := process_tree.end(groups):
                 raise ProcessError(f"processes of an earlier start cannot be ended: {sorted(left)}")
 
     def _launch(self, command: Sequence[str]) -> None:
@@ -205,7 +183,7 @@ class FlowerProcess:
                 start_new_session=True,
             )
             try:
-                write_json(self._record, {**identify(self._process.pid), "address": str(self._own_address())})
+                write_json(self._record, {**identify(self._process.pid), "address": self.address})
             except CheckpointError:
                 self.kill()
                 raise
@@ -238,11 +216,10 @@ class FlowerProcess:
         if self.alive() and how == signal.SIGKILL:
             # so that it starts nothing more while its children are listed
             self._process.send_signal(signal.SIGSTOP)
-        groups = _groups_of(self._process.pid, str(self._own_address()), self.alive())
+        groups = _groups_of(self._process.pid, self.address, self.alive())
         if self.alive():
             self._process.send_signal(how)
-        process_tree.wait_for_end(groups, seconds)
-        if left := process_tree.kill(groups):
+        if left := process_tree.end(groups, seconds):
             raise ProcessError(f"{self.name} left processes that cannot be ended: {sorted(left)}")
         self._process.wait()
 

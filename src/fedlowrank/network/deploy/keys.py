@@ -36,6 +36,7 @@ from ...core.files import as_checkpoint_error
 
 AUTHORITY_DAYS = 3650
 """Life of the authority, and so the longest life of a certificate that it signs."""
+_PRIVATE = 0o600
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
@@ -66,9 +67,8 @@ class ServerKeys:
             raise ConfigError(
                 f"{strange} is not named by the number of a client, as in 3.pub. Rename or remove it."
             )
-        return cls(
-            authority, certificate, key, {int(path.stem): path for path in sorted(public_keys, key=_number)}
-        )
+        clients = {int(path.stem): path for path in sorted(public_keys, key=lambda path: int(path.stem))}
+        return cls(authority, certificate, key, clients)
 
 
 @dataclass(frozen=True)
@@ -110,28 +110,28 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str], days: int = 365)
     if folder.exists():
         raise ConfigError(
             f"{folder} exists already, and keys are never overwritten. Choose another folder; to add a "
-            "client or to "
-            "renew the server's certificate, say so."
+            "client or to renew the server's certificate, say so."
         )
     with as_checkpoint_error(f"cannot make {folder}"):
         folder.mkdir(parents=True, mode=0o700)
         (folder / "server" / "clients").mkdir(parents=True)
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedlowrank authority")])
-    builder = _certificate(subject, subject, key, key, AUTHORITY_DAYS)
-    authority = builder.add_extension(
-        x509.BasicConstraints(ca=True, path_length=0), critical=True
-    ).add_extension(_usage(signs_certificates=True), critical=True)
-    _write_private(folder / "ca.key", _pem(key))
-    signed = authority.sign(key, hashes.SHA384())
-    _write(folder / "server" / "ca.crt", signed.public_bytes(Encoding.PEM))
-    _certify(folder, key, signed, names, days)
+    authority = (
+        _certificate(subject, subject, key, key, AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .sign(key, hashes.SHA384())
+    )
+    _write(folder / "ca.key", _pem(key), _PRIVATE)
+    _write(folder / "server" / "ca.crt", authority.public_bytes(Encoding.PEM))
+    _certify(folder, key, authority, names, days)
     for client in range(clients):
         add_client(folder, client)
 
 
 def add_client(folder: Path, client: int) -> None:
-    """Make the key of one more client, read by the server at its next start; raises ConfigError if it has one."""
+    """Make the key of one more client, read at the server's next start; ConfigError if it has one."""
     if client < 0:
         raise ConfigError(f"clients are numbered from 0; client is {client}")
     (authority,) = _files(folder / "server", "ca.crt")
@@ -146,7 +146,8 @@ def add_client(folder: Path, client: int) -> None:
         own.mkdir(mode=0o700)
         public.parent.mkdir(exist_ok=True)
     _write(own / "ca.crt", authority.read_bytes())
-    _write_private(own / "client.key", key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    _write(own / "client.key", private, _PRIVATE)
     _write(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
 
 
@@ -155,11 +156,10 @@ def revoke_client(folder: Path, client: int) -> Path:
 
     Args:
         folder: made by :func:`make_keys`, or its part ``server``.
-        client: number of the client.
+        client: whose key it is. :func:`add_client` makes a new one once the client's old folder is removed.
 
     Returns:
-        Where the public key is now. :func:`add_client` makes a new one once the client's old folder is
-        removed.
+        Where the public key is now.
 
     Raises:
         ConfigError: if the server has no key of the client.
@@ -198,8 +198,7 @@ def renew_server(folder: Path, hosts: Sequence[str], days: int = 365) -> None:
     if authority.not_valid_after_utc <= _now():
         raise ConfigError(
             f"the authority of {folder} ended on {authority.not_valid_after_utc:%Y-%m-%d}. Make new keys, "
-            "and give every "
-            "client its new folder."
+            "and give every client its new folder."
         )
     names = _names(hosts) if hosts else _names_of(folder / "server" / "server.pem")
     _certify(folder, key, authority, names, days)
@@ -227,16 +226,16 @@ def _certify(
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedlowrank server")])
     left = (authority.not_valid_after_utc - _now()).total_seconds() / 86400
-    builder = _certificate(subject, authority.subject, key, signer, min(days, left))
     certificate = (
-        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        _certificate(subject, authority.subject, key, signer, min(days, left))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .sign(signer, hashes.SHA384())
     )
     # the two belong together, so each replaces its predecessor whole, and the certificate last
-    _write_private(folder / "server" / "server.key", _pem(key))
+    _write(folder / "server" / "server.key", _pem(key), _PRIVATE)
     _write(folder / "server" / "server.pem", certificate.public_bytes(Encoding.PEM))
 
 
@@ -292,8 +291,7 @@ def _name(host: str) -> x509.GeneralName:
         if len(host) > 253 or not all(map(_LABEL.fullmatch, labels)) or labels[-1].isdigit():
             raise ConfigError(
                 f"{host!r} is neither the name of a machine nor an IP address. Give names and addresses as "
-                "in "
-                "fl.example.org, 192.0.2.7 or 2001:db8::7, without scheme or port."
+                "in fl.example.org, 192.0.2.7 or 2001:db8::7, without scheme or port."
             ) from None
         return x509.DNSName(host)
 
@@ -309,14 +307,9 @@ def _files(folder: Path, *names: str) -> list[Path]:
     if missing:
         raise ConfigError(
             f"{folder} has no file {', '.join(missing)}. The keys of a server are the folder `server`, "
-            "those of client 3 the "
-            "folder `client-3` of what was made for the federation."
+            "those of client 3 the folder `client-3` of what was made for the federation."
         )
     return paths
-
-
-def _number(path: Path) -> int:
-    return int(path.stem)
 
 
 def _now() -> datetime.datetime:
@@ -325,10 +318,6 @@ def _now() -> datetime.datetime:
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    _write(path, content, 0o600)
 
 
 def _write(path: Path, content: bytes, mode: int = 0o644) -> None:

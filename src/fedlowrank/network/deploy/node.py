@@ -14,11 +14,11 @@ import argparse
 import contextlib
 import functools
 import hashlib
+import logging
 import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -52,6 +52,8 @@ from .. import flower
 from ..messages import plain
 from .flower_app import write_own_app
 from .processes import WORKING
+
+logger = logging.getLogger("fedlowrank.network.deploy.node")
 
 PAUSE = 0.5
 """Seconds between two looks for a message."""
@@ -106,8 +108,8 @@ class PinnedApp(NamedTuple):
         offered = plain(f"{run.fab_id} with the digest {run.fab_hash}", 200)
         return (
             f"this client answers messages of the app {self.name} with the digest {self.digest} only, not "
-            f"of {offered}. If the "
-            "server is a `fedlowrank serve`, install the same releases of fedlowrank and Flower on both."
+            f"of {offered}. If the server is a `fedlowrank serve`, install the same releases of fedlowrank "
+            "and Flower on both."
         )
 
 
@@ -140,17 +142,17 @@ class Node:
                 self._send(reply, time.monotonic() - began)
         except (RunNotRunningException, httpx.HTTPError, ObjectPullError, ObjectPushError) as error:
             # the run may be over, or the message too old; the server asks again for what it still needs
-            _log(f"a message was given up: {error!r}")
+            logger.info("a message was given up: %r", error)
         return True
 
     def _reply(self, message: Message, objects: Any) -> Message:
         metadata, run = message.metadata, message.metadata.run_id
-        _log(f"message {metadata.message_type} {metadata.group_id} of run {run}")
+        logger.info("message %s %s of run %d", metadata.message_type, metadata.group_id, run)
         if run not in self._refusals:
             self._refusals[run] = self.pinned.refusal(self.connection.get_run(run))
         refusal = self._refusals[run]
         if refusal is not None:
-            _log(f"refused: {refusal}")
+            logger.info("refused: %s", refusal)
             return Message(Error(ErrorCode.INVALID_FAB, refusal), reply_to=message)
         wanted = [tree.object_id for tree in iterate_object_tree(objects)]
         contents = pull_objects(wanted, functools.partial(self.connection.pull, run))
@@ -164,9 +166,9 @@ class Node:
         context = Context(run, self.connection.node, node, RecordDict(), {})
         try:
             return self.app(whole, context)
-        except Exception as error:  # noqa: BLE001 - the node survives any error of a method
-            traceback.print_exc()
+        except Exception as error:
             reason = plain(f"{type(error).__name__}: {error}")
+            logger.exception("failed: %s", reason)
             return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=whole)
 
     def _send(self, reply: Message, seconds: float) -> None:
@@ -175,7 +177,7 @@ class Node:
             wanted, session = self.connection.send(reply, get_object_tree(reply), seconds)
             push = functools.partial(self.connection.push, reply.metadata.run_id, session)
             push_objects(get_all_nested_objects(reply), push, object_ids_to_push=wanted)
-        _log(f"replied after {seconds:.1f} s")
+        logger.info("replied after %.1f s", seconds)
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
@@ -184,10 +186,6 @@ class Node:
             yield
         finally:
             (self.home / WORKING).unlink(missing_ok=True)
-
-
-def _log(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -214,6 +212,8 @@ def main() -> None:
     parser.add_argument("--authority", type=Path, help="certificate that vouches for the server's")
     parser.add_argument("--key", type=Path, help="private key of the client")
     args = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stdout)
+    logger.setLevel(logging.INFO)
     for one in (signal.SIGTERM, signal.SIGINT):
         signal.signal(one, _end)
     (args.home / WORKING).unlink(missing_ok=True)
@@ -222,7 +222,7 @@ def main() -> None:
     authority = None if args.authority is None else args.authority.read_bytes()
     with http_request_response(args.server, authority is None, authority, keys) as calls:
         node = Node(Connection(*calls), flower.client, pinned, args.folder, args.home)
-        _log(f"SuperNode ID: {node.connection.node}")
+        logger.info("SuperNode ID: %d", node.connection.node)
         while True:
             if not node.step():
                 time.sleep(PAUSE)

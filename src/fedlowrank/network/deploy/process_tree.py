@@ -9,20 +9,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 
 
-@dataclass(frozen=True)
-class Process:
-    """A living process.
-
-    Attributes:
-        group: its process group.
-        command: its command line.
-    """
+class Process(NamedTuple):
+    """The process group and the command line of a living process."""
 
     group: int
     command: str
@@ -49,27 +42,22 @@ def descendants(root: int) -> dict[int, Process]:
     return {pid: process for pid, process in processes().items() if pid in children}
 
 
-def members(groups: Iterable[int]) -> dict[int, Process]:
-    """The living processes of some process groups."""
-    wanted = set(groups)
-    return {pid: process for pid, process in processes().items() if process.group in wanted}
+def end(groups: set[int], patience: float = 0.0) -> set[int]:
+    """Wait for all processes of some groups to end, and kill those that do not, or that start meanwhile.
 
+    Args:
+        groups: process groups.
+        patience: seconds before they are killed.
 
-def wait_for_end(groups: Iterable[int], seconds: float) -> bool:
-    """Wait until all processes of some groups have ended; whether they did in time."""
-    wanted, deadline = set(groups), time.monotonic() + seconds
-    while members(wanted):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def kill(groups: Iterable[int], seconds: float = 10.0) -> dict[int, Process]:
-    """Kill all processes of some groups, also those that start meanwhile; returns those that survive."""
-    wanted, deadline = set(groups), time.monotonic() + seconds
-    while (left := members(wanted)) and time.monotonic() < deadline:
-        for pid in left:
+    Returns:
+        The processes that survive for ten more seconds.
+    """
+    began = time.monotonic()
+    while left := {pid for pid, process in processes().items() if process.group in groups}:
+        waited = time.monotonic() - began
+        if waited > patience + 10:
+            break
+        for pid in left if waited >= patience else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

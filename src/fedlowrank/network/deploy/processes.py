@@ -13,18 +13,14 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
-from ...core.errors import ConfigError
 from ...core.files import write_atomically, write_json
 from . import guard
 from .flower_app import Value, as_toml
-from .flower_process import FlowerProcess, ProcessError, environment, find_command, free_port, listen
+from .flower_process import FlowerProcess, ProcessError, free_port, listen
 from .keys import ClientKeys, ServerKeys
-
-__all__ = ["ProcessError", "RunStatus", "SuperLink", "SuperNode", "environment"]
 
 WORKING = "working"
 """A file in a node's home while it answers a message."""
@@ -32,14 +28,8 @@ _CONNECTION = "federation"
 _ANSWER_SECONDS = 120
 
 
-@dataclass(frozen=True)
-class RunStatus:
-    """The status of a run.
-
-    Attributes:
-        status: pending, starting, running, finished:completed, finished:failed or finished:stopped.
-        details: the reason, in Flower's words; may be empty.
-    """
+class RunStatus(NamedTuple):
+    """The status of a run, such as running or finished:failed, and its reason in Flower's words."""
 
     status: str
     details: str
@@ -63,44 +53,33 @@ class SuperLink(FlowerProcess):
 
     Args:
         home: its folder.
-        keys: for TLS and registered clients only.
-        insecure: True instead of keys, for trials on one machine: everyone may join, everything is readable.
+        keys: for TLS and registered clients only; None for trials on one machine: everyone may join, and
+            everything is readable.
         host: address to listen on; ``0.0.0.0`` for all of this machine's.
         port: to listen on, or None for a free one.
         variables: for its environment and the ServerApp's.
-
-    Raises:
-        ConfigError: if neither or both of keys and insecure are given.
     """
 
     def __init__(
         self,
         home: Path,
-        keys: ServerKeys | None = None,
+        keys: ServerKeys | None,
         *,
-        insecure: bool = False,
         host: str = "127.0.0.1",
         port: int | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(home, "superlink", variables)
-        _check_security(keys, insecure)
         self.keys = keys
         self.host = host
         self.port = free_port(host) if port is None else port
+        # where a process of this machine reaches it
+        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        address = f"[{near}]:{self.port}" if ":" in near else f"{near}:{self.port}"
+        super().__init__(home, "superlink", address, variables)
         # only its subprocesses get it
         self.variables[guard.TOKEN] = secrets.token_hex(32)
         self._database = self.home / "superlink.db"
         self._registered = self.home / "registered.json"
-
-    @property
-    def address(self) -> str:
-        """The address under which a process of this machine reaches it."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-
-    def _own_address(self) -> str:
-        return self.address
 
     def __enter__(self) -> Self:
         self.start()
@@ -110,17 +89,12 @@ class SuperLink(FlowerProcess):
         self.close()
 
     def start(self, seconds: float = 60.0) -> None:
-        """Start it and wait until it answers.
-
-        Args:
-            seconds: to wait at most.
+        """Start it and wait until it answers, at most so many seconds.
 
         Raises:
-            ConfigError: if Flower is not installed.
             ProcessError: if it does not start, or its port is in use.
             CheckpointError: if its home cannot be written.
         """
-        find_command("flower-superlink")
         self._prepare()
         try:
             # the system frees the port of a killed process a moment later
@@ -128,8 +102,7 @@ class SuperLink(FlowerProcess):
         except OSError as error:
             raise ProcessError(
                 f"cannot listen on {self.host}, port {self.port}: {error.strerror}. Choose another, or end "
-                "the program that "
-                "has it."
+                "the program that has it."
             ) from error
         if not self._database.exists():
             self._registered.unlink(missing_ok=True)
@@ -149,22 +122,15 @@ class SuperLink(FlowerProcess):
         self._await(self._answers, "it answered", seconds)
 
     def register(self, public_key: Path) -> int:
-        """Register a client, if it is not registered yet.
-
-        Args:
-            public_key: file that :func:`.keys.make_keys` made.
+        """Register a client by the file of its public key, if it is not registered yet.
 
         Returns:
             Flower's number of the client.
 
         Raises:
-            ConfigError: if the file is missing.
             ProcessError: if Flower refuses.
         """
-        if not public_key.is_file():
-            raise ConfigError(f"there is no public key {public_key}")
-        key = public_key.read_text().strip()
-        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        key, known = public_key.read_text().strip(), self._known_keys()
         if key not in known:
             known[key] = int(self._flwr("supernode", "register", str(public_key.absolute()))["node-id"])
             write_json(self._registered, known)
@@ -172,19 +138,18 @@ class SuperLink(FlowerProcess):
 
     def keep_only(self, public_keys: Iterable[Path]) -> list[int]:
         """Unregister all clients but those with these public keys; returns Flower's numbers of the others."""
-        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        known, forgotten = self._known_keys(), []
         stay = {path.read_text().strip() for path in public_keys}
-        gone = [key for key in known if key not in stay]
-        forgotten = [known[key] for key in gone]
-        for key in gone:
-            self._flwr("supernode", "unregister", str(known.pop(key)))
+        for key in known.keys() - stay:
+            forgotten.append(known.pop(key))
+            self._flwr("supernode", "unregister", str(forgotten[-1]))
             write_json(self._registered, known)
-        return forgotten
+        return sorted(forgotten)
 
-    def nodes(self) -> dict[int, str]:
-        """The status of every client by Flower's number: registered (never connected), online or offline."""
-        nodes = self._flwr("supernode", "list")["nodes"]
-        return {int(node["node-id"]): node["status"] for node in nodes if node["status"] != "unregistered"}
+    def _known_keys(self) -> dict[str, int]:
+        """Flower's number of every registered public key."""
+        known: dict[str, int] = json.loads(self._registered.read_text()) if self._registered.exists() else {}
+        return known
 
     def submit(self, app: Path) -> int:
         """Start a run of an app (:func:`.flower_app.write_app`); returns Flower's number of the run."""
@@ -196,24 +161,28 @@ class SuperLink(FlowerProcess):
         After a kill the SuperLink takes a run for running for about a minute; stop such a run.
         """
         fields = self._flwr("list", "--run-id", str(run))["runs"][0]
-        return RunStatus(
-            fields["status"], {"N/A": ""}.get(fields["status-details"], fields["status-details"])
-        )
+        details = fields["status-details"]
+        return RunStatus(fields["status"], "" if details == "N/A" else details)
 
     def stop(self, run: int) -> None:
         """End a run; raises ProcessError if there is no such run or it has ended."""
         self._flwr("stop", str(run))
 
-    def run_log(self, run: int) -> str:
-        """The output of the ServerApp of a run; raises ProcessError if there is no such run."""
-        done = self._call("log", str(run), _CONNECTION, "--show")
-        if done.returncode:
-            raise ProcessError(f"Flower does not show the log of run {run}: {done.stderr.strip()}")
-        return done.stdout
-
     def _flwr(self, *arguments: str) -> dict[str, Any]:
         """Call one of Flower's commands and return its JSON output."""
-        done = self._call(*arguments, _CONNECTION, "--format", "json")
+        if not self.alive():
+            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._log_end()}")
+        try:
+            done = subprocess.run(
+                [*guard.command("flwr"), *arguments, _CONNECTION, "--format", "json"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=self.variables,
+                timeout=_ANSWER_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise ProcessError(f"`flwr {arguments[0]}` had no answer within {_ANSWER_SECONDS} s") from None
         try:
             answer: dict[str, Any] = json.loads(done.stdout)
         except ValueError:
@@ -224,21 +193,6 @@ class SuperLink(FlowerProcess):
                 f"`flwr {arguments[0]}` failed: {str(answer.get('error-message', answer)).strip()}"
             )
         return answer
-
-    def _call(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        if not self.alive():
-            raise ProcessError(f"the SuperLink does not run, so it cannot be asked. {self._log_end()}")
-        try:
-            return subprocess.run(
-                [*guard.command("flwr"), *arguments],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env=self.variables,
-                timeout=_ANSWER_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise ProcessError(f"`flwr {arguments[0]}` had no answer within {_ANSWER_SECONDS} s") from None
 
     def _answers(self) -> bool:
         """Whether it answers, with its guard."""
@@ -254,8 +208,7 @@ class SuperLink(FlowerProcess):
         except ssl.SSLCertVerificationError as error:
             raise ProcessError(
                 f"the server's certificate is not good for {self.address}: {error.verify_message}. Make one "
-                "with this host "
-                "(`fedlowrank keys FOLDER --renew --host NAME`)."
+                "with this host (`fedlowrank keys FOLDER --renew --host NAME`)."
             ) from error
         except (OSError, http.client.HTTPException):
             return False
@@ -264,8 +217,7 @@ class SuperLink(FlowerProcess):
         if status != 204:
             raise ProcessError(
                 f"the SuperLink at {self.address} would let everyone register clients and start runs: its "
-                "guard is not "
-                "installed, perhaps because this package does not know this release of Flower."
+                "guard is not installed, perhaps because this package does not know this release of Flower."
             )
         return True
 
@@ -277,12 +229,7 @@ class SuperNode(FlowerProcess):
         home: its folder.
         address: of the server, such as ``fl.example.org:8000``.
         folder: of the client, made by :func:`.client.prepare`.
-        keys: for TLS, and to prove the client's identity to the server.
-        insecure: True instead of keys, for trials on one machine.
-        variables: for its environment.
-
-    Raises:
-        ConfigError: if neither or both of keys and insecure are given.
+        keys: for TLS, and to prove the client's identity to the server; None for trials on one machine.
     """
 
     def __init__(
@@ -290,26 +237,14 @@ class SuperNode(FlowerProcess):
         home: Path,
         address: str,
         folder: Path,
-        keys: ClientKeys | None = None,
-        *,
-        insecure: bool = False,
-        variables: Mapping[str, str] | None = None,
+        keys: ClientKeys | None,
     ) -> None:
-        super().__init__(home, "supernode", variables)
-        _check_security(keys, insecure)
-        self.address = address
+        super().__init__(home, "supernode", address)
         self.folder = folder.absolute()
         self.keys = keys
 
     def start(self) -> None:
-        """Start it. It may start before the server, and connects when it can.
-
-        Raises:
-            ConfigError: if Flower is not installed.
-            ProcessError: if it runs already.
-            CheckpointError: if its home cannot be written.
-        """
-        find_command("flwr")
+        """Start it, maybe before the server: it connects when it can. Raises as :meth:`SuperLink.start`."""
         self._prepare()
         command = [sys.executable, "-P", "-m", "fedlowrank.network.deploy.node", "--server", self.address]
         command += ["--folder", str(self.folder), "--home", str(self.home)]
@@ -326,23 +261,6 @@ class SuperNode(FlowerProcess):
             match = re.search(rb"SuperNode ID: (\d+)\s", file.read(1 << 16))
         return int(match[1]) if match else None
 
-    def wait_connected(self, seconds: float = 60.0) -> int:
-        """Wait until it has connected, and return its number; ends it and raises ProcessError on failure."""
-        self._await(lambda: self.node_id() is not None, "it had connected", seconds)
-        number = self.node_id()
-        assert number is not None
-        return number
-
     def is_working(self) -> bool:
         """Whether it is answering a message now."""
         return self.alive() and (self.home / WORKING).exists()
-
-
-def _check_security(keys: object, insecure: bool) -> None:
-    if (keys is None) != insecure:
-        raise ConfigError(
-            "give keys (`make_keys` makes them), or insecure=True for a trial on a machine that nobody else "
-            "reaches"
-            if keys is None
-            else "keys and insecure=True contradict each other; give one of them"
-        )

@@ -60,18 +60,12 @@ def supervise(
             if failures >= _ATTEMPTS and (now - last_connection > patience or _REFUSED not in log):
                 raise ProcessError(
                     f"{node.name} ended with code {node.code} {failures} times in a row, and is not started "
-                    "again. "
-                    "Check the server's address, the keys, and whether the server knows this client's. "
-                    f"The end of {node.log}:\n{log}"
+                    "again. Check the server's address, the keys, and whether the server knows this "
+                    f"client's. The end of {node.log}:\n{log}"
                 )
             pause = pauses[min(restarts, len(pauses)) - 1]
-            logger.info(
-                "%s ended with code %s; it is started again in %g s. See %s.",
-                node.name,
-                node.code,
-                pause,
-                node.log,
-            )
+            ended = f"{node.name} ended with code {node.code}"
+            logger.info("%s; it is started again in %g s. See %s.", ended, pause, node.log)
             stop.wait(pause)
     finally:
         node.close()

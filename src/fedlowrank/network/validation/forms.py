@@ -110,6 +110,11 @@ class _Length:
         return f"1..{self.most}" if self.found is None else str(self.found)
 
 
+def decode_upload(data: bytes, template: Template) -> Any:
+    """Decode an upload, its keys in the template's order; raises TreeError or MismatchError."""
+    return match_form(template.form, tree.decode(data, template.bools))
+
+
 def match_form(form: Any, found: Any, path: str = "", length: _Length | None = None) -> Any:
     """Return an upload in the structure and the key order of its form.
 

@@ -20,16 +20,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from statistics import median_low
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core import tree
-
-N = TypeVar("N", int, float)
 
 WINDOW = 10
 """Past rounds whose medians are remembered."""
@@ -61,15 +60,15 @@ def measure(upload: Any, down: Any) -> dict[str, PartNorms]:
         numbers = list(floats(part))
         if not numbers:
             continue
-        itself = hypot(norm(number) for _, number in numbers)
+        itself = math.hypot(*(norm(number) for _, number in numbers))
         form = _form(part)
         same = sorted((p for p in references if _form(p[1]) == form), key=lambda p: p[0] != path)
         if not same:
             norms[path] = PartNorms(itself)
             continue
         others = [number for _, number in floats(same[0][1])]
-        change = hypot(norm(number, other) for (_, number), other in zip(numbers, others, strict=True))
-        norms[path] = PartNorms(itself, change, hypot(map(norm, others)))
+        change = math.hypot(*(norm(n, other) for (_, n), other in zip(numbers, others, strict=True)))
+        norms[path] = PartNorms(itself, change, math.hypot(*map(norm, others)))
     return norms
 
 
@@ -100,18 +99,8 @@ def floats(value: Any, path: str = "") -> Iterator[tuple[str, Tensor | float]]:
         yield from floats(child, tree.join(path, key))
 
 
-def hypot(values: Iterable[float]) -> float:
-    """The norm of norms."""
-    return math.hypot(*values)
-
-
 def norm(number: Tensor | float, minus: Tensor | float | None = None) -> float:
-    """Euclidean norm in float64; not finite if a number is not (or the norm of finite ones exceeds float64).
-
-    Args:
-        number: a tensor or a number.
-        minus: of the same shape, to be subtracted in float64.
-    """
+    """Euclidean norm of ``number - minus`` in float64; not finite if a number is not, or it overflows."""
     if not isinstance(number, Tensor):
         return abs(number - (0.0 if minus is None else float(minus)))
     total = 0.0
@@ -129,12 +118,6 @@ def norm(number: Tensor | float, minus: Tensor | float | None = None) -> float:
             here = top * float(torch.linalg.vector_norm(wide / top)) if math.isfinite(top) else math.nan
         total = math.hypot(total, here)
     return total
-
-
-def low_median(values: Iterable[N]) -> N:
-    """The median; of an even number of values the lower one of the middle two."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 @dataclass
@@ -162,7 +145,7 @@ class NormBound:
         reasons: dict[int, str] = {}
         if not self.ratio or not replies:
             return reasons
-        usual_steps = max(1, low_median(steps[c] for c in replies))
+        usual_steps = max(1, median_low(steps[c] for c in replies))
         for part in sorted({p for measured in replies.values() for p in measured}):
             norms = {c: measured[part] for c, measured in replies.items() if part in measured}
             for client, (size, bound, usual) in self._bounds_of(part, norms, round).items():
@@ -170,8 +153,8 @@ class NormBound:
                 if size > bound * scale:
                     reasons.setdefault(client, (
                         f"its update has the norm {size:.4g}{f' at {part}' if part else ''}, above "
-                        f"{bound * scale:.4g}; "
-                        f"{usual:.4g} is usual (network.limits.update_ratio = {self.ratio:g})"
+                        f"{bound * scale:.4g}; {usual:.4g} is usual "
+                        f"(network.limits.update_ratio = {self.ratio:g})"
                     ))  # fmt: skip
         return reasons
 
@@ -184,14 +167,14 @@ class NormBound:
         # past rounds tell weights from differences; a liar has no say in that
         both = [(change, whole) for change, whole in past if change is not None]
         both = both or [(m.change, m.itself) for m in norms.values() if m.change is not None]
-        by_change = bool(both) and low_median(c for c, _ in both) <= low_median(w for _, w in both)
+        by_change = bool(both) and median_low(c for c, _ in both) <= median_low(w for _, w in both)
         bounds = {}
         for client, m in norms.items():
             if by_change and m.change is not None:
                 size, now, before = m.change, changes, [change for change, _ in past if change is not None]
             else:
                 size, now, before = m.itself, parts, [whole for _, whole in past]
-            known = [low_median(before)] if before else []
+            known = [median_low(before)] if before else []
             if now is not None and len(norms) > 1:
                 known.append(now)
             usual = max(known, default=0.0)
@@ -210,29 +193,17 @@ class NormBound:
 
     def learn(self, replies: Mapping[int, Mapping[str, PartNorms]], round: int) -> None:
         """Store the medians of a round over all replies that were compared, refused ones included."""
-        parts = sorted({p for measured in replies.values() for p in measured})
-        self.past = {t: p for t, p in self.past.items() if t < round}
-        if parts:
+        # a round that is done again is learned again
+        for late in [t for t in self.past if t >= round]:
+            del self.past[late]
+        if parts := sorted({p for measured in replies.values() for p in measured}):
             self.past[round] = {p: medians(m[p] for m in replies.values() if p in m) for p in parts}
         for old in sorted(self.past)[:-WINDOW]:
             del self.past[old]
-
-    def to_json(self) -> dict[str, dict[str, list[float | None]]]:
-        """The medians of past rounds, to be stored."""
-        return {str(t): {part: list(both) for part, both in found.items()} for t, found in self.past.items()}
-
-    @classmethod
-    def from_json(cls, ratio: float, stored: Mapping[str, Mapping[str, Sequence[float | None]]]) -> NormBound:
-        """Inverse of :meth:`to_json`."""
-        past = {
-            int(t): {part: (change, itself or 0.0) for part, (change, itself) in found.items()}
-            for t, found in stored.items()
-        }
-        return cls(ratio, past)
 
 
 def medians(norms: Iterable[PartNorms]) -> tuple[float | None, float]:
     """Medians of the changes (None if there are none) and of the parts."""
     parts = list(norms)
     changes = [m.change for m in parts if m.change is not None]
-    return low_median(changes) if changes else None, low_median(m.itself for m in parts)
+    return median_low(changes) if changes else None, median_low(m.itself for m in parts)

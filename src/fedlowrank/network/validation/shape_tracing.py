@@ -25,11 +25,6 @@ T = TypeVar("T")
 class TracingTrainer:
     """Stands in for an engine in a client's ``local_update``; it trains nothing and needs no data.
 
-    Args:
-        method: gives the passes.
-        task: says what the targets are.
-        model: of the client.
-
     Attributes:
         trained: names of the passes that were trained, in order.
     """
@@ -72,14 +67,7 @@ def _twice(t: Tensor) -> Tensor:
 
 
 def expected_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> Template:
-    """The template of a client's upload.
-
-    Args:
-        method: its ``local_update`` is traced; errors that it raises are not caught.
-        task: what is to be learned.
-        info: of the client.
-        down: the download; its values are not used.
-    """
+    """The template of a client's upload; only the form of the download is used, and errors are not caught."""
     model = task.model(info)
     trainer = TracingTrainer(method, task, model)
     view = ClientView(info, task, model, 0, task.key / "dry", trainer)

@@ -13,31 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...config.network_settings import Limits
 from ...core import tree
 from ...core.contribution import Aggregator, fault_of
-from ...core.errors import CheckpointError, FedlowrankError
+from ...core.errors import FedlowrankError
 from ...core.method import ClientInfo, ServerView, Task
-from .forms import MismatchError, Template, match_form, shorten
+from .forms import MismatchError, Template, decode_upload, shorten
 from .norms import floats, norm
 from .shape_tracing import AnyMethod, expected_upload
-
-__all__ = [
-    "FAULTS",
-    "Blocklist",
-    "RefusedReplyError",
-    "Template",
-    "Templates",
-    "checked_contribution",
-    "checked_update",
-    "expected_upload",
-    "inspect",
-    "update_without_faulty",
-]
 
 FAULTS = (
     RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, AssertionError,
@@ -57,12 +44,12 @@ class RefusedReplyError(FedlowrankError):
 
     Args:
         client: number of the client.
-        path: of the fault, a JSON pointer; empty for the whole reply.
         reason: what is wrong.
+        path: of the fault, a JSON pointer; empty for the whole reply.
         counts: whether it counts towards the blocklist; not where training of an honest client may diverge.
     """
 
-    def __init__(self, client: int, path: str, reason: str, counts: bool = True) -> None:
+    def __init__(self, client: int, reason: str, *, path: str = "", counts: bool = True) -> None:
         where = f" at {path}" if path else ""
         super().__init__(f"the reply of client {client} was refused{where}: {reason}")
         self.client = client
@@ -70,28 +57,16 @@ class RefusedReplyError(FedlowrankError):
         self.reason = reason
         self.counts = counts
 
-    def __reduce__(self) -> tuple[type[RefusedReplyError], tuple[int, str, str, bool]]:
-        return type(self), (self.client, self.path, self.reason, self.counts)
-
 
 class Templates:
-    """A cache of :func:`expected_upload` for clients of the same kind and downloads of the same form.
-
-    Args:
-        method: whose uploads.
-        task: what is to be learned.
-    """
+    """A cache of :func:`expected_upload` for clients of the same kind and downloads of the same form."""
 
     def __init__(self, method: AnyMethod, task: Task) -> None:
         self.method, self.task = method, task
         self._known: dict[tuple[Any, ...], Template] = {}
 
     def of(self, info: ClientInfo, down: Any) -> Template:
-        """The template of a client's next upload.
-
-        Args:
-            info: of the client.
-            down: its download.
+        """The template of a client's next upload, after this download.
 
         Raises:
             RefusedReplyError: if the method fails on the download. Before the first round that is a fault of
@@ -104,7 +79,7 @@ class Templates:
                 template = expected_upload(self.method, self.task, info, down)
             except FAULTS as error:
                 reason = f"{self.method.title} cannot work with what it would be sent: {shorten(repr(error))}"
-                raise RefusedReplyError(info.id, "", reason) from error
+                raise RefusedReplyError(info.id, reason) from error
         # at the end are those that were asked for last
         self._known[key] = template
         if len(self._known) > _MAX_TEMPLATES:
@@ -112,40 +87,38 @@ class Templates:
         return template
 
 
-def inspect(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> Any:
-    """Decode and validate an upload.
-
-    Args:
-        data: bytes of the upload.
-        template: the form that it must have.
-        client: who sent it.
-        limits: section ``network.limits`` of the experiment.
+def inspect(data: bytes, template: Template, client: ClientInfo, limits: Limits) -> Any:
+    """Decode and validate an upload: its size, its form, and that it is finite.
 
     Returns:
-        A tree of the template's structure, types and shapes, keys in the template's order, all numbers
-        finite.
+        A tree of the template's structure, types and shapes, keys in the template's order.
 
     Raises:
         RefusedReplyError: if it is invalid.
     """
-    _check_size(data, template, client, limits)
+    # sizes come first: a header of many small parts takes many times its size in memory once it is read
+    most, header = max_upload_bytes(template, limits), int.from_bytes(data[:8], "little")
+    if len(data) > most:
+        reason = f"it has {len(data)} bytes; at most {most} are taken (limits.max_bytes)"
+        raise RefusedReplyError(client.id, reason)
+    if header > 2 * template.header + SLACK:
+        reason = f"its header has {header} bytes, where about {template.header} are expected"
+        raise RefusedReplyError(client.id, reason)
     try:
-        decoded = tree.decode(data if isinstance(data, bytes) else bytes(data), template.bools)
-        upload = match_form(template.form, decoded)
+        upload = decode_upload(data, template)
     except tree.TreeError as error:
-        raise RefusedReplyError(client.id, "", shorten(str(error))) from error
+        raise RefusedReplyError(client.id, shorten(str(error))) from error
     except MismatchError as error:
-        raise RefusedReplyError(
-            client.id, error.path, f"expected {error.expected}, found {error.found}"
-        ) from error
+        reason = f"expected {error.expected}, found {error.found}"
+        raise RefusedReplyError(client.id, reason, path=error.path) from error
     total = 0.0
     for path, number in floats(upload):
         total = math.hypot(total, norm(number))
         if not math.isfinite(total):
-            raise RefusedReplyError(client.id, path, "it holds a NaN or an infinity")
+            raise RefusedReplyError(client.id, "it holds a NaN or an infinity", path=path)
     if limits.max_norm is not None and total > limits.max_norm:
         reason = f"its norm is {total:.4g}, above limits.max_norm = {limits.max_norm:.4g}"
-        raise RefusedReplyError(client.id, "", reason, counts=False)
+        raise RefusedReplyError(client.id, reason, counts=False)
     return upload
 
 
@@ -154,33 +127,15 @@ def max_upload_bytes(template: Template, limits: Limits) -> int:
     return 2 * template.bytes + SLACK if limits.max_bytes is None else limits.max_bytes
 
 
-def _check_size(data: bytes | memoryview, template: Template, client: ClientInfo, limits: Limits) -> None:
-    """Check sizes before anything is decoded."""
-    if limits.max_examples is not None and client.examples > limits.max_examples:
-        claim = f"it claims {client.examples} training examples"
-        raise RefusedReplyError(client.id, "", f"{claim}, above limits.max_examples = {limits.max_examples}")
-    size, most = memoryview(data).nbytes, max_upload_bytes(template, limits)
-    if size > most:
-        raise RefusedReplyError(
-            client.id, "", f"it has {size} bytes; at most {most} are taken (limits.max_bytes)"
-        )
-    # a header of many small parts takes many times its size in memory once it is read
-    header, most = int.from_bytes(data[:8], "little"), 2 * template.header + SLACK
-    if header > most:
-        raise RefusedReplyError(
-            client.id, "", f"its header has {header} bytes, where about {template.header} are expected"
-        )
-
-
 def checked_contribution(method: AnyMethod, upload: Any, client: ClientInfo, server: Any) -> Any:
     """The contribution of an upload; raises RefusedReplyError if the method fails or it is not finite."""
     try:
         contribution = method.contribution(upload, client, server)
         fault = fault_of(contribution)
     except FAULTS as error:
-        raise RefusedReplyError(client.id, "", _cannot_use(method, client, error)) from error
+        raise RefusedReplyError(client.id, _cannot_use(method, client, error)) from error
     if fault is not None:
-        raise RefusedReplyError(client.id, "", f"{method.title} cannot use what it contributes: {fault}")
+        raise RefusedReplyError(client.id, f"{method.title} cannot use what it contributes: {fault}")
     return contribution
 
 
@@ -195,10 +150,9 @@ def checked_update(method: AnyMethod, server: Any, total: Any, view: ServerView)
     for path, number in floats(new):
         if not math.isfinite(norm(number)):
             raise FedlowrankError(
-                f"{method.title}, round {view.round}: the server's new state would hold a NaN or an "
-                "infinity at "
-                f"{path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or set "
-                "limits.max_norm."
+                f"{method.title}, round {view.round}: the server's new state would hold a NaN or an infinity "
+                f"at {path or 'its top'}. Lower the learning rate, clip the gradient (optimizer.clip), or "
+                "set limits.max_norm."
             )
     return new
 
@@ -210,9 +164,9 @@ def update_without_faulty(
 
     Args:
         method: its update failed on the total of all contributions.
-        server: its state.
+        server: the server's state.
         contribution: computes a client's contribution again.
-        view: of the server; names who replied.
+        view: names who replied.
 
     Returns:
         The new state (the old one if no reply is left), and the reason for every client that was left out.
@@ -266,21 +220,3 @@ class Blocklist:
     def reason(self, client: int) -> str:
         """Why a client is blocked."""
         return f"client {client} is on the blocklist: {self.counts[client]} of its replies were refused"
-
-    def to_json(self) -> dict[str, int]:
-        """The counts, to be stored with a checkpoint."""
-        return {str(client): count for client, count in sorted(self.counts.items())}
-
-    @classmethod
-    def from_json(cls, after: int, stored: Mapping[str, Any]) -> Blocklist:
-        """Inverse of :meth:`to_json`.
-
-        Raises:
-            CheckpointError: if what was stored is not that.
-        """
-        sound = isinstance(stored, Mapping) and all(
-            isinstance(i, str) and i.isdecimal() and type(n) is int and n >= 0 for i, n in stored.items()
-        )
-        if not sound:
-            raise CheckpointError(f"the counts of refused replies are damaged: {shorten(repr(stored))}")
-        return cls(after, {int(i): n for i, n in stored.items()})
