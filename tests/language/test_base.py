@@ -28,8 +28,9 @@ def copied(folder, tmp_path):
 def test_the_package_imports_without_the_libraries():
     code = (
         "import sys, fedlowrank, fedlowrank.language, fedlowrank.language.base, fedlowrank.language.peft_adapter, "
-        "fedlowrank.language.artifacts, fedlowrank.language.tiny, fedlowrank.language.llama2c; "
-        "print([m for m in ('transformers', 'peft', 'tokenizers') if m in sys.modules])"
+        "fedlowrank.language.artifacts, fedlowrank.language.tiny, fedlowrank.language.llama2c, "
+        "fedlowrank.language.scores, fedlowrank.language.scores.harness; "
+        "print([m for m in ('transformers', 'peft', 'tokenizers', 'rouge_score', 'lm_eval') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

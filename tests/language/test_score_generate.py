@@ -1,6 +1,3 @@
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +6,7 @@ from fedlowrank.core.errors import ConfigError, DataError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.language.scores.generate import Decoding, complete_prompts, truncate_at_stop
 
-from .test_score_models import byte_tokenizer, gpt2, greedy, llama, space_tokenizer
+from .score_models import byte_tokenizer, gpt2, greedy, llama, space_tokenizer
 
 PROMPTS = ["the", "def add(a, b):\n", "quick brown", "Question: what is 1", "x"]
 
@@ -35,10 +32,6 @@ def test_greedy_is_the_likeliest_token_one_by_one_in_batches_of_any_size(tokeniz
     texts = complete_prompts(model, tokenizer, PROMPTS, Decoding(15, batch_size=batch_size))
     assert texts == expected(model, tokenizer, PROMPTS, 15)
     assert len(set(texts)) == len(texts)
-
-
-def test_no_prompt_gives_no_text(model, tokenizer):
-    assert complete_prompts(model, tokenizer, [], Decoding(3)) == []
 
 
 def test_settings_saved_with_the_model_change_nothing_and_stay(tokenizer):
@@ -311,10 +304,3 @@ def test_the_description_tells_settings_apart():
     assert len(set(lines)) == len(lines)
     assert not any("\n" in line for line in lines)
     assert lines[1].startswith("greedy, at most 128 new tokens")
-
-
-def test_transformers_is_not_imported_with_the_package():
-    heavy = ("transformers", "peft", "rouge_score", "lm_eval")
-    code = f"import sys, fedlowrank.language.scores; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
