@@ -218,7 +218,7 @@ def load_language_model(
         FedlowrankError: if base and adapter do not fit.
     """
     loaded = load_base(settings, classes, key / "base")
-    model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", "shared", loaded.head)
+    model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", loaded.head)
     loaded.model.config.use_cache = False
     return Language(settings, loaded, model.peft_config[ADAPTER], model)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,11 +51,7 @@ class ModelParts:
 
 
 class AdapterFolders:
-    """Writes the models of one language model's clients and server.
-
-    Args:
-        language: the model without clients.
-    """
+    """Writes the models of one language model's clients and server."""
 
     def __init__(self, language: Language) -> None:
         self._language = language
@@ -83,13 +78,15 @@ class AdapterFolders:
         """
         if len(model.weight_updates) == len(model.factors):
             return self.write_whole(folder, model)
-        factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
         whole: Params = {}
         for name in model.weight_updates:
-            layer = self._layer(name)
-            for own, value in layer.state_dict().items():
-                whole[f"{name}.{own}"] = value
-            whole[f"{name}.weight"] = self._weight(name, model)
+            layer, update = self._lora.layers[name], model.update(name, self._lora.scale)
+            weight = self._lora.base[layer.weight].detach()
+            assert isinstance(update, Tensor)
+            module = self._language.model.get_submodule(layer.weight.removesuffix(".weight"))
+            whole |= {f"{name}.{own}": value for own, value in module.state_dict().items()}
+            whole[f"{name}.weight"] = (weight.float() + layer.reshape_update(update)).to(weight.dtype)
+        factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
         return self._adapter(folder, factors, self._lora.scale, model, whole=whole)
 
     def write_truncated(self, folder: Path, model: ModelParts, rank: int) -> Path:
@@ -109,7 +106,7 @@ class AdapterFolders:
     def write_whole(self, folder: Path, model: ModelParts) -> Path:
         """Write a whole model."""
         update = {n: model.update(n, self._lora.scale) for n in model.factors}
-        made = merge_update(self._language.model, update, 1.0, model.head or None)
+        made = merge_update(self._language.model, self._lora.layers, update, model.head)
         return save_model(folder, made, self._language.loaded.tokenizer)
 
     def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
@@ -125,16 +122,16 @@ class AdapterFolders:
         """
         written = []
         if not self._common:
-            made = merge_update(self._language.model, model.weight_updates)
+            made = merge_update(self._language.model, self._lora.layers, model.weight_updates)
             written.append(save_model(folder / COMMON, made, self._language.loaded.tokenizer))
             self._common, self._common_digest = model.weight_updates, digest_weights(made)
         elif any(not torch.equal(w, self._common[n]) for n, w in model.weight_updates.items()):
             return [self.write_whole(folder / name, model)]
         base = str((folder / COMMON).resolve())
-        where = self._adapter(
+        own = self._adapter(
             folder / name, model.factors, self._lora.scale, model, base=(base, self._common_digest)
         )
-        return [*written, where]
+        return [*written, own]
 
     def _adapter(
         self,
@@ -144,35 +141,21 @@ class AdapterFolders:
         model: ModelParts,
         *,
         base: tuple[str, str] | None = None,
-        whole: Mapping[str, Tensor] | None = None,
+        whole: Params | None = None,
     ) -> Path:
-        language = self._language
-        name, digest = base or (language.loaded.name, language.loaded.digest)
+        loaded, config = self._language.loaded, self._language.config
         return write_adapter(
             folder,
             factors,
             scale,
-            language.config,
-            name,
-            digest,
-            model.head or None,
-            layers=self._lora.layers,
+            config,
+            self._lora.layers,
+            *(base or (loaded.name, loaded.digest)),
+            head=model.head,
+            whole=whole,
             round=model.round,
             client=model.client,
-            whole=whole,
         )
-
-    def _layer(self, name: str) -> torch.nn.Module:
-        layer: torch.nn.Module = self._language.model.get_submodule(
-            self._lora.layers[name].weight.removesuffix(".weight")
-        )
-        return layer
-
-    def _weight(self, name: str, model: ModelParts) -> Tensor:
-        layer, update = self._lora.layers[name], model.update(name, self._lora.scale)
-        weight = self._lora.base[layer.weight].detach()
-        assert isinstance(update, Tensor)
-        return (weight.float() + layer.reshape_update(update)).to(weight.dtype)
 
 
 def _readme(base: str, errors: dict[str, Any]) -> str:
