@@ -70,35 +70,25 @@ def test_a_program_sees_nothing_of_the_environment_nor_of_the_folder(monkeypatch
     assert run("import sys\nassert sys.flags.isolated and sys.flags.no_site").passed
 
 
-def test_open_files_of_the_caller_are_closed(tmp_path):
+def test_open_files_of_the_caller_are_closed_and_its_folder_is_removed(tmp_path):
     with (tmp_path / "file").open("w") as file:
         os.set_inheritable(file.fileno(), True)
-        assert run("import os\nassert sorted(os.listdir('/proc/self/fd'))[:4] == ['0', '1', '2', '3']").passed
         assert run(f"import os\nos.fstat({file.fileno()})").message.startswith("OSError: [Errno 9]")
-
-
-def test_its_folder_is_removed(tmp_path):
     # a program's own complaint is the one way by which it can tell us where it was
-    found = run(
-        "import os; os.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a', 0); raise ValueError(os.getcwd())"
-    )
+    found = run("import os; os.makedirs('a/b'); os.chmod('a', 0); raise ValueError(os.getcwd())")
     folder = found.message.removeprefix("ValueError: ")
     assert folder.startswith("/")
     assert not os.path.exists(folder)  # noqa: PTH110
 
 
 def test_limits_are_those_given():
-    wanted = {
-        "RLIMIT_CPU": 20,
-        "RLIMIT_AS": 1 << 30,
-        "RLIMIT_FSIZE": 1 << 24,
-        "RLIMIT_CORE": 0,
-        "RLIMIT_NPROC": 1,
-    }
-    ask = (
-        f"import resource as r\nassert all(r.getrlimit(getattr(r, n)) == (v, v) for n, v in {wanted}.items())"
-    )
-    assert run(ask, seconds=19.5).passed
+    for name, limit in {"CPU": 20, "AS": 1 << 30, "FSIZE": 1 << 24, "CORE": 0, "NPROC": 1}.items():
+        ask = f"import resource as r\nassert r.getrlimit(r.RLIMIT_{name}) == ({limit}, {limit})"
+        assert run(ask, seconds=19.5).passed
+    assert run("x = 1", memory=1 << 26, file_size=1 << 12).passed
+    for wrong in ({"seconds": 0.0}, {"seconds": float("inf")}, {"memory": 1 << 25}, {"file_size": 9}):
+        with pytest.raises(ConfigError):
+            Limits(**wrong)
 
 
 def test_memory_and_files_are_limited():
@@ -195,16 +185,6 @@ def test_a_program_that_cannot_start_is_no_failure_of_the_program(monkeypatch):
     monkeypatch.setattr("fedlowrank.language.scores.sandbox.sys.executable", "/bin/false")
     with pytest.raises(TaskError, match="could not be started under limits: code 1"):
         run("x = 1")
-
-
-def test_the_least_limits_are_enough_for_python():
-    assert run("x = 1", memory=1 << 26, file_size=1 << 12).passed
-
-
-def test_limits_too_small_are_refused():
-    for wrong in ({"seconds": 0.0}, {"seconds": float("inf")}, {"memory": 1 << 25}, {"file_size": 9}):
-        with pytest.raises(ConfigError):
-            Limits(**wrong)
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))

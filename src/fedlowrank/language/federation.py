@@ -127,14 +127,7 @@ class Language:
         return written
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
-        """The adapter folder of one model, or the whole model where all its base weights moved.
-
-        Args:
-            folder: to be made.
-            params: of the model.
-            round: rounds completed.
-            client: whose it is, or None for the server's.
-        """
+        """The adapter folder of one model, or the whole model where all its base weights moved."""
         folders = AdapterFolders(self)
         return folders.write(folder, folders.model(params, round, client))
 
@@ -181,25 +174,14 @@ def _module_path(model: Any, module: str) -> str:
 def load_with_texts(
     texts: Texts, settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: Sequence[str] = ()
 ) -> tuple[Dataset, Language]:
-    """Tokens of texts, and the model that learns them.
+    """Tokens of texts, and the model that learns them; see :func:`load_language_model`.
 
-    Args:
-        texts: the records.
-        settings: the base and the form of texts.
-        lora: fields of ``peft.LoraConfig``.
-        key: of new weights and of A.
-        classes: names of the classes where the order matters; by default those that the texts have.
-
-    Raises:
-        FedlowrankError: if base, adapter or texts do not fit.
+    Without ``classes`` they are those that the texts have.
     """
     names = tuple(classes) or _classes(texts)
     made = load_language_model(settings, lora, key, names)
     dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
-    if dataset.classes != names:
-        raise AssertionError(
-            f"classes are numbered as {dataset.classes[:3]} by the labels and {names[:3]} by the head"
-        )
+    assert dataset.classes == names
     return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
 
 

@@ -90,9 +90,7 @@ def _tokenizer(library: Any, task: str, texts: list[str]) -> Any:
         show_progress=False,
     )
     made.train_from_iterator(texts, trainer)
-    first, last = ("<s>", None) if task == "causal" else ("[CLS]", "[SEP]")
-    ends = [(t, made.token_to_id(t)) for t in (first, last) if t is not None]
-    made.post_processor = processors.TemplateProcessing(
-        single=" ".join(["<s>", "$A"] if last is None else [first, "$A", last]), special_tokens=ends
-    )
+    template = "<s> $A" if task == "causal" else "[CLS] $A [SEP]"
+    ends = [(token, made.token_to_id(token)) for token in template.split() if token != "$A"]
+    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
     return library.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=256, **names)
