@@ -16,14 +16,10 @@ from torch.nn import functional
 from fedlowrank import Floral
 from fedlowrank.adapters.mixture import Construction, Pairs, choose_fold
 
+from .test_floral_module import REAL, TINY, randn
+
 torch.set_num_threads(1)
 ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped", "input")
-REAL = torch.float64
-TINY = {"rtol": 1e-10, "atol": 1e-10}
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=REAL)
 
 
 def shake(model: Floral) -> Floral:

@@ -1,7 +1,4 @@
-"""Layers that LoRA adapts: where a module has factors A and B, or where it could have them (Hu et al.
-
-2021).
-"""
+"""Layers that LoRA adapts: where a module has factors A and B, or could have them (Hu et al. 2021)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""LoRA layers of our own, for any module: y = W x + s·B (A x), on activations, over a frozen W (Hu et al.
-
-2021).
-"""
+"""LoRA layers for any module: y = W x + s·B (A x), on activations, over a frozen W (Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -124,7 +121,7 @@ def add_lora(
         )
     for parameter in made.parameters():
         parameter.requires_grad_(False)
-    wrapped: dict[int, LoRALayer] = {}
+    wrapped: dict[nn.Module, LoRALayer] = {}
     for name in targets:
         layer = layers[name]
         if getattr(layer, "groups", 1) > 1:
@@ -137,14 +134,13 @@ def add_lora(
             raise TaskError(
                 f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {max_rank}"
             )
-        wrapped[id(layer)] = LoRALayer(layer, rank, scaling, rslora, key / name)
-    names = [n for n, m in made.named_modules(remove_duplicate=False) if id(m) in wrapped]
-    originals = {n: made.get_submodule(n) for n in names}
-    for name in names:
-        # a layer that the module uses under two names gets one pair of factors under both
-        if name == "":
-            return wrapped[id(originals[name])]
-        made.set_submodule(name, wrapped[id(originals[name])])
+        wrapped[layer] = LoRALayer(layer, rank, scaling, rslora, key / name)
+    if made in wrapped:
+        return wrapped[made]
+    # a layer that the module uses under two names gets one pair of factors under both
+    for name, layer in list(made.named_modules(remove_duplicate=False)):
+        if layer in wrapped:
+            made.set_submodule(name, wrapped[layer])
     for name in trainable:
         for parameter in _submodule(made, name).parameters():
             parameter.requires_grad_(True)

@@ -87,12 +87,8 @@ class Fold:
         """Rows and columns."""
         return math.prod(self.shape[i] for i in self.rows), math.prod(self.shape[i] for i in self.columns)
 
-    def fold(self, w: Tensor) -> Tensor:
-        """The weight as a matrix."""
-        return w.permute(*self.rows, *self.columns).reshape(self.size)
-
     def unfold(self, matrix: Tensor) -> Tensor:
-        """Inverse of :meth:`fold`."""
+        """A matrix ``[rows, columns]`` in the shape of the weight."""
         order = (*self.rows, *self.columns)
         back = [order.index(i) for i in range(len(order))]
         return matrix.reshape([self.shape[i] for i in order]).permute(back)
@@ -111,12 +107,9 @@ class Fold:
             raise ConfigError(
                 f"rank must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; not {asked}"
             )
-        # exact fractions would say no more: ρ itself is a rounded number, so a hair above counts as at the
-        # bound
-        return (
-            max(1, math.floor(asked * math.prod(self.shape) / (sum(self.size) * self.times) + 1e-9))
-            * self.times
-        )
+        # ρ itself is a rounded number, so a hair above counts as at the bound
+        affordable = asked * math.prod(self.shape) / (sum(self.size) * self.times)
+        return max(1, math.floor(affordable + 1e-9)) * self.times
 
 
 def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
@@ -162,13 +155,11 @@ def initial_pairs(
         random: which factor is random; by default U, as in the paper.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
-    random_rows, zero = (columns, rows) if random == "v" else (rows, columns)
-    samples = [torch.rand(random_rows, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
-    one, other = (
-        (2 * torch.stack(samples) - 1) * math.sqrt(6 / columns),
-        torch.zeros(count, zero, r, dtype=dtype),
-    )
-    return Pairs(other, one) if random == "v" else Pairs(one, other)
+    size, other = (columns, rows) if random == "v" else (rows, columns)
+    samples = [torch.rand(size, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
+    sampled = (2 * torch.stack(samples) - 1) * math.sqrt(6 / columns)
+    zero = torch.zeros(count, other, r, dtype=dtype)
+    return Pairs(zero, sampled) if random == "v" else Pairs(sampled, zero)
 
 
 def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
@@ -199,18 +190,17 @@ def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pa
     return Pairs(scaled(gradient.u, at.v), scaled(gradient.v, at.u))
 
 
-def center_pairs(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
-    """Move the mean update into the base: w + E_c[U_c V_cᵀ], and rank-r factors of the rest (eq. 37).
+def center_pairs(pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
+    """The mean update E_c[U_c V_cᵀ], which moves into the base, and rank-r factors of the rest (eq. 37).
 
     Args:
-        w: the folded weight ``[rows, columns]``.
-        pairs: its updates.
+        pairs: the updates of a folded weight.
         weights: of the mean ``[C]``, adding up to 1.
 
     Returns:
-        The base, and updates that share their singular values evenly between the factors. What exceeds rank r
-        is lost. Where a singular value is nothing but rounding, U is zero and V a unit vector: with both
-        at zero no gradient would ever move them again.
+        The mean ``[rows, columns]``, and updates that share their singular values evenly between the factors.
+        What exceeds rank r is lost. Where a singular value is nothing but rounding, U is zero and V a unit
+        vector: with both at zero no gradient would ever move them again.
     """
     mean, dense = pairs.mixed(weights), _at_least_float32(pairs.dense())
     u, s, vt = torch.linalg.svd(dense - mean, full_matrices=False)
@@ -223,7 +213,7 @@ def center_pairs(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pair
     if short > 0:
         left, right = (functional.pad(t, (0, short)) for t in (left, right))
     dtype = pairs.u.dtype
-    return w + mean, Pairs(left.contiguous().to(dtype), right.contiguous().to(dtype))
+    return mean, Pairs(left.contiguous().to(dtype), right.contiguous().to(dtype))
 
 
 Statistics = tuple[Tensor, Tensor]
