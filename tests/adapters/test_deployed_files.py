@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +227,15 @@ class Logged(nn.Module):
         return x
 
 
-def test_arms_take_turns() -> None:
+@pytest.fixture
+def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_arms_take_turns() -> None:
     log: list[str] = []
     arms = {n: Logged(log, n, k) for n, k in (("a", 1), ("b", 40))}
     found = compare_latency(arms, torch.eye(150), 5)

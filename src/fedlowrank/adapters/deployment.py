@@ -126,9 +126,9 @@ def _compressible_layers(module: nn.Module) -> dict[int, nn.Module]:
 
 
 def save_deployed(deployed: nn.Module, path: Path | str) -> None:
-    """Write a deployed module's parameters and persistent buffers, what is shared once, without its code.
+    """Write a deployed module's state to a safetensors file, what is shared once, without its code.
 
-    It is a safetensors file; its metadata, JSON, names the compressed layers and has a checksum.
+    The metadata, JSON, name the compressed layers and have a checksum.
 
     Raises:
         CheckpointError: if the file cannot be written; an old one is then untouched.
@@ -201,9 +201,7 @@ def _parts_in(state: Params, layer: str) -> Params:
 def _state(module: nn.Module, compressed: bool = True) -> Params:
     """Parameters and persistent buffers, each by the first of its names.
 
-    Args:
-        module: any.
-        compressed: whether to include the compressed layers' own, with their indices in the smaller form.
+    Those of compressed layers, if included, have their indices in the smaller form.
     """
     state: dict[int, tuple[str, Tensor]] = {}
     for name, t in module.state_dict(keep_vars=True).items():

@@ -65,12 +65,9 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Fold:
-    """A weight as a matrix: which of its axes are rows; the others are columns.
+    """A weight as a matrix: which of its axes are rows, in order; the others are columns.
 
-    Attributes:
-        shape: of the weight.
-        rows: its axes that make the rows, in order.
-        times: the rank is so many times the one asked for (O for ``filter``).
+    The rank is ``times`` the one asked for (O for ``filter``).
     """
 
     shape: tuple[int, ...]
@@ -113,13 +110,7 @@ class Fold:
 
 
 def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
-    """How a weight of two or more dimensions is folded; two dimensions are a matrix already.
-
-    Args:
-        shape: of the weight, outputs and inputs first, then the kernel (of a transposed convolution inputs
-            and outputs).
-        construction: of a convolution; see the module's docstring.
-    """
+    """How a weight ``[O, I, kernel...]`` is folded; of a transposed convolution it is ``[I, O, kernel...]``."""
     if len(shape) == 2:
         return Fold(shape, (0,))
     kernel = range(2, len(shape))
@@ -152,7 +143,7 @@ def initial_pairs(
         count: C.
         key: source of randomness; each c has a subkey.
         dtype: of the weight.
-        random: which factor is random; by default U, as in the paper.
+        random: which factor; by default U, as in the paper.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
     size, other = (columns, rows) if random == "v" else (rows, columns)
@@ -167,14 +158,13 @@ def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
 
     So the step that U Vᵀ takes does not depend on how its size is shared between the factors.
     """
-    eye = eps * torch.eye(at.rank, dtype=_at_least_float32(at.u).dtype, device=at.u.device)
 
     def solved(g: Tensor, other: Tensor) -> Tensor:
-        # the matrix is symmetric, so dividing from the right is solving for the transpose
-        gram = _at_least_float32(other).mT @ _at_least_float32(other)
-        # of a client that diverges ε may be lost beside the Gram matrix: a NaN, not an error that names no
-        # client
-        found: Tensor = torch.linalg.solve_ex(gram + eye, _at_least_float32(g).mT).result
+        other = _at_least_float32(other)
+        gram = other.mT @ other + eps * torch.eye(at.rank, dtype=other.dtype, device=other.device)
+        # The matrix is symmetric, so dividing from the right is solving for the transpose. Of a client that
+        # diverges ε may be lost beside it: solve_ex gives a NaN, not an error that names no client.
+        found: Tensor = torch.linalg.solve_ex(gram, _at_least_float32(g).mT).result
         return found.mT.to(g.dtype)
 
     return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
@@ -229,15 +219,14 @@ def reparameterize(
     statistics.
 
     Args:
-        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``. No gradient reaches it through β_i' (the paper's
-            stop-gradient).
+        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``.
         beta: β_i, like it.
         main: mean and variance of the main BatchNorm ``[d]``.
         own: of the adaptor's, like ``gamma``.
         eps: ε of the layer, which is added to both variances.
 
     Returns:
-        γ_i' = (σ_i/σ) γ_i and β_i' = β_i + ((μ_i - μ)/σ) sg(γ_i).
+        γ_i' = (σ_i/σ) γ_i and β_i' = β_i + ((μ_i - μ)/σ) sg(γ_i), with the paper's stop-gradient sg.
     """
     (mean, var), (own_mean, own_var) = main, own
     deviation = (var + eps).sqrt()
@@ -249,15 +238,7 @@ def as_offsets(
 ) -> tuple[Tensor, Tensor]:
     """Inverse of :func:`reparameterize`: the offsets of the main γ and β that BN_i(x; γ_i, β_i) amounts to.
 
-    Args:
-        gamma: γ_i of the adaptor's own BatchNorm, ``[d]`` or ``[C, d]``.
-        beta: β_i, like it.
-        main: mean and variance of the main BatchNorm ``[d]``.
-        own: of the adaptor's, like ``gamma``.
-        eps: ε of the layer.
-
-    Returns:
-        (σ/σ_i) γ_i and β_i + ((μ - μ_i)/σ_i) γ_i.
+    They are (σ/σ_i) γ_i and β_i + ((μ - μ_i)/σ_i) γ_i.
     """
     (mean, var), (own_mean, own_var) = main, own
     slope = gamma / (own_var + eps).sqrt()

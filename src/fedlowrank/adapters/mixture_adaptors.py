@@ -51,8 +51,8 @@ def initial_adaptors(
 
     Args:
         where: see :func:`find_adapted_parameters`.
-        count: C ≥ 1.
-        key: of the random factors.
+        count: C.
+        key: source of randomness.
         construction: of convolutions.
         like: a tensor with the dtype and device to have, or one for every parameter by name.
         random: which factor is random, the other being zero; of embeddings always V, for a row of U
@@ -86,18 +86,9 @@ def mix_weights(
     alpha: float = 1.0,
     construction: Construction = "balanced",
 ) -> Params:
-    """The weights with w + α Σ_c π_c a_c in place of each adapted w.
+    """The weights of a model with w + α Σ_c π_c a_c in place of each adapted w, for shares ``pi [C]``.
 
-    Args:
-        weights: of the whole model.
-        adapted: its adaptors.
-        pi: shares ``[C]``.
-        alpha: α.
-        construction: of convolutions.
-
-    Returns:
-        All weights, each with the dtype it had; an adaptor may have another, such as float32 beside half
-        precision.
+    Each keeps its dtype; an adaptor may have another, such as float32 beside half precision.
     """
     mixed = dict(weights)
     for name, a in adapted.items():
@@ -111,22 +102,13 @@ def mix_weights(
 
 
 def precondition_adaptors(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
-    """Precondition the gradients of low-rank factors; those of offsets stay as they are (appendix D).
-
-    Args:
-        weights: of the model, to tell convolutions from matrices.
-        gradient: of the adaptors.
-        at: the adaptors.
-        eps: ε.
-    """
-    found: Adaptors = {}
+    """Precondition the gradients of low-rank factors ``at``; those of offsets stay as they are (appendix D)."""
+    found = dict(gradient)
     for name, a in at.items():
         g = gradient[name]
         if isinstance(a, Pairs) and isinstance(g, Pairs):
             how = precondition_convolution if weights[name].ndim > 2 else precondition_matrix
             found[name] = how(g, a, eps)
-        else:
-            found[name] = g
     return found
 
 
@@ -137,14 +119,7 @@ def center_adaptors(
     alpha: float = 1.0,
     construction: Construction = "balanced",
 ) -> tuple[Params, Adaptors]:
-    """Move the mean adaptor into the weights (appendix E).
-
-    Args:
-        weights: of the whole model.
-        adapted: its adaptors.
-        shares: p(c), weights of the mean ``[C]``, adding up to 1.
-        alpha: α.
-        construction: of convolutions.
+    """Move the mean adaptor, by p(c) ``shares [C]`` that add up to 1, into the weights (appendix E).
 
     Returns:
         New weights and adaptors. Low-rank updates lose what exceeds their rank; offsets lose nothing.

@@ -37,13 +37,7 @@ _SMALLEST = 2.0**-133
 
 @tree
 class Rounded:
-    """A factor pair of another type in bfloat16.
-
-    Attributes:
-        b: ``[d, r]`` in bfloat16.
-        a: ``[r, k]`` in bfloat16.
-        dtype: name of the type that the factors had.
-    """
+    """A factor pair B ``[d, r]`` and A ``[r, k]`` in bfloat16, with the name of the type that it had."""
 
     b: Tensor
     a: Tensor
@@ -110,9 +104,9 @@ def _restore_pair(name: str, p: Rounded | Quantized) -> Pair:
         raise TaskError(
             f"the factors of the layer {name!r} are of type {p.dtype!r}; known are {', '.join(DTYPES)}"
         )
-    b, a = (
-        (p.b, p.a) if isinstance(p, Rounded) else (p.b.float() * p.b_scale, p.a.float() * p.a_scale[:, None])
-    )
+    b, a = p.b, p.a
+    if isinstance(p, Quantized):
+        b, a = b.float() * p.b_scale, a.float() * p.a_scale[:, None]
     return Pair(b.to(DTYPES[p.dtype]), a.to(DTYPES[p.dtype]))
 
 
