@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..adapters.adapted_layers import PEFT_PREFIX
 from ..adapters.lora import LoRA, find_lora
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import relative_error, truncate_update
 from .artifacts import METADATA, merge_update, save_model, write_adapter
 from .base import digest_weights
+from .peft_adapter import ADAPTER
 
 if TYPE_CHECKING:
     from .federation import Language
@@ -60,15 +62,18 @@ class AdapterFolders:
         self._common_digest = ""
 
     def model(self, params: Params, round: int, client: int | None) -> ModelParts:
-        """A model from its parameters."""
-        weight_updates = {}
+        """A model from its parameters; those that it lacks are the wrapped model's own."""
+        own = dict(self._language.model.named_parameters())
+        everything = {name: p.detach() for name, p in (own | params).items()}
+        factors, weight_updates = {}, {}
         for name, layer in self._lora.layers.items():
+            factors[name] = layer.read_pair(everything)
             if layer.weight in params:
-                update = (params[layer.weight].float() - self._lora.base[layer.weight].float()).detach()
+                update = everything[layer.weight].float() - self._lora.base[layer.weight].float()
                 weight_updates[name] = (update.mT if layer.transposed else update).reshape(layer.shape)
-        return ModelParts(
-            self._language.factors(params), weight_updates, self._language.head(params), round, client
-        )
+        modules = tuple(f"{PEFT_PREFIX}{module}." for module in self._language.loaded.head)
+        head = {n.removeprefix(PEFT_PREFIX): everything[n] for n in own if n.startswith(modules)}
+        return ModelParts(factors, weight_updates, head, round, client)
 
     def write(self, folder: Path, model: ModelParts) -> Path:
         """Write a model by itself.
@@ -112,13 +117,7 @@ class AdapterFolders:
     def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
         """Write a model whose whole base moved: the base once for all clients, and an adapter for it.
 
-        Args:
-            folder: gets the base as ``base``.
-            name: of the adapter's folder.
-            model: all of whose weights moved.
-
-        Returns:
-            The folders written. A model that shares its base with no other is written whole.
+        A model that shares its base with no other is written whole.
         """
         written = []
         if not self._common:
@@ -143,12 +142,12 @@ class AdapterFolders:
         base: tuple[str, str] | None = None,
         whole: Params | None = None,
     ) -> Path:
-        loaded, config = self._language.loaded, self._language.config
+        loaded = self._language.loaded
         return write_adapter(
             folder,
             factors,
             scale,
-            config,
+            self._language.model.peft_config[ADAPTER],
             self._lora.layers,
             *(base or (loaded.name, loaded.digest)),
             head=model.head,

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ...core.choices import check_bounds, check_choices
 from ...core.errors import ConfigError, DataError, TaskError
 from ...core.key import Key
+from ...models.stateless import exchange_slots
 from ..optional import import_library
 
 
@@ -158,31 +159,17 @@ def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """The model in evaluation mode; each of its modules goes back to its own mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with exchange_slots((module.__dict__, "training", False) for module in model.modules()):
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextlib.contextmanager
 def _own_settings(model: torch.nn.Module, config: Callable[[], Any]) -> Iterator[None]:
     # generate() fills whatever we leave open (beams, penalties, least lengths) from the settings saved with
     # the model
-    found = [
-        (module, module.__dict__["generation_config"])
-        for module in model.modules()
-        if "generation_config" in module.__dict__
-    ]
-    for module, _ in found:
-        module.__dict__["generation_config"] = config()
-    try:
+    slots = [(m.__dict__, "generation_config") for m in model.modules() if "generation_config" in m.__dict__]
+    with exchange_slots((table, name, config()) for table, name in slots):
         yield
-    finally:
-        for module, saved in found:
-            module.__dict__["generation_config"] = saved
 
 
 @contextlib.contextmanager

@@ -43,12 +43,7 @@ class ScoreTask(Protocol):
     """An evaluation; its settings are the fields of a dataclass, ``path`` that of its data among them."""
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
-        """Build the prompts, complete them and score what comes.
-
-        Args:
-            model: a causal language model of transformers, or one wrapped by PEFT.
-            tokenizer: its tokenizer.
-            format: prompt of an instruction record.
+        """Score a causal language model of transformers, or one wrapped by PEFT.
 
         Raises:
             DataError: if the data cannot be read or do not fit the task.
@@ -106,13 +101,8 @@ class Gsm8k:
         completions = complete_prompts(model, tokenizer, prompts, decoding)
         rates = gsm8k.grade_answers(completions, [r["answer"] for r in records])
         prompting = f"{self.shots}-shot chain of thought" if self.shots else "0-shot in the format given"
-        return Score(
-            "gsm8k",
-            rates[self.grade],
-            len(records),
-            decoding.describe(),
-            {**rates, "grade": self.grade, "prompts": prompting},
-        )
+        details = {**rates, "grade": self.grade, "prompts": prompting}
+        return Score("gsm8k", rates[self.grade], len(records), decoding.describe(), details)
 
 
 @dataclass(frozen=True)
@@ -220,9 +210,8 @@ class HumanEval:
             "timed out": sum(run.outcome == "timed out" for own in runs for run in own),
             "sandbox (not a security boundary)": humaneval.describe_isolation(runs),
         }
-        return Score(
-            "humaneval", details[f"pass@{self.k[0]}"], len(problems), self.decoding.describe(), details
-        )
+        value = details[f"pass@{self.k[0]}"]
+        return Score("humaneval", value, len(problems), self.decoding.describe(), details)
 
 
 @dataclass(frozen=True)
@@ -263,25 +252,17 @@ class Perplexity:
         records = _read_records(self.path, columns, self.limit)
         prompts, texts = [""] * len(records), [r[self.text] for r in records]
         if self.instruction is not None:
+            inputs = [""] * len(records) if self.input is None else [r[self.input] for r in records]
             prompts = [
-                format(
-                    {
-                        "instruction": r[self.instruction],
-                        "input": "" if self.input is None else r[self.input],
-                    }
-                )
-                for r in records
+                format({"instruction": r[self.instruction], "input": given})
+                for r, given in zip(records, inputs, strict=True)
             ]
         rows = perplexity.tokenize_texts(tokenizer, prompts, texts, self.context, self.end)
         found = perplexity.measure_likelihood(model, rows, self.batch_size)
         how = "nothing generated: each token given all before it"
         how += "" if self.context is None else f", rows cut to {self.context} tokens"
-        details = {
-            "nll": found.nll,
-            "tokens": found.tokens,
-            "records": len(records),
-            "end token counts": self.end,
-        }
+        details = {"nll": found.nll, "tokens": found.tokens}
+        details |= {"records": len(records), "end token counts": self.end}
         return Score("perplexity", found.perplexity, found.tokens, how, details)
 
 
