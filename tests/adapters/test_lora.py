@@ -55,15 +55,7 @@ INPUTS: dict[str, Any] = {
     "gpt2": lambda g: torch.randn(4, 6, generator=g),
 }
 TURNED = ("embedding", "gpt2")
-SHAPES = {
-    "linear": (5, 6),
-    "conv1d": (4, 9),
-    "conv2d": (4, 18),
-    "conv3d": (5, 12),
-    "embedding": (6, 11),
-    "image": (4, 18),
-    "gpt2": (5, 6),
-}
+SHAPES = dict(zip(LAYERS, [(5, 6), (4, 9), (4, 18), (5, 12), (6, 11), (4, 18), (5, 6)], strict=True))
 
 
 class Two(nn.Module):
