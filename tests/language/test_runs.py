@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fedlowrank.cli.language import language_of, scores
 from fedlowrank.cli.main import main
@@ -142,6 +143,9 @@ def test_the_head_of_a_classifier_is_what_the_settings_say(head: str, bert: Path
     for info in run.federation.infos:
         used = run.personal(info)
         assert (head == "frozen") == all(torch.equal(used[n], initial[n]) for n in names)
+    folder = language_of(run).write_one(tmp_path / "adapter", used, 4, info.id)
+    stored = load_file(folder / "adapter_model.safetensors")
+    assert all(torch.equal(stored[n], used[n]) for n in names)
 
 
 def test_adapters_of_a_run_load_in_peft_and_give_the_same_scores(llama: Path, tmp_path: Path) -> None:
