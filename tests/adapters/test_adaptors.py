@@ -34,16 +34,9 @@ from fedlowrank.adapters.mixture_adaptors import (
 )
 from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, TaskError
-from fedlowrank.core.key import Key
 
-torch.set_num_threads(1)
-KEY = Key((0,))
-ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped", "input")
-REAL = torch.float64
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=REAL)
+from .test_floral_module import REAL, randn
+from .test_mixture import ALL, KEY
 
 
 def shaken(

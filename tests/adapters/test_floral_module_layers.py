@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import Floral
-from fedlowrank.adapters.mixture import Construction, Pairs, choose_fold
+from fedlowrank.adapters.mixture import Pairs, choose_fold
 
 from .test_floral_module import REAL, TINY, randn
+from .test_mixture import ALL
 
 torch.set_num_threads(1)
-ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped", "input")
 
 
 def shake(model: Floral) -> Floral:

@@ -23,9 +23,7 @@ from fedlowrank.adapters.mixture import Pairs
 from fedlowrank.adapters.router import Router
 from fedlowrank.core.errors import TaskError
 
-from .test_floral_module import TINY, Language, network, randn, shake
-
-REAL = torch.float64
+from .test_floral_module import REAL, TINY, Language, network, randn, shake
 
 
 class Twice(nn.Module):
