@@ -46,8 +46,7 @@ class AdaptedParameter:
         parameter_count: of each adaptor.
         transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change
             places.
-        note: what a person should know: a rank that is not the one asked for, other layers that share the
-            parameter.
+        note: a rank that is not the one asked for, other layers that share the parameter.
     """
 
     layer: str

@@ -143,8 +143,7 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
     """Rebuild a deployed module from its file; its outputs are the same bit for bit.
 
     Args:
-        module: a plain one of the architecture that was deployed, left as it is; or a factory of such
-            modules.
+        module: a plain one of the same architecture, left as it is; or a factory of such modules.
         path: what :func:`save_deployed` wrote.
 
     Raises:
@@ -263,11 +262,7 @@ def compare_latency(modules: Mapping[str, nn.Module], x: Any, repeats: int = 30)
     """CPU time of a call of each module, on one thread and without gradients, after two calls to warm up.
 
     They take turns, so that what disturbs the machine disturbs all; CPU time leaves out the wait for a core.
-
-    Args:
-        modules: by name, in the mode that they are in.
-        x: input, or a dict of keyword arguments.
-        repeats: timed calls of each.
+    The input may be a dict of keyword arguments.
     """
     if repeats < 1:
         raise ConfigError(f"repeats must be >= 1; it is {repeats}")

@@ -24,20 +24,10 @@ _CONVOLVE = {nn.Conv1d: functional.conv1d, nn.Conv2d: functional.conv2d, nn.Conv
 
 
 class LoRALayer(nn.Module):
-    """A frozen layer with trainable factors beside it.
+    """A frozen layer with trainable factors beside it, under the names that PEFT gives them.
 
-    Args:
-        base: the layer.
-        rank: r.
-        scaling: s.
-        rslora: whether s came from α/√r.
-        key: of the initial A; B is zero. Of an embedding B is random and A zero, as in PEFT.
-
-    Attributes:
-        base_layer: the layer.
-        lora_A: A ``[r, k]``; of a convolution k = in · k1 · k2; of an embedding k is the number of rows.
-        lora_B: B ``[d, r]``.
-        scaling: s.
+    ``lora_A`` is A ``[r, k]``, random; of a convolution k = in · k1 · k2. ``lora_B`` is B ``[d, r]``, zero.
+    Of an embedding k is the number of rows, A zero and B random. ``rslora``: whether s came from α/√r.
     """
 
     def __init__(self, base: nn.Module, rank: int, scaling: float, rslora: bool, key: Key) -> None:

@@ -110,7 +110,7 @@ class Fold:
 
 
 def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
-    """How a weight ``[O, I, kernel...]`` is folded; of a transposed convolution it is ``[I, O, kernel...]``."""
+    """How a weight ``[O, I, kernel...]``, or transposed ``[I, O, kernel...]``, is folded."""
     if len(shape) == 2:
         return Fold(shape, (0,))
     kernel = range(2, len(shape))

@@ -102,7 +102,7 @@ def mix_weights(
 
 
 def precondition_adaptors(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
-    """Precondition the gradients of low-rank factors ``at``; those of offsets stay as they are (appendix D)."""
+    """Precondition the gradients of low-rank factors; those of offsets stay (appendix D)."""
     found = dict(gradient)
     for name, a in at.items():
         g = gradient[name]

@@ -46,7 +46,7 @@ def write_adapter(
     model whose head is not the one of its files needs ``head`` even if it was frozen.
 
     Args:
-        folder: made if it does not exist; other files in it stay.
+        folder: made if it does not exist; other files in it stay. It is returned.
         pairs: factors by layer.
         scale: s of the update s·B A.
         config: ``peft_config["default"]`` of the model, where PEFT has settled the target modules.
@@ -57,9 +57,6 @@ def write_adapter(
         whole: all tensors of layers that are stored whole and not as factors, by their names in the base.
         round: that the adapter is from, counted from 0.
         client: whose it is; None for the server.
-
-    Returns:
-        The folder.
     """
     rank = max(1, *(pair.rank for pair in pairs.values()))
     tensors: Params = {PEFT_PREFIX + n: t for n, t in [*(head or {}).items(), *(whole or {}).items()]}
@@ -89,7 +86,7 @@ def merge_update(
     Args:
         model: a base with an adapter slot, which the copy lacks.
         layers: its adapted layers.
-        update: factors, or whole matrices ``[d, k]`` such as a server's update of full rank, by layer.
+        update: factors, or whole matrices ``[d, k]``, by layer.
         head: tensors to replace the base's, by their names in it.
 
     Raises:

@@ -60,7 +60,7 @@ class LanguageSettings(Base):
 
 @dataclass(frozen=True)
 class Language:
-    """What belongs to a language model besides its code: the base with its tokenizer, and the model by PEFT."""
+    """A language model: its base with the tokenizer, and the base as PEFT wraps it."""
 
     settings: LanguageSettings
     loaded: LoadedBase

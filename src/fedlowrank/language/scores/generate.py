@@ -94,15 +94,6 @@ def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decodin
     begins, which would break the indentation of code. Only where new tokens change how the end of the prompt
     decodes (bytes that are no character) they are decoded alone.
 
-    Args:
-        model: a causal language model of transformers, or one wrapped by PEFT.
-        tokenizer: its tokenizer.
-        prompts: texts.
-        decoding: settings.
-
-    Returns:
-        A text for each prompt, in their order.
-
     Raises:
         DataError: if transformers is missing, a prompt has no token, or one does not fit the model's context
             together with the new tokens.

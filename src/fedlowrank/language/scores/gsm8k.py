@@ -25,8 +25,7 @@ def grade_answers(completions: Sequence[str], answers: Sequence[str]) -> dict[st
 
     - ``last``: the last number equals the reference as a number, ``42.0`` being 42;
     - ``strict``: lm_eval's filter ``strict-match``: the first number after ``####``, compared as text;
-    - ``flexible``: lm_eval's filter ``flexible-extract``: the last thing that looks like a number, compared as
-      text.
+    - ``flexible``: lm_eval's filter ``flexible-extract``: the last thing that looks like a number, likewise.
 
     Args:
         completions: what the model wrote.

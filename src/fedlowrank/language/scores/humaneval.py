@@ -25,7 +25,7 @@ def grade_completions(
     limits: Limits,
     stop: Sequence[str] = STOP,
 ) -> list[list[Run]]:
-    """Run completions with the tests of their problems, each in a process of its own; see :func:`run_program`.
+    """Run completions with the tests of their problems, each by :func:`run_program`.
 
     Args:
         problems: each with :data:`COLUMNS`.
@@ -50,13 +50,7 @@ def mean_pass_at_k(runs: Sequence[Sequence[Run]], k: int) -> float:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Unbiased estimate of pass@k: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1).
-
-    Args:
-        samples: n, completions of a problem.
-        correct: c, how many of them pass.
-        k: from 1 to n.
-    """
+    """Unbiased pass@k of n samples, c correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
     if samples - correct < k:
         return 1.0
     return float(1 - np.prod(1 - k / np.arange(samples - correct + 1, samples + 1)))

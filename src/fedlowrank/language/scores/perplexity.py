@@ -20,12 +20,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class TokenRow:
-    """The tokens of a prompt and of the text that follows it.
-
-    Attributes:
-        tokens: of both.
-        start: how many of them belong to the prompt; their likelihood does not count.
-    """
+    """Tokens of a prompt and of the text that follows it; the first ``start`` do not count."""
 
     tokens: list[int]
     start: int
@@ -33,12 +28,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How likely texts are.
-
-    Attributes:
-        nll: mean negative log-likelihood of a token that counts, in nats.
-        tokens: how many count.
-    """
+    """Mean negative log-likelihood of a token that counts, in nats, and how many count."""
 
     nll: float
     tokens: int
@@ -64,7 +54,7 @@ def tokenize_texts(
     Args:
         tokenizer: of transformers.
         prompts: what stands before each text; may be empty.
-        texts: what counts.
+        texts: one for each prompt.
         context: rows are cut on the right to so many tokens.
         end: whether the end token is appended, and counts.
 
@@ -90,11 +80,6 @@ def measure_likelihood(model: Any, rows: Sequence[TokenRow], batch_size: int = 8
 
     The first token of a row is predicted by nothing and never counts. The number does not depend on the batch
     size, but for rounding. The model is in evaluation mode meanwhile.
-
-    Args:
-        model: a causal language model of transformers.
-        rows: tokens.
-        batch_size: rows at a time.
 
     Raises:
         DataError: if no token counts.

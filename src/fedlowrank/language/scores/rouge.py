@@ -11,12 +11,8 @@ def rouge_l(predictions: Sequence[str], references: Sequence[str], stemmer: bool
     """The mean Rouge-L F of predictions with their references, in [0, 1].
 
     Needs ``pip install 'fedlowrank[language]'``. Words are lower-cased runs of ASCII letters and digits, so
-    text in other scripts has none and scores 0.
-
-    Args:
-        predictions: texts.
-        references: texts.
-        stemmer: whether words are reduced to their stems (Porter) first; published numbers differ in this.
+    text in other scripts has none and scores 0. With ``stemmer`` they are reduced to their stems (Porter)
+    first; published numbers differ in this.
 
     Raises:
         DataError: if ``rouge-score`` is missing.

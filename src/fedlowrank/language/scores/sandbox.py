@@ -87,7 +87,7 @@ class Run:
     Attributes:
         outcome: passed, if it ran to its end; timed out, by the wall clock; else failed.
         message: the last line that it wrote to standard error, or how it ended.
-        isolation: its isolation, or None if it was over before that was known.
+        isolation: None if the program was over before that was known.
     """
 
     outcome: Literal["passed", "failed", "timed out"]
@@ -96,7 +96,7 @@ class Run:
 
     @property
     def passed(self) -> bool:
-        """Whether it ran to its end."""
+        """Whether the program ran to its end."""
         return self.outcome == "passed"
 
 
