@@ -45,18 +45,9 @@ def shake(model: Floral, scale: float = 0.3) -> Floral:
 def network() -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _network().double()
-
-
-def _network() -> nn.Module:
-    body = [
-        nn.Conv2d(2, 6, 3, padding=1),
-        nn.BatchNorm2d(6),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(),
-    ]
-    return nn.Sequential(*body, nn.Linear(24, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 3))
+        layers = [nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.AdaptiveAvgPool2d(2)]
+        layers += [nn.Flatten(), nn.Linear(24, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 3)]
+        return nn.Sequential(*layers).double()
 
 
 class Output(OrderedDict[str, Any]):
@@ -175,17 +166,6 @@ def test_state_goes_round_strictly_and_bit_for_bit() -> None:
         Floral(nn.Linear(2, 2)).set_extra_state(model.get_extra_state())
 
 
-def test_a_deep_copy_stands_alone() -> None:
-    model = shake(Floral(network(), rank=2, reparameterize=False)).eval()
-    x = randn(4, 2, 5, 5)
-    other = copy.deepcopy(model)
-    before = model(x)
-    assert torch.equal(other(x), before)
-    train(other.train(), steps=2)
-    assert torch.equal(model(x), before)
-    assert not torch.equal(other.eval()(x), before)
-
-
 def test_types_move_together() -> None:
     model = shake(Floral(network(), rank=2)).eval()
     x = randn(4, 2, 5, 5)
@@ -241,14 +221,10 @@ def test_merging_leaves_the_wrapper_alone_and_no_trace_of_it() -> None:
 def test_preconditioning_in_place(i: int, o: int, rank: float, clusters: int, without: int) -> None:
     model = shake(Floral(nn.Linear(i, o, dtype=REAL), rank, clusters), 1.0)
     model(randn(3, i)).square().sum().backward()
-    a = model.adapted()["weight"]
-    assert isinstance(a, Pairs)
-    assert a.u.grad is not None
-    assert a.v.grad is not None
+    a: Any = model.adapted()["weight"]
     g = Pairs(a.u.grad.clone(), a.v.grad.clone())
     offset = model.adapted()["bias"].grad.clone()
-    wanted = precondition_adaptors({"weight": model.base.weight}, {"weight": g}, {"weight": a})["weight"]
-    assert isinstance(wanted, Pairs)
+    wanted: Any = precondition_adaptors({"weight": model.base.weight}, {"weight": g}, {"weight": a})["weight"]
     if without == 1:
         a.u.grad = None
     if without == 2:

@@ -14,16 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedlowrank import Floral
-from fedlowrank.adapters.mixture import Construction, Pairs, choose_fold
+from fedlowrank.adapters.mixture import Pairs, choose_fold
+
+from .test_floral_module import REAL, TINY, randn
+from .test_mixture import ALL
 
 torch.set_num_threads(1)
-ALL: tuple[Construction, ...] = ("balanced", "filter", "channel", "reshaped", "input")
-REAL = torch.float64
-TINY = {"rtol": 1e-10, "atol": 1e-10}
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=REAL)
 
 
 def shake(model: Floral) -> Floral:
@@ -62,17 +58,13 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear": (nn.Linear(5, 4), (3, 5)),
     "linear of sequences": (nn.Linear(5, 4, bias=False), (3, 2, 5)),
     "conv1d": (nn.Conv1d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2), (2, 4, 11)),
-    "conv2d": (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2)), (2, 4, 8, 7)),
     "conv2d same": (nn.Conv2d(4, 6, 3, padding="same", dilation=2, groups=2), (2, 4, 8, 7)),
     "conv2d circular": (nn.Conv2d(4, 6, 3, padding=2, padding_mode="circular", bias=False), (2, 4, 8, 7)),
-    "depthwise": (nn.Conv2d(4, 8, 3, padding=1, groups=4), (2, 4, 5, 5)),
-    "pointwise": (nn.Conv2d(4, 8, 1, stride=2), (2, 4, 5, 5)),
     "conv3d": (nn.Conv3d(2, 4, (2, 3, 1), stride=(1, 2, 1), padding=(1, 0, 0), groups=2), (2, 2, 4, 5, 3)),
     "transposed 1d": (
         nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2),
         (2, 4, 5),
     ),
-    "transposed 2d": (nn.ConvTranspose2d(4, 6, (3, 2), stride=2, dilation=(2, 1), bias=False), (2, 4, 5, 4)),
     "transposed 3d": (nn.ConvTranspose3d(4, 2, 2, stride=(1, 2, 1), groups=2), (1, 4, 3, 2, 3)),
     "layer norm": (nn.LayerNorm((3, 4)), (2, 3, 4)),
     "group norm": (nn.GroupNorm(2, 4), (2, 4, 5)),

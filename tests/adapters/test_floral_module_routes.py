@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from fedlowrank import Floral
 from fedlowrank.adapters.router import Router
@@ -87,47 +86,15 @@ def test_routes() -> None:
     known(torch.ones(1, 4))
 
 
-class Checkpointed(nn.Module):
-    gradient_checkpointing = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).tanh()
-
-
-def test_activation_checkpointing_inside_is_refused_and_around_is_exact() -> None:
-    model = shake(Floral(Checkpointed().double(), rank=2))
-    x = randn(2, 3)
-    model(x).sum().backward()
-    plain = {n: p.grad for n, p in model.named_parameters()}
-    model.zero_grad()
-    checkpoint(model, x, use_reentrant=False).sum().backward()
-    torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, plain)
-    model.base.gradient_checkpointing = True
-    with pytest.raises(TaskError, match=r"Checkpointed.*gradient_checkpointing"):
-        model(x)
-    with torch.no_grad():
-        model(x)
-    model.eval()(x)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
         ({"num_clusters": 0}, ConfigError, "num_clusters.*>= 1; it is 0"),
         ({"num_clusters": 2.0}, ConfigError, "num_clusters"),
-        ({"rank": 0}, ConfigError, "not 0"),
-        ({"rank": -1}, ConfigError, "not -1"),
-        ({"rank": 1.5}, ConfigError, "not 1.5"),
         ({"rank": "8"}, ConfigError, "rank.*'8'"),
         ({"rank": True}, ConfigError, "rank"),
         ({"alpha": 0.0}, ConfigError, "alpha"),
         ({"alpha": float("inf")}, ConfigError, "alpha"),
-        ({"construction": "reshape"}, ConfigError, "'reshaped'"),
-        ({"kinds": ("conv",)}, ConfigError, "kinds.*'conv'"),
         ({"router": Router(update="mfl")}, ConfigError, "mfl"),
         ({"exclude": lambda *_: True}, TaskError, "predicates"),
     ],
@@ -137,12 +104,7 @@ def test_settings_out_of_range(options: dict[str, Any], error: type[Exception], 
         Floral(network(), **options)
 
 
-@pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_modules_that_cannot_be_wrapped() -> None:
-    with pytest.raises(TaskError, match=r"no layer to adapt.*'PReLU'"):
-        Floral(nn.Sequential(nn.PReLU()))
-    with pytest.raises(TaskError, match=r"layer 0 .*lazy"):
-        Floral(nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2)), exclude=lambda n, _: n == "0")
     with pytest.raises(TaskError, match="given function"):
         Floral(network)
     shared = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))

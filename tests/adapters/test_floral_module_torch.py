@@ -23,9 +23,7 @@ from fedlowrank.adapters.mixture import Pairs
 from fedlowrank.adapters.router import Router
 from fedlowrank.core.errors import TaskError
 
-from .test_floral_module import TINY, Language, network, randn, shake
-
-REAL = torch.float64
+from .test_floral_module import REAL, TINY, Language, network, randn, shake
 
 
 class Twice(nn.Module):
@@ -132,11 +130,10 @@ class Inside(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("how", ["block", "function"])
-def test_checkpointing_inside_the_base_is_refused(how: str, reentrant: bool, training: bool) -> None:
-    model = shake(Floral(Inside(how, reentrant).double(), rank=2)).train(training)
+def test_checkpointing_inside_the_base_is_refused(how: str, reentrant: bool) -> None:
+    model = shake(Floral(Inside(how, reentrant).double(), rank=2))
     x = randn(2, 3)
     before = copy.deepcopy(model.base.state_dict())
     with pytest.raises(TaskError, match=r"torch\.utils\.checkpoint.*wrapper"):
@@ -387,8 +384,5 @@ def test_a_conv1d_of_gpt2_learns_as_the_linear_layer_that_it_is(rank: float) -> 
         m.center_()
     torch.testing.assert_close(stored.weight.T, linear.weight, **TINY)
     (first, second) = (next(iter(m._adapted.values())) for m in models)
-    assert (first.kind, first.rank, first.parameter_count) == (
-        second.kind,
-        second.rank,
-        second.parameter_count,
-    )
+    assert (first.kind, first.rank) == (second.kind, second.rank)
+    assert first.parameter_count == second.parameter_count

@@ -41,15 +41,6 @@ def pairs(fold: Fold, rank: int, count: int = 3, seed: int = 0) -> Pairs:
     )
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.tuples(sizes, sizes, sizes, sizes), st.sampled_from(ALL))
-def test_folding_loses_nothing(shape: tuple[int, int, int, int], construction: Construction) -> None:
-    fold = choose_fold(shape, construction)
-    w = torch.arange(int(np.prod(shape))).reshape(shape)
-    assert fold.fold(w).shape == fold.size
-    assert torch.equal(fold.unfold(fold.fold(w)), w)
-
-
 def two_steps(
     fold: Fold, p: Pairs, x: torch.Tensor, stride: tuple[int, int], padding: tuple[int, int]
 ) -> torch.Tensor:
@@ -150,22 +141,6 @@ def test_updates_begin_at_zero_and_differ_between_clusters(random: Factor) -> No
     assert tree.equal(initial_pairs(fold, 3, 4, KEY, random=random), p)
 
 
-def test_the_mixture_is_the_weighted_sum() -> None:
-    p, pi = pairs(choose_fold((6, 5)), 2), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    wanted = sum(float(pi[c]) * p.u[c].numpy() @ p.v[c].numpy().T for c in range(3))
-    np.testing.assert_allclose(p.mixed(pi).numpy(), wanted, rtol=1e-12)
-
-
-def test_the_preconditioner_is_the_papers() -> None:
-    at, g = pairs(choose_fold((6, 5)), 2), pairs(choose_fold((6, 5)), 2, seed=1)
-    made = precondition_matrix(g, at)
-    for c in range(3):
-        u, v = at.u[c].numpy(), at.v[c].numpy()
-        eye = 1e-5 * np.eye(2)
-        np.testing.assert_allclose(made.u[c], g.u[c].numpy() @ np.linalg.inv(v.T @ v + eye), rtol=1e-8)
-        np.testing.assert_allclose(made.v[c], g.v[c].numpy() @ np.linalg.inv(u.T @ u + eye), rtol=1e-8)
-
-
 def test_factors_so_large_that_the_gram_matrix_is_singular_give_no_finite_step() -> None:
     large = torch.full((1, 3, 2), 1e12, dtype=torch.float64)
     found = precondition_matrix(Pairs(torch.ones_like(large), torch.ones_like(large)), Pairs(large, large))
@@ -185,48 +160,29 @@ def test_a_preconditioned_step_does_not_depend_on_how_the_factors_share_their_si
     torch.testing.assert_close(change(1.0), change(7.0))
 
 
-def test_centering_changes_no_mixture_that_the_rank_can_hold() -> None:
-    # differences of rank 1, factors of rank 2: nothing is lost
-    g = torch.Generator().manual_seed(3)
-    common = (
-        torch.randn(6, 1, generator=g, dtype=torch.float64),
-        torch.randn(5, 1, generator=g, dtype=torch.float64),
-    )
-    v = torch.randn(1, 5, 1, generator=g, dtype=torch.float64)
-    own = torch.randn(3, 6, 1, generator=g, dtype=torch.float64), v.expand(3, 5, 1)
-    p = Pairs(
-        torch.cat([common[0].expand(3, 6, 1), own[0]], -1), torch.cat([common[1].expand(3, 5, 1), own[1]], -1)
-    )
-    w, weights = (
-        torch.randn(6, 5, generator=g, dtype=torch.float64),
-        torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64),
-    )
-    base, centered = center_pairs(w, p, weights)
-    torch.testing.assert_close(base + centered.mixed(weights), w + p.mixed(weights))
-    for c in range(3):
-        torch.testing.assert_close(base + centered.dense()[c], w + p.dense()[c])
-    assert float(centered.mixed(weights).abs().max()) < 1e-10
-    # of the one singular value that is not 0 both factors hold the root
-    sizes = [torch.linalg.vector_norm(f[..., 0], dim=1) for f in (centered.u, centered.v)]
-    torch.testing.assert_close(*sizes)
-
-
-def test_centering_a_matrix_thinner_than_the_rank_keeps_the_shape() -> None:
-    p = pairs(choose_fold((2, 5)), 4)
-    _, centered = center_pairs(
-        torch.zeros(2, 5, dtype=torch.float64), p, torch.full((3,), 1 / 3, dtype=torch.float64)
-    )
-    assert centered.u.shape == p.u.shape
-    assert centered.v.shape == p.v.shape
+def test_centering_loses_what_the_rank_cannot_hold_and_keeps_the_shape() -> None:
+    weights = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    for shape, rank in (((9, 8), 2), ((2, 5), 4)):
+        p = pairs(choose_fold(shape), rank)
+        mean, left = center_pairs(p, weights)
+        torch.testing.assert_close(mean, p.mixed(weights))
+        assert (left.u.shape, left.v.shape) == (p.u.shape, p.v.shape)
+        for c in range(3):
+            rest = p.dense()[c] - mean
+            lost = torch.linalg.matrix_norm(rest - left.dense()[c])
+            exact = torch.linalg.svdvals(rest)[rank:].square().sum().sqrt()
+            torch.testing.assert_close(lost, exact, rtol=1e-9, atol=1e-10)
+        # both factors hold the root of each singular value
+        held = [torch.linalg.vector_norm(f[..., : min(rank, *shape)], dim=1) for f in (left.u, left.v)]
+        torch.testing.assert_close(*held)
 
 
 def test_centering_equal_updates_leaves_them_able_to_learn() -> None:
     g = torch.Generator().manual_seed(3)
     u, v = torch.randn(1, 6, 2, generator=g), torch.randn(1, 5, 2, generator=g)
-    pairs = Pairs(u.expand(3, -1, -1).clone(), v.expand(3, -1, -1).clone())
-    w = torch.randn(6, 5, generator=g)
-    base, left = center_pairs(w, pairs, torch.full((3,), 1 / 3))
-    torch.testing.assert_close(base, w + u[0] @ v[0].T)
+    same = Pairs(u.expand(3, -1, -1).clone(), v.expand(3, -1, -1).clone())
+    mean, left = center_pairs(same, torch.full((3,), 1 / 3))
+    torch.testing.assert_close(mean, u[0] @ v[0].T)
     assert float(left.dense().abs().max()) < 1e-5
     # the gradient of U is G V: it vanishes only if V does
     assert float(torch.linalg.vector_norm(left.v, dim=1).min()) > 0.9

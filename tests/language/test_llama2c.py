@@ -122,6 +122,11 @@ def small(tmp_path_factory):
     return convert_llama2c(*write(folder, arrays(0, True)), folder / "made")
 
 
+@pytest.fixture(scope="module")
+def tokenizer(small):
+    return AutoTokenizer.from_pretrained(small)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_random_model_gives_the_scores_of_the_format(tmp_path, tied):
     w = arrays(3, tied)
@@ -154,32 +159,21 @@ def test_the_numbers_of_the_header_reach_the_config(small):
         st.lists(st.sampled_from(PIECES)).map("".join),
     )
 )
-def test_texts_are_cut_as_the_format_says(small, text):
+def test_texts_are_cut_as_the_format_says(tokenizer, text):
     assume(not any(name in text for name in SPECIAL))
-    tokenizer = tokenizer_of(small)
     ids = tokenizer(text).input_ids
     assert ids == encode(vocabulary(), text)
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-_MADE = {}
-
-
-def tokenizer_of(folder):
-    if folder not in _MADE:
-        _MADE[folder] = AutoTokenizer.from_pretrained(folder)
-    return _MADE[folder]
-
-
-def test_a_special_token_written_out_is_the_token(small):
+def test_a_special_token_written_out_is_the_token(tokenizer):
     """Here alone the cut differs from that of llama2.c, and is that of every tokenizer of transformers."""
     for i, name in enumerate(SPECIAL):
-        assert i in tokenizer_of(small)(f"a{name}b").input_ids[1:]
+        assert i in tokenizer(f"a{name}b").input_ids[1:]
         assert i not in encode(vocabulary(), f"a{name}b")[1:]
 
 
-def test_pieces_merge_by_score_and_bytes_stand_for_the_rest(small):
-    tokenizer = tokenizer_of(small)
+def test_pieces_merge_by_score_and_bytes_stand_for_the_rest(tokenizer):
     ids = {p: i for i, (p, _) in enumerate(vocabulary())}
     # "he" scores best, then " t", then the two together: the longer "hell" never comes about
     assert tokenizer("thell").input_ids == [1, ids[" the"], ids["ll"]]
@@ -226,7 +220,10 @@ def stories(real, tmp_path_factory):
 
 @pytest.mark.data
 def test_the_real_model_tells_its_story(stories):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(stories[1]).eval(), tokenizer_of(stories[1])
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(stories[1]).eval(),
+        AutoTokenizer.from_pretrained(stories[1]),
+    )
     out = model.generate(torch.tensor([[1]]), max_new_tokens=60, do_sample=False, pad_token_id=2)[0]
     assert out[:15].tolist() == [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315, 421, 395, 317]
     text = tokenizer.decode(out, skip_special_tokens=True)
@@ -242,14 +239,14 @@ def test_the_real_tokenizer_cuts_as_the_format_says(stories):
         score, length = struct.unpack_from("<fi", data, at)
         tokens.append((data[at + 8 : at + 8 + length].decode(), score))
         at += 8 + length
-    pieces = [p for p, _ in tokens[259:]]
+    pieces, tokenizer = [p for p, _ in tokens[259:]], AutoTokenizer.from_pretrained(stories[1])
 
     @settings(max_examples=400, deadline=None)
     @given(st.one_of(st.text(max_size=20), st.lists(st.sampled_from(pieces), max_size=12).map("".join)))
     def check(text):
         assume(not any(name in text for name in SPECIAL))
-        ids = tokenizer_of(stories[1])(text).input_ids
+        ids = tokenizer(text).input_ids
         assert ids == encode(tokens, text)
-        assert tokenizer_of(stories[1]).decode(ids, skip_special_tokens=True) == text
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
     check()

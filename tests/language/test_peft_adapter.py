@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig
 from torch import nn
 from torch.func import functional_call
 
@@ -14,8 +13,8 @@ from fedlowrank.adapters.lora import find_lora
 from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.core.key import Key
 from fedlowrank.language.base import Base, load_base
-from fedlowrank.language.peft_adapter import attach_adapter, describe_adaptable_layers, initial_factors
-from fedlowrank.language.peft_config import lora_config, scale_of
+from fedlowrank.language.peft_adapter import attach_adapter, initial_factors
+from fedlowrank.language.peft_config import lora_config
 from fedlowrank.linalg.pair import Pair
 
 KEY = Key((3,))
@@ -84,10 +83,10 @@ def by_hand(factors, scale):
 X = torch.arange(10).reshape(2, 5)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-def test_factors_of_any_rank_are_the_update_of_each_kind_of_layer(rank, scale):
-    model = attach_adapter(Mixed(), lora_config(ALL), KEY, modules=("classifier",))
+@pytest.mark.parametrize("rank", [1, 4])
+def test_factors_of_any_rank_are_the_update_of_each_kind_of_layer(rank):
+    scale = 0.25
+    model = attach_adapter(Mixed(), lora_config(ALL), KEY, ("classifier",))
     where = layers(model)
     assert {n: (w.shape, w.transposed, w.embedding) for n, w in where.items()} == {
         "seen": ((6, 11), True, True),
@@ -101,22 +100,8 @@ def test_factors_of_any_rank_are_the_update_of_each_kind_of_layer(rank, scale):
     out = functional_call(model, given, (X,))
     assert torch.allclose(out, by_hand(factors, scale)(X), rtol=1e-4, atol=1e-3)
     assert not torch.allclose(out, Mixed()(X), atol=1e-1)
-    assert torch.equal(model(X), attach_adapter(Mixed(), lora_config(ALL), KEY)(X)), (
-        "the module itself is as before"
-    )
-    for name, w in where.items():
-        back = w.read_pair(given)
-        assert torch.equal(back.a, factors[name].a)
-        assert torch.equal(back.b, factors[name].b)
-
-
-def test_gradients_reach_factors_of_another_rank_than_the_slot():
-    model = attach_adapter(Mixed(), lora_config(ALL), KEY)
-    factors = random_factors(layers(model), 3)
-    leaves = {n: t.requires_grad_() for n, t in parameters(layers(model), factors).items()}
-    functional_call(model, leaves, (X,)).square().sum().backward()
-    assert all(t.grad is not None and float(t.grad.abs().max()) > 0 for t in leaves.values())
-    assert all(p.grad is None for n, p in model.named_parameters() if "lora" in n or "base_layer" in n)
+    # the module itself is as before
+    assert torch.equal(model(X), Mixed()(X))
 
 
 def test_what_a_new_slot_holds():
@@ -179,23 +164,20 @@ def test_dropout_acts_in_training_on_the_adapter_alone():
     assert not torch.allclose(calm, wild, atol=1e-3)
 
 
-@pytest.mark.parametrize(("head", "trained"), [("shared", True), ("personal", True), ("frozen", False)])
-def test_the_head_is_trained_as_asked_and_never_adapted(bert, head, trained):
+def test_the_head_is_trained_whole_and_never_adapted(bert):
     loaded = load_base(Base(str(bert), "classification"), ("a", "b", "c"), KEY)
-    model = attach_adapter(
-        loaded.model, lora_config({"r": 2, "target_modules": "all-linear"}), KEY, head, loaded.head
-    )
-    asked = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert {n for n in asked if "lora_" not in n} == (
-        {"base_model.model.classifier.weight", "base_model.model.classifier.bias"} if trained else set()
-    )
-    assert sorted(layers(model)) == sorted(
+    linear = {
         n.removesuffix(".weight")
-        for n, t in load_base(Base(str(bert), "classification"), ("a", "b"), KEY).model.state_dict().items()
+        for n, t in loaded.model.state_dict().items()
         if t.ndim == 2 and "embeddings" not in n and "classifier" not in n
-    )
-    assert model.peft_config["default"].task_type == "SEQ_CLS"
-    assert model.peft_config["default"].exclude_modules is None
+    }
+    config = lora_config({"r": 2, "target_modules": "all-linear"})
+    model = attach_adapter(loaded.model, config, KEY, loaded.head)
+    trained = {n for n, p in model.named_parameters() if p.requires_grad and "lora_" not in n}
+    assert trained == {"base_model.model.classifier.weight", "base_model.model.classifier.bias"}
+    assert set(layers(model)) == linear
+    slot = model.peft_config["default"]
+    assert (slot.task_type, slot.exclude_modules) == ("SEQ_CLS", None)
     assert not any(
         hasattr(m, "modules_to_save") and len(m.modules_to_save) for m in model.modules() if m is not model
     )
@@ -204,9 +186,7 @@ def test_the_head_is_trained_as_asked_and_never_adapted(bert, head, trained):
 def test_a_part_of_the_body_that_is_trained_whole_gets_no_adapter(bert):
     loaded = load_base(Base(str(bert), "classification"), ("a", "b"), KEY)
     fields = {"r": 2, "target_modules": ["dense"], "exclude_modules": ["intermediate.dense"]}
-    model = attach_adapter(
-        loaded.model, lora_config(fields), KEY, "shared", ("classifier", "bert.pooler.dense")
-    )
+    model = attach_adapter(loaded.model, lora_config(fields), KEY, ("classifier", "bert.pooler.dense"))
     assert sorted(n.rpartition("layer.")[2] for n in layers(model)) == [
         "0.attention.output.dense", "0.output.dense", "1.attention.output.dense", "1.output.dense"
     ]  # fmt: skip
@@ -223,24 +203,20 @@ def test_the_usual_target_modules_and_regular_expressions(llama):
     fields = {"r": 2, "target_modules": ["v_proj"], "layers_to_transform": [1]}
     model = attach_adapter(load_base(Base(str(llama)), (), KEY).model, lora_config(fields), KEY)
     assert list(layers(model)) == ["model.layers.1.self_attn.v_proj"]
-    assert (layers(model)["model.layers.1.self_attn.v_proj"].shape[0], type(model).__name__) == (
-        16,
-        "PeftModelForCausalLM",
-    )
+    assert type(model).__name__ == "PeftModelForCausalLM"
 
 
-def test_target_modules_that_match_nothing_list_what_there_is(llama, bert):
-    base = load_base(Base(str(bert), "classification"), ("a", "b"), KEY).model
-    counts = {"query": 2, "key": 2, "value": 2, "dense": 7, "classifier": 1, "word_embeddings": 1}
-    for name, count in counts.items():
-        assert f"{name} x {count}" in describe_adaptable_layers(base).split(", ")
-    for target in (["q_proj"], ["query", "q_proj"], "q_proj", ["LayerNorm"]):
-        with pytest.raises(TaskError, match="query x 2"):
-            attach_adapter(base, lora_config({"target_modules": target}), KEY)
-    with pytest.raises(TaskError, match="q_proj"):
-        attach_adapter(base, lora_config({"target_modules": ["query", "q_proj"]}), KEY)
-    with pytest.raises(TaskError, match="not excluded"):
-        attach_adapter(base, lora_config({"target_modules": ["classifier"]}), KEY)
+def test_target_modules_that_match_nothing_list_what_there_is(bert):
+    loaded = load_base(Base(str(bert), "classification"), ("a", "b"), KEY)
+    # several of the names match nothing; a name that matches only the head is not to be adapted
+    for target, words in (
+        (["query", "q_proj"], "'q_proj'.*dense x 7, key x 2, .*query x 2, .*value x 2, word_embeddings x 1"),
+        ("q_proj", "that is not excluded.*query x 2"),
+        (["LayerNorm"], "LayerNorm"),
+        (["classifier"], "not excluded"),
+    ):
+        with pytest.raises(TaskError, match=words):
+            attach_adapter(loaded.model, lora_config({"target_modules": target}), KEY, loaded.head)
     with pytest.raises(TaskError, match="no usual target modules"):
         attach_adapter(Mixed(), lora_config({"r": 1}), KEY)
 
@@ -263,8 +239,6 @@ def test_models_that_cannot_get_a_slot():
     grouped.image = nn.Conv2d(2, 4, 2, groups=2)
     with pytest.raises(TaskError, match="groups"):
         attach_adapter(grouped, lora_config(ALL), KEY)
-    with pytest.raises(ConfigError, match="Did you mean 'frozen'"):
-        attach_adapter(Mixed(), lora_config(ALL), KEY, "frosen")
 
 
 def test_a_half_precision_base_has_factors_in_full_precision(llama):
@@ -279,47 +253,27 @@ def test_a_half_precision_base_has_factors_in_full_precision(llama):
     assert not torch.equal(out.logits, model(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"use_dora": True},
-        {"bias": "all"},
-        {"bias": "lora_only"},
-        {"lora_bias": True},
-        {"init_lora_weights": "pissa"},
-        {"init_lora_weights": "pissa_niter_4"},
-        {"init_lora_weights": "olora"},
-        {"init_lora_weights": "loftq"},
-        {"init_lora_weights": "eva"},
-        {"init_lora_weights": "corda"},
-        {"init_lora_weights": "orthogonal"},
-        {"init_lora_weights": "mica"},
-        {"init_lora_weights": False},
-        {"init_lora_weights": 1},
-        {"rank_pattern": {"q_proj": 4}},
-        {"alpha_pattern": {"q_proj": 4}},
-        {"layer_replication": [(0, 1), (0, 2)]},
-        {"trainable_token_indices": [1]},
-        {"target_parameters": ["experts.gate"]},
-        {"megatron_config": {"a": 1}},
-        {"modules_to_save": ["classifier"]},
-        {"alora_invocation_tokens": [1]},
-        {"use_qalora": True},
-        {"ensure_weight_tying": True},
-    ],
-)
-def test_what_changes_the_base_or_the_algebra_is_refused_by_name(fields):
-    with pytest.raises(ConfigError, match=f"{next(iter(fields))} = .* cannot be used in federated training"):
-        lora_config({"r": 2} | fields)
-
-
-def test_a_config_that_was_made_elsewhere_is_checked_too():
-    given = LoraConfig(r=4, lora_alpha=12, target_modules=["a", "b"], use_rslora=True, lora_dropout=0.1)
-    made = lora_config(given)
-    assert made is not given
-    assert made.to_dict() == given.to_dict()
-    with pytest.raises(ConfigError, match="use_dora"):
-        lora_config(LoraConfig(use_dora=True))
+def test_what_changes_the_base_or_the_algebra_is_refused_by_name():
+    kinds = ("pissa", "pissa_niter_4", "olora", "loftq", "eva", "corda", "orthogonal", "mica", False, 1)
+    for name, value in (
+        *(("init_lora_weights", kind) for kind in kinds),
+        ("use_dora", True),
+        ("bias", "all"),
+        ("bias", "lora_only"),
+        ("lora_bias", True),
+        ("rank_pattern", {"q_proj": 4}),
+        ("alpha_pattern", {"q_proj": 4}),
+        ("layer_replication", [(0, 1), (0, 2)]),
+        ("trainable_token_indices", [1]),
+        ("target_parameters", ["experts.gate"]),
+        ("megatron_config", {"a": 1}),
+        ("modules_to_save", ["classifier"]),
+        ("alora_invocation_tokens", [1]),
+        ("use_qalora", True),
+        ("ensure_weight_tying", True),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} = .* cannot be used in federated training"):
+            lora_config({"r": 2, name: value})
 
 
 @pytest.mark.parametrize(
@@ -335,22 +289,8 @@ def test_a_config_that_was_made_elsewhere_is_checked_too():
         ({"task_type": "SEQUENCES"}, "SEQUENCES"),
         ({"target_modules": "a.*", "layers_to_transform": 1}, "layers_to_transform"),
         ({"peft_type": "IA3"}, "only LORA"),
-        ([("r", 2)], "neither a dict"),
     ],
 )
 def test_wrong_settings_are_said(fields, words):
     with pytest.raises(ConfigError, match=words):
         lora_config(fields)
-
-
-def test_the_scale_is_alpha_over_the_rank_or_its_root():
-    plain, stable = (
-        lora_config({"r": 4, "lora_alpha": 16}),
-        lora_config({"r": 4, "lora_alpha": 16, "use_rslora": True}),
-    )
-    assert (scale_of(plain), scale_of(stable)) == (4, 8)
-    assert (scale_of(plain, 16), scale_of(stable, 16)) == (1, 4)
-    assert scale_of(plain, 2, 6) == 3
-    for config in (plain, stable):
-        model = attach_adapter(Mixed(), lora_config(config.to_dict() | {"target_modules": ["line"]}), KEY)
-        assert model.base_model.model.line.scaling["default"] == scale_of(config)

@@ -8,9 +8,9 @@ import torch
 
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.language.scores.generate import Decoding, complete_prompts
-from fedlowrank.language.scores.harness import evaluate_with_lm_eval, lm_eval_model
+from fedlowrank.language.scores.harness import evaluate_with_lm_eval
 
-from .test_score_models import byte_tokenizer, llama
+from .score_models import byte_tokenizer, llama
 
 TASK = """
 task: {name}
@@ -63,16 +63,6 @@ def test_a_task_over_a_local_file(tmp_path, monkeypatch):
     assert (tokenizer.pad_token, tokenizer.padding_side) == (None, byte_tokenizer().padding_side)
 
 
-@pytest.mark.filterwarnings("default")
-def test_the_model_in_memory_is_used_as_it_is():
-    pytest.importorskip(
-        "lm_eval", reason="lm_eval is not installed; the rest of the evaluation does without it"
-    )
-    tokenizer = byte_tokenizer(eos_token="<end>")
-    model = llama(len(tokenizer))
-    assert lm_eval_model(model, tokenizer, 3).model is model
-
-
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
     tokenizer = byte_tokenizer()
     model = llama(len(tokenizer))
@@ -83,6 +73,6 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
     (tmp_path / "own.yaml").write_text("task: own\n")
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     model.train()
-    with pytest.raises(DataError, match="pip install 'lm_eval"):
+    with pytest.raises(DataError, match=r"fedlowrank\[harness\]"):
         evaluate_with_lm_eval(model, tokenizer, [str(tmp_path / "own.yaml")])
     assert model.training

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlowrank.core.errors import ConfigError, DataError, TaskError
+from fedlowrank.core.errors import ConfigError, TaskError
 from fedlowrank.language.scores import humaneval, sandbox
 from fedlowrank.language.scores.sandbox import Isolation, Limits, run_program
 
@@ -25,17 +25,7 @@ PROBLEM = {
 
 
 def run(program, **limits):
-    return run_program(program, Limits(**{"seconds": 20.0, **limits}), execute=True)
-
-
-def test_nothing_runs_unless_asked(tmp_path):
-    mark = tmp_path / "mark"
-    for execute in (False, None, 1, "yes"):
-        with pytest.raises(ConfigError, match="no security boundary"):
-            run_program(f"open({str(mark)!r}, 'w')", execute=execute)
-        with pytest.raises(ConfigError, match="no security boundary"):
-            humaneval.grade_completions([PROBLEM], [["    return 2 * x\n"]], execute=execute)
-    assert not mark.exists()
+    return run_program(program, Limits(**{"seconds": 20.0, **limits}))
 
 
 @pytest.mark.parametrize(
@@ -56,10 +46,9 @@ def test_nothing_runs_unless_asked(tmp_path):
     ],
 )
 def test_how_completions_end(completion, outcome, message):
-    found = humaneval.grade_completions([PROBLEM], [[completion]], execute=True, limits=QUICK)
-    assert found.runs[0][0].outcome == outcome
-    assert found.runs[0][0].message.startswith(message)
-    assert found.pass_at(1) == (outcome == "passed")
+    ((found,),) = humaneval.grade_completions([PROBLEM], [[completion]], QUICK)
+    assert found.outcome == outcome
+    assert found.message.startswith(message)
 
 
 def test_an_endless_loop_is_stopped_by_the_clock_and_by_the_processor_time():
@@ -77,39 +66,30 @@ def test_a_program_sees_nothing_of_the_environment_nor_of_the_folder(monkeypatch
     assert run("import os\nassert set(os.environ) <= {'LC_CTYPE'}, os.environ").passed
     assert run("import os\nassert os.listdir('.') == ['program.py'], os.listdir('.')").passed
     assert run("import os_like").message == "ModuleNotFoundError: No module named 'os_like'"
-    assert run("import sys\nassert sys.stdin.read() == '' and sys.argv[1:] == []").passed
-    assert run("import sys\nassert sys.flags.isolated and sys.flags.no_site").passed
+    assert run(
+        "import sys\nassert sys.stdin.read() == '' and sys.argv[1:] == [] and sys.flags.no_site"
+    ).passed
 
 
-def test_open_files_of_the_caller_are_closed(tmp_path):
+def test_open_files_of_the_caller_are_closed_and_its_folder_is_removed(tmp_path):
     with (tmp_path / "file").open("w") as file:
         os.set_inheritable(file.fileno(), True)
-        assert run("import os\nassert sorted(os.listdir('/proc/self/fd'))[:4] == ['0', '1', '2', '3']").passed
         assert run(f"import os\nos.fstat({file.fileno()})").message.startswith("OSError: [Errno 9]")
-
-
-def test_its_folder_is_removed(tmp_path):
     # a program's own complaint is the one way by which it can tell us where it was
-    found = run(
-        "import os; os.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a', 0); raise ValueError(os.getcwd())"
-    )
+    found = run("import os; os.makedirs('a/b'); os.chmod('a', 0); raise ValueError(os.getcwd())")
     folder = found.message.removeprefix("ValueError: ")
     assert folder.startswith("/")
     assert not os.path.exists(folder)  # noqa: PTH110
 
 
 def test_limits_are_those_given():
-    wanted = {
-        "RLIMIT_CPU": 20,
-        "RLIMIT_AS": 1 << 30,
-        "RLIMIT_FSIZE": 1 << 24,
-        "RLIMIT_CORE": 0,
-        "RLIMIT_NPROC": 1,
-    }
-    ask = (
-        f"import resource as r\nassert all(r.getrlimit(getattr(r, n)) == (v, v) for n, v in {wanted}.items())"
-    )
-    assert run(ask, seconds=19.5).passed
+    for name, limit in {"CPU": 20, "AS": 1 << 30, "FSIZE": 1 << 24, "CORE": 0, "NPROC": 1}.items():
+        ask = f"import resource as r\nassert r.getrlimit(r.RLIMIT_{name}) == ({limit}, {limit})"
+        assert run(ask, seconds=19.5).passed
+    assert run("x = 1", memory=1 << 26, file_size=1 << 12).passed
+    for wrong in ({"seconds": 0.0}, {"seconds": float("inf")}, {"memory": 1 << 25}, {"file_size": 9}):
+        with pytest.raises(ConfigError):
+            Limits(**wrong)
 
 
 def test_memory_and_files_are_limited():
@@ -198,24 +178,14 @@ def test_what_held_it_in_is_told():
     assert "no network" in held
     assert "no further processes" in held
     assert missing == "own process namespace; as user: nobody"
-    found = humaneval.grade_completions([PROBLEM], [["    return 2 * x\n"] * 2], execute=True, limits=QUICK)
-    assert found.isolation() == found.runs[0][0].isolation.describe()
+    runs = humaneval.grade_completions([PROBLEM], [["    return 2 * x\n"] * 2], QUICK)
+    assert humaneval.describe_isolation(runs) == runs[0][0].isolation.describe()
 
 
 def test_a_program_that_cannot_start_is_no_failure_of_the_program(monkeypatch):
     monkeypatch.setattr("fedlowrank.language.scores.sandbox.sys.executable", "/bin/false")
     with pytest.raises(TaskError, match="could not be started under limits: code 1"):
         run("x = 1")
-
-
-def test_the_least_limits_are_enough_for_python():
-    assert run("x = 1", memory=1 << 26, file_size=1 << 12).passed
-
-
-def test_limits_too_small_are_refused():
-    for wrong in ({"seconds": 0.0}, {"seconds": float("inf")}, {"memory": 1 << 25}, {"file_size": 9}):
-        with pytest.raises(ConfigError):
-            Limits(**wrong)
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -226,27 +196,12 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one(numbers):
     assert humaneval.pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def test_pass_at_k_refuses_numbers_that_do_not_fit():
-    for n, c, k in ((1, 0, 2), (2, 3, 1), (2, -1, 1), (2, 1, 0)):
-        with pytest.raises(ConfigError):
-            humaneval.pass_at_k(n, c, k)
-
-
 def test_several_samples_of_several_problems():
     right, wrong = "    return 2 * x\n", "    return x\n"
-    found = humaneval.grade_completions(
-        [PROBLEM, PROBLEM], [[right, wrong, wrong], [wrong] * 3], execute=True, limits=QUICK
-    )
-    assert found.correct() == [1, 0]
-    assert found.pass_at(1) == pytest.approx(1 / 6)
-    assert found.pass_at(2) == pytest.approx(2 / 3 / 2)
-
-
-def test_what_cannot_be_scored_is_refused():
-    without = {name: text for name, text in PROBLEM.items() if name != "test"}
-    for problems, samples in (([], []), ([PROBLEM], []), ([PROBLEM], [[]]), ([without], [["x"]])):
-        with pytest.raises(DataError):
-            humaneval.grade_completions(problems, samples, execute=True)
+    runs = humaneval.grade_completions([PROBLEM, PROBLEM], [[right, wrong, wrong], [wrong] * 3], QUICK)
+    assert [[run.passed for run in own] for own in runs] == [[True, False, False], [False] * 3]
+    assert humaneval.mean_pass_at_k(runs, 1) == pytest.approx(1 / 6)
+    assert humaneval.mean_pass_at_k(runs, 2) == pytest.approx(2 / 3 / 2)
 
 
 @pytest.mark.data
@@ -255,9 +210,7 @@ def test_the_canonical_solutions_pass(real):
         problems = [json.loads(line) for line in lines]
     assert len(problems) == 164
     # some solutions define helpers or print, which a completion cut at the stop strings could not
-    found = humaneval.grade_completions(
-        problems, [[p["canonical_solution"]] for p in problems], execute=True, stop=()
-    )
-    assert [p["task_id"] for p, (r,) in zip(problems, found.runs, strict=True) if not r.passed] == []
-    empty = humaneval.grade_completions(problems, [["    pass\n"] for _ in problems], execute=True)
-    assert empty.pass_at(1) == 0
+    runs = humaneval.grade_completions(problems, [[p["canonical_solution"]] for p in problems], Limits(), ())
+    assert [p["task_id"] for p, (run,) in zip(problems, runs, strict=True) if not run.passed] == []
+    empty = humaneval.grade_completions(problems, [["    pass\n"] for _ in problems], Limits())
+    assert humaneval.mean_pass_at_k(empty, 1) == 0

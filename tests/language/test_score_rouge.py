@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedlowrank.core.errors import DataError
-from fedlowrank.language.scores.rouge import rouge_l, rouge_l_each
+from fedlowrank.language.scores.rouge import rouge_l
 
 
 def by_hand(prediction, reference):
@@ -29,20 +29,12 @@ words = st.lists(st.sampled_from(["the", "cat", "Sat", "on", "a", "mat.", "42", 
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=5))
 def test_it_is_the_f_of_the_longest_common_subsequence(pairs):
     predictions, references = zip(*pairs, strict=True)
-    each = rouge_l_each(predictions, references)
-    assert each == pytest.approx([by_hand(p, r) for p, r in pairs])
-    assert rouge_l(predictions, references) == pytest.approx(np.mean(each))
+    assert rouge_l(predictions, references) == pytest.approx(np.mean([by_hand(p, r) for p, r in pairs]))
 
 
 def test_stems_count_only_if_asked():
     assert rouge_l(["the cats were running"], ["the cat was run"]) == pytest.approx(0.25)
     assert rouge_l(["the cats were running"], ["the cat was run"], stemmer=True) == pytest.approx(0.75)
-
-
-def test_unequal_lengths_and_nothing_are_refused():
-    for predictions, references in (([], []), (["a"], ["a", "b"])):
-        with pytest.raises(DataError):
-            rouge_l(predictions, references)
 
 
 def test_a_missing_package_is_named(monkeypatch):

@@ -4,10 +4,8 @@ import math
 
 import pytest
 
-from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, DataError
 from fedlowrank.language.scores import (
-    TASKS,
     Decoding,
     Dolly,
     Gsm8k,
@@ -16,9 +14,9 @@ from fedlowrank.language.scores import (
     Score,
     complete_prompts,
 )
-from fedlowrank.language.scores.perplexity import label_tokens, measure_likelihood
+from fedlowrank.language.scores.perplexity import measure_likelihood, tokenize_texts
 
-from .test_score_models import Scripted, byte_tokenizer, llama
+from .score_models import Scripted, byte_tokenizer, llama
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +118,9 @@ def test_humaneval(tmp_path, tokenizer):
         "def f2(x):\n": "    return x\n",
     }
     model = Scripted(tokenizer, says)
-    with pytest.raises(ConfigError, match="no security boundary"):
-        HumanEval(path).score(model, tokenizer, asked)
+    for execute in (False, None, 1, "yes"):
+        with pytest.raises(ConfigError, match="no security boundary"):
+            HumanEval(path, execute=execute).score(model, tokenizer, asked)
     assert model.asked == []
     score = HumanEval(path, execute=True).score(model, tokenizer, asked)
     assert score.value == score.details["pass@1"] == pytest.approx(2 / 3)
@@ -156,25 +155,20 @@ def test_perplexity_of_texts_and_of_answers(tmp_path, tokenizer):
         [{"text": "the quick brown", "q": "lazy", "more": "dog"}, {"text": "fox", "q": "a", "more": None}],
     )
     score = Perplexity(path).score(model, tokenizer, asked)
-    plain = measure_likelihood(model, label_tokens(tokenizer, ["", ""], ["the quick brown", "fox"]))
+    plain = measure_likelihood(model, tokenize_texts(tokenizer, ["", ""], ["the quick brown", "fox"]))
     assert (score.value, score.count) == (pytest.approx(plain.perplexity), plain.tokens)
     assert math.log(score.value) == pytest.approx(score.details["nll"])
     score = Perplexity(path, instruction="q", input="more", end=True, batch_size=1).score(
         model, tokenizer, asked
     )
     given = measure_likelihood(
-        model, label_tokens(tokenizer, ["[lazy|dog]", "[a|]"], ["the quick brown", "fox"], end=True)
+        model, tokenize_texts(tokenizer, ["[lazy|dog]", "[a|]"], ["the quick brown", "fox"], end=True)
     )
     assert (score.value, score.count) == (pytest.approx(given.perplexity), given.tokens)
     assert given.nll != pytest.approx(plain.nll)
-
-
-def test_every_task_has_a_name_and_a_score_can_be_stored(tmp_path, tokenizer):
-    assert set(TASKS) == {"gsm8k", "dolly", "humaneval", "perplexity"}
-    path = write(tmp_path / "test.jsonl", QUESTIONS)
-    score = TASKS["gsm8k"](path=path).score(Scripted(tokenizer, lambda _: "#### 1"), tokenizer, asked)
-    assert tree.decode(tree.encode(score)) == score
-    assert score.line() == f"gsm8k: 0.2500 over 4 ({score.decoding})"
+    for wrong in ({"context": 1}, {"batch_size": 0}):
+        with pytest.raises(ConfigError):
+            Perplexity(path, **wrong)
 
 
 def test_a_real_model_goes_through_a_task(tmp_path, tokenizer):
@@ -191,13 +185,10 @@ def test_a_real_model_goes_through_a_task(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no record"),
-        (b'{"question": "a"}\n', "line 1, has no 'answer'"),
-        (b'{"question": "a", "answer": "1"}\n\nnot json\n', "line 3, is not JSON"),
-        (b"[1]\n", "not a JSON object"),
-        (b"\xff\xfe\n", "cannot be read"),
-        (b'{"question": 1, "answer": "1"}\n', "holds 1, not text"),
-        (None, "cannot be read"),
+        (b"", "holds no rows"),
+        (b'{"question": "a"}\n', "line 1 has no 'answer'"),
+        (b'{"question": 1, "answer": "1"}\n', "must be text, not 1"),
+        (None, "does not exist"),
     ],
 )
 def test_files_that_cannot_be_used_are_named(tmp_path, tokenizer, content, message):
@@ -206,23 +197,3 @@ def test_files_that_cannot_be_used_are_named(tmp_path, tokenizer, content, messa
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         Gsm8k(str(path)).score(Scripted(tokenizer, {}), tokenizer, asked)
-
-
-def test_a_damaged_archive_is_named(tmp_path, tokenizer):
-    good = gzip.compress(b'{"question": "a", "answer": "1"}\n' * 50)
-    for name, content in (
-        ("a.gz", good[:-12]),
-        ("b.gz", b"plain"),
-        ("c.gz", good[:20] + b"\x00\xff" + good[22:]),
-    ):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match="cannot be read"):
-            Gsm8k(str(tmp_path / name)).score(Scripted(tokenizer, {}), tokenizer, asked)
-
-
-def test_other_line_separators_inside_a_record_do_not_end_it(tmp_path, tokenizer):
-    records = [{"question": "one\u2028two\x85", "answer": "#### 1"}]
-    path = write(tmp_path / "test.jsonl", records)
-    model = Scripted(tokenizer, lambda prompt: "1")
-    assert Gsm8k(path).score(model, tokenizer, asked).count == 1
-    assert model.asked == ["[one\u2028two\x85|]"]

@@ -1,7 +1,4 @@
-"""Layers that LoRA adapts: where a module has factors A and B, or where it could have them (Hu et al.
-
-2021).
-"""
+"""Layers that LoRA adapts: where a module has factors A and B, or could have them (Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -93,15 +90,7 @@ def uses_gaussian_initial(module: nn.Module) -> bool:
 
 
 class FactorParameters(NamedTuple):
-    """The factors that a layer contains.
-
-    Attributes:
-        a: name of parameter A within the layer.
-        b: name of parameter B within the layer.
-        scale: s.
-        rank: r.
-        rslora: whether s is α/√r.
-    """
+    """The factors that a layer contains: names of A and B within it, s, r, and whether s is α/√r."""
 
     a: str
     b: str
@@ -191,11 +180,8 @@ def find_plain_layers(module: nn.Module, head: str | None) -> dict[str, AdaptedL
     """
     found, seen = {}, set()
     for name, layer in module.named_modules():
-        if (
-            is_within(name, head)
-            or not isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))
-            or id(layer.weight) in seen
-        ):
+        is_matrix = isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))
+        if not is_matrix or is_within(name, head) or id(layer.weight) in seen:
             continue
         seen.add(id(layer.weight))
         shape = tuple(layer.weight.shape)

@@ -46,8 +46,7 @@ class AdaptedParameter:
         parameter_count: of each adaptor.
         transposed: whether the weight is stored inputs first, as that of GPT-2's ``Conv1D``; U and V change
             places.
-        note: what a person should know: a rank that is not the one asked for, other layers that share the
-            parameter.
+        note: a rank that is not the one asked for, other layers that share the parameter.
     """
 
     layer: str
@@ -229,19 +228,13 @@ def find_norms_with_statistics(
     holders = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     found: dict[str, tuple[str, str]] = {}
     for name, layer in module.named_modules():
-        if (
-            not isinstance(layer, _BatchNorm)
-            or layer.running_mean is None
-            or layer.weight is None
-            or layer.bias is None
-        ):
+        if not isinstance(layer, _BatchNorm):
+            continue
+        if any(t is None for t in (layer.running_mean, layer.weight, layer.bias)):
             continue
         gamma, beta = (f"{name}.{local}".lstrip(".") for local in ("weight", "bias"))
-        if (
-            holders[id(layer.weight)] > 1
-            or holders[id(layer.bias)] > 1
-            or isinstance(layer, nn.SyncBatchNorm)
-        ):
+        shared = holders[id(layer.weight)] > 1 or holders[id(layer.bias)] > 1
+        if shared or isinstance(layer, nn.SyncBatchNorm):
             raise TaskError(
                 f"{_describe_layer(name, layer)}: adaptors with statistics of their own "
                 "(reparameterize=False) need a BatchNorm of one process that shares no parameter with "

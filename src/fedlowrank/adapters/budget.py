@@ -19,8 +19,7 @@ class BudgetRow:
         name: of the parameter.
         parameter: its layer, kind, shape, rank and the parameter count of an adaptor.
         added: parameter count of all C adaptors.
-        share: parameter count of one adaptor over that of the parameter; above 1 where a rank costs more than
-            it saves.
+        share: parameter count of one adaptor over that of the parameter.
     """
 
     name: str
@@ -64,13 +63,9 @@ class Budget:
         lines = [head]
         for row in self.rows:
             s = row.parameter
-            counts = (
-                str(s.rank) if s.rank else "",
-                f"{s.parameter_count:,}",
-                f"{row.added:,}",
-                f"{row.share:.1%}",
-            )
-            lines.append((row.name, s.kind, _format_shape(s.shape), *counts, s.note))
+            rank = str(s.rank) if s.rank else ""
+            counts = (f"{s.parameter_count:,}", f"{row.added:,}", f"{row.share:.1%}")
+            lines.append((row.name, s.kind, _format_shape(s.shape), rank, *counts, s.note))
         lines.append(
             ("total", "", "", "", f"{self.each:,}", f"{self.added:,}", f"{self.each / self.base:.1%}", "")
         )
@@ -118,18 +113,18 @@ def unadapted_warning(
         where: what is adapted.
         include: which layers were to be adapted; by default all.
     """
-    sizes = {name: p.numel() for name, p in module.named_parameters()}
     names = {id(p): name for name, p in module.named_parameters()}
     layers: dict[str, str] = {}
+    left = 0
     for path, layer in module.named_modules():
         for local, p in layer.named_parameters(recurse=False):
-            matrix = sum(size > 1 for size in p.shape) > 1
-            without = matrix and names[id(p)] not in where and kind_of(layer, local, p) is None
-            if without and (include is None or include(path, layer)):
-                layers[names[id(p)]] = type(layer).__name__
+            name, is_matrix = names[id(p)], sum(size > 1 for size in p.shape) > 1
+            unadapted = is_matrix and name not in where and kind_of(layer, local, p) is None
+            if unadapted and name not in layers and (include is None or include(path, layer)):
+                layers[name], left = type(layer).__name__, left + p.numel()
     if not layers:
         return None
-    left, total = sum(sizes[name] for name in layers), sum(sizes.values())
+    total = sum(p.numel() for p in module.parameters())
     named = ", ".join(f"{name} ({layer})" for name, layer in layers.items())
     return f"no adaptors for {named}: {left / total:.1%} of the parameters"
 

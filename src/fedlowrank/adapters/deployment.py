@@ -86,22 +86,20 @@ def deploy(
         module: left as it is; the copy is in evaluation mode and needs no gradient.
         weights: all its parameters by name.
         sparse: what to add to all or some of them.
-        layout: ``small``, the form of least bytes; or ``fast``, of least work, as :data:`HOP` and
+        layout: ``small``, the form of least bytes; or ``fast``, of least work, as ``TRANSFER_COST`` and
             :data:`SPARSE` weigh it, where no convolution with a sparse part is thin. Ties are dense.
 
     Raises:
-        TaskError: if names, shapes or types do not fit the module.
         ConfigError: if the layout is unknown.
     """
     if layout not in ("small", "fast"):
         raise ConfigError(f"deploy: {layout!r} is no layout. {did_you_mean(str(layout), ('small', 'fast'))}")
-    made, sparse_parts = copy.deepcopy(module).eval().requires_grad_(False), sparse or {}
-    params, layers = dict(made.named_parameters()), _compressible_layers(made)
-    # what of a tensor is zero is seen below, however it came
-    given = {n: w.dense() if isinstance(w, Sparse) else w for n, w in weights.items()}
-    _check(params, given, sparse_parts)
-    for name, param in params.items():
-        w, p, layer = given[name], sparse_parts.get(name), layers.get(id(param))
+    made = copy.deepcopy(module).eval().requires_grad_(False)
+    layers = _compressible_layers(made)
+    for name, param in list(made.named_parameters()):
+        w, p, layer = weights[name], (sparse or {}).get(name), layers.get(id(param))
+        # what of a tensor is zero is seen below, however it came
+        w = w.dense() if isinstance(w, Sparse) else w
         dense = unmatricize(w.dense(), param.shape) if isinstance(w, LowRank) else w
         merged = dense if p is None else dense + p
         parts = None if layer is None else _choose_form(layer, w, p, merged, layout)
@@ -127,38 +125,10 @@ def _compressible_layers(module: nn.Module) -> dict[int, nn.Module]:
     }
 
 
-def _check(params: Mapping[str, Tensor], weights: Mapping[str, Tensor | LowRank], sparse: Params) -> None:
-    for what, names in (("weights", [*weights]), ("sparse", [*sparse])):
-        if unknown := [n for n in names if n not in params]:
-            raise TaskError(
-                f"{what}: the model has no parameter {unknown[0]!r}. {did_you_mean(unknown[0], params)}"
-            )
-    if missing := [n for n in params if n not in weights]:
-        raise TaskError(
-            f"weights: {len(missing)} of {len(params)} parameters are missing, such as {missing[0]!r}"
-        )
-    for n, param in params.items():
-        w, shape = weights[n], param.shape
-        tensors = [
-            *([w.left, w.right] if isinstance(w, LowRank) else [w]),
-            *([sparse[n]] if n in sparse else []),
-        ]
-        wanted = [shape] * len(tensors)
-        if isinstance(w, LowRank):
-            # of a vector there is no matrix, so nothing fits
-            rows, columns = matrix_shape(shape) if len(shape) > 1 else (-1, -1)
-            wanted[:2] = [torch.Size((rows, w.left.shape[-1])), torch.Size((w.left.shape[-1], columns))]
-        if [t.shape for t in tensors] != wanted or len({t.dtype for t in tensors}) > 1:
-            given = ", ".join(f"{t.dtype} {[*t.shape]}" for t in tensors)
-            raise TaskError(
-                f"{n}, of shape {[*shape]} in the model, does not fit what is given, or types differ: {given}"
-            )
-
-
 def save_deployed(deployed: nn.Module, path: Path | str) -> None:
-    """Write a deployed module's parameters and persistent buffers, what is shared once, without its code.
+    """Write a deployed module's state to a safetensors file, what is shared once, without its code.
 
-    It is a safetensors file; its metadata, JSON, names the compressed layers and has a checksum.
+    The metadata, JSON, name the compressed layers and have a checksum.
 
     Raises:
         CheckpointError: if the file cannot be written; an old one is then untouched.
@@ -173,8 +143,7 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
     """Rebuild a deployed module from its file; its outputs are the same bit for bit.
 
     Args:
-        module: a plain one of the architecture that was deployed, left as it is; or a factory of such
-            modules.
+        module: a plain one of the same architecture, left as it is; or a factory of such modules.
         path: what :func:`save_deployed` wrote.
 
     Raises:
@@ -200,10 +169,7 @@ def load_deployed(module: nn.Module | Callable[[], nn.Module], path: Path | str)
             raise TaskError(
                 f"{path} does not fit the model, which has no plain layer {name!r} with a weight {shape}"
             )
-        try:
-            compress_layer(layer, _parts_in(state, name, layer.weight.shape))
-        except LookupError as error:
-            raise CheckpointError(f"{path} is damaged: layer {name!r} has no {error}") from error
+        compress_layer(layer, _parts_in(state, name))
     wanted = _state(made, compressed=False)
     for name in sorted(wanted.keys() | state.keys()):
         there, here = ([*d[name].shape] if name in d else "missing" for d in (state, wanted))
@@ -219,8 +185,8 @@ def _digest(body: Any) -> str:
     return hashlib.sha256(encode(body)).hexdigest()
 
 
-def _parts_in(state: Params, layer: str, shape: torch.Size) -> Params:
-    """The tensors of a compressed layer in a file's state, whose indices are int32 or a bitmask."""
+def _parts_in(state: Params, layer: str) -> Params:
+    """Take the tensors of a compressed layer out of a file's state; its indices are int32 or a bitmask."""
 
     def take(name: str) -> Tensor:
         return state.pop(f"{layer}.{name}".lstrip("."))
@@ -228,18 +194,13 @@ def _parts_in(state: Params, layer: str, shape: torch.Size) -> Params:
     parts = {n: take(n) for n in ("left", "right", "values")}
     if f"{layer}.mask".lstrip(".") not in state:
         return {**parts, "indices": take("indices"), "starts": take("starts")}
-    mask = take("mask")
-    if mask.shape != shape or int(mask.count_nonzero()) != len(parts["values"]):
-        raise LookupError("mask that fits its values")
-    return {**parts, **sparse_indices(mask)}
+    return {**parts, **sparse_indices(take("mask"))}
 
 
 def _state(module: nn.Module, compressed: bool = True) -> Params:
     """Parameters and persistent buffers, each by the first of its names.
 
-    Args:
-        module: any.
-        compressed: whether to include the compressed layers' own, with their indices in the smaller form.
+    Those of compressed layers, if included, have their indices in the smaller form.
     """
     state: dict[int, tuple[str, Tensor]] = {}
     for name, t in module.state_dict(keep_vars=True).items():
@@ -297,20 +258,11 @@ class Latency:
     upper: float
 
 
-def measure_latency(module: nn.Module, x: Any, repeats: int = 30) -> Latency:
-    """:func:`compare_latency` of one module."""
-    return compare_latency({"": module}, x, repeats)[""]
-
-
 def compare_latency(modules: Mapping[str, nn.Module], x: Any, repeats: int = 30) -> dict[str, Latency]:
     """CPU time of a call of each module, on one thread and without gradients, after two calls to warm up.
 
     They take turns, so that what disturbs the machine disturbs all; CPU time leaves out the wait for a core.
-
-    Args:
-        modules: by name, in the mode that they are in.
-        x: input, or a dict of keyword arguments.
-        repeats: timed calls of each.
+    The input may be a dict of keyword arguments.
     """
     if repeats < 1:
         raise ConfigError(f"repeats must be >= 1; it is {repeats}")

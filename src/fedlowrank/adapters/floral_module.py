@@ -41,7 +41,6 @@ from .substitution import (
     get_submodule,
     lock_module,
     named_tensors,
-    refuse_gradient_checkpointing,
     set_submodule,
     substitute_parameters,
 )
@@ -151,8 +150,6 @@ class Floral(nn.Module):
             TaskError: if the router's routing is optimal and no route was set, or gradients would be wrong
                 because the base uses activation checkpointing.
         """
-        if self.training and torch.is_grad_enabled():
-            refuse_gradient_checkpointing(self.base)
         pi = self._shares(noisy=self.training)
         own = {name for names in self._own.values() for name in names}
         adapted = {name: a for name, a in self.adapted().items() if name not in own}

@@ -45,8 +45,7 @@ class LoRA:
         scale: s by which the module itself multiplies B A; 1 if the update is added to the weight.
         rank: r of the module's own factors, or None.
         rslora: whether α is divided by √r instead of r.
-        gaussian: whether the initial A is normal and not uniform (``init_lora_weights = "gaussian"`` of
-            PEFT).
+        gaussian: whether the initial A is normal (``init_lora_weights = "gaussian"`` of PEFT), not uniform.
         cache: values derived from it, shared by all clients.
     """
 
@@ -108,7 +107,7 @@ class LoRA:
 
         Args:
             factors: B and A of every layer, of any rank.
-            scale: s, a number or a tensor without dimensions.
+            scale: s.
             frozen: a further update, with a scale of 1.
             weights: W by the name of its parameter, where it is not the module's own.
         """
@@ -137,7 +136,6 @@ class LoRA:
         for name, update in updates.items():
             layer = self.layers[name]
             w = self.base[layer.weight]
-            # added in the finer of both dtypes
             found[layer.weight] = (w + layer.reshape_update(update)).to(w.dtype)
         return found
 
@@ -146,10 +144,6 @@ class LoRA:
 
         Factors of lower rank are zero-padded. Of a higher rank, s·B A is added to the weight and the factors
         are zero.
-
-        Args:
-            params: of one model, with factors of any rank.
-            module_params: all parameters of the module.
         """
         found = dict(params)
         for layer in self.layers.values():

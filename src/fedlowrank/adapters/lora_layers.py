@@ -1,7 +1,4 @@
-"""LoRA layers of our own, for any module: y = W x + s·B (A x), on activations, over a frozen W (Hu et al.
-
-2021).
-"""
+"""LoRA layers for any module: y = W x + s·B (A x), on activations, over a frozen W (Hu et al. 2021)."""
 
 from __future__ import annotations
 
@@ -27,20 +24,10 @@ _CONVOLVE = {nn.Conv1d: functional.conv1d, nn.Conv2d: functional.conv2d, nn.Conv
 
 
 class LoRALayer(nn.Module):
-    """A frozen layer with trainable factors beside it.
+    """A frozen layer with trainable factors beside it, under the names that PEFT gives them.
 
-    Args:
-        base: the layer.
-        rank: r.
-        scaling: s.
-        rslora: whether s came from α/√r.
-        key: of the initial A; B is zero. Of an embedding B is random and A zero, as in PEFT.
-
-    Attributes:
-        base_layer: the layer.
-        lora_A: A ``[r, k]``; of a convolution k = in · k1 · k2; of an embedding k is the number of rows.
-        lora_B: B ``[d, r]``.
-        scaling: s.
+    ``lora_A`` is A ``[r, k]``, random; of a convolution k = in · k1 · k2. ``lora_B`` is B ``[d, r]``, zero.
+    Of an embedding k is the number of rows, A zero and B random. ``rslora``: whether s came from α/√r.
     """
 
     def __init__(self, base: nn.Module, rank: int, scaling: float, rslora: bool, key: Key) -> None:
@@ -124,7 +111,7 @@ def add_lora(
         )
     for parameter in made.parameters():
         parameter.requires_grad_(False)
-    wrapped: dict[int, LoRALayer] = {}
+    wrapped: dict[nn.Module, LoRALayer] = {}
     for name in targets:
         layer = layers[name]
         if getattr(layer, "groups", 1) > 1:
@@ -137,14 +124,13 @@ def add_lora(
             raise TaskError(
                 f"rank {rank} is above a dimension of layer {name}, {list(shape)}: at most {max_rank}"
             )
-        wrapped[id(layer)] = LoRALayer(layer, rank, scaling, rslora, key / name)
-    names = [n for n, m in made.named_modules(remove_duplicate=False) if id(m) in wrapped]
-    originals = {n: made.get_submodule(n) for n in names}
-    for name in names:
-        # a layer that the module uses under two names gets one pair of factors under both
-        if name == "":
-            return wrapped[id(originals[name])]
-        made.set_submodule(name, wrapped[id(originals[name])])
+        wrapped[layer] = LoRALayer(layer, rank, scaling, rslora, key / name)
+    if made in wrapped:
+        return wrapped[made]
+    # a layer that the module uses under two names gets one pair of factors under both
+    for name, layer in list(made.named_modules(remove_duplicate=False)):
+        if layer in wrapped:
+            made.set_submodule(name, wrapped[layer])
     for name in trainable:
         for parameter in _submodule(made, name).parameters():
             parameter.requires_grad_(True)

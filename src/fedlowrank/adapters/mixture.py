@@ -65,12 +65,9 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Fold:
-    """A weight as a matrix: which of its axes are rows; the others are columns.
+    """A weight as a matrix: which of its axes are rows, in order; the others are columns.
 
-    Attributes:
-        shape: of the weight.
-        rows: its axes that make the rows, in order.
-        times: the rank is so many times the one asked for (O for ``filter``).
+    The rank is ``times`` the one asked for (O for ``filter``).
     """
 
     shape: tuple[int, ...]
@@ -87,12 +84,8 @@ class Fold:
         """Rows and columns."""
         return math.prod(self.shape[i] for i in self.rows), math.prod(self.shape[i] for i in self.columns)
 
-    def fold(self, w: Tensor) -> Tensor:
-        """The weight as a matrix."""
-        return w.permute(*self.rows, *self.columns).reshape(self.size)
-
     def unfold(self, matrix: Tensor) -> Tensor:
-        """Inverse of :meth:`fold`."""
+        """A matrix ``[rows, columns]`` in the shape of the weight."""
         order = (*self.rows, *self.columns)
         back = [order.index(i) for i in range(len(order))]
         return matrix.reshape([self.shape[i] for i in order]).permute(back)
@@ -111,22 +104,13 @@ class Fold:
             raise ConfigError(
                 f"rank must be an integer >= 1, or a budget in (0, 1) of a layer's parameters; not {asked}"
             )
-        # exact fractions would say no more: ρ itself is a rounded number, so a hair above counts as at the
-        # bound
-        return (
-            max(1, math.floor(asked * math.prod(self.shape) / (sum(self.size) * self.times) + 1e-9))
-            * self.times
-        )
+        # ρ itself is a rounded number, so a hair above counts as at the bound
+        affordable = asked * math.prod(self.shape) / (sum(self.size) * self.times)
+        return max(1, math.floor(affordable + 1e-9)) * self.times
 
 
 def choose_fold(shape: tuple[int, ...], construction: Construction = "balanced") -> Fold:
-    """How a weight of two or more dimensions is folded; two dimensions are a matrix already.
-
-    Args:
-        shape: of the weight, outputs and inputs first, then the kernel (of a transposed convolution inputs
-            and outputs).
-        construction: of a convolution; see the module's docstring.
-    """
+    """How a weight ``[O, I, kernel...]``, or transposed ``[I, O, kernel...]``, is folded."""
     if len(shape) == 2:
         return Fold(shape, (0,))
     kernel = range(2, len(shape))
@@ -159,16 +143,14 @@ def initial_pairs(
         count: C.
         key: source of randomness; each c has a subkey.
         dtype: of the weight.
-        random: which factor is random; by default U, as in the paper.
+        random: which factor; by default U, as in the paper.
     """
     (rows, columns), r = fold.size, fold.rank(rank)
-    random_rows, zero = (columns, rows) if random == "v" else (rows, columns)
-    samples = [torch.rand(random_rows, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
-    one, other = (
-        (2 * torch.stack(samples) - 1) * math.sqrt(6 / columns),
-        torch.zeros(count, zero, r, dtype=dtype),
-    )
-    return Pairs(other, one) if random == "v" else Pairs(one, other)
+    size, other = (columns, rows) if random == "v" else (rows, columns)
+    samples = [torch.rand(size, r, generator=(key / c).generator(), dtype=dtype) for c in range(count)]
+    sampled = (2 * torch.stack(samples) - 1) * math.sqrt(6 / columns)
+    zero = torch.zeros(count, other, r, dtype=dtype)
+    return Pairs(zero, sampled) if random == "v" else Pairs(sampled, zero)
 
 
 def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
@@ -176,14 +158,13 @@ def precondition_matrix(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pairs:
 
     So the step that U Vᵀ takes does not depend on how its size is shared between the factors.
     """
-    eye = eps * torch.eye(at.rank, dtype=_at_least_float32(at.u).dtype, device=at.u.device)
 
     def solved(g: Tensor, other: Tensor) -> Tensor:
-        # the matrix is symmetric, so dividing from the right is solving for the transpose
-        gram = _at_least_float32(other).mT @ _at_least_float32(other)
-        # of a client that diverges ε may be lost beside the Gram matrix: a NaN, not an error that names no
-        # client
-        found: Tensor = torch.linalg.solve_ex(gram + eye, _at_least_float32(g).mT).result
+        other = _at_least_float32(other)
+        gram = other.mT @ other + eps * torch.eye(at.rank, dtype=other.dtype, device=other.device)
+        # The matrix is symmetric, so dividing from the right is solving for the transpose. Of a client that
+        # diverges ε may be lost beside it: solve_ex gives a NaN, not an error that names no client.
+        found: Tensor = torch.linalg.solve_ex(gram, _at_least_float32(g).mT).result
         return found.mT.to(g.dtype)
 
     return Pairs(solved(gradient.u, at.v), solved(gradient.v, at.u))
@@ -199,18 +180,17 @@ def precondition_convolution(gradient: Pairs, at: Pairs, eps: float = EPS) -> Pa
     return Pairs(scaled(gradient.u, at.v), scaled(gradient.v, at.u))
 
 
-def center_pairs(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
-    """Move the mean update into the base: w + E_c[U_c V_cᵀ], and rank-r factors of the rest (eq. 37).
+def center_pairs(pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pairs]:
+    """The mean update E_c[U_c V_cᵀ], which moves into the base, and rank-r factors of the rest (eq. 37).
 
     Args:
-        w: the folded weight ``[rows, columns]``.
-        pairs: its updates.
+        pairs: the updates of a folded weight.
         weights: of the mean ``[C]``, adding up to 1.
 
     Returns:
-        The base, and updates that share their singular values evenly between the factors. What exceeds rank r
-        is lost. Where a singular value is nothing but rounding, U is zero and V a unit vector: with both
-        at zero no gradient would ever move them again.
+        The mean ``[rows, columns]``, and updates that share their singular values evenly between the factors.
+        What exceeds rank r is lost. Where a singular value is nothing but rounding, U is zero and V a unit
+        vector: with both at zero no gradient would ever move them again.
     """
     mean, dense = pairs.mixed(weights), _at_least_float32(pairs.dense())
     u, s, vt = torch.linalg.svd(dense - mean, full_matrices=False)
@@ -223,7 +203,7 @@ def center_pairs(w: Tensor, pairs: Pairs, weights: Tensor) -> tuple[Tensor, Pair
     if short > 0:
         left, right = (functional.pad(t, (0, short)) for t in (left, right))
     dtype = pairs.u.dtype
-    return w + mean, Pairs(left.contiguous().to(dtype), right.contiguous().to(dtype))
+    return mean, Pairs(left.contiguous().to(dtype), right.contiguous().to(dtype))
 
 
 Statistics = tuple[Tensor, Tensor]
@@ -239,15 +219,14 @@ def reparameterize(
     statistics.
 
     Args:
-        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``. No gradient reaches it through β_i' (the paper's
-            stop-gradient).
+        gamma: γ_i, ``[d]`` or of C adaptors ``[C, d]``.
         beta: β_i, like it.
         main: mean and variance of the main BatchNorm ``[d]``.
         own: of the adaptor's, like ``gamma``.
         eps: ε of the layer, which is added to both variances.
 
     Returns:
-        γ_i' = (σ_i/σ) γ_i and β_i' = β_i + ((μ_i - μ)/σ) sg(γ_i).
+        γ_i' = (σ_i/σ) γ_i and β_i' = β_i + ((μ_i - μ)/σ) sg(γ_i), with the paper's stop-gradient sg.
     """
     (mean, var), (own_mean, own_var) = main, own
     deviation = (var + eps).sqrt()
@@ -259,15 +238,7 @@ def as_offsets(
 ) -> tuple[Tensor, Tensor]:
     """Inverse of :func:`reparameterize`: the offsets of the main γ and β that BN_i(x; γ_i, β_i) amounts to.
 
-    Args:
-        gamma: γ_i of the adaptor's own BatchNorm, ``[d]`` or ``[C, d]``.
-        beta: β_i, like it.
-        main: mean and variance of the main BatchNorm ``[d]``.
-        own: of the adaptor's, like ``gamma``.
-        eps: ε of the layer.
-
-    Returns:
-        (σ/σ_i) γ_i and β_i + ((μ - μ_i)/σ_i) γ_i.
+    They are (σ/σ_i) γ_i and β_i + ((μ - μ_i)/σ_i) γ_i.
     """
     (mean, var), (own_mean, own_var) = main, own
     slope = gamma / (own_var + eps).sqrt()

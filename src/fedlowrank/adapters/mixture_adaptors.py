@@ -34,6 +34,7 @@ from .mixture import (
     precondition_matrix,
 )
 
+_FLOAT32 = torch.zeros(0)
 Adaptors = dict[str, Pairs | Tensor]
 """C adaptors by name of the parameter they adapt: low-rank updates, or offsets ``[C, ...]``."""
 
@@ -43,19 +44,18 @@ def initial_adaptors(
     count: int,
     key: Key,
     construction: Construction = "balanced",
-    like: Tensor | Params | None = None,
+    like: Tensor | Params = _FLOAT32,
     random: Factor = "u",
 ) -> Adaptors:
     """C adaptors of every adapted parameter, each zero at first, with random factors of its own.
 
     Args:
         where: see :func:`find_adapted_parameters`.
-        count: C ≥ 1.
-        key: of the random factors.
+        count: C.
+        key: source of randomness.
         construction: of convolutions.
-        like: a tensor with the dtype and device to have, or one for every parameter by name; by default
-            float32.
-        random: which factor is random_factor, the other being zero; of embeddings always V, for a row of U
+        like: a tensor with the dtype and device to have, or one for every parameter by name.
+        random: which factor is random, the other being zero; of embeddings always V, for a row of U
             that is zero stays so, and with it the row of a padding token.
 
     Raises:
@@ -65,17 +65,15 @@ def initial_adaptors(
         raise ConfigError(f"there must be at least one cluster of adaptors; clusters is {count}")
     found: Adaptors = {}
     for name, adapted in where.items():
-        t = like[name] if isinstance(like, dict) else torch.zeros(0) if like is None else like
+        t = like[name] if isinstance(like, dict) else like
         if adapted.rank == 0:
             found[name] = t.new_zeros((count, *adapted.shape))
             continue
+        shape = adapted.shape[::-1] if adapted.transposed else adapted.shape
         # the rank given here is the final one, which filter-wise construction has multiplied already
-        shape, random_factor = (
-            adapted.shape[::-1] if adapted.transposed else adapted.shape,
-            "v" if adapted.kind == "embedding" else random,
-        )
         fold = replace(choose_fold(shape, construction), times=1)
-        pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, random_factor)
+        factor = "v" if adapted.kind == "embedding" else random
+        pairs = initial_pairs(fold, adapted.rank, count, key / name, t.dtype, factor)
         u, v = pairs.u.to(t.device), pairs.v.to(t.device)
         found[name] = Pairs(v, u) if adapted.transposed else Pairs(u, v)
     return found
@@ -88,18 +86,9 @@ def mix_weights(
     alpha: float = 1.0,
     construction: Construction = "balanced",
 ) -> Params:
-    """The weights with w + α Σ_c π_c a_c in place of each adapted w.
+    """The weights of a model with w + α Σ_c π_c a_c in place of each adapted w, for shares ``pi [C]``.
 
-    Args:
-        weights: of the whole model.
-        adapted: its adaptors.
-        pi: shares ``[C]``.
-        alpha: α.
-        construction: of convolutions.
-
-    Returns:
-        All weights, each with the dtype it had; an adaptor may have another, such as float32 beside half
-        precision.
+    Each keeps its dtype; an adaptor may have another, such as float32 beside half precision.
     """
     mixed = dict(weights)
     for name, a in adapted.items():
@@ -113,22 +102,13 @@ def mix_weights(
 
 
 def precondition_adaptors(weights: Params, gradient: Adaptors, at: Adaptors, eps: float = EPS) -> Adaptors:
-    """Precondition the gradients of low-rank factors; those of offsets stay as they are (appendix D).
-
-    Args:
-        weights: of the model, to tell convolutions from matrices.
-        gradient: of the adaptors.
-        at: the adaptors.
-        eps: ε.
-    """
-    found: Adaptors = {}
+    """Precondition the gradients of low-rank factors; those of offsets stay (appendix D)."""
+    found = dict(gradient)
     for name, a in at.items():
         g = gradient[name]
         if isinstance(a, Pairs) and isinstance(g, Pairs):
             how = precondition_convolution if weights[name].ndim > 2 else precondition_matrix
             found[name] = how(g, a, eps)
-        else:
-            found[name] = g
     return found
 
 
@@ -139,14 +119,7 @@ def center_adaptors(
     alpha: float = 1.0,
     construction: Construction = "balanced",
 ) -> tuple[Params, Adaptors]:
-    """Move the mean adaptor into the weights (appendix E).
-
-    Args:
-        weights: of the whole model.
-        adapted: its adaptors.
-        shares: p(c), weights of the mean ``[C]``, adding up to 1.
-        alpha: α.
-        construction: of convolutions.
+    """Move the mean adaptor, by p(c) ``shares [C]`` that add up to 1, into the weights (appendix E).
 
     Returns:
         New weights and adaptors. Low-rank updates lose what exceeds their rank; offsets lose nothing.
@@ -156,10 +129,7 @@ def center_adaptors(
         w = weights[name]
         if isinstance(a, Pairs):
             fold = choose_fold(tuple(w.shape), construction)
-            # α multiplies the mean in the weight, so the weight itself is not what center() may add to
-            mean, residual[name] = center_pairs(
-                torch.zeros_like(a.u[0, :1, :1]), a, _convert_shares(shares, a.u)
-            )
+            mean, residual[name] = center_pairs(a, _convert_shares(shares, a.u))
             base[name] = torch.add(w, fold.unfold(mean).to(w.dtype), alpha=alpha).contiguous()
         else:
             mean = torch.tensordot(_convert_shares(shares, a), a, 1)

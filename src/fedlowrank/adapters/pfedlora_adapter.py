@@ -56,12 +56,7 @@ def initial_adapter_from_head(model: Model, width: int, filler: PFedLoRAAdapter)
     For a head of one linear layer, W ≈ U Σ Vᵀ gives a = √Σ Vᵀ and b = U √Σ. For a head of two, W3 ∘ ReLU ∘
     W2, the first is decomposed, W2 ≈ U Σ Vᵀ, and b = W3 U √Σ, so that without the ReLU the adapter is the
     best such head. Where the weight has less rank than the adapter has width, rows of ``a`` are left at
-    random with zero columns of ``b``: they change no output but can learn.
-
-    Args:
-        model: its initial parameters are used.
-        width: of the adapter.
-        filler: gives the random rows.
+    random with zero columns of ``b``, as ``filler`` has them: they change no output but can learn.
 
     Raises:
         TaskError: if the head is not one or two linear layers.

@@ -59,7 +59,6 @@ class Router:
             raise ConfigError(
                 f"router: adapt must be >= 0 and top >= 1; they are {self.adapt} and {self.top}"
             )
-
         if self.top == 1 and self.descends:
             raise ConfigError(
                 "router: top = 1 mixes one cluster with the share 1 whatever θ is, so θ has no gradient and "

@@ -12,10 +12,6 @@ def full_state_dict(model: Model, params: Params) -> Params:
 
     Frozen tensors are not copied: every client's state has the module's own. LoRA factors get the rank of
     the module's slots, see :meth:`fedlowrank.adapters.lora.LoRA.match_module_ranks`.
-
-    Args:
-        model: the architecture.
-        params: of the client, as :meth:`fedlowrank.core.method.Method.personal` gives them.
     """
     state: Params = dict(model.module.state_dict())
     if any(n in state and t.shape != state[n].shape for n, t in params.items()):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -113,18 +114,6 @@ def add_forward_hooks(hooks: Iterable[tuple[nn.Module, Hook]]) -> Iterator[None]
             handle.remove()
 
 
-def refuse_gradient_checkpointing(module: nn.Module) -> None:
-    """Raise TaskError if a module has ``gradient_checkpointing`` on, as those of Hugging Face do."""
-    for name, m in module.named_modules():
-        if getattr(m, "gradient_checkpointing", False) is True:
-            raise TaskError(
-                f"{name or 'the module'} ({type(m).__name__}) has gradient_checkpointing on: its layers "
-                "would be run again in the backward pass without the adaptors, and the gradients be wrong. "
-                "Switch it off; to save memory call torch.utils.checkpoint.checkpoint on this wrapper as a "
-                "whole."
-            )
-
-
 class _Substitutes(dict[str, Tensor | None]):
     """The parameters of one layer, of which some are substitutes.
 
@@ -146,17 +135,17 @@ class _Substitutes(dict[str, Tensor | None]):
         return super().__getitem__(name)
 
     def _refuse_checkpoint(self, name: str) -> None:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame is not self.outside:
+        for frame, _ in traceback.walk_stack(sys._getframe(2)):
+            if frame is self.outside:
+                return
             if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
                 raise TaskError(
                     f"a part of the module that reads {name!r} of an adapted layer is run by "
                     "torch.utils.checkpoint, which would run it again in the backward pass without the "
                     "adaptors, and the gradients be wrong. Switch activation checkpointing inside the "
-                    "module off; to save memory call torch.utils.checkpoint.checkpoint on this wrapper as a "
-                    "whole."
+                    "module off (gradient_checkpointing of transformers); to save memory call "
+                    "torch.utils.checkpoint.checkpoint on this wrapper as a whole."
                 )
-            frame = frame.f_back
 
 
 def _is_replica(layer: nn.Module) -> bool:

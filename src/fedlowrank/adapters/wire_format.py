@@ -7,13 +7,13 @@ The receiver gets factors of the type that the sender's had: a client trains in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..core.errors import ConfigError, TaskError, did_you_mean
+from ..core.errors import TaskError
 from ..core.tree import tree
 from ..linalg.pair import Factors, Pair
 
@@ -37,13 +37,7 @@ _SMALLEST = 2.0**-133
 
 @tree
 class Rounded:
-    """A factor pair of another type in bfloat16.
-
-    Attributes:
-        b: ``[d, r]`` in bfloat16.
-        a: ``[r, k]`` in bfloat16.
-        dtype: name of the type that the factors had.
-    """
+    """A factor pair B ``[d, r]`` and A ``[r, k]`` in bfloat16, with the name of the type that it had."""
 
     b: Tensor
     a: Tensor
@@ -87,18 +81,13 @@ def pack_factors(pairs: Mapping[str, Pair], wire: Wire) -> PackedFactors:
         precision, to which the receiver rounds.
 
     Raises:
-        ConfigError: if the form is unknown.
         TaskError: if a value is not finite, or too large for a lossy form; if factors are of a type that is
             not in :data:`DTYPES`.
     """
-    forms: dict[str, Callable[[str, Pair], Pair | Rounded | Quantized]] = {
-        "float32": lambda _, pair: pair,
-        "bfloat16": _round_pair,
-        "int8": _quantize_pair,
-    }
-    if wire not in forms:
-        raise ConfigError(f"wire: {wire!r} is no choice. {did_you_mean(str(wire), get_args(Wire))}")
-    return {name: forms[wire](name, pair) for name, pair in pairs.items()}
+    if wire == "float32":
+        return dict(pairs)
+    pack = _round_pair if wire == "bfloat16" else _quantize_pair
+    return {name: pack(name, pair) for name, pair in pairs.items()}
 
 
 def unpack_factors(packed: Mapping[str, Pair | Rounded | Quantized]) -> Factors:
@@ -115,9 +104,9 @@ def _restore_pair(name: str, p: Rounded | Quantized) -> Pair:
         raise TaskError(
             f"the factors of the layer {name!r} are of type {p.dtype!r}; known are {', '.join(DTYPES)}"
         )
-    b, a = (
-        (p.b, p.a) if isinstance(p, Rounded) else (p.b.float() * p.b_scale, p.a.float() * p.a_scale[:, None])
-    )
+    b, a = p.b, p.a
+    if isinstance(p, Quantized):
+        b, a = b.float() * p.b_scale, a.float() * p.a_scale[:, None]
     return Pair(b.to(DTYPES[p.dtype]), a.to(DTYPES[p.dtype]))
 
 

@@ -199,7 +199,7 @@ class ExperimentConfig(pydantic.BaseModel):
         self.concept.check(self.partition, self.augment)
         self.data.check(self.concept)
         if isinstance(self.lora, PeftSettings):
-            lora_config(self.lora.model_extra)
+            lora_config(self.lora.model_extra or {})
         self.describe()
         return self
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.choices import check_choices
-from ..core.errors import ConfigError, DataError, TaskError
+from ..core.errors import ConfigError, DataError
 from ..core.key import Key
 from ..models.architecture import build_module
 from ..models.stateless import keep_parameters_for_recomputation
@@ -111,11 +111,13 @@ def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
     settings: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     if base.revision is not None:
         settings["revision"] = base.revision
-    more = {} if base.quantize is None else {"quantization_config": _quantization(library, base)}
+    of_model: dict[str, Any] = {"dtype": base.dtype}
+    if base.quantize is not None:
+        of_model["quantization_config"] = _quantization(library, base)
     if base.attention != "auto":
-        more["attn_implementation"] = base.attention
+        of_model["attn_implementation"] = base.attention
     if classes:
-        more |= {
+        of_model |= {
             "num_labels": len(classes),
             "id2label": dict(enumerate(classes)),
             "label2id": {name: i for i, name in enumerate(classes)},
@@ -126,11 +128,9 @@ def load_base(base: Base, classes: tuple[str, ...], key: Key) -> LoadedBase:
     found: dict[str, Any] = {}
 
     def make() -> nn.Module:
-        model, info = auto.from_pretrained(
-            where, dtype=base.dtype, output_loading_info=True, **more, **settings
-        )
+        made: nn.Module
+        made, info = auto.from_pretrained(where, output_loading_info=True, **of_model, **settings)
         found.update(info)
-        made: nn.Module = model
         return made
 
     try:
@@ -184,28 +184,6 @@ def digest_weights(model: nn.Module, without: Collection[str] = ()) -> str:
     return made.hexdigest()
 
 
-def head_modules(model: Any) -> tuple[str, ...]:
-    """Names of the modules of a classification model's head: all that have weights outside its body.
-
-    Empty for models of other kinds.
-
-    Raises:
-        TaskError: if a classification model keeps its body under a name that is unknown.
-    """
-    if not type(model).__name__.endswith("ForSequenceClassification"):
-        return ()
-    body = model.base_model_prefix
-    children = {
-        name: child for name, child in model.named_children() if any(True for _ in child.parameters())
-    }
-    if body not in children:
-        raise TaskError(
-            f"{type(model).__name__} has no submodule {body!r}, so its head cannot be told from its body; it "
-            f"has {', '.join(children)}"
-        )
-    return tuple(name for name in children if name != body)
-
-
 def _where(base: Base) -> tuple[str, bool]:
     """What to load from, and whether only files of this machine are to be used."""
     where = Path(base.path).expanduser()
@@ -255,19 +233,16 @@ def _quiet(library: Any) -> Iterator[None]:
 
 def _new_parts(model: Any, base: Base, new: list[str]) -> tuple[tuple[str, ...], list[str]]:
     """Modules to train as a whole, and notes on weights that the files do not hold."""
-    head = head_modules(model)
+    # of a classification model: all modules with weights beside the body
+    children = [name for name, child in model.named_children() if list(child.parameters())]
+    head = [n for n in children if n != model.base_model_prefix] if base.task == "classification" else []
     in_head = [n for n in new if n.split(".")[0] in head]
     in_body = [n for n in new if n not in in_head]
     notes = []
-    if in_body and base.task == "causal":
+    count = len(model.state_dict())
+    if len(in_body) > (0 if base.task == "causal" else count // 2):
         raise DataError(
-            f"{base.path!r} lacks {len(in_body)} weights of a {type(model).__name__}, such as "
-            f"{in_body[0]!r}; it is the folder of another kind of model."
-        )
-    weights = model.state_dict()
-    if len(in_body) > len(weights) // 2:
-        raise DataError(
-            f"{base.path!r} lacks {len(in_body)} of the {len(weights)} weights of a {type(model).__name__}, "
+            f"{base.path!r} lacks {len(in_body)} of the {count} weights of a {type(model).__name__}, "
             f"such as {in_body[0]!r}; it is the folder of another kind of model."
         )
     if in_head:

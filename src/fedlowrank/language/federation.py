@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..adapters.lora import LoRA, find_lora
-from ..core.errors import TaskError
+from ..adapters.adapted_layers import PEFT_PREFIX
 from ..core.key import Key
 from ..core.tree import Params
 from ..data.dataset import Dataset
 from ..data.text.records import Labeled, Texts
 from ..data.text.tokens import TextSettings, tokenize
-from ..linalg.pair import Factors
 from ..models.architecture import Architecture
 from ..models.stateless import exchange_slots
 from .base import Base, LoadedBase, load_base
 from .folders import AdapterFolders, ModelParts
-from .peft_adapter import ADAPTER, attach_adapter
+from .peft_adapter import attach_adapter
 from .peft_config import lora_config
 
 if TYPE_CHECKING:
@@ -63,18 +60,10 @@ class LanguageSettings(Base):
 
 @dataclass(frozen=True)
 class Language:
-    """What belongs to a language model besides its code: tokenizer, base and PEFT settings.
-
-    Attributes:
-        settings: of the experiment.
-        loaded: the base.
-        config: of the adapter slot, as PEFT settled it.
-        model: the wrapped model.
-    """
+    """A language model: its base with the tokenizer, and the base as PEFT wraps it."""
 
     settings: LanguageSettings
     loaded: LoadedBase
-    config: Any
     model: Any
 
     def describe(self) -> dict[str, Any]:
@@ -83,10 +72,8 @@ class Language:
 
     def architecture(self, example: Mapping[str, Tensor]) -> Architecture:
         """The code, with the base frozen inside."""
-        head = self.loaded.head[0] if len(self.loaded.head) == 1 else None
-        made = Architecture(
-            NAME, self.model, dict(example), None if head is None else _module_path(self.model, head)
-        )
+        head = PEFT_PREFIX + self.loaded.head[0] if len(self.loaded.head) == 1 else None
+        made = Architecture(NAME, self.model, dict(example), head)
         if self.settings.autocast != "none":
             made.autocast = getattr(torch, self.settings.autocast)
         return made
@@ -127,14 +114,7 @@ class Language:
         return written
 
     def write_one(self, folder: Path, params: Params, round: int, client: int | None) -> Path:
-        """The adapter folder of one model, or the whole model where all its base weights moved.
-
-        Args:
-            folder: to be made.
-            params: of the model.
-            round: rounds completed.
-            client: whose it is, or None for the server's.
-        """
+        """The adapter folder of one model, or the whole model where all its base weights moved."""
         folders = AdapterFolders(self)
         return folders.write(folder, folders.model(params, round, client))
 
@@ -149,78 +129,39 @@ class Language:
         with exchange_slots(slots):
             yield self.model
 
-    @cached_property
-    def _lora(self) -> LoRA:
-        return find_lora(self.model, None)
-
-    def factors(self, params: Params) -> Factors:
-        """The factors among a model's parameters, by layer; their scale is the slot's."""
-        everything = {n: p.detach() for n, p in (dict(self.model.named_parameters()) | params).items()}
-        return {name: layer.read_pair(everything) for name, layer in self._lora.layers.items()}
-
-    def head(self, params: Params) -> Params:
-        """The parameters of the head among a model's, by their names in the base."""
-        found: Params = {}
-        for module in self.loaded.head:
-            path = _module_path(self.model, module)
-            own = {n: p for n, p in self.model.named_parameters() if n.startswith(f"{path}.")}
-            found |= {
-                f"{module}.{n.removeprefix(f'{path}.')}": params.get(n, p).detach() for n, p in own.items()
-            }
-        return found
-
-
-def _module_path(model: Any, module: str) -> str:
-    """The path of a module of the base within the wrapped model."""
-    for name, _ in model.named_modules():
-        if name == f"base_model.model.{module}" or name == module:
-            return str(name)
-    raise TaskError(f"the wrapped model has no module {module!r}")
-
 
 def load_with_texts(
     texts: Texts, settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: Sequence[str] = ()
 ) -> tuple[Dataset, Language]:
-    """Tokens of texts, and the model that learns them.
+    """Tokens of texts, and the model that learns them; see :func:`load_language_model`.
 
-    Args:
-        texts: the records.
-        settings: the base and the form of texts.
-        lora: fields of ``peft.LoraConfig``.
-        key: of new weights and of A.
-        classes: names of the classes where the order matters; by default those that the texts have.
-
-    Raises:
-        FedlowrankError: if base, adapter or texts do not fit.
+    Without ``classes`` they are those that the texts have.
     """
     names = tuple(classes) or _classes(texts)
     made = load_language_model(settings, lora, key, names)
     dataset = tokenize(texts, made.loaded.tokenizer, settings.text)
-    if dataset.classes != names:
-        raise AssertionError(
-            f"classes are numbered as {dataset.classes[:3]} by the labels and {names[:3]} by the head"
-        )
+    assert dataset.classes == names
     return replace(dataset, notes=(*made.loaded.notes, *dataset.notes)), made
 
 
 def load_language_model(
     settings: LanguageSettings, lora: Mapping[str, Any], key: Key, classes: tuple[str, ...]
 ) -> Language:
-    """The model without texts.
+    """The model without texts; of a causal model ``classes`` are empty.
 
     Args:
         settings: the base and the form of texts.
         lora: fields of ``peft.LoraConfig``.
         key: of new weights and of A.
-        classes: their names; empty for a causal model.
+        classes: their names.
 
     Raises:
         FedlowrankError: if base and adapter do not fit.
     """
     loaded = load_base(settings, classes, key / "base")
-    model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", "shared", loaded.head)
+    model = attach_adapter(loaded.model, lora_config(dict(lora)), key / "adapter", loaded.head)
     loaded.model.config.use_cache = False
-    return Language(settings, loaded, model.peft_config[ADAPTER], model)
+    return Language(settings, loaded, model)
 
 
 def _classes(texts: Texts) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..adapters.adapted_layers import PEFT_PREFIX
 from ..adapters.lora import LoRA, find_lora
 from ..core.tree import Params
 from ..linalg.pair import Factors, Pair
 from ..linalg.truncation import relative_error, truncate_update
 from .artifacts import METADATA, merge_update, save_model, write_adapter
 from .base import digest_weights
+from .peft_adapter import ADAPTER
 
 if TYPE_CHECKING:
     from .federation import Language
@@ -52,11 +53,7 @@ class ModelParts:
 
 
 class AdapterFolders:
-    """Writes the models of one language model's clients and server.
-
-    Args:
-        language: the model without clients.
-    """
+    """Writes the models of one language model's clients and server."""
 
     def __init__(self, language: Language) -> None:
         self._language = language
@@ -65,15 +62,18 @@ class AdapterFolders:
         self._common_digest = ""
 
     def model(self, params: Params, round: int, client: int | None) -> ModelParts:
-        """A model from its parameters."""
-        weight_updates = {}
+        """A model from its parameters; those that it lacks are the wrapped model's own."""
+        own = dict(self._language.model.named_parameters())
+        everything = {name: p.detach() for name, p in (own | params).items()}
+        factors, weight_updates = {}, {}
         for name, layer in self._lora.layers.items():
+            factors[name] = layer.read_pair(everything)
             if layer.weight in params:
-                update = (params[layer.weight].float() - self._lora.base[layer.weight].float()).detach()
+                update = everything[layer.weight].float() - self._lora.base[layer.weight].float()
                 weight_updates[name] = (update.mT if layer.transposed else update).reshape(layer.shape)
-        return ModelParts(
-            self._language.factors(params), weight_updates, self._language.head(params), round, client
-        )
+        modules = tuple(f"{PEFT_PREFIX}{module}." for module in self._language.loaded.head)
+        head = {n.removeprefix(PEFT_PREFIX): everything[n] for n in own if n.startswith(modules)}
+        return ModelParts(factors, weight_updates, head, round, client)
 
     def write(self, folder: Path, model: ModelParts) -> Path:
         """Write a model by itself.
@@ -83,13 +83,15 @@ class AdapterFolders:
         """
         if len(model.weight_updates) == len(model.factors):
             return self.write_whole(folder, model)
-        factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
         whole: Params = {}
         for name in model.weight_updates:
-            layer = self._layer(name)
-            for own, value in layer.state_dict().items():
-                whole[f"{name}.{own}"] = value
-            whole[f"{name}.weight"] = self._weight(name, model)
+            layer, update = self._lora.layers[name], model.update(name, self._lora.scale)
+            weight = self._lora.base[layer.weight].detach()
+            assert isinstance(update, Tensor)
+            module = self._language.model.get_submodule(layer.weight.removesuffix(".weight"))
+            whole |= {f"{name}.{own}": value for own, value in module.state_dict().items()}
+            whole[f"{name}.weight"] = (weight.float() + layer.reshape_update(update)).to(weight.dtype)
+        factors = {n: p for n, p in model.factors.items() if n not in model.weight_updates}
         return self._adapter(folder, factors, self._lora.scale, model, whole=whole)
 
     def write_truncated(self, folder: Path, model: ModelParts, rank: int) -> Path:
@@ -109,32 +111,26 @@ class AdapterFolders:
     def write_whole(self, folder: Path, model: ModelParts) -> Path:
         """Write a whole model."""
         update = {n: model.update(n, self._lora.scale) for n in model.factors}
-        made = merge_update(self._language.model, update, 1.0, model.head or None)
+        made = merge_update(self._language.model, self._lora.layers, update, model.head)
         return save_model(folder, made, self._language.loaded.tokenizer)
 
     def write_on_common(self, folder: Path, name: str, model: ModelParts) -> list[Path]:
         """Write a model whose whole base moved: the base once for all clients, and an adapter for it.
 
-        Args:
-            folder: gets the base as ``base``.
-            name: of the adapter's folder.
-            model: all of whose weights moved.
-
-        Returns:
-            The folders written. A model that shares its base with no other is written whole.
+        A model that shares its base with no other is written whole.
         """
         written = []
         if not self._common:
-            made = merge_update(self._language.model, model.weight_updates)
+            made = merge_update(self._language.model, self._lora.layers, model.weight_updates)
             written.append(save_model(folder / COMMON, made, self._language.loaded.tokenizer))
             self._common, self._common_digest = model.weight_updates, digest_weights(made)
         elif any(not torch.equal(w, self._common[n]) for n, w in model.weight_updates.items()):
             return [self.write_whole(folder / name, model)]
         base = str((folder / COMMON).resolve())
-        where = self._adapter(
+        own = self._adapter(
             folder / name, model.factors, self._lora.scale, model, base=(base, self._common_digest)
         )
-        return [*written, where]
+        return [*written, own]
 
     def _adapter(
         self,
@@ -144,35 +140,21 @@ class AdapterFolders:
         model: ModelParts,
         *,
         base: tuple[str, str] | None = None,
-        whole: Mapping[str, Tensor] | None = None,
+        whole: Params | None = None,
     ) -> Path:
-        language = self._language
-        name, digest = base or (language.loaded.name, language.loaded.digest)
+        loaded = self._language.loaded
         return write_adapter(
             folder,
             factors,
             scale,
-            language.config,
-            name,
-            digest,
-            model.head or None,
-            layers=self._lora.layers,
+            self._language.model.peft_config[ADAPTER],
+            self._lora.layers,
+            *(base or (loaded.name, loaded.digest)),
+            head=model.head,
+            whole=whole,
             round=model.round,
             client=model.client,
-            whole=whole,
         )
-
-    def _layer(self, name: str) -> torch.nn.Module:
-        layer: torch.nn.Module = self._language.model.get_submodule(
-            self._lora.layers[name].weight.removesuffix(".weight")
-        )
-        return layer
-
-    def _weight(self, name: str, model: ModelParts) -> Tensor:
-        layer, update = self._lora.layers[name], model.update(name, self._lora.scale)
-        weight = self._lora.base[layer.weight].detach()
-        assert isinstance(update, Tensor)
-        return (weight.float() + layer.reshape_update(update)).to(weight.dtype)
 
 
 def _readme(base: str, errors: dict[str, Any]) -> str:

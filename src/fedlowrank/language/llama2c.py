@@ -24,18 +24,7 @@ _VERSIONED = 0x616B3432
 
 @dataclass(frozen=True)
 class Shape:
-    """Header of a file.
-
-    Attributes:
-        dim: width of the hidden states.
-        hidden: width within a feed-forward layer.
-        layers: number of layers.
-        heads: heads of queries.
-        kv_heads: heads of keys and values.
-        vocabulary: number of tokens.
-        length: longest sequence.
-        tied: whether the output layer is the embedding.
-    """
+    """Header of a file: widths and counts; ``tied`` if the output layer is the embedding."""
 
     dim: int
     hidden: int
@@ -51,7 +40,7 @@ class Shape:
         """Names and shapes of the arrays of a file, in order; matrices are [out, in]."""
         d, n, h = self.dim, self.layers, self.hidden
         kv, half = d // self.heads * self.kv_heads, d // self.heads // 2
-        out: list[tuple[str, tuple[int, ...]]] = [
+        found: list[tuple[str, tuple[int, ...]]] = [
             ("embedding", (self.vocabulary, d)),
             ("attention_norm", (n, d)),
             ("wq", (n, d, d)),
@@ -66,7 +55,7 @@ class Shape:
             ("cos", (self.length, half)),
             ("sin", (self.length, half)),
         ]
-        return out if self.tied else [*out, ("output", (self.vocabulary, d))]
+        return found if self.tied else [*found, ("output", (self.vocabulary, d))]
 
 
 def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
@@ -92,8 +81,8 @@ def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
         DataError: if transformers is missing, or a file is not of the format.
     """
     library = import_library("transformers", "a language model")
-    shape, arrays = read_model(model)
-    pieces = read_tokenizer(tokenizer, shape.vocabulary)
+    shape, arrays = _read_model(model)
+    pieces = _read_tokenizer(tokenizer, shape.vocabulary)
     config = library.LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.dim,
@@ -117,26 +106,15 @@ def convert_llama2c(model: Path, tokenizer: Path, folder: Path) -> Path:
 
     # all initial values are overwritten
     llama: Any = build_module(make, Key((0,)))
-    missing, unexpected = llama.load_state_dict(_state(shape, arrays), strict=False)
-    lacking = set(missing) - ({"lm_head.weight"} if shape.tied else set())
-    if lacking or unexpected:
-        raise DataError(
-            f"this version of transformers names a Llama's weights otherwise: {sorted(lacking)[:3]}"
-        )
-    llama.tie_weights()
+    llama.load_state_dict(_state(shape, arrays))
     folder.mkdir(parents=True, exist_ok=True)
     llama.save_pretrained(folder)
     _fast_tokenizer(library, pieces, shape.length).save_pretrained(folder)
     return folder
 
 
-def read_model(path: Path) -> tuple[Shape, dict[str, np.ndarray]]:
-    """The header of a file of weights, and its arrays as :attr:`Shape.blocks` names them, float32.
-
-    Raises:
-        DataError: if the file cannot be read, its header makes no sense, or its size is not what the header
-            says.
-    """
+def _read_model(path: Path) -> tuple[Shape, dict[str, np.ndarray]]:
+    """The header of a file of weights, and its arrays as :attr:`Shape.blocks` names them, float32."""
     data = _read(path)
     if len(data) < 28:
         raise DataError(f"{path} has {len(data)} bytes, too few for the header of a llama2.c model")
@@ -156,20 +134,13 @@ def read_model(path: Path) -> tuple[Shape, dict[str, np.ndarray]]:
         raise DataError(
             f"{path} has {len(data)} bytes; by its header {sizes} a llama2.c model has {expected}"
         )
-    values, at = np.frombuffer(data, "<f4", offset=28), 0
-    out: dict[str, np.ndarray] = {}
-    for (name, block), count in zip(shape.blocks, counts, strict=True):
-        out[name] = values[at : at + count].reshape(block).astype(np.float32)
-        at += count
-    return shape, out
+    arrays = np.split(np.frombuffer(data, "<f4", offset=28), np.cumsum(counts)[:-1])
+    blocks = zip(shape.blocks, arrays, strict=True)
+    return shape, {name: array.reshape(block).astype(np.float32) for (name, block), array in blocks}
 
 
-def read_tokenizer(path: Path, size: int) -> list[tuple[str, float]]:
-    """Pieces and scores of a file of a vocabulary, by token id; a piece's space is a space.
-
-    Raises:
-        DataError: if the file cannot be read, has not so many tokens, or has a token twice.
-    """
+def _read_tokenizer(path: Path, size: int) -> list[tuple[str, float]]:
+    """Pieces and scores of a file of a vocabulary, by token id; a piece's space is a space."""
     data = _read(path)
     at = 4
     out: list[tuple[str, float]] = []
@@ -212,9 +183,11 @@ def _state(shape: Shape, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
         pairs: np.ndarray = w.reshape(heads, rows // heads // 2, 2, columns)
         return pairs.swapaxes(1, 2).reshape(rows, columns)
 
-    out = {"model.embed_tokens.weight": arrays["embedding"], "model.norm.weight": arrays["norm"]}
-    if not shape.tied:
-        out["lm_head.weight"] = arrays["output"]
+    out = {
+        "model.embed_tokens.weight": arrays["embedding"],
+        "model.norm.weight": arrays["norm"],
+        "lm_head.weight": arrays["embedding" if shape.tied else "output"],
+    }
     for i in range(shape.layers):
         layer = f"model.layers.{i}"
         out |= {

@@ -9,16 +9,7 @@ from ..core.errors import DataError
 
 
 def import_library(module: str, purpose: str, install: str = "'fedlowrank[language]'") -> Any:
-    """A module of an optional package.
-
-    Args:
-        module: its name.
-        purpose: what needs it, for the message.
-        install: what to give to ``pip install``.
-
-    Raises:
-        DataError: if it cannot be imported.
-    """
+    """A module of an optional package; DataError says what needs it and what to ``pip install``."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -7,11 +7,12 @@ model as arguments of ``torch.func.functional_call`` under the names of
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,23 +20,17 @@ from torch import Tensor, nn
 
 from ..adapters.adapted_layers import PEFT_PREFIX, AdaptedLayer, is_gaussian_initial
 from ..adapters.lora import find_lora
-from ..core.errors import ConfigError, TaskError, did_you_mean
+from ..core.errors import TaskError
 from ..core.key import Key
 from ..linalg.pair import Factors, Pair
 from ..models.architecture import build_module
-from .base import head_modules
 from .optional import import_library
-from .peft_config import lora_config
 
 ADAPTER = "default"
 """Name of the adapter. PEFT loses layers where an adapter's name is also a part of a module's name."""
 
-Head = Literal["shared", "personal", "frozen"]
 
-
-def attach_adapter(
-    model: Any, config: Any, key: Key, head: Head = "shared", modules: tuple[str, ...] | None = None
-) -> Any:
+def attach_adapter(model: Any, config: Any, key: Key, head: Sequence[str] = ()) -> Any:
     """Attach LoRA factors to the target layers of a base, in place; at first its outputs do not change.
 
     Args:
@@ -43,8 +38,7 @@ def attach_adapter(
         config: of :func:`lora_config`. It is copied; the slot's own, with the target modules that PEFT found,
             is ``peft_config["default"]`` of the result.
         key: of the factor that is random, see :func:`initial_factors`. torch's global generator is as before.
-        head: whether the modules of the head are trained (shared, personal) or frozen.
-        modules: names of the head's modules, commonly ``Loaded.head``; None finds them. They get no adapter.
+        head: names of the modules that are trained whole (``LoadedBase.head``); they get no adapter.
 
     Returns:
         A ``peft.PeftModel`` in evaluation mode. Only factors, and the head's parameters, require gradients.
@@ -53,10 +47,6 @@ def attach_adapter(
         TaskError: if target modules match no layer, a rank is above a layer's dimension, or a layer is of a
             kind that is not supported.
     """
-    if head not in ("shared", "personal", "frozen"):
-        raise ConfigError(
-            f"head = {head!r} is no choice. {did_you_mean(str(head), ('shared', 'personal', 'frozen'))}"
-        )
     library = import_library("peft", "a LoRA adapter")
     before = [n for n, m in model.named_modules() if hasattr(m, "lora_A")]
     if before:
@@ -67,19 +57,18 @@ def attach_adapter(
         raise TaskError(
             f"a module of the model is called {ADAPTER!r}, the name of the adapter; PEFT would lose layers"
         )
-    made = lora_config(config)
+    made = copy.deepcopy(config)
     given, made.inference_mode = made.exclude_modules, False
-    whole = head_modules(model) if modules is None else modules
-    made.exclude_modules = _exclude_head(given, whole)
-    names = {n: m for n, m in model.named_modules() if n and _adaptable_weight(m) is not None}
+    made.exclude_modules = _exclude_head(given, head)
+    names = _adaptable_layers(model)
     chosen = _find_targets(model, made, names)
     for name in chosen:
         _check_layer(name, names[name], made.r)
-    transposed = {kind_of(names[name]) == "conv1d" for name in chosen}
+    transposed = {_kind_of(names[name]) == "conv1d" for name in chosen}
     # PEFT sets it layer by layer and warns each time that it is not as the layer has it
     made.fan_in_fan_out = any(transposed)
-    causal = not whole and hasattr(model, "prepare_inputs_for_generation")
-    made.task_type = made.task_type or ("SEQ_CLS" if whole else "CAUSAL_LM" if causal else None)
+    causal = not head and hasattr(model, "prepare_inputs_for_generation")
+    made.task_type = made.task_type or ("SEQ_CLS" if head else "CAUSAL_LM" if causal else None)
     # the class for classification would put a copy of the head beside the head
     which = library.PeftModelForCausalLM if causal else library.PeftModel
 
@@ -105,18 +94,13 @@ def attach_adapter(
             for name, value in adapted[layer].as_parameters(pair).items():
                 own[name].copy_(value)
     for name, parameter in own.items():
-        inside = name.removeprefix(PEFT_PREFIX)
-        if any(inside.startswith(f"{module}.") for module in whole):
-            parameter.requires_grad_(head != "frozen")
+        if any(name.startswith(f"{PEFT_PREFIX}{module}.") for module in head):
+            parameter.requires_grad_()
     return tuned.eval()
 
 
 def initial_factors(
-    layers: Mapping[str, AdaptedLayer],
-    rank: int,
-    key: Key,
-    init: bool | str = True,
-    dtype: torch.dtype = torch.float32,
+    layers: Mapping[str, AdaptedLayer], rank: int, key: Key, init: bool | str = True
 ) -> Factors:
     """Random initial factors as PEFT's: A random and B zero, of an embedding A zero and B random.
 
@@ -129,7 +113,6 @@ def initial_factors(
         rank: r, of all layers.
         key: source of randomness; each layer has its own subkey.
         init: as ``init_lora_weights``.
-        dtype: of the factors.
     """
     found: Factors = {}
     for name, layer in layers.items():
@@ -142,7 +125,6 @@ def initial_factors(
                 row.normal_(0, 1 / rank, generator=generator)
             else:
                 row.uniform_(-1 / math.sqrt(k), 1 / math.sqrt(k), generator=generator)
-        rows = rows.to(dtype)
         if layer.embedding:
             found[name] = Pair(rows.mT.contiguous(), rows.new_zeros(rank, k))
         else:
@@ -150,15 +132,13 @@ def initial_factors(
     return found
 
 
-def describe_adaptable_layers(model: Any) -> str:
+def _describe_adaptable_layers(model: Any) -> str:
     """Short names of the layers that could be adapted, with their counts: ``"key x 6, query x 6"``."""
-    short = Counter(
-        n.rpartition(".")[2] for n, m in model.named_modules() if n and _adaptable_weight(m) is not None
-    )
+    short = Counter(name.rpartition(".")[2] for name in _adaptable_layers(model))
     return ", ".join(f"{name} x {count}" for name, count in sorted(short.items()))
 
 
-def _exclude_head(given: Any, head: tuple[str, ...]) -> Any:
+def _exclude_head(given: Any, head: Sequence[str]) -> Any:
     """``exclude_modules`` with the head's modules, and all within them, added to what the user excludes."""
     if not head:
         return given
@@ -180,13 +160,13 @@ def _find_targets(model: Any, config: Any, names: Mapping[str, nn.Module]) -> li
         if kind not in DEFAULT_TARGETS:
             raise TaskError(
                 f"PEFT knows no usual target modules for a model of type {kind!r}; set target_modules. "
-                f"Layers that can be adapted: {describe_adaptable_layers(model)}."
+                f"Layers that can be adapted: {_describe_adaptable_layers(model)}."
             )
         config.target_modules = set(DEFAULT_TARGETS[kind])
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         output = getattr(model, "get_output_embeddings", lambda: None)()
         config.target_modules = {
-            n for n, m in names.items() if kind_of(m) in ("linear", "conv1d") and m is not output
+            n for n, m in names.items() if _kind_of(m) in ("linear", "conv1d") and m is not output
         }
         config.target_modules = {n for n in config.target_modules if check_target_module_exists(config, n)}
     targets = config.target_modules
@@ -198,51 +178,41 @@ def _find_targets(model: Any, config: Any, names: Mapping[str, nn.Module]) -> li
         raise TaskError(
             f"target_modules: {what} matches no layer of the "
             f"{type(model).__name__}{'' if unmatched else ' that is not excluded'}. Layers that can be "
-            f"adapted: {describe_adaptable_layers(model)}."
+            f"adapted: {_describe_adaptable_layers(model)}."
         )
     return found
 
 
-def _adaptable_weight(module: Any) -> Tensor | None:
-    """The weight of a layer that can have an adapter, or None for any other module."""
-    weight = getattr(module, "weight", None)
-    if isinstance(weight, Tensor) and (type(module).__name__ == "Conv1D" or isinstance(module, _ADAPTABLE)):
-        return weight
-    return None
+def _adaptable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {n: m for n, m in model.named_modules() if n and _kind_of(m) is not None}
 
 
-_ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def kind_of(module: nn.Module) -> Literal["linear", "conv1d", "embedding", "convolution"]:
-    """Which of the kinds a layer is."""
+def _kind_of(module: nn.Module) -> Literal["linear", "conv1d", "embedding", "convolution"] | None:
+    """Which kind of layer it is; None if it can have no adapter."""
+    if not isinstance(getattr(module, "weight", None), Tensor):
+        return None
     if type(module).__name__ == "Conv1D":
         return "conv1d"
     if isinstance(module, nn.Embedding):
         return "embedding"
-    return "linear" if isinstance(module, nn.Linear) else "convolution"
-
-
-def _layer_shape(module: Any) -> tuple[int, int, tuple[int, ...]]:
-    """d, k and the kernel of a layer."""
-    kind = kind_of(module)
-    if kind == "linear":
-        # not the weight's shape: a quantized weight is packed
-        return module.out_features, module.in_features, ()
-    if kind == "conv1d":
-        return module.weight.shape[1], module.weight.shape[0], ()
-    if kind == "embedding":
-        return module.embedding_dim, module.num_embeddings, ()
-    kernel = tuple(module.kernel_size)
-    return module.out_channels, module.in_channels * math.prod(kernel), kernel
+    if isinstance(module, nn.Linear):
+        return "linear"
+    return "convolution" if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else None
 
 
 def _check_layer(name: str, module: Any, rank: int) -> None:
-    if kind_of(module) == "convolution" and (module.groups > 1 or any(s != 1 for s in module.dilation)):
+    kind = _kind_of(module)
+    if kind == "convolution" and (module.groups > 1 or any(s != 1 for s in module.dilation)):
         raise TaskError(
             f"the layer {name} is a convolution with groups or dilation, which PEFT cannot adapt exactly"
         )
-    d, k, _ = _layer_shape(module)
+    if kind == "linear":
+        # not the weight's shape: a quantized weight is packed
+        d, k = module.out_features, module.in_features
+    else:
+        d, k = module.weight.shape[0], module.weight[0].numel()
+        # stored as [k, d]
+        d, k = (d, k) if kind == "convolution" else (k, d)
     if rank > min(d, k):
         raise TaskError(
             f"rank {rank} is above what the layer {name}, [{d}, {k}], can have: at most {min(d, k)}"

@@ -1,4 +1,4 @@
-"""Settings of PEFT's LoRA: which are allowed in federated training, and the scale they give."""
+"""Settings of PEFT's LoRA: which are allowed in federated training."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ REFUSED_SETTINGS = {
 """Settings that must keep their default, with the reason."""
 
 
-def lora_config(fields: Mapping[str, Any] | Any) -> Any:
+def lora_config(fields: Mapping[str, Any]) -> Any:
     """A ``peft.LoraConfig`` from its fields as PEFT names them.
-
-    Args:
-        fields: names and values, or a ``LoraConfig``, which is checked and copied.
 
     Raises:
         ConfigError: for an unknown field, a value that PEFT refuses, or a feature that changes the base or
@@ -45,13 +42,7 @@ def lora_config(fields: Mapping[str, Any] | Any) -> Any:
     """
     library = import_library("peft", "a LoRA adapter")
     known = {f.name: f for f in dataclasses.fields(library.LoraConfig)}
-    if isinstance(fields, library.LoraConfig):
-        values = {name: getattr(fields, name) for name in known}
-    elif isinstance(fields, Mapping):
-        values = dict(fields)
-    else:
-        raise ConfigError(f"lora: a {type(fields).__name__} is neither a dict of settings nor a LoraConfig")
-    for name, value in values.items():
+    for name, value in fields.items():
         if name not in known:
             raise ConfigError(f"lora: peft's LoraConfig has no setting {name!r}. {did_you_mean(name, known)}")
         reason = REFUSED_SETTINGS.get(name)
@@ -59,21 +50,21 @@ def lora_config(fields: Mapping[str, Any] | Any) -> Any:
             reason = "it is another update than s·B A"
         if value and reason is not None:
             raise ConfigError(f"lora: {name} = {value!r} cannot be used in federated training: {reason}.")
-    if str(getattr(values.get("peft_type"), "value", values.get("peft_type") or "LORA")) != "LORA":
-        raise ConfigError(f"lora: peft_type = {values['peft_type']!r}; only LORA is federated here")
-    if values.get("bias", "none") != "none":
+    if str(getattr(fields.get("peft_type"), "value", fields.get("peft_type") or "LORA")) != "LORA":
+        raise ConfigError(f"lora: peft_type = {fields['peft_type']!r}; only LORA is federated here")
+    if fields.get("bias", "none") != "none":
         raise ConfigError(
-            f"lora: bias = {values['bias']!r} cannot be used in federated training: it trains the base's "
+            f"lora: bias = {fields['bias']!r} cannot be used in federated training: it trains the base's "
             "biases."
         )
-    initial = values.get("init_lora_weights", True)
+    initial = fields.get("init_lora_weights", True)
     if is_gaussian_initial(initial) is None:
         raise ConfigError(
             f"lora: init_lora_weights = {initial!r} cannot be used in federated training: an adapter must "
             "begin as B = 0 on an unchanged base. Take true (Kaiming uniform) or 'gaussian'."
         )
     try:
-        made = library.LoraConfig(**values)
+        made = library.LoraConfig(**fields)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"lora: {error}") from error
     number = (int, float)
@@ -84,16 +75,3 @@ def lora_config(fields: Mapping[str, Any] | Any) -> Any:
     if not isinstance(made.lora_dropout, number) or not 0 <= made.lora_dropout < 1:
         raise ConfigError(f"lora: lora_dropout must be in [0, 1); it is {made.lora_dropout!r}")
     return made
-
-
-def scale_of(config: Any, rank: int | None = None, alpha: float | None = None) -> float:
-    """The scale s of an update s·B A: α/r, or α/√r with rsLoRA (Kalajdzievski, arXiv:2312.03732, eq. 8).
-
-    Args:
-        config: a ``LoraConfig``.
-        rank: r; by default the config's.
-        alpha: α; by default the config's.
-    """
-    r = config.r if rank is None else rank
-    a = config.lora_alpha if alpha is None else alpha
-    return float(a / math.sqrt(r) if config.use_rslora else a / r)

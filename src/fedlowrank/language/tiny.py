@@ -25,14 +25,8 @@ def build_tiny(
     For a causal task a Llama with grouped-query attention: 4 heads of queries and 2 of keys and values, so
     that the projections k and v are not square. For classification the body of a BERT; its head is made when
     it is loaded, of as many classes as there are. The tokenizer is a byte-level BPE, which any text can be
-    written in.
-
-    Args:
-        folder: made if it does not exist.
-        task: causal or classification.
-        key: of the weights. Equal keys and texts give equal files.
-        texts: for the merges of the tokenizer.
-        width: of the hidden states, a multiple of 8.
+    written in; its merges are learnt from the texts. Equal keys and texts give equal files. The width of the
+    hidden states is a multiple of 8.
 
     Returns:
         The folder.
@@ -90,9 +84,7 @@ def _tokenizer(library: Any, task: str, texts: list[str]) -> Any:
         show_progress=False,
     )
     made.train_from_iterator(texts, trainer)
-    first, last = ("<s>", None) if task == "causal" else ("[CLS]", "[SEP]")
-    ends = [(t, made.token_to_id(t)) for t in (first, last) if t is not None]
-    made.post_processor = processors.TemplateProcessing(
-        single=" ".join(["<s>", "$A"] if last is None else [first, "$A", last]), special_tokens=ends
-    )
+    template = "<s> $A" if task == "causal" else "[CLS] $A [SEP]"
+    ends = [(token, made.token_to_id(token)) for token in template.split() if token != "$A"]
+    made.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
     return library.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=256, **names)

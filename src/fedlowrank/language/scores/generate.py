@@ -6,14 +6,17 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from ...core.choices import check_choices
+from ...core.choices import check_bounds, check_choices
 from ...core.errors import ConfigError, DataError, TaskError
 from ...core.key import Key
+from ...models.stateless import exchange_slots
 from ..optional import import_library
 
 
@@ -48,16 +51,9 @@ class Decoding:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        counts = (
-            self.max_new_tokens,
-            self.batch_size,
-            1 if self.prompt_tokens is None else self.prompt_tokens,
+        check_bounds(
+            self, dict.fromkeys(("max_new_tokens", "batch_size", "prompt_tokens"), ">= 1"), "decoding"
         )
-        if min(counts) < 1:
-            raise ConfigError(
-                "decoding: max_new_tokens, batch_size and prompt_tokens must be >= 1; they are "
-                f"{self.max_new_tokens}, {self.batch_size} and {self.prompt_tokens}"
-            )
         if not (0 < self.temperature < math.inf and 0 < self.top_p <= 1):
             raise ConfigError(
                 f"decoding: temperature must be > 0 and top_p in (0, 1]; they are {self.temperature} and "
@@ -89,24 +85,14 @@ class Decoding:
 def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decoding: Decoding) -> list[str]:
     """Generate the text after each prompt, without special tokens, truncated at the stop strings.
 
-    Prompts are padded on the left by this function itself, so the tokenizer is used as it is and keeps its
-    settings, and one without a pad token will do. The model is in evaluation mode meanwhile and goes back to
-    the mode in which it was. Greedy texts do not depend on the batch size, but for rounding. Sampling runs
+    The tokenizer is used as it is, and one without a pad token will do. The model is in evaluation mode
+    meanwhile. Greedy texts do not depend on the batch size, but for rounding. Sampling runs
     ``generate`` inside ``fork_rng``, seeded for each batch from the key: the global generators are as before
     afterwards, and equal keys, prompts and batch sizes give equal texts on one kind of device.
 
     New tokens are decoded together with the prompt's, because many tokenizers drop a space where a text
     begins, which would break the indentation of code. Only where new tokens change how the end of the prompt
     decodes (bytes that are no character) they are decoded alone.
-
-    Args:
-        model: a causal language model of transformers, or one wrapped by PEFT.
-        tokenizer: its tokenizer.
-        prompts: texts.
-        decoding: settings.
-
-    Returns:
-        A text for each prompt, in their order.
 
     Raises:
         DataError: if transformers is missing, a prompt has no token, or one does not fit the model's context
@@ -121,31 +107,27 @@ def complete_prompts(model: Any, tokenizer: Any, prompts: Sequence[str], decodin
     tokens = [_prompt_tokens(tokenizer, prompt, decoding) for prompt in prompts]
     _check_lengths(model, tokens, decoding)
     ends = _end_tokens(model, tokenizer, decoding)
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        # masked out, so any token will do
-        pad = min(ends, default=0)
+    # padding is masked out, so any token will do
+    pad = min(ends, default=0) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     settings: dict[str, Any] = {
         "max_new_tokens": decoding.max_new_tokens,
         "pad_token_id": pad,
-        "do_sample": False,
+        "eos_token_id": sorted(ends) or None,
+        "do_sample": decoding.method == "sample",
     }
-    settings["eos_token_id"] = sorted(ends) or None
     if decoding.method == "sample":
-        settings |= {
-            "do_sample": True,
-            "temperature": decoding.temperature,
-            "top_p": decoding.top_p,
-            "top_k": 0,
-        }
+        settings |= {"temperature": decoding.temperature, "top_p": decoding.top_p, "top_k": 0}
     device = next(model.parameters()).device
+    pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
     texts = [""] * len(prompts)
     # sorted by length, the longest first: little padding, and a lack of memory shows at once
     order = sorted(range(len(prompts)), key=lambda i: -len(tokens[i]))
     with evaluating(model), _own_settings(model, transformers.GenerationConfig), torch.no_grad():
         for number, begin in enumerate(range(0, len(order), decoding.batch_size)):
             rows = order[begin : begin + decoding.batch_size]
-            x, mask = pad_left([tokens[i] for i in rows], pad)
+            prompt_rows = [torch.tensor(tokens[i]) for i in rows]
+            x = pad_left(prompt_rows, padding_value=pad)
+            mask = pad_left([torch.ones_like(row) for row in prompt_rows])
             ended = _stops(tokenizer, [tokens[i] for i in rows], x.shape[1], decoding.stop)
             with _seed_sampling(decoding, number):
                 out = model.generate(
@@ -165,41 +147,20 @@ def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min((at for at in map(text.find, stop) if at >= 0), default=len(text))]
 
 
-def pad_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Rows of tokens, right-aligned in int64 ``[n, T]``, and where they are, int64 ``[n, T]`` of 0 and 1."""
-    width = max(map(len, rows))
-    x = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows])
-    return x, torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
-
-
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """The model in evaluation mode; each of its modules goes back to its own mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with exchange_slots((module.__dict__, "training", False) for module in model.modules()):
         yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextlib.contextmanager
 def _own_settings(model: torch.nn.Module, config: Callable[[], Any]) -> Iterator[None]:
     # generate() fills whatever we leave open (beams, penalties, least lengths) from the settings saved with
     # the model
-    found = [
-        (module, module.__dict__["generation_config"])
-        for module in model.modules()
-        if "generation_config" in module.__dict__
-    ]
-    for module, _ in found:
-        module.__dict__["generation_config"] = config()
-    try:
+    slots = [(m.__dict__, "generation_config") for m in model.modules() if "generation_config" in m.__dict__]
+    with exchange_slots((table, name, config()) for table, name in slots):
         yield
-    finally:
-        for module, saved in found:
-            module.__dict__["generation_config"] = saved
 
 
 @contextlib.contextmanager

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 
-from ...core.errors import ConfigError, DataError
+from ...core.errors import DataError
 
 STOP = ("\nQuestion:",)
 """Where a completion of a few-shot prompt begins a question of its own."""
@@ -21,24 +20,30 @@ _IGNORED = (",", r"\$", r"(?s).*#### ", r"\.$")
 _NOTHING = "[invalid]"
 
 
-@dataclass(frozen=True)
-class GradedAnswers:
-    """Which completions are right, by each convention.
+def grade_answers(completions: Sequence[str], answers: Sequence[str]) -> dict[str, float]:
+    """The share of right completions by three conventions.
 
-    Attributes:
-        last: the last number equals the reference as a number, ``42.0`` being 42.
-        strict: as lm_eval's filter ``strict-match``: the first number after ``####``, compared as text.
-        flexible: as lm_eval's filter ``flexible-extract``: the last thing that looks like a number, compared
-            as text.
+    - ``last``: the last number equals the reference as a number, ``42.0`` being 42;
+    - ``strict``: lm_eval's filter ``strict-match``: the first number after ``####``, compared as text;
+    - ``flexible``: lm_eval's filter ``flexible-extract``: the last thing that looks like a number, likewise.
+
+    Args:
+        completions: what the model wrote.
+        answers: the references: whole solutions that end in ``#### number``, or the numbers alone.
+
+    Raises:
+        DataError: if a reference has no number.
     """
-
-    last: list[bool]
-    strict: list[bool]
-    flexible: list[bool]
-
-    def rates(self) -> dict[str, float]:
-        """The share of right completions by each convention."""
-        return {name: sum(flags) / len(flags) for name, flags in vars(self).items()}
+    right = {"last": 0, "strict": 0, "flexible": 0}
+    for i, (text, answer) in enumerate(zip(completions, answers, strict=True)):
+        number = last_number(answer.rpartition("####")[2])
+        if number is None:
+            raise DataError(f"answer {i} has no number: {answer[-60:]!r}. It should end in '#### number'.")
+        strict, flexible = _STRICT.search(text), list(_FLEXIBLE.finditer(text))
+        right["last"] += last_number(text) == number
+        right["strict"] += _is_exact_match(strict[1] if strict else _NOTHING, answer)
+        right["flexible"] += _is_exact_match(flexible[-1][0] if flexible else _NOTHING, answer)
+    return {name: count / len(answers) for name, count in right.items()}
 
 
 def last_number(text: str) -> Decimal | None:
@@ -51,69 +56,14 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(re.sub("[$,]", "", found[-1]).replace("−", "-")) if found else None
 
 
-def strict_extract(text: str) -> str:
-    """What lm_eval's filter ``strict-match`` takes: the first number after ``####``, or ``[invalid]``."""
-    found = _STRICT.search(text)
-    return found[1].strip() if found else _NOTHING
-
-
-def flexible_extract(text: str) -> str:
-    """What lm_eval's filter ``flexible-extract`` takes: the last match of its pattern, or ``[invalid]``."""
-    found = list(_FLEXIBLE.finditer(text))
-    return found[-1][0].strip() if found else _NOTHING
-
-
-def is_exact_match(extracted: str, reference: str) -> bool:
+def _is_exact_match(extracted: str, reference: str) -> bool:
     """Whether lm_eval's ``exact_match`` of gsm8k holds; the reference may be a whole solution."""
     for pattern in _IGNORED:
         extracted, reference = re.sub(pattern, "", extracted), re.sub(pattern, "", reference)
     return extracted.lower() == reference.lower()
 
 
-def grade_answers(completions: Sequence[str], answers: Sequence[str]) -> GradedAnswers:
-    """Grade completions.
-
-    Args:
-        completions: what the model wrote.
-        answers: the references: whole solutions that end in ``#### number``, or the numbers alone.
-
-    Raises:
-        DataError: if there is nothing to grade, the lengths differ or a reference has no number.
-    """
-    if not answers or len(completions) != len(answers):
-        raise DataError(
-            f"there are {len(completions)} completions and {len(answers)} answers; equally many are needed."
-        )
-    right = []
-    for i, answer in enumerate(answers):
-        number = last_number(answer.rpartition("####")[2])
-        if number is None:
-            raise DataError(f"answer {i} has no number: {answer[-60:]!r}. It should end in '#### number'.")
-        right.append(number)
-    return GradedAnswers(
-        [last_number(text) == number for text, number in zip(completions, right, strict=True)],
-        [
-            is_exact_match(strict_extract(text), answer)
-            for text, answer in zip(completions, answers, strict=True)
-        ],
-        [
-            is_exact_match(flexible_extract(text), answer)
-            for text, answer in zip(completions, answers, strict=True)
-        ],
-    )
-
-
-def build_few_shot_prompt(question: str, shots: Sequence[Mapping[str, str]]) -> str:
-    """A chain-of-thought prompt: solved questions, then the question.
-
-    Args:
-        question: to be answered.
-        shots: records with ``question`` and ``answer``, commonly the first 8 of the training part.
-
-    Raises:
-        ConfigError: if there is no shot.
-    """
-    if not shots:
-        raise ConfigError("a few-shot prompt needs at least one solved question")
+def build_few_shot_prompt(question: str, shots: Iterable[Mapping[str, str]]) -> str:
+    """A chain-of-thought prompt: solved records of ``question`` and ``answer``, then the question."""
     solved = [f"Question: {shot['question']}\nAnswer: {shot['answer']}" for shot in shots]
     return "\n\n".join([*solved, f"Question: {question}\nAnswer:"])

@@ -15,22 +15,7 @@ from ...core.errors import ConfigError, DataError
 from ..optional import import_library
 from .generate import evaluating
 
-_INSTALL = "'lm_eval>=0.4.13'"
-
-
-def lm_eval_model(model: Any, tokenizer: Any, batch_size: int = 8) -> Any:
-    """An ``HFLM`` of lm_eval around a model as it is, on the device where it is.
-
-    Args:
-        model: a causal language model of transformers. One wrapped by PEFT is used with its active adapter.
-        tokenizer: its tokenizer. lm_eval sets a pad token where there is none, and the padding side.
-        batch_size: requests at a time.
-
-    Raises:
-        DataError: if lm_eval is missing.
-    """
-    made = import_library("lm_eval.models.huggingface", "this evaluation", _INSTALL).HFLM
-    return made(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size)
+_INSTALL = "'fedlowrank[harness]'"
 
 
 def evaluate_with_lm_eval(
@@ -48,7 +33,7 @@ def evaluate_with_lm_eval(
     reproducible; afterwards they, the mode of the model and the padding of the tokenizer are as before.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers. One wrapped by PEFT is used with its active adapter.
         tokenizer: its tokenizer.
         task_yaml_paths: files, one task in each.
         limit: only so many records of each task.
@@ -69,20 +54,22 @@ def evaluate_with_lm_eval(
     for path in paths:
         if not Path(path).is_file():
             raise DataError(f"the task file {path!r} does not exist.")
+    wrapper, tasks, library = (
+        import_library(name, "this evaluation", _INSTALL)
+        for name in ("lm_eval.models.huggingface", "lm_eval.tasks", "lm_eval")
+    )
     pads = {name: getattr(tokenizer, name) for name in ("pad_token", "padding_side")}
     # HFLM sets the mode, ties the weights again and pads as it likes
     with evaluating(model), _global_generators_kept():
         try:
-            lm = lm_eval_model(model, tokenizer, batch_size)
-            manager = import_library("lm_eval.tasks", "this evaluation", _INSTALL).TaskManager(
-                include_defaults=False
-            )
-            found = import_library("lm_eval", "this evaluation", _INSTALL).simple_evaluate(
-                model=lm,
+            found = library.simple_evaluate(
+                model=wrapper.HFLM(
+                    pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size
+                ),
                 tasks=paths,
                 limit=limit,
                 bootstrap_iters=bootstrap,
-                task_manager=manager,
+                task_manager=tasks.TaskManager(include_defaults=False),
                 log_samples=False,
             )
         finally:

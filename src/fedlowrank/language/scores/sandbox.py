@@ -22,15 +22,9 @@ from pathlib import Path
 from typing import IO, Literal
 
 from ...core.errors import ConfigError, TaskError
-from ...core.tree import tree
 
 _LAUNCH = Path(__file__).with_name("launch.py")
 _TAIL = 1 << 16
-_RISK = (
-    "programs written by a model would be run on this machine. They are limited in time, memory, files and "
-    "processes, but that is no security boundary: they can read what you can read. Run this where nothing "
-    "can be lost, such as a container without network, and pass execute=True to say that you do."
-)
 
 
 @dataclass(frozen=True)
@@ -56,9 +50,9 @@ class Limits:
             )
 
 
-@tree
+@dataclass(frozen=True)
 class Isolation:
-    """Isolation of a program, beside the limits on time, memory and files, which always do.
+    """Isolation of a program, beside the limits on time, memory and files, which are always in force.
 
     Attributes:
         network: it had a network namespace of its own, hence no network.
@@ -75,17 +69,15 @@ class Isolation:
 
     def describe(self) -> str:
         """One line that names what was in force and what was not."""
-        names = {
-            "network": "no network",
-            "contained": "own process namespace",
-            "single": "no further processes",
+        states = {
+            "no network": self.network,
+            "own process namespace": self.contained,
+            "no further processes": self.single,
         }
-        active = [words for name, words in names.items() if getattr(self, name)]
-        missing = [words for name, words in names.items() if not getattr(self, name)]
-        text = f"in force: {', '.join(active) or 'none'}" + (
-            f"; not in force: {', '.join(missing)}" if missing else ""
-        )
-        return f"{text}; as user: {self.user}"
+        active = ", ".join(words for words, held in states.items() if held)
+        missing = ", ".join(words for words, held in states.items() if not held)
+        absent = f"; not in force: {missing}" if missing else ""
+        return f"in force: {active or 'none'}{absent}; as user: {self.user}"
 
 
 @dataclass(frozen=True)
@@ -95,7 +87,7 @@ class Run:
     Attributes:
         outcome: passed, if it ran to its end; timed out, by the wall clock; else failed.
         message: the last line that it wrote to standard error, or how it ended.
-        isolation: its isolation, or None if it was over before that was known.
+        isolation: None if the program was over before that was known.
     """
 
     outcome: Literal["passed", "failed", "timed out"]
@@ -104,34 +96,30 @@ class Run:
 
     @property
     def passed(self) -> bool:
-        """Whether it ran to its end."""
+        """Whether the program ran to its end."""
         return self.outcome == "passed"
 
 
-def run_program(program: str, limits: Limits | None = None, *, execute: bool = False) -> Run:
-    """Run a program to see whether it comes to its end without an error.
+def run_program(program: str, limits: Limits) -> Run:
+    """Run a program on this machine to see whether it comes to its end without an error.
 
-    It runs under ``python -I -S`` in a new session, with an empty environment and no input, in a temporary
-    folder that is its own and is removed afterwards. Time is up when the wall clock says so, and then the
-    whole process group is killed. A program that ends early, even without an error, has not passed: a mark
-    after its last line must be reached.
+    The limits are no security boundary: the program can read what its user can read. It runs under ``python
+    -I -S`` in a new session, with an empty environment and no input, in a temporary folder of its own. Time
+    is up when the wall clock says so, and then the whole process group is killed. A program that ends early,
+    even without an error, has not passed: a mark after its last line must be reached.
 
     Args:
         program: Python source.
-        limits: by default those of :class:`Limits`.
-        execute: must be True.
+        limits: what it may use.
 
     Raises:
-        ConfigError: if ``execute`` is not True, or the machine does not run Linux.
+        ConfigError: if the machine does not run Linux.
         TaskError: if the machine does not let a program be started so.
     """
-    if execute is not True:
-        raise ConfigError(_RISK)
     if platform.system() != "Linux":
         raise ConfigError(
             f"programs are only run on Linux, whose limits are used; this is {platform.system()}."
         )
-    limits = limits or Limits()
     # the program cannot hold its own digest, so it cannot print the mark by chance
     mark = hashlib.blake2b(program.encode("utf-8", "replace"), digest_size=16).hexdigest()
     source = f"{program}\n\n__import__('os').write(1, b'\\n{mark}\\n')\n"

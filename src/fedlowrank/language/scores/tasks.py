@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
-from ...core.choices import check_choices
+from ...core.choices import check_bounds, check_choices
 from ...core.errors import ConfigError, DataError, did_you_mean
-from ...core.tree import tree
+from ...data.text.table import read_file
 from . import gsm8k, humaneval, perplexity, rouge
 from .generate import Decoding, complete_prompts
-from .records import read_records, text_of
 from .sandbox import Limits
 
 Format = Callable[[Mapping[str, str]], str]
@@ -21,7 +20,7 @@ It should be the format of training.
 """
 
 
-@tree
+@dataclass(frozen=True)
 class Score:
     """What a model is worth at a task.
 
@@ -39,21 +38,12 @@ class Score:
     decoding: str
     details: dict[str, Any]
 
-    def line(self) -> str:
-        """One line for people: the number is never shown without the decoding."""
-        return f"{self.name}: {self.value:.4f} over {self.count} ({self.decoding})"
-
 
 class ScoreTask(Protocol):
     """An evaluation; its settings are the fields of a dataclass, ``path`` that of its data among them."""
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
-        """Build the prompts, complete them and score what comes.
-
-        Args:
-            model: a causal language model of transformers, or one wrapped by PEFT.
-            tokenizer: its tokenizer.
-            format: prompt of an instruction record.
+        """Score a causal language model of transformers, or one wrapped by PEFT.
 
         Raises:
             DataError: if the data cannot be read or do not fit the task.
@@ -67,7 +57,8 @@ class Gsm8k:
     """GSM8K (Cobbe et al. 2021): the share of questions whose last number is right.
 
     Attributes:
-        path: jsonl of ``question`` and ``answer``, such as the published test part.
+        path: jsonl of ``question`` and ``answer``, such as the published test part; any file of
+            :func:`fedlowrank.data.text.table.read_file` will do, for the other tasks too.
         shots: 0 asks in the format given; else so many solved questions stand before each, in plain
             chain-of-thought form.
         train_path: file whose first records are the shots; commonly the published training part.
@@ -86,7 +77,7 @@ class Gsm8k:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        _check_limit(self.limit)
+        check_bounds(self, {"limit": ">= 1"}, "gsm8k")
         if self.shots < 0 or (self.shots > 0) != (self.train_path is not None):
             raise ConfigError(
                 f"gsm8k: shots > 0 and train_path belong together; they are {self.shots} and "
@@ -95,29 +86,23 @@ class Gsm8k:
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
         """See :meth:`ScoreTask.score`."""
-        columns = ("question", "answer")
-        records = read_records(self.path, columns)[: self.limit]
-        questions, answers = ([text_of(r, column) for r in records] for column in columns)
+        records = _read_records(self.path, ("question", "answer"), self.limit)
         decoding = self.decoding
         if self.train_path is None:
-            prompts = [format({"instruction": question, "input": ""}) for question in questions]
+            prompts = [format({"instruction": r["question"], "input": ""}) for r in records]
         else:
-            shots = read_records(self.train_path, columns)[: self.shots]
+            shots = _read_records(self.train_path, ("question", "answer"), self.shots)
             if len(shots) < self.shots:
                 raise DataError(
                     f"{self.train_path!r} has {len(shots)} records; {self.shots} shots are asked for."
                 )
-            prompts = [gsm8k.build_few_shot_prompt(question, shots) for question in questions]
+            prompts = [gsm8k.build_few_shot_prompt(r["question"], shots) for r in records]
             decoding = replace(decoding, stop=(*decoding.stop, *gsm8k.STOP))
-        rates = gsm8k.grade_answers(complete_prompts(model, tokenizer, prompts, decoding), answers).rates()
+        completions = complete_prompts(model, tokenizer, prompts, decoding)
+        rates = gsm8k.grade_answers(completions, [r["answer"] for r in records])
         prompting = f"{self.shots}-shot chain of thought" if self.shots else "0-shot in the format given"
-        return Score(
-            "gsm8k",
-            rates[self.grade],
-            len(records),
-            decoding.describe(),
-            {**rates, "grade": self.grade, "prompts": prompting},
-        )
+        details = {**rates, "grade": self.grade, "prompts": prompting}
+        return Score("gsm8k", rates[self.grade], len(records), decoding.describe(), details)
 
 
 @dataclass(frozen=True)
@@ -140,26 +125,23 @@ class Dolly:
     decoding: Decoding = Decoding(128)
 
     def __post_init__(self) -> None:
-        _check_limit(self.limit)
+        check_bounds(self, {"limit": ">= 1"}, "dolly")
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
         """See :meth:`ScoreTask.score`."""
-        columns = ("instruction", "response", *(() if self.category is None else ("category",)))
-        records = read_records(self.path, columns)
+        columns = ("instruction", "context", "response", *(() if self.category is None else ("category",)))
+        records = _read_records(self.path, columns, optional="context")
         if self.category is not None:
-            known = {text_of(r, "category") for r in records}
+            known = {r["category"] for r in records}
             if self.category not in known:
                 raise DataError(
                     f"{self.path!r} has no category {self.category!r}. {did_you_mean(self.category, known)}"
                 )
             records = [r for r in records if r["category"] == self.category]
         records = records[: self.limit]
-        prompts = [
-            format({"instruction": text_of(r, "instruction"), "input": text_of(r, "context")})
-            for r in records
-        ]
+        prompts = [format({"instruction": r["instruction"], "input": r["context"]}) for r in records]
         completions = [text.strip() for text in complete_prompts(model, tokenizer, prompts, self.decoding)]
-        value = rouge.rouge_l(completions, [text_of(r, "response") for r in records], self.stemmer)
+        value = rouge.rouge_l(completions, [r["response"] for r in records], self.stemmer)
         details = {"metric": "Rouge-L F", "stemmer": self.stemmer, "category": self.category}
         return Score("dolly", value, len(records), self.decoding.describe(), details)
 
@@ -193,7 +175,7 @@ class HumanEval:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        _check_limit(self.limit)
+        check_bounds(self, {"limit": ">= 1"}, "humaneval")
         if not self.k or not all(1 <= k <= self.samples for k in self.k):
             raise ConfigError(
                 f"humaneval: every k must be from 1 to samples; k is {self.k} and samples {self.samples}"
@@ -211,8 +193,8 @@ class HumanEval:
                 "humaneval runs programs that the model wrote, under limits that are no security boundary. "
                 "Set execute to true to say that this machine has nothing to lose."
             )
-        problems = read_records(self.path, humaneval.COLUMNS)[: self.limit]
-        prompts = [text_of(problem, "prompt") for problem in problems]
+        problems = _read_records(self.path, humaneval.COLUMNS, self.limit)
+        prompts = [problem["prompt"] for problem in problems]
         if self.prompting == "format":
             prompts = [
                 format({"instruction": self.instruction, "input": prompt}) + prompt for prompt in prompts
@@ -220,17 +202,16 @@ class HumanEval:
         repeated = [prompt for prompt in prompts for _ in range(self.samples)]
         texts = complete_prompts(model, tokenizer, repeated, self.decoding)
         samples = [texts[i : i + self.samples] for i in range(0, len(texts), self.samples)]
-        graded = humaneval.grade_completions(problems, samples, execute=self.execute, limits=self.limits)
-        details: dict[str, Any] = {f"pass@{k}": graded.pass_at(k) for k in self.k}
+        runs = humaneval.grade_completions(problems, samples, self.limits)
+        details: dict[str, Any] = {f"pass@{k}": humaneval.mean_pass_at_k(runs, k) for k in self.k}
         details |= {
             "prompts": self.prompting,
             "samples": self.samples,
-            "timed out": sum(run.outcome == "timed out" for runs in graded.runs for run in runs),
-            "sandbox (not a security boundary)": graded.isolation(),
+            "timed out": sum(run.outcome == "timed out" for own in runs for run in own),
+            "sandbox (not a security boundary)": humaneval.describe_isolation(runs),
         }
-        return Score(
-            "humaneval", details[f"pass@{self.k[0]}"], len(problems), self.decoding.describe(), details
-        )
+        value = details[f"pass@{self.k[0]}"]
+        return Score("humaneval", value, len(problems), self.decoding.describe(), details)
 
 
 @dataclass(frozen=True)
@@ -259,41 +240,42 @@ class Perplexity:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        _check_limit(self.limit)
+        check_bounds(self, {"limit": ">= 1", "batch_size": ">= 1"}, "perplexity")
+        if self.context is not None and self.context < 2:
+            raise ConfigError(
+                f"context must be >= 2, it is {self.context}: the first token is predicted by nothing"
+            )
 
     def score(self, model: Any, tokenizer: Any, format: Format) -> Score:
         """See :meth:`ScoreTask.score`."""
-        wanted: Sequence[str | None] = (self.text, self.instruction, self.input)
-        records = read_records(self.path, [column for column in wanted if column is not None])[: self.limit]
-        prompts = [""] * len(records)
+        columns = [name for name in (self.text, self.instruction, self.input) if name is not None]
+        records = _read_records(self.path, columns, self.limit)
+        prompts, texts = [""] * len(records), [r[self.text] for r in records]
         if self.instruction is not None:
+            inputs = [""] * len(records) if self.input is None else [r[self.input] for r in records]
             prompts = [
-                format(
-                    {
-                        "instruction": text_of(r, self.instruction),
-                        "input": text_of(r, self.input) if self.input else "",
-                    }
-                )
-                for r in records
+                format({"instruction": r[self.instruction], "input": given})
+                for r, given in zip(records, inputs, strict=True)
             ]
-        data = perplexity.label_tokens(
-            tokenizer, prompts, [text_of(r, self.text) for r in records], self.context, self.end
-        )
-        found = perplexity.measure_likelihood(model, data, self.batch_size)
+        rows = perplexity.tokenize_texts(tokenizer, prompts, texts, self.context, self.end)
+        found = perplexity.measure_likelihood(model, rows, self.batch_size)
         how = "nothing generated: each token given all before it"
         how += "" if self.context is None else f", rows cut to {self.context} tokens"
-        details = {
-            "nll": found.nll,
-            "tokens": found.tokens,
-            "records": len(records),
-            "end token counts": self.end,
-        }
+        details = {"nll": found.nll, "tokens": found.tokens}
+        details |= {"records": len(records), "end token counts": self.end}
         return Score("perplexity", found.perplexity, found.tokens, how, details)
 
 
-def _check_limit(limit: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise ConfigError(f"limit must be >= 1 or None, it is {limit}")
+def _read_records(
+    path: str, columns: Sequence[str], limit: int | None = None, optional: str = ""
+) -> list[dict[str, str]]:
+    """The columns of a file's first records, all text; the optional one may be missing."""
+    table = read_file(path)
+    table.require()
+    return [
+        {column: table.text(i, column, optional=column == optional) for column in columns}
+        for i in range(len(table))[:limit]
+    ]
 
 
 TASKS: dict[str, type] = {"gsm8k": Gsm8k, "dolly": Dolly, "humaneval": HumanEval, "perplexity": Perplexity}
