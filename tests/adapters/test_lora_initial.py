@@ -25,7 +25,8 @@ from fedlowrank.methods.ffa_lora import FFALoRA
 from fedlowrank.methods.flexlora import FlexLoRA
 from fedlowrank.methods.flora import FLoRA
 from fedlowrank.methods.hetlora import HetLoRA
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 
 WORDS, WIDTH, HIDDEN = 700, 600, 500
 RANK = 20

@@ -29,7 +29,8 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.methods.per_fedavg import PerFedAvg
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.run import Run, RunSettings, State
+from fedlowrank.simulation.run import Run, State
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training import cohort as stacked
 from fedlowrank.training.local_data import LocalData
 

@@ -30,7 +30,8 @@ from fedlowrank.network.messages import Registration
 from fedlowrank.network.transport import Message
 from fedlowrank.network.validation.norms import NormBound, PartNorms, measure
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from methods.setting import Net
 
 from .local import (

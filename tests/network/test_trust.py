@@ -30,7 +30,8 @@ from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.models.architecture import Architecture
 from fedlowrank.network.validation.shape_tracing import TracingTrainer, expected_upload
 from fedlowrank.network.validation.uploads import Templates, inspect
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import federation as small
 from methods.setting import Net, alike, arrays, unlike
 

@@ -36,7 +36,8 @@ from fedlowrank.network.validation.uploads import (
     inspect,
     update_without_faulty,
 )
-from fedlowrank.simulation.run import Run, RunSettings
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
 from methods.setting import Net, arrays
 
 torch.set_num_threads(1)
