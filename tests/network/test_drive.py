@@ -98,7 +98,8 @@ def test_the_run_folder_is_that_of_the_sequential_run(tmp_path: Path) -> None:
     made = small("feddyn")
     _, result = ran(made, tmp_path)
     method = made.build_method("feddyn")
-    settings = dataclasses.asdict(made.run)
+    # a run over a network saves every round
+    settings = {**dataclasses.asdict(made.run), "checkpoint_every": 1}
     sequential = simulate(
         method, made.federation(), folder=tmp_path / "seq", config=made.describe("feddyn"), **settings
     )

@@ -274,7 +274,7 @@ def _read_records(
     table.require()
     return [
         {column: table.text(i, column, optional=column == optional) for column in columns}
-        for i in range(len(table))[:limit]
+        for i in range(len(table.rows))[:limit]
     ]
 
 
