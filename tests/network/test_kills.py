@@ -77,13 +77,18 @@ def seen_through(carrier: LocalTransport, made: ExperimentConfig, out: Path, dea
     raise AssertionError("the last life has no hazard")
 
 
+def second_round(points: list[str]) -> int:
+    """Where in the life of a server its second round begins."""
+    first = points.index("sending", points.index("metrics.jsonl not renamed") + 1)
+    return points.index("sending", first + 1)
+
+
 def test_a_server_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
     made = small("scaffold", 2, 2)
     carrier = local(made, tmp_path / "whole")
     carrier.hazards[0] = whole = Hazard()
     served(carrier, made, tmp_path / "whole" / "run")
-    second = whole.points.index("sending", whole.points.index("metrics.jsonl not renamed") + 1)
-    second = whole.points.index("sending", second + 1)
+    second = second_round(whole.points)
     # once of every kind in the second round, and all of what comes after
     names = {f"{name} {whole.points[:i].count(name) - whole.points[:second].count(name)}": i
              for i, name in enumerate(whole.points) if i >= second}  # fmt: skip
@@ -171,7 +176,7 @@ def test_a_record_that_was_written_by_half_is_written_again(tmp_path: Path) -> N
     assert agrees(result, carrier, made) == set()
 
 
-@pytest.mark.parametrize("where", ["sent", "metrics.jsonl renamed", "server-000002.tree not renamed"])
+@pytest.mark.parametrize("where", ["sent", "metrics.jsonl renamed", "000002.checkpoint not renamed"])
 def test_an_interrupt_by_hand_leaves_a_run_that_says_so_and_goes_on(where: str, tmp_path: Path) -> None:
     made = small("feddyn")
     carrier = local(made, tmp_path, watched(tmp_path / "run", set(), set()))
@@ -197,7 +202,10 @@ def test_an_interrupt_by_hand_leaves_a_run_that_says_so_and_goes_on(where: str, 
 
 def test_a_full_disk_at_the_server_stops_the_run_which_then_goes_on(tmp_path: Path) -> None:
     made = small("scaffold", 2, 2)
-    for place in (62, 66, 70):
+    carrier = local(made, tmp_path / "whole")
+    carrier.hazards[0] = whole = Hazard()
+    served(carrier, made, tmp_path / "whole" / "run")
+    for place in range(second_round(whole.points), len(whole.points) - 4, 5):
         base = tmp_path / str(place)
         carrier = local(made, base, watched(base / "run", set(), set()))
         carrier.hazards[0] = Hazard(set(range(place, 999)), no_space)

@@ -49,6 +49,9 @@ class RunFolder:
         path: of the folder.
         config: what goes into ``run.json``.
         clients: what goes into ``clients.json``.
+
+    Attributes:
+        saved_round: of the checkpoint that this object wrote last, or None.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], clients: list[dict[str, Any]]) -> None:
@@ -58,6 +61,7 @@ class RunFolder:
         self.clients = clients
         self._lock = contextlib.ExitStack()
         self._saved: float | None = None
+        self.saved_round: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +176,7 @@ class RunFolder:
         keep = run.settings.keep_checkpoints
         checkpoint.save(self.path / "checkpoint", run.round, run.state.server, changed, keep)
         run.unsaved.clear()
-        self._saved = time.monotonic()
+        self._saved, self.saved_round = time.monotonic(), run.round
 
     def save_best(self, run: Run) -> None:
         """Write the whole state as it stands to ``best``, beside the checkpoints."""

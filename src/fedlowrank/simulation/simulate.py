@@ -313,7 +313,8 @@ def _ending(run: Run, folder: RunFolder | None, records: list[RoundRecord]) -> I
             why = str(error) if isinstance(error, FedlowrankError) else f"{type(error).__name__}: {error}"
             # the disk may be what is at fault; the error itself matters more than the note of it
             with contextlib.suppress(CheckpointError):
-                if not isinstance(error, CheckpointError) and records and records[-1].round == run.round:
+                unsaved = records and records[-1].round == run.round != folder.saved_round
+                if unsaved and not isinstance(error, CheckpointError):
                     folder.save(run)
                 folder.status("stopped", run.round, why)
         raise
