@@ -202,7 +202,7 @@ def test_an_interrupt_by_hand_leaves_a_run_that_says_so_and_goes_on(where: str, 
 
 def test_a_full_disk_at_the_server_stops_the_run_which_then_goes_on(tmp_path: Path) -> None:
     made = small("scaffold", 2, 2)
-    carrier = local(made, tmp_path / "whole")
+    carrier = local(made, tmp_path / "whole", watched(tmp_path / "whole" / "run", set(), set()))
     carrier.hazards[0] = whole = Hazard()
     served(carrier, made, tmp_path / "whole" / "run")
     for place in range(second_round(whole.points), len(whole.points) - 4, 5):
