@@ -24,12 +24,15 @@ class Batch:
             T]``, -100 where none counts.
         mask: True marks an example, False padding, ``[b]``; None if nothing is padded.
         step: place among the steps of its pass, counted from 0, for what a method draws anew at each of them.
+        clients: K where the rows are those of K clients, as many of each, one client after another; then sums
+            and means are those of each client, ``[K, ...]``. None for the batch of one client.
     """
 
     x: Any
     y: Tensor
     mask: Tensor | None = None
     step: int = 0
+    clients: int | None = None
 
     def __len__(self) -> int:
         return len(self.y)
@@ -52,16 +55,20 @@ class Batch:
             weights = weights.to(values.dtype)
             return self.total(values * weights) / self.total(weights).clamp(min=1)
         if self.mask is None:
-            return values.mean()
-        return self.total(values) / self.mask.sum().clamp(min=1)
+            return values.mean() if self.clients is None else self._by_client(values).mean(1)
+        return self.total(values) / self.total(self.mask.long()).clamp(min=1)
 
     def total(self, values: Tensor) -> Tensor:
         """Sum over the examples, padding left out, of ``values [b, ...]``."""
-        if self.mask is None:
-            return values.sum(0)
-        mask = self.mask.reshape(-1, *[1] * (values.ndim - 1))
-        # where, not a product: padding may hold infinities, and 0 * inf is NaN
-        return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device)).sum(0)
+        if self.mask is not None:
+            mask = self.mask.reshape(-1, *[1] * (values.ndim - 1))
+            # where, not a product: padding may hold infinities, and 0 * inf is NaN
+            values = torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+        return values.sum(0) if self.clients is None else self._by_client(values).sum(1)
+
+    def _by_client(self, values: Tensor) -> Tensor:
+        """Values of all rows by client, ``[K, b, ...]``."""
+        return values.unflatten(0, (self.clients or 1, -1))
 
 
 @dataclass(frozen=True)

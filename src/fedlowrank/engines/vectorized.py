@@ -103,6 +103,7 @@ class Vectorized(Engine):
 
     name: ClassVar[str] = "vectorized"
     _pool: BufferPool = field(default_factory=BufferPool, init=False, repr=False)
+    _compared: dict[Any, bool] = field(default_factory=dict, init=False, repr=False)
 
     def close(self) -> None:
         """See the base class: memory of batches."""
@@ -173,7 +174,7 @@ class Vectorized(Engine):
         order = sorted(range(len(clients)), key=lambda i: -clients[i].local.steps(_request(clients[i]).name))
         first = [clients[i] for i in order]
         ends, losses = train_cohort(
-            title, [c.local for c in first], [_request(c) for c in first], round, self._pool
+            title, [c.local for c in first], [_request(c) for c in first], round, self._pool, self._compared
         )
         kind = first[0].local.kind(_request(first[0]))
         sound, steps = all_finite(losses, ends), [c.local.steps(_request(c).name) for c in first]

@@ -17,8 +17,10 @@ from ..core import tree
 from ..core.errors import TaskError
 from ..core.loss import IGNORE_INDEX
 from ..core.method import Batch, ProximalTerm, Request
+from ..core.optimizer import SGD
 from ..data.pixels import Pixels
 from .local_data import LocalData, gather
+from .stacked import UnsupportedError, stack
 from .steps import Work, refill, tensors_like
 from .trainer import LocalTrainer
 
@@ -29,10 +31,14 @@ class Stack(Work):
     Args:
         requests: one a client.
         round: counted from 0.
+        compared: kinds of requests whose loss was compared with that of a single client, and whether it was
+            equal; entries are added.
+        kind: of the requests.
     """
 
-    def __init__(self, requests: Sequence[Request], round: int) -> None:
+    def __init__(self, requests: Sequence[Request], round: int, compared: dict[Any, bool], kind: Any) -> None:
         first = requests[0]
+        self._compared, self._kind = compared, kind
         term = None
         if first.proximal_term is not None:
             center, linear = (
@@ -48,6 +54,29 @@ class Stack(Work):
         # a stack is a copy already
         super().__init__(whole, round, copy=False)
         self._all = self.params, self.constants, self.center, self.linear
+        self.by_rows = True
+        self.steps_in_backward = self._is_plain_sgd()
+        self._stack()
+
+    def _is_plain_sgd(self) -> bool:
+        """Whether a step only subtracts the gradient times the learning rate."""
+        request, optimizer = self.request, self.request.optimizer
+        further = (request.precondition, request.prox, self.center, self.linear, optimizer.clip)
+        return (
+            isinstance(optimizer, SGD)
+            and not optimizer.momentum
+            and not any(self.rates.weight_decay)
+            and all(f is None for f in further)
+        )
+
+    def _stack(self) -> None:
+        """Make stacked parameters of the clients' tensors."""
+        in_backward = self.steps_in_backward
+        own = [p.detach() if in_backward else p for p in self.params]
+        rates = [lr if in_backward else None for lr in self.rates.lr]
+        self._leaves = [stack(p, lr) for p, lr in zip(own, rates, strict=True)]
+        self._rows_now = refill(self.now, self._leaves)
+        self._rows_constants = tree.map(stack, self.constants)
 
     @property
     def ends(self) -> Any:
@@ -64,6 +93,62 @@ class Stack(Work):
             None if ts is None else [t[:clients] for t in ts] for ts in (center, linear)
         )
         self.memory = [[m[:clients] for m in ms] for ms in self.memory]
+        self._stack()
+
+    def advance(self, batch: Batch, count: int) -> Tensor:
+        """Take a step of each client.
+
+        Args:
+            batch: of all clients, ``[clients, rows, ...]``.
+            count: steps taken before.
+
+        Returns:
+            The losses ``[clients]``.
+        """
+        value = self._loss_by_rows(batch) if self.by_rows else self.loss(batch)
+        if self.by_rows and count == 0 and not self._agrees(value, batch):
+            self.by_rows, value = False, self.loss(batch)
+        if self.by_rows and self.steps_in_backward:
+            torch.autograd.backward(value.sum())
+        else:
+            self.step(self.gradient(value), count)
+        self.proximal()
+        return value.detach()
+
+    def _agrees(self, value: Tensor, batch: Batch) -> bool:
+        """Whether the first client's loss is its loss alone: a loss may mix the examples of a batch.
+
+        Looked at once for a pass of a kind, for it costs a forward pass.
+        """
+        if self._kind not in self._compared:
+            x = {n: t[0] for n, t in batch.x.items()} if isinstance(batch.x, dict) else batch.x[0]
+            mask = None if batch.mask is None else batch.mask[0]
+            now, constants = (
+                tree.map(lambda t: t[0].detach(), value) for value in (self.now, self.constants)
+            )
+            alone = self.request.loss(now, Batch(x, batch.y[0], mask, batch.step), *constants)
+            equal = bool(torch.isclose(value[0], alone, rtol=1e-3, atol=1e-5, equal_nan=True))
+            self._compared[self._kind] = equal
+        return self._compared[self._kind]
+
+    def _loss_by_rows(self, batch: Batch) -> Tensor:
+        """The loss by stacked parameters; where an operation has no rule, that of ``vmap`` from now on."""
+        rows = flat(batch)
+        for leaf in self._leaves:
+            leaf.uses = 0
+        try:
+            value: Tensor = self.request.loss(self._rows_now, rows, *self._rows_constants)
+            if value.shape != (rows.clients,):
+                raise UnsupportedError("a loss that is no mean over the examples of each client")
+        except (UnsupportedError, RuntimeError, TypeError, ValueError):
+            # whatever else is wrong with a loss comes out once more, of vmap
+            if self.steps_in_backward:
+                self.steps_in_backward = False
+                self._stack()
+                return self._loss_by_rows(batch)
+            self.by_rows = False
+            return self.loss(batch)
+        return value
 
     def loss(self, batch: Batch) -> Tensor:
         """Of a batch of each client ``[clients]``."""
@@ -103,7 +188,12 @@ class Stack(Work):
 
 
 def train_cohort(
-    title: str, trainers: Sequence[LocalTrainer], requests: Sequence[Request], round: int, pool: BufferPool
+    title: str,
+    trainers: Sequence[LocalTrainer],
+    requests: Sequence[Request],
+    round: int,
+    pool: BufferPool,
+    compared: dict[Any, bool],
 ) -> tuple[Any, Tensor]:
     """Trains a cohort: takes the steps of all clients, batched. Clients with the most steps come first.
 
@@ -113,6 +203,7 @@ def train_cohort(
         requests: equal but for their tensors.
         round: counted from 0.
         pool: buffers for batches.
+        compared: see :class:`Stack`.
 
     Returns:
         The trained trees with a leading client axis, and the losses ``[clients, steps]``, 0 after a client's
@@ -125,17 +216,15 @@ def train_cohort(
     steps = [t.steps(name) for t in trainers]
     feed = Feed([t.data for t in trainers], name, pool)
     losses: list[Tensor] = []
-    work, active = Stack(requests, round), len(trainers)
+    work = Stack(requests, round, compared, trainers[0].kind(requests[0]))
+    active = len(trainers)
     for count in range(steps[0]):
         while steps[active - 1] <= count:
             active -= 1
             work.narrow(active)
         batch = feed.batch(count, active)
         try:
-            found = work.loss(batch)
-            work.step(work.gradient(found), count)
-            values = found.detach()
-            work.proximal()
+            values = work.advance(batch, count)
         except RuntimeError as error:
             raise TaskError(
                 f"{title}: the pass {name!r} cannot be vectorized ({error}). Use engine = 'sequential'."
@@ -236,6 +325,17 @@ class Feed:
         for row, t, i in zip(out.unbind(), tensors, index, strict=True):
             torch.index_select(t, 0, i, out=row)
         return out
+
+
+def flat(batch: Batch) -> Batch:
+    """A batch of each client, ``[K, b, ...]``, as rows of one batch."""
+    x = (
+        {n: t.flatten(0, 1) for n, t in batch.x.items()}
+        if isinstance(batch.x, dict)
+        else batch.x.flatten(0, 1)
+    )
+    mask = None if batch.mask is None else batch.mask.flatten()
+    return Batch(x, batch.y.flatten(0, 1), mask, batch.step, len(batch.y))
 
 
 def joined(batches: list[Batch]) -> Batch:

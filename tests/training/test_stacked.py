@@ -1,0 +1,152 @@
+"""Stacked parameters against every client by itself: values, gradients, and steps in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+
+from fedlowrank.core.method import Batch, Request
+from fedlowrank.core.optimizer import SGD, Group
+from fedlowrank.training.cohort import Stack
+from fedlowrank.training.stacked import UnsupportedError, stack
+
+K, B = 3, 4
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+
+
+OPERATIONS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]], tuple[int, ...]]] = {
+    "linear": (functional.linear, [(5, 6), (5,)], (6,)),
+    "linear without bias": (functional.linear, [(5, 6)], (6,)),
+    "linear on sequences": (functional.linear, [(5, 6), (5,)], (7, 6)),
+    "convolution": (lambda x, w, b: functional.conv2d(x, w, b, 2, 1), [(5, 2, 3, 3), (5,)], (2, 8, 8)),
+    "layer norm": (lambda x, w, b: functional.layer_norm(x, (7, 6), w, b), [(7, 6), (7, 6)], (7, 6)),
+    "group norm": (lambda x, w, b: functional.group_norm(x, 2, w, b), [(4,), (4,)], (4, 5, 5)),
+    "product": (lambda x, w: x @ w, [(6, 5)], (7, 6)),
+    "transpose": (lambda x, w: x @ w.mT + x @ w.T, [(5, 6)], (6,)),
+    "LoRA": (lambda x, a, b: functional.linear(x, 0.5 * (b @ a)), [(2, 6), (5, 2)], (6,)),
+    "sum": (lambda x, v, w: functional.linear(x, v + 2 * w - v * w), [(5, 6), (5, 6)], (6,)),
+    "what a parameter says of itself": (
+        lambda x, w: functional.linear(x, w * (1.0 / w.shape[0])) * w.ndim, [(5, 6)], (6,)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_rule_against_each_client_alone(name: str) -> None:
+    operation, shapes, example = OPERATIONS[name]
+    params = [random(K, *shape).requires_grad_() for shape in shapes]
+    x = random(K * B, *example).requires_grad_()
+    expected = torch.cat([operation(rows, *[p[k] for p in params]) for k, rows in enumerate(x.chunk(K))])
+    found = operation(x, *map(stack, params))
+    assert type(found) is Tensor
+    torch.testing.assert_close(found, expected)
+    weights = random(*expected.shape)
+    for a, b in zip(
+        torch.autograd.grad((found * weights).sum(), [x, *params]),
+        torch.autograd.grad((expected * weights).sum(), [x, *params]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_embedding_against_each_client_alone() -> None:
+    table = random(K, 9, 4)
+    x = torch.randint(9, (K * B, 5), generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([functional.embedding(rows, table[k]) for k, rows in enumerate(x.chunk(K))])
+    torch.testing.assert_close(functional.embedding(x, stack(table)), expected)
+
+
+SHARED = random(6, 5)
+REFUSED: dict[str, Callable[[Any, Any], object]] = {
+    "no rule": lambda x, w: torch.linalg.svd(w),
+    # a matrix that all clients share looks like rows of a batch
+    "a shared matrix": lambda x, w: w * SHARED,
+    "a shared weight beside an own bias": lambda x, w: functional.linear(x, SHARED.mT[:5], w[0]),
+    "an index": lambda x, w: w[0],
+    "rows of another batch": lambda x, w: functional.linear(x[:-1], w),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_rule_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError):
+        REFUSED[name](random(K * B, 6), stack(random(K, 5, 6)))
+
+
+class Net(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 3)
+        self.tied = tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.first(x))
+        x = torch.relu(self.second(x))
+        if self.tied:
+            x = torch.relu(self.second(x))
+        scores: Tensor = self.third(x)
+        return scores
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("steps_in_backward", [True, False])
+def test_steps_are_those_of_torch(tied: bool, steps_in_backward: bool) -> None:
+    net = Net(tied).double()
+    starts = [{n: random(*p.shape) + k for n, p in net.named_parameters()} for k in range(K)]
+    # a learning rate of its own for the first layer; momentum is not a step of the backward pass
+    momentum = 0.0 if steps_in_backward else 0.5
+    optimizer = SGD(lr=0.05, momentum=momentum, groups={"first.weight": Group(lr=0.01)})
+
+    def loss(params: Any, batch: Batch) -> Tensor:
+        scores = functional_call(net, params, (batch.x,))
+        return batch.mean(functional.cross_entropy(scores, batch.y, reduction="none"))
+
+    work = Stack([Request(loss, s, "local", optimizer, (), None, None) for s in starts], 0, {}, None)
+    x, y = random(5, K, B, 6), torch.arange(5 * K * B).reshape(5, K, B) % 3
+    # the last client has one example less, padded by one that would change its steps
+    x[:, -1, -1] = 100.0
+    mask = torch.ones(K, B, dtype=torch.bool)
+    mask[-1, -1] = False
+    losses = torch.stack([work.advance(Batch(x[t], y[t], mask, t), t) for t in range(5)], 1)
+    assert work.by_rows
+    assert work.steps_in_backward == (steps_in_backward and not tied)
+    for k, start in enumerate(starts):
+        alone = Net(tied).double()
+        alone.load_state_dict(start)
+        groups = [
+            {"params": [alone.first.weight], "lr": 0.01},
+            {"params": [p for n, p in alone.named_parameters() if n != "first.weight"]},
+        ]
+        torch_optimizer = torch.optim.SGD(groups, lr=0.05, momentum=momentum)
+        for t in range(5):
+            n = B - (k == K - 1)
+            value = functional.cross_entropy(alone(x[t, k, :n]), y[t, k, :n])
+            assert float(losses[k, t]) == pytest.approx(value.item())
+            torch_optimizer.zero_grad()
+            value.backward()
+            torch_optimizer.step()
+        for name, p in alone.named_parameters():
+            torch.testing.assert_close(work.ends[name][k], p.detach())
+
+
+def test_a_loss_that_mixes_the_examples_of_a_batch_is_not_computed_by_rows() -> None:
+    def loss(params: Any, batch: Batch) -> Tensor:
+        scores = functional.linear(batch.x - batch.x.mean(0), params["w"])
+        return batch.mean(scores.square().sum(1))
+
+    starts = [{"w": random(5, 6) + k} for k in range(K)]
+    work = Stack([Request(loss, s, "local", SGD(lr=0.1), (), None, None) for s in starts], 0, {}, None)
+    x = random(K, B, 6)
+    found = work.advance(Batch(x, torch.zeros(K, B, dtype=torch.int64)), 0)
+    assert not work.by_rows
+    for k, start in enumerate(starts):
+        assert found[k].item() == pytest.approx(loss(start, Batch(x[k], torch.zeros(B))).item())
