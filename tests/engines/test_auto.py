@@ -48,6 +48,8 @@ def hooked() -> nn.Module:
         (nn.Linear(4, 2), 6, 8, 4, FedAvg(), Processes),
         (nn.Linear(4, 2), 6, 1, None, OWN(), Sequential),
         (nn.Sequential(nn.Linear(4, 60_000), nn.Linear(60_000, 2)), 6, 8, None, FedAvg(), Processes),
+        (nn.Sequential(nn.Linear(4, 60_000), nn.Linear(60_000, 2)), 6, 1, None, FedAvg(), Vectorized),
+        (nn.Sequential(nn.Linear(4, 160_000), nn.Linear(160_000, 2)), 6, 1, None, FedAvg(), Sequential),
         (hooked(), 6, 8, None, FedAvg(), Sequential),
     ],
 )

@@ -68,7 +68,8 @@ class Batch:
 
     def _by_client(self, values: Tensor) -> Tensor:
         """Values of all rows by client, ``[K, b, ...]``."""
-        return values.unflatten(0, (self.clients or 1, -1))
+        clients = self.clients or 1
+        return values.reshape(clients, len(values) // clients, *values.shape[1:])
 
 
 @dataclass(frozen=True)

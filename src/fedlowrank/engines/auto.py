@@ -15,7 +15,10 @@ from .sequential import Sequential
 from .vectorized import Vectorized
 
 SMALL = 150_000
-"""Trained parameters up to which a model gains by batching clients on a CPU: above, arithmetic costs more than calls."""
+"""Trained parameters up to which batching clients gains more on a CPU than a second core does."""
+
+MEDIUM = 1_000_000
+"""Trained parameters up to which batching clients gains on one core; above, arithmetic costs more than calls."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -38,7 +41,9 @@ def choose(
         return Sequential, "a model has layers of its own or hooks"
     ours = type(method).__module__.startswith("fedlowrank.")
     dense = all(p.ndim <= 2 for model in models for p in model.initial.values())
-    small = all(model.parameters <= SMALL for model in models)
+    parallel = device == "cpu" and cores() > 1 and clients > 1 and can_fork()
+    most = SMALL if parallel else MEDIUM
+    small = all(model.parameters <= most for model in models)
     # clients are batched by architecture: with many architectures there are few clients in a batch
     many = clients >= 4 * len(models)
     if ours and many and micro_batch is None and (device != "cpu" or (dense and small)):
@@ -46,7 +51,7 @@ def choose(
             Vectorized,
             "small dense models, many clients" if device == "cpu" else f"one {device} for all clients",
         )
-    if device == "cpu" and cores() > 1 and clients > 1 and can_fork():
+    if parallel:
         return Processes, f"{cores()} cores"
     return Sequential, "one core" if device == "cpu" else f"one {device}"
 

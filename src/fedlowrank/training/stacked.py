@@ -115,7 +115,7 @@ def _by_client(x: Tensor, clients: int) -> Tensor:
     """Rows ``[K·B, ...]`` by client, ``[K, B, ...]``."""
     if isinstance(x, Stacked) or x.ndim < 1 or x.shape[0] % clients:
         raise UnsupportedError("rows that are not those of a batch")
-    return x.unflatten(0, (clients, -1))
+    return x.reshape(clients, x.shape[0] // clients, *x.shape[1:])
 
 
 def _linear(x: Tensor, weight: Any, bias: Any = None) -> Tensor:
@@ -226,7 +226,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: lambda t: t.shape[1:],  # type: ignore[attr-defined]
     Tensor.ndim.__get__: lambda t: t.ndim - 1,  # type: ignore[attr-defined]
     Tensor.dtype.__get__: lambda t: t.dtype,  # type: ignore[attr-defined]
-    Tensor.device.__get__: lambda t: t.device,  # type: ignore[attr-defined]
+    Tensor.device.__get__: lambda t: t.device,
     **{
         f: _elementwise(f)
         for f in (torch.add, torch.sub, torch.mul, Tensor.add, Tensor.sub, Tensor.mul, Tensor.__rsub__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -111,7 +111,7 @@ def layout(value: T) -> T:
     return tree.map(channels_last, value)
 
 
-def refill(like: T, tensors: list[Tensor]) -> T:
+def refill(like: T, tensors: Iterable[Tensor]) -> T:
     """A tree of that structure with these tensors."""
     new = iter(tensors)
     return tree.map(lambda _: next(new), like)
