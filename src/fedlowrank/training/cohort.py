@@ -1,6 +1,7 @@
-"""One pass of many clients at once: their tensors stacked over a leading client axis, their steps taken together.
+"""One pass of a cohort: the tensors of its clients stacked over a leading axis, their steps taken together.
 
-What a method's functions compute for one client, ``vmap`` computes for all.
+The loss is computed by rows (:mod:`.stacked`); where an operation has no rule, and for ``precondition`` and
+``prox``, ``vmap`` computes for all clients what a method's functions compute for one.
 """
 
 from __future__ import annotations
