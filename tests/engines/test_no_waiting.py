@@ -33,7 +33,8 @@ from fedlowrank.models.architecture import Architecture
 from fedlowrank.models.cnn import CNN
 from fedlowrank.models.mlp import MLP
 from fedlowrank.testing.check import federation as check_federation
-from fedlowrank.training.cohort import BufferPool, train_cohort
+from fedlowrank.training.cohort import train_cohort
+from fedlowrank.training.feed import BufferPool
 from fedlowrank.training.local_data import LocalData, gather
 from fedlowrank.training.trainer import LocalTrainer, descend
 

@@ -27,7 +27,8 @@ from ..core.errors import NonFiniteError
 from ..core.method import PaddedDimensions, Request, Task
 from ..data.federation import Federation
 from ..training.captured_variables import identity
-from ..training.cohort import BufferPool, padded_axes, train_cohort
+from ..training.cohort import padded_axes, train_cohort
+from ..training.feed import BufferPool
 from ..training.steps import refill
 from ..training.trainer import LocalTrainer, Meter, all_finite, check_finite
 from .base import AnyMethod, ClientJob, ClientResult, Engine

@@ -6,7 +6,6 @@ The loss is computed by rows (:mod:`.stacked`); where an operation has no rule, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +15,9 @@ from torch.nn import functional
 
 from ..core import tree
 from ..core.errors import TaskError
-from ..core.loss import IGNORE_INDEX
 from ..core.method import Batch, ProximalTerm, Request
 from ..core.optimizer import SGD
-from ..data.pixels import Pixels
-from .local_data import LocalData, gather
+from .feed import BufferPool, Feed, flat
 from .stacked import UnsupportedError, stack
 from .steps import Work, refill, tensors_like
 from .trainer import LocalTrainer
@@ -268,100 +265,3 @@ def _to_one_size(tensors: list[Tensor], axis: int) -> list[Tensor]:
         torch.cat([t, t.new_zeros(*t.shape[:axis], most - t.shape[axis], *t.shape[axis + 1 :])], axis)
         for t in tensors
     ]
-
-
-class BufferPool:
-    """Buffers that are reused: allocating new pages takes as long as copying a batch."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Any, Tensor] = {}
-
-    def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
-        """An uninitialized buffer of the type of a tensor; overwrites the buffer of that purpose that was returned before."""
-        key = purpose, t.dtype, t.device
-        if key not in self._buffers or self._buffers[key].numel() < math.prod(shape):
-            self._buffers[key] = t.new_empty(math.prod(shape))
-        return self._buffers[key][: math.prod(shape)].view(shape)
-
-
-class Feed:
-    """The batches of clients, step by step. Where batches are rows of tensors, each row is copied once, into a reused buffer.
-
-    A batch is valid until the next one is requested.
-
-    Args:
-        data: of the clients.
-        name: of the pass.
-        pool: buffers for batches.
-    """
-
-    def __init__(self, data: Sequence[LocalData], name: str, pool: BufferPool) -> None:
-        self._pool = pool
-        self._examples = [d.examples for d in data]
-        self._orders = [d.indices(name) for d in data]
-        self._feeds = [d.batches(name) for d in data]
-        # images take another layout on their way
-        self._picks = all(
-            not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data
-        ) and not any(d.augment.active for d in data)
-
-    def batch(self, step: int, active: int) -> Batch:
-        """The batch of the first clients at a step; steps must be requested in order."""
-        if not self._picks:
-            return joined([next(feed) for feed in self._feeds[:active]])
-        examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
-        if any(len(i) != len(index[0]) for i in index):
-            return joined([gather(e, i, step) for e, i in zip(examples, index, strict=True)])
-        x, y = (self._picked(part, [getattr(e, part) for e in examples], index) for part in ("x", "y"))
-        return Batch(x, y, step=step)
-
-    def _picked(self, part: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
-        """Rows of tensors, as many of each, stacked over a leading axis."""
-        first: Any = tensors[0]
-        if isinstance(first, Pixels):
-            if all(p.table is first.table for p in tensors):
-                return first.images(self._picked(part, [p.codes for p in tensors], index))
-            return torch.stack([p.index_select(0, i) for p, i in zip(tensors, index, strict=True)])
-        out = self._pool.like(part, first, len(tensors), index[0].numel(), *first.shape[1:])
-        for row, t, i in zip(out.unbind(), tensors, index, strict=True):
-            torch.index_select(t, 0, i, out=row)
-        return out
-
-
-def flat(batch: Batch) -> Batch:
-    """A batch of each client, ``[K, b, ...]``, as rows of one batch."""
-    x = (
-        {n: t.flatten(0, 1) for n, t in batch.x.items()}
-        if isinstance(batch.x, dict)
-        else batch.x.flatten(0, 1)
-    )
-    mask = None if batch.mask is None else batch.mask.flatten()
-    return Batch(x, batch.y.flatten(0, 1), mask, batch.step, len(batch.y))
-
-
-def joined(batches: list[Batch]) -> Batch:
-    """Batches stacked over a leading client axis, short ones zero-padded and masked."""
-    sizes = [len(b) for b in batches]
-    longest = max(sizes)
-
-    def join(tensors: list[Tensor], fill: int = 0) -> Tensor:
-        if all(t.shape == tensors[0].shape for t in tensors):
-            return torch.stack(tensors)
-        # texts of unequal length differ in their second dimension too
-        shape = [max(ns) for ns in zip(*(t.shape for t in tensors), strict=True)]
-        out = tensors[0].new_full((len(tensors), *shape), fill)
-        for row, t in zip(out, tensors, strict=True):
-            row[tuple(slice(n) for n in t.shape)] = t
-        return out
-
-    x = [b.x for b in batches]
-    inputs = {n: join([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
-    mask = None
-    if min(sizes) != longest:
-        # created on the device: a copy from the host would wait for the steps before
-        mask = torch.ones(len(sizes), longest, dtype=torch.bool, device=batches[0].y.device)
-        for i, size in enumerate(sizes):
-            if size < longest:
-                mask[i, size:].fill_(False)
-    labels = join([b.y for b in batches], IGNORE_INDEX if batches[0].weights is not None else 0)
-    return Batch(inputs, labels, mask, batches[0].step)

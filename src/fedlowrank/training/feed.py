@@ -1,0 +1,212 @@
+"""The batches of a cohort: the same step of all clients at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..core.loss import IGNORE_INDEX
+from ..core.method import Batch
+from ..data.pixels import Pixels
+from .local_data import LocalData, channels_last, gather
+
+
+class BufferPool:
+    """Buffers that are reused: allocating new pages takes as long as copying a batch."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Any, Tensor] = {}
+
+    def like(self, purpose: str, t: Tensor, *shape: int) -> Tensor:
+        """An uninitialized buffer of the type of a tensor; overwrites the buffer of that purpose that was returned before."""
+        key = purpose, t.dtype, t.device
+        if key not in self._buffers or self._buffers[key].numel() < math.prod(shape):
+            self._buffers[key] = t.new_empty(math.prod(shape))
+        return self._buffers[key][: math.prod(shape)].view(shape)
+
+
+class Feed:
+    """The batches of clients, step by step.
+
+    Where all clients' examples are rows of one tensor, a batch of all clients is one selection of rows, whose
+    places are found for the whole pass at once. Else each client's rows are copied once, into a reused buffer.
+    A batch is valid until the next one is requested.
+
+    Args:
+        data: of the clients.
+        name: of the pass.
+        pool: buffers for batches.
+    """
+
+    def __init__(self, data: Sequence[LocalData], name: str, pool: BufferPool) -> None:
+        self._pool = pool
+        self._rows = None if any(d.augment.active for d in data) else _shared_rows(data, name)
+        self._examples = [d.examples for d in data]
+        self._orders = [d.indices(name) for d in data]
+        self._feeds = [d.batches(name) for d in data]
+        # images take another layout on their way
+        self._picks = all(
+            not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data
+        ) and not any(d.augment.active for d in data)
+
+    def batch(self, step: int, active: int) -> Batch:
+        """The batch of the first clients at a step; steps must be requested in order."""
+        if self._rows is not None:
+            return self._rows.batch(step)
+        if not self._picks:
+            return joined([next(feed) for feed in self._feeds[:active]])
+        examples, index = self._examples[:active], [order[step] for order in self._orders[:active]]
+        if any(len(i) != len(index[0]) for i in index):
+            return joined([gather(e, i, step) for e, i in zip(examples, index, strict=True)])
+        x, y = (self._picked(part, [getattr(e, part) for e in examples], index) for part in ("x", "y"))
+        return Batch(x, y, step=step)
+
+    def _picked(self, part: str, tensors: Sequence[Any], index: Sequence[Tensor]) -> Tensor:
+        """Rows of tensors, as many of each, stacked over a leading axis."""
+        first: Any = tensors[0]
+        if isinstance(first, Pixels):
+            if all(p.table is first.table for p in tensors):
+                return first.images(self._picked(part, [p.codes for p in tensors], index))
+            return torch.stack([p.index_select(0, i) for p, i in zip(tensors, index, strict=True)])
+        out = self._pool.like(part, first, len(tensors), index[0].numel(), *first.shape[1:])
+        for row, t, i in zip(out.unbind(), tensors, index, strict=True):
+            torch.index_select(t, 0, i, out=row)
+        return out
+
+
+@dataclass(frozen=True)
+class _SharedRows:
+    """Batches of clients whose examples are rows of one tensor.
+
+    Attributes:
+        inputs: of all clients, ``[rows, ...]``; or what their rows are decoded from.
+        labels: likewise.
+        decode: makes inputs of rows.
+        places: of each step the rows of ``inputs`` and of ``labels``, each ``[clients, b]``.
+        masks: of each step, None where no client has fewer examples.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    decode: Callable[[Tensor], Tensor]
+    places: list[tuple[Tensor, Tensor]]
+    masks: list[Tensor | None]
+
+    def batch(self, step: int) -> Batch:
+        """The batch of a step."""
+        x_rows, y_rows = self.places[step]
+        x = channels_last(self.decode(self.inputs.index_select(0, x_rows.flatten())))
+        y = self.labels.index_select(0, y_rows.flatten())
+        shape = x_rows.shape
+        return Batch(x.unflatten(0, shape), y.unflatten(0, shape), self.masks[step], step)  # type: ignore[no-untyped-call]
+
+
+def _shared_rows(data: Sequence[LocalData], name: str) -> _SharedRows | None:
+    """The batches of a pass where the examples are rows of one tensor; None where they are not.
+
+    Clients with the most steps come first. A client with fewer examples in a step repeats its first one, masked.
+    """
+    inputs: list[Any] = [d.examples.x for d in data]
+    decode: Callable[[Tensor], Tensor] = lambda rows: rows  # noqa: E731
+    if isinstance(inputs[0], Pixels):
+        decode = inputs[0].images
+        inputs = [x.codes for x in inputs if x.table is inputs[0].table]
+    if len(inputs) < len(data) or any(isinstance(x, dict) for x in inputs):
+        return None
+    x, y = common_base(inputs), common_base([d.examples.y for d in data])
+    if x is None or y is None or y[0].ndim > 2 or (y[0].ndim == 2 and not y[0].is_floating_point()):
+        return None
+    orders = [[i.numpy() for i in d.order(name)] for d in data]
+    places: list[list[Any]] = [[], []]
+    masks: dict[int, Any] = {}
+    for step in range(len(orders[0])):
+        index = [order[step] for order in orders if step < len(order)]
+        width = max(map(len, index))
+        ragged = min(map(len, index)) < width
+        if ragged:
+            masks[step] = np.arange(width) < np.array([[len(i)] for i in index])
+            index = [np.concatenate([i, np.full(width - len(i), i[0])]) for i in index]
+        whole = np.stack(index)
+        for into, (_, offsets) in zip(places, (x, y), strict=True):
+            into.append(whole + np.array(offsets[: len(index)])[:, None])
+    device = y[0].device
+    x_rows, y_rows = (_to_device(steps, device) for steps in places)
+    on_device = dict(zip(masks, _to_device(list(masks.values()), device), strict=True))
+    steps = [on_device.get(step) for step in range(len(x_rows))]
+    return _SharedRows(x[0], y[0], decode, list(zip(x_rows, y_rows, strict=True)), steps)
+
+
+def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
+    """Arrays as tensors on a device, which are copied there in one piece."""
+    if not arrays:
+        return []
+    flat_copy = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(device)
+    parts = flat_copy.split([a.size for a in arrays])
+    return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]
+
+
+def common_base(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]] | None:
+    """The tensor whose rows all tensors are, and where each begins in it; None if there is no such tensor."""
+    first = tensors[0]
+    width = math.prod(first.shape[1:])
+    storage = first.untyped_storage()
+    if width == 0 or first.dtype == torch.bool:
+        return None
+    for t in tensors:
+        inside = t.untyped_storage().data_ptr() == storage.data_ptr() and t.is_contiguous()
+        same = t.shape[1:] == first.shape[1:] and t.dtype == first.dtype
+        if not inside or not same or t.storage_offset() % width:
+            return None
+    rows = storage.nbytes() // first.element_size() // width
+    base = first.as_strided((rows, *first.shape[1:]), _contiguous_strides(first.shape[1:]), 0)
+    return base, [t.storage_offset() // width for t in tensors]
+
+
+def _contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """Strides of rows of that shape, that of the rows first."""
+    return [math.prod(shape[i:]) for i in range(len(shape) + 1)]
+
+
+def flat(batch: Batch) -> Batch:
+    """A batch of each client, ``[K, b, ...]``, as rows of one batch."""
+    x = (
+        {n: t.flatten(0, 1) for n, t in batch.x.items()}
+        if isinstance(batch.x, dict)
+        else batch.x.flatten(0, 1)
+    )
+    mask = None if batch.mask is None else batch.mask.flatten()
+    return Batch(x, batch.y.flatten(0, 1), mask, batch.step, len(batch.y))
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """Batches stacked over a leading client axis, short ones zero-padded and masked."""
+    sizes = [len(b) for b in batches]
+    longest = max(sizes)
+
+    def join(tensors: list[Tensor], fill: int = 0) -> Tensor:
+        if all(t.shape == tensors[0].shape for t in tensors):
+            return torch.stack(tensors)
+        # texts of unequal length differ in their second dimension too
+        shape = [max(ns) for ns in zip(*(t.shape for t in tensors), strict=True)]
+        out = tensors[0].new_full((len(tensors), *shape), fill)
+        for row, t in zip(out, tensors, strict=True):
+            row[tuple(slice(n) for n in t.shape)] = t
+        return out
+
+    x = [b.x for b in batches]
+    inputs = {n: join([one[n] for one in x]) for n in x[0]} if isinstance(x[0], dict) else join(x)
+    mask = None
+    if min(sizes) != longest:
+        # created on the device: a copy from the host would wait for the steps before
+        mask = torch.ones(len(sizes), longest, dtype=torch.bool, device=batches[0].y.device)
+        for i, size in enumerate(sizes):
+            if size < longest:
+                mask[i, size:].fill_(False)
+    labels = join([b.y for b in batches], IGNORE_INDEX if batches[0].weights is not None else 0)
+    return Batch(inputs, labels, mask, batches[0].step)
