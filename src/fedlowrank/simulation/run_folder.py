@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointError
-from ..core.files import as_checkpoint_error, write_atomically, write_json
+from ..core.files import as_checkpoint_error, write_atomically, write_json, write_json_rows
 from ..core.method import Method
 from . import checkpoint
 from .client_store import LazyMapping
@@ -81,7 +81,7 @@ class RunFolder:
         with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
         self._lock.enter_context(exclusive(self.path))
-        write_json(self.path / "clients.json", self.clients)
+        write_json_rows(self.path / "clients.json", self.clients)
         write_atomically(self.path / "metrics.jsonl", b"")
         self.status("running", 0)
         # last, for a folder counts as a run once it holds this file
