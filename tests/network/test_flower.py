@@ -24,7 +24,7 @@ from fedlowrank.network.deploy import process_tree
 from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
 from fedlowrank.simulation.run import Run
 
 deployment = pytest.mark.skipif(
@@ -162,8 +162,7 @@ def until(what: Callable[[], bool], seconds: float, *watched: ClientRuntime) -> 
 
 
 def rounds(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    return len(path.read_text().splitlines()) - 1 if path.exists() else -1
+    return len(read_lines(out)) - 1 if (out / METRICS).exists() else -1
 
 
 @pytest.mark.slow

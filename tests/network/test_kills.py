@@ -18,6 +18,7 @@ from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.messages import Order
 from fedlowrank.network.transport import Message
 from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.records import METRICS
 from fedlowrank.simulation.run_folder import RunFolder
 from fedlowrank.simulation.simulate import Result
 
@@ -82,7 +83,7 @@ def test_a_server_that_dies_at_any_point_of_a_round(tmp_path: Path) -> None:
     carrier = local(made, tmp_path / "whole")
     carrier.hazards[0] = whole = Hazard()
     served(carrier, made, tmp_path / "whole" / "run")
-    second = whole.points.index("sending", whole.points.index("metrics.jsonl not renamed") + 1)
+    second = whole.points.index("sending", whole.points.index(f"{METRICS} not renamed") + 1)
     second = whole.points.index("sending", second + 1)
     # once of every kind in the second round, and all of what comes after
     names = {f"{name} {whole.points[:i].count(name) - whole.points[:second].count(name)}": i
@@ -159,7 +160,7 @@ def test_a_record_that_was_written_by_half_is_written_again(tmp_path: Path) -> N
     def torn(folder: RunFolder, record: Any) -> None:
         append(folder, record)
         if record.round == 2:
-            path = folder.path / "metrics.jsonl"
+            path = folder.path / METRICS
             path.write_bytes(path.read_bytes()[:-40])
             raise Killed
 
@@ -171,7 +172,7 @@ def test_a_record_that_was_written_by_half_is_written_again(tmp_path: Path) -> N
     assert agrees(result, carrier, made) == set()
 
 
-@pytest.mark.parametrize("where", ["sent", "metrics.jsonl renamed", "server-000002.tree not renamed"])
+@pytest.mark.parametrize("where", ["sent", f"{METRICS} renamed", "server-000002.tree not renamed"])
 def test_an_interrupt_by_hand_leaves_a_run_that_says_so_and_goes_on(where: str, tmp_path: Path) -> None:
     made = small("feddyn")
     carrier = local(made, tmp_path, watched(tmp_path / "run", set(), set()))
