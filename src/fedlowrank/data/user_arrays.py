@@ -46,7 +46,7 @@ def client_from_arrays(
         if len(parts) < 3:
             empty = parts["train"].take(torch.arange(0))
             parts = {"val": empty, "test": empty, **parts}
-        return ClientData(**parts)
+        return ClientData(parts["train"], parts["val"], parts["test"])
     examples = examples_from_arrays(arrays, client)
     n = len(examples)
     n_val, n_test = round(n * val), round(n * test)
