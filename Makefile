@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
-.PHONY: install demo demo-language test test-deployment test-all lint types unit bench catalog clean
+.PHONY: install demo demo-language test test-deployment test-all lint types unit bench bench-peers catalog clean
 
 install: $(VENV)/.installed
 
@@ -56,7 +56,11 @@ catalog: install
 	$(BIN)/python -m fedlowrank.cli.catalog
 
 bench: install
-	$(BIN)/fedlowrank bench
+	$(BIN)/fedlowrank bench -o docs/results/speed.md
+
+# after `make bench`: adds pfl, Flower and FedJAX, where they are installed, to its page
+bench-peers: install
+	$(BIN)/python benchmarks/simulators.py --page docs/results/speed.md
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -48,6 +48,7 @@ from fedlowrank.network.flower import (
     to_records,
 )
 from fedlowrank.network.transport import Exchange, Message
+from fedlowrank.simulation.records import read_lines
 from fedlowrank.simulation.simulate import simulate
 
 SIZE = 100_000
@@ -128,7 +129,7 @@ def in_simulation(base: Path, clients: int, rounds: int) -> tuple[list[float], l
 
 def figures(out: Path) -> tuple[list[float], dict[str, int]]:
     """Seconds of every round's wave, and bytes of a run."""
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][1:]
+    rows = [json.loads(line) for line in read_lines(out)][1:]
     counted = sum(r["bytes_down"] + r["bytes_up"] for r in rows)
     return [r["seconds"]["train"] for r in rows], {
         "counted": counted,

@@ -291,7 +291,7 @@ ARMS: dict[str, Callable[[str, Plan, Clock], list[np.ndarray[Any, Any]]]] = {
 }
 
 TITLES = {
-    "bare": "bare PyTorch loop",
+    "bare": "plain PyTorch loop",
     "sequential": "**fedlowrank**, sequential",
     "vectorized": "**fedlowrank**, vectorized",
     "pfl": "pfl",

@@ -1,11 +1,14 @@
 """A federated round here and in other simulators: the same model, examples, order, clients, seeds; final weights compared.
 
-    pip install pfl fedjax                       # fedjax wants an environment of its own
+    pip install pfl "flwr[simulation]"           # and FedJAX in an environment of its own, with jax 0.4.25 and numpy 1.26
     python benchmarks/simulators.py [--models mlp25k,mlp99k,mlp200k,cnn] [--arms bare,sequential,vectorized,pfl,flower,fedjax]
-        [--clients 100] [--rounds 30] [--jax-python PATH] [--out FILE.md]
+        [--clients 100] [--rounds 30] [--jax-python PATH] [--page docs/results/speed.md]
+
+Simulators that are not installed are left out. With ``--page`` the table becomes the last section of that page, which
+``fedlowrank bench`` has written: ``make bench bench-peers``.
 
 Every arm runs in a process of its own, on one thread. They take turns round by round, in an order that rotates, and a ratio is
-that of an arm's CPU time to the bare loop's in the same turn; shown are medians with quartiles. Other simulators get their
+that of an arm's CPU time to the plain loop's in the same turn; shown are medians with quartiles. Other simulators get their
 examples already in the order in which a client sees them, and evaluate nothing. Flower runs its clients in processes of Ray,
 whose CPU time is counted with its own. Memory is the peak of the arm's process (of Flower: of the server's alone) less what it
 has once torch or JAX is imported and the examples are read.
@@ -94,7 +97,7 @@ class Runner:
 
 
 def difference(folder: Path, arm: str) -> float:
-    """Largest difference of a final weight from the bare loop's, as a share of the largest weight."""
+    """Largest difference of a final weight from the plain loop's, as a share of the largest weight."""
     a, b = (list(np.load(folder / f"{n}.npz").values()) for n in ("bare", arm))
     apart = max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
     return apart / max(float(np.abs(x).max()) for x in a)
@@ -126,8 +129,37 @@ def compare(name: str, clients: int, rounds: int, arms: Sequence[str], jax_pytho
         return rows
 
 
+MODULES = {"pfl": ["pfl"], "flower": ["flwr", "ray"], "fedjax": ["fedjax"]}
+"""What an arm needs."""
+
+
+def is_installed(arm: str, jax_python: str) -> bool:
+    """Whether the arm can run here."""
+    needed, python = MODULES.get(arm, []), jax_python if arm == "fedjax" else sys.executable
+    look = "import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))"
+    return not needed or subprocess.run([python, "-c", look, *needed], check=False).returncode == 0
+
+
+SECTION = "## Other simulators"
+
+ABOUT = """\
+Federated averaging, 10 clients a round of 64 random examples each, batches of 32, one epoch, plain SGD, {rounds} rounds after
+{warm} that are not counted: the same model, initial weights, examples in the same order, clients of each round. Every arm
+runs in a process of its own on one thread (Flower's clients in processes of Ray); they take turns round by round. The plain
+PyTorch loop loads weights, makes an optimizer for each client, and averages. *CPU / plain loop* is the median with quartiles
+of the ratio in the same turn. *Weights differ by*: the largest difference of a final weight from the plain loop's, as a
+share of the largest weight. Memory is a process's peak above torch (or JAX) and the examples.
+
+| simulator | what is left at its default | what is switched off |
+| :--- | :--- | :--- |
+| fedlowrank | checks, counts of bytes and FLOPs | evaluation; no run folder |
+| pfl | its own loop and backend | evaluation; no callbacks but the clock |
+| Flower | its simulation on Ray, one CPU a client | no strategy: messages over `Grid`, a mean with numpy |
+| FedJAX | compiled for one client after another | shuffling, as all arms get their order |
+"""
+
 HEAD = [
-    "| model | clients | simulator | CPU ms a round | CPU / bare loop | wall ms | memory, MiB | weights differ by |",
+    "| model | clients | simulator | CPU ms a round | CPU / plain loop | wall ms | memory, MiB | weights differ by |",
     "| :--- | ---: | :--- | ---: | ---: | ---: | ---: | ---: |",
 ]
 
@@ -142,7 +174,7 @@ def main() -> None:
     parser.add_argument("--clients", default="100")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--jax-python", default=sys.executable)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", type=Path)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -151,15 +183,18 @@ def main() -> None:
         return
     from fedlowrank.testing.bench import machine
 
+    arms = [arm for arm in args.arms.split(",") if is_installed(arm, args.jax_python)]
     print("\n".join(HEAD), flush=True)
     rows = [
         row
         for name in args.models.split(",")
         for clients in args.clients.split(",")
-        for row in compare(name, int(clients), args.rounds, args.arms.split(","), args.jax_python)
+        for row in compare(name, int(clients), args.rounds, arms, args.jax_python)
     ]
-    if args.out:
-        args.out.write_text("\n".join([*HEAD, *rows, "", machine(), ""]))
+    if args.page:
+        before = args.page.read_text().split(SECTION)[0].rstrip() if args.page.exists() else ""
+        text = ABOUT.format(rounds=args.rounds, warm=WARM)
+        args.page.write_text("\n".join([before, "", SECTION, "", text, *HEAD, *rows, "", machine(), ""]))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from fedlowrank.data.sources import SOURCES
 from fedlowrank.data.split import SPLITS
 from fedlowrank.methods import METHODS
 from fedlowrank.models.zoo import MODELS
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
 
 from .small import SMALL, done, files, write
 
@@ -33,7 +33,7 @@ def folders() -> list[str]:
 
 
 def stamps() -> dict[str, int]:
-    return {str(p): p.stat().st_mtime_ns for p in Path("runs").rglob("metrics.jsonl")}
+    return {str(p): p.stat().st_mtime_ns for p in Path("runs").rglob(METRICS)}
 
 
 def test_list_names_everything(capsys: Capsys) -> None:
@@ -129,8 +129,8 @@ def test_run(capsys: Capsys) -> None:
 def test_overrides_may_stand_anywhere(arguments: list[str], capsys: Capsys) -> None:
     write(Path())
     done(capsys, "run", *arguments)
-    (made,) = Path().rglob("metrics.jsonl")
-    assert len(made.read_text().splitlines()) == 2
+    (made,) = Path().rglob(METRICS)
+    assert len(read_lines(made.parent)) == 2
 
 
 def test_compare_runs_everything_once(capsys: Capsys) -> None:
@@ -225,9 +225,9 @@ def test_compare_goes_on_with_what_was_stopped(capsys: Capsys, monkeypatch: pyte
     assert "interrupted" in said
     assert "fedlowrank resume runs/small/fedavg-s0" in said
     assert RunRecord.load(Path("runs/small/fedavg-s0")).status["state"] == "stopped"
-    finished = stamps()["runs/small/standalone-s0/metrics.jsonl"]
+    finished = stamps()[f"runs/small/standalone-s0/{METRICS}"]
     done(capsys, "compare", file)
-    assert stamps()["runs/small/standalone-s0/metrics.jsonl"] == finished
+    assert stamps()[f"runs/small/standalone-s0/{METRICS}"] == finished
     record = RunRecord.load(Path("runs/small/fedavg-s0"))
     assert [r.round for r in record.rounds] == [0, 1, 2]
     assert record.status["state"] == "finished"

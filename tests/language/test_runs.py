@@ -22,7 +22,7 @@ from fedlowrank.core.errors import ConfigError, FedlowrankError, TaskError
 from fedlowrank.engines.sequential import Sequential
 from fedlowrank.language.scores import Perplexity
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
 from fedlowrank.simulation.run import Run
 
 torch.set_num_threads(1)
@@ -193,8 +193,8 @@ def test_a_killed_run_ends_as_an_unbroken_one(llama: Path, tmp_path: Path) -> No
     with subprocess.Popen(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
     ) as process:
-        metrics, end = broken / "metrics.jsonl", time.monotonic() + 200
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        end = time.monotonic() + 200
+        while not (broken / METRICS).exists() or len(read_lines(broken)) < 3:
             assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < end, "the run is too slow to be killed in time"
             time.sleep(0.01)

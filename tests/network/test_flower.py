@@ -24,8 +24,8 @@ from fedlowrank.network.deploy import process_tree
 from fedlowrank.network.deploy.flower_process import free_port
 from fedlowrank.network.flower import from_records, to_records
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RunRecord
-from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.records import METRICS, RunRecord, read_lines
+from fedlowrank.simulation.run import Run, rounded
 
 deployment = pytest.mark.skipif(
     "FEDLOWRANK_DEPLOYMENT" not in os.environ, reason="takes minutes; `make test-deployment` runs it"
@@ -106,7 +106,7 @@ def test_a_simulation_by_flower_is_the_sequential_run(tmp_path: Path, method: st
     # evaluation rode on the orders: no round lacks it
     measured = run.evaluation()
     assert measured is not None
-    assert records[-1].risk == {k: v for k, v in measured.risk.items() if k != "server"}
+    assert records[-1].risk == {k: v for k, v in rounded(measured.risk).items() if k != "server"}
 
 
 class ClientRuntime:
@@ -162,8 +162,7 @@ def until(what: Callable[[], bool], seconds: float, *watched: ClientRuntime) -> 
 
 
 def rounds(out: Path) -> int:
-    path = out / "metrics.jsonl"
-    return len(path.read_text().splitlines()) - 1 if path.exists() else -1
+    return len(read_lines(out)) - 1 if (out / METRICS).exists() else -1
 
 
 @pytest.mark.slow

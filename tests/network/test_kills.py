@@ -18,6 +18,7 @@ from fedlowrank.network.client_memory import ClientMemory
 from fedlowrank.network.messages import Order
 from fedlowrank.network.transport import Message
 from fedlowrank.simulation import checkpoint
+from fedlowrank.simulation.records import METRICS
 from fedlowrank.simulation.run_folder import RunFolder
 from fedlowrank.simulation.simulate import Result
 
@@ -79,7 +80,7 @@ def seen_through(carrier: LocalTransport, made: ExperimentConfig, out: Path, dea
 
 def second_round(points: list[str]) -> int:
     """Where in the life of a server its second round begins."""
-    first = points.index("sending", points.index("metrics.jsonl not renamed") + 1)
+    first = points.index("sending", points.index(f"{METRICS} not renamed") + 1)
     return points.index("sending", first + 1)
 
 
@@ -164,7 +165,7 @@ def test_a_record_that_was_written_by_half_is_written_again(tmp_path: Path) -> N
     def torn(folder: RunFolder, record: Any) -> None:
         append(folder, record)
         if record.round == 2:
-            path = folder.path / "metrics.jsonl"
+            path = folder.path / METRICS
             path.write_bytes(path.read_bytes()[:-40])
             raise Killed
 
@@ -176,7 +177,7 @@ def test_a_record_that_was_written_by_half_is_written_again(tmp_path: Path) -> N
     assert agrees(result, carrier, made) == set()
 
 
-@pytest.mark.parametrize("where", ["sent", "metrics.jsonl renamed", "000002.checkpoint not renamed"])
+@pytest.mark.parametrize("where", ["sent", f"{METRICS} renamed", "000002.checkpoint not renamed"])
 def test_an_interrupt_by_hand_leaves_a_run_that_says_so_and_goes_on(where: str, tmp_path: Path) -> None:
     made = small("feddyn")
     carrier = local(made, tmp_path, watched(tmp_path / "run", set(), set()))

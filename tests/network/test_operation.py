@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import gzip
 import hashlib
 import json
 import re
@@ -21,6 +22,7 @@ from fedlowrank.cli import network as commands
 from fedlowrank.cli.main import main, parser
 from fedlowrank.network.flower import GridTransport
 from fedlowrank.network.transport import Message, Response
+from fedlowrank.simulation.records import METRICS
 from fedlowrank.simulation.run_folder import RunFolder
 
 from .local import LocalTransport, changed, in_round, intact, local, served, small
@@ -56,7 +58,7 @@ def test_a_failed_start_and_resume_do_not_advise_each_other(
     assert "start it without --resume" in capsys.readouterr().err
     # what a server leaves that was killed at different moments of its start
     files: list[str] = []
-    for name in ("clients.json", "metrics.jsonl", "status.json", "run.json", "network.json"):
+    for name in ("clients.json", METRICS, "status.json", "run.json", "network.json"):
         files.append(name)
         out.mkdir()
         for one in files:
@@ -185,7 +187,7 @@ def test_status_tells_how_runs_stand(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
-    "place", ["file", "override", "run.json", "status.json", "metrics.jsonl", "000001.checkpoint"]
+    "place", ["file", "override", "run.json", "status.json", METRICS, "000001.checkpoint"]
 )
 def test_nesting_without_end_is_an_error_and_no_traceback(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -200,7 +202,8 @@ def test_nesting_without_end_is_an_error_and_no_traceback(
         served(local(made, tmp_path), made, out := tmp_path / "run")
         # a checkpoint ends with the size of its table of contents
         size = len(deep).to_bytes(8, "big") if place.endswith(".checkpoint") else b""
-        next(out.rglob(place)).write_bytes(deep.encode() + size)
+        content = deep.encode() + size
+        next(out.rglob(place)).write_bytes(gzip.compress(content) if place == METRICS else content)
         arguments = ["report" if place == "status.json" else "resume", str(out)]
     assert main(arguments) == 1
     said = capsys.readouterr().err

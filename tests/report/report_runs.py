@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from fedlowrank.report import render_terminal, write_report
 from fedlowrank.report.groups import choose_target, group_runs
 from fedlowrank.report.metrics import Run
 from fedlowrank.report.style import make_styles
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.records import METRICS, RunRecord
 
 MakeRun = Callable[..., RunRecord]
 Values = Sequence[Sequence[float | None]]
@@ -107,7 +108,8 @@ def maker(parent: Path) -> MakeRun:
         done = {"state": "finished", "rounds": len(rows) - 1, "message": ""}
         (folder / "run.json").write_text(json.dumps(config))
         (folder / "clients.json").write_text(json.dumps(people))
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / METRICS).write_bytes(gzip.compress(lines.encode()))
         (folder / "status.json").write_text(json.dumps(status if status is not None else done))
         if points is not None:
             x, label, client = points

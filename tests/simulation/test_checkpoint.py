@@ -16,7 +16,7 @@ from fedlowrank.cli.main import main
 from fedlowrank.core import tree
 from fedlowrank.core.errors import CheckpointError
 from fedlowrank.simulation import checkpoint
-from fedlowrank.simulation.records import RunRecord
+from fedlowrank.simulation.records import RunRecord, read_lines
 
 HISTORY: list[tuple[dict[str, Any], dict[int, Any]]] = [
     ({"w": torch.full((3,), float(t))}, {c: {"v": torch.tensor([10.0 * t + c])} for c in changed})
@@ -194,11 +194,11 @@ def test_a_local_run_goes_back_and_comes_to_the_same_end(
     assert main(["resume", str(folder), "--round", "3", "--without", "1"]) == 1
     assert "--without" in capsys.readouterr().err
     assert {p.name: p.read_bytes() for p in (folder / "checkpoint").iterdir()} == end
-    append, written = (folder / "metrics.jsonl").read_text().splitlines(), []
+    append = read_lines(folder)
     assert main(["resume", str(folder), "--round", "3"]) == 0
     found = RunRecord.load(folder)
     assert [r.untimed() for r in found.rounds] == whole
     assert {p.name: p.read_bytes() for p in (folder / "checkpoint").iterdir()} == end
     # rounds 4 and 5 were done again: their seconds are others
-    written = (folder / "metrics.jsonl").read_text().splitlines()
+    written = read_lines(folder)
     assert [a == b for a, b in zip(append, written, strict=True)] == [True] * 4 + [False] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from fedlowrank.methods import METHODS
 from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.digest import sealed
-from fedlowrank.simulation.records import RoundRecord, RunRecord
+from fedlowrank.simulation.records import METRICS, RoundRecord, RunRecord, read_lines
 
 torch.set_num_threads(1)
 
@@ -102,8 +103,7 @@ def end_of(process: int) -> int:
 
 
 def lines(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
+    return len(read_lines(folder)) if (folder / METRICS).exists() else 0
 
 
 def wait_for(folder: Path, rounds: int, process: int | None = None, seconds: float = 60) -> bool:
@@ -546,20 +546,50 @@ def test_a_damaged_table_of_contents_is_named(tmp_path: Path, table: Any) -> Non
         simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
 
 
-@pytest.mark.parametrize("damage", ["short", "no JSON", "another object", "missing"])
+def gzip_lines(rows: list[str]) -> bytes:
+    return b"".join(gzip.compress(row.encode()) for row in rows)
+
+
+def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run", **TINY)
+    whole, complete = (folder / METRICS).read_bytes(), read_lines(folder)
+    members = [len(gzip.compress(line, mtime=0)) for line in complete]
+    assert sum(members) == len(whole)
+    for cut in range(1, members[-1]):
+        (folder / METRICS).write_bytes(whole[:-cut])
+        # the line is whole where only the checksum after it is not
+        assert read_lines(folder) in (complete[:-1], complete)
+    assert read_lines(folder) == complete[:-1]
+
+
+def test_records_that_are_not_compressed_are_read_and_gone_on_with(tmp_path: Path) -> None:
+    whole, old = (whole_run(tmp_path / name, **TINY) for name in ("whole", "old"))
+    (old / "metrics.jsonl").write_bytes(b"".join(read_lines(old)))
+    (old / METRICS).unlink()
+    rounds = TINY["rounds"] + 2
+    assert len(RunRecord.load(old).rounds) == TINY["rounds"] + 1
+    for folder in (whole, old):
+        simulate("lg_fedavg", tiny(), folder=folder, resume=True, **{**TINY, "rounds": rounds})
+    found = [[r.untimed() for r in RunRecord.load(folder).rounds] for folder in (whole, old)]
+    assert found[0] == found[1]
+    assert len(found[0]) == rounds + 1
+
+
+@pytest.mark.parametrize("damage", ["short", "no JSON", "another object", "missing", "not compressed"])
 def test_damaged_metrics_are_named(tmp_path: Path, damage: str) -> None:
     folder = whole_run(tmp_path / "run", **TINY)
-    path = folder / "metrics.jsonl"
-    text = path.read_text().splitlines(keepends=True)
+    path = folder / METRICS
+    text = [line.decode() for line in read_lines(folder)]
     if damage == "missing":
         path.unlink()
     else:
         rows = {
             "short": text[:2],
             "no JSON": [text[0], text[1][:20] + "\n", *text[2:]],
+            "not compressed": text,
             "another object": [text[0], '{"color": 1}\n', *text[2:]],
         }[damage]
-        path.write_text("".join(rows))
+        path.write_bytes("".join(rows).encode() if damage == "not compressed" else gzip_lines(rows))
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):
         simulate("lg_fedavg", tiny(), folder=folder, resume=True, **TINY)
 

@@ -12,8 +12,9 @@ from ..core.files import write_atomically
 from ..engines import ENGINES
 from ..simulation.simulate import threads
 from ..simulation.terminal import console
-from ..testing.bench import HEAD, SUBJECTS, machine, markdown, time_rounds
-from ..testing.bench import rows as rows_of
+from ..testing.bench import SUBJECTS, machine, time_defaults, time_rounds
+from ..testing.bench_page import DEFAULTS_HEAD, HEAD, defaults_rows, page
+from ..testing.bench_page import rows as rows_of
 
 
 def bench(models: list[str] | None, engines: list[str], method: str, rounds: int, out: Path | None) -> int:
@@ -27,18 +28,25 @@ def bench(models: list[str] | None, engines: list[str], method: str, rounds: int
         raise ConfigError(f"--rounds must be >= 1; it is {rounds}")
     with threads(1), Progress(console=console(stderr=True), transient=True) as progress:
         bar = progress.add_task("timing", total=rounds * len(models))
-        found = []
+        found, defaults = [], []
         for model in models:
             progress.update(bar, description=SUBJECTS[model].title)
             found.append(time_rounds(model, engines, rounds, method, on_round=lambda: progress.advance(bar)))
+            defaults += [
+                time_defaults(model, engine, rounds, method) for engine in engines if engine != "processes"
+            ]
         head = machine()
-    title = f"{method}, {rounds} rounds of 10 of 100 clients; below 1 is faster than the bare loop"
+    title = f"{method}, {rounds} rounds of 10 of 100 clients; below 1 is faster than the floor loop"
     shown = Table(*HEAD, title=title, caption=head, caption_justify="left")
     for row in rows_of(found):
         shown.add_row(*row)
     console().print(shown)
+    added = Table(*DEFAULTS_HEAD, title=f"A run folder, evaluation and checkpoints, over {rounds} rounds")
+    for row in defaults_rows(defaults):
+        added.add_row(*row)
+    console().print(added)
     if out is not None:
         options = f"--models {','.join(models)} --engines {','.join(engines)} --rounds {rounds}"
-        command = f"    fedlowrank bench --method {method} {options}"
-        write_atomically(out, f"{command}\n\n{title}.\n\n{markdown(found)}\n\n{head}\n".encode())
+        command = f"fedlowrank bench --method {method} {options} -o {out}"
+        write_atomically(out, page(command, title, found, defaults).encode())
     return 0

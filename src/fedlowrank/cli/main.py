@@ -96,9 +96,9 @@ def parser() -> argparse.ArgumentParser:
     add = command("list", "listing:show_list", common, "methods, models, data; or the fields of one method")
     add("method", nargs="?", help="show this method's paper and fields")
 
-    add = command("bench", "bench:bench", common, "time rounds on this machine against a bare PyTorch loop")
+    add = command("bench", "bench:bench", common, "time rounds on this machine against plain PyTorch")
     add("--models", type=_split, help="comma-separated (default: all)")
-    add("--engines", type=_split, default="sequential,vectorized,processes", help="comma-separated")
+    add("--engines", type=_split, default="sequential,vectorized", help="comma-separated")
     add("--method", choices=["fedavg", "fedprox", "scaffold", "feddyn"], default="fedavg")
     add("--rounds", type=int, default=15, help="that are timed for each model")
     add("-o", "--out", type=Path, help="write the table to this file too, as Markdown")

@@ -60,3 +60,8 @@ def sync_folder(folder: Path) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically, one level of indentation for a person to read."""
     write_atomically(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def write_json_rows(path: Path, rows: Iterable[Any]) -> None:
+    """Write a JSON array atomically, one row a line; of many rows it takes a tenth of the time of indentation."""
+    write_atomically(path, ("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n").encode())

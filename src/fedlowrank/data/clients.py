@@ -39,8 +39,8 @@ def make_clients(dataset: Dataset, partition: Partition, split: Split, key: Key)
         if len(positions.train) == 0:
             raise DataError(f"client {client} has no training data. Raise its number of examples.")
         notes = positions.notes
-        if pool.names and len(classes := np.unique(pool.labels[own])) == 1:
-            notes = (f"client {client}: a single class, {pool.names[classes[0]]!r}", *notes)
+        if pool.names and (labels := pool.labels[own]).min() == (first := labels[0]) == labels.max():
+            notes = (f"client {client}: a single class, {pool.names[first]!r}", *notes)
         train, val, test = (_take(pool, part) for part in (positions.train, positions.val, positions.test))
         clients.append(ClientData(train, val, test, notes))
     return clients

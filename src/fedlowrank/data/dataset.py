@@ -22,6 +22,9 @@ Stored: TypeAlias = Inputs | Pixels
 
 Normalization: TypeAlias = Literal["none", "scale", "standard"]
 
+_TARGETS = (torch.int64, 1), (torch.float32, 2)
+_TOKEN_LABELS = (torch.int64, 2)
+
 
 @dataclass(frozen=True, eq=False)
 class Examples:
@@ -43,8 +46,8 @@ class Examples:
     def __post_init__(self) -> None:
         is_text = isinstance(self.x, dict)
         form = self.y.dtype, self.y.ndim
-        allowed = [(torch.int64, 1), (torch.float32, 2)] + ([(torch.int64, 2)] if is_text else [])
-        if form not in allowed or (self.y.ndim == 2 and self.y.shape[1] == 0):
+        is_known = form in _TARGETS or (is_text and form == _TOKEN_LABELS)
+        if not is_known or (self.y.ndim == 2 and self.y.shape[1] == 0):
             raise DataError(
                 "the labels must be int64 [n], or for a regression the targets float32 [n, d], not "
                 f"{describe_array(self.y)}. Token labels are int64 [n, T], beside named inputs with "
@@ -59,17 +62,18 @@ class Examples:
             if self.x.dtype != torch.float32:
                 raise DataError(f"the inputs must be float32 [n, ...], not {describe_array(self.x)}.")
         for name, tensor in inputs.items():
-            count = len(tensor) if tensor.ndim else 0
-            if tensor.ndim == 0 or count != len(self.y):
+            # .shape, for len(tensor) runs Python code of torch
+            count = tensor.shape[0] if tensor.ndim else 0
+            if tensor.ndim == 0 or count != self.y.shape[0]:
                 raise DataError(f"there are {len(self.y)} labels, but the {name} holds {count} examples.")
-        if self.tokens and isinstance(self.x, dict):
+        if isinstance(self.x, dict) and self.tokens:
             ids = self.x.get("input_ids")
             if ids is None or ids.shape != self.y.shape:
                 found = f"there are only {sorted(self.x)}" if ids is None else f"found {describe_array(ids)}"
                 raise DataError(f"token labels {describe_array(self.y)} need such input_ids; {found}.")
 
     def __len__(self) -> int:
-        return len(self.y)
+        return self.y.shape[0]
 
     @property
     def inputs(self) -> Inputs:
@@ -89,9 +93,10 @@ class Examples:
     def take(self, index: Tensor | np.ndarray) -> Examples:
         """Copy the examples at positions [m] in 0..n-1 to new contiguous tensors, images as float32."""
         index = torch.as_tensor(index, dtype=torch.int64, device=self.y.device)
+        y = self.y.index_select(0, index)
         if isinstance(self.x, dict):
-            return Examples({name: t.index_select(0, index) for name, t in self.x.items()}, self.y[index])
-        return Examples(self.x.index_select(0, index), self.y[index])
+            return Examples({name: t.index_select(0, index) for name, t in self.x.items()}, y)
+        return Examples(self.x.index_select(0, index), y)
 
 
 @dataclass(frozen=True, eq=False)

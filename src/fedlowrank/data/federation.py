@@ -86,26 +86,27 @@ class Federation:
                 raise DataError(f"client {i} has no training example")
             if info.architecture not in self.architectures:
                 raise TaskError(f"client {i} has model {info.architecture!r}; known: {[*self.architectures]}")
-            for part in ("train", "val", "test"):
-                self._check_kind(getattr(data, part), f"client {i}: {part}")
-            try:
-                self.augment.check(data.train.x)
-            except DataError as error:
-                raise DataError(f"client {i}: {error}") from error
+            for part, examples in (("train", data.train), ("val", data.val), ("test", data.test)):
+                self._check_kind(examples, i, part)
+            if self.augment.active:
+                try:
+                    self.augment.check(data.train.x)
+                except DataError as error:
+                    raise DataError(f"client {i}: {error}") from error
         if self.clients[0].train.regression:
             self._check_target_widths()
         # A companion makes the head for the number of classes itself.
         if self.clients[0].train.regression or (self.classes and self.companion is None):
             self._check_outputs()
 
-    def _check_kind(self, examples: Examples, where: str) -> None:
+    def _check_kind(self, examples: Examples, client: int, part: str) -> None:
         """Reject targets of another kind than those of the other clients."""
         if (examples.regression or examples.tokens) != bool(self.classes):
             return
         kind = "token labels" if examples.tokens else "class labels"
         kind = "real targets" if examples.regression else kind
         raise DataError(
-            f"{where} has {kind}, but the federation names {len(self.classes)} classes; a regression has "
+            f"client {client}: {part} has {kind}, but the federation names {len(self.classes)} classes; a regression has "
             "none, and all clients learn the same kind of task"
         )
 
@@ -207,18 +208,28 @@ class Federation:
 
     def describe(self) -> list[dict[str, Any]]:
         """One row per client: id, architecture, sizes of its parts, class counts if any, rank, cluster."""
+        counts = {part: self._count_classes(part) for part in ("train", "val", "test")}
         rows = []
-        for info, data in zip(self.infos, self.clients, strict=True):
-            parts = {"train": data.train, "val": data.val, "test": data.test}
-            has_classes = not data.train.regression and not data.train.tokens
-            counts = {
-                name: torch.bincount(e.y, minlength=len(self.classes)).tolist() if has_classes else []
-                for name, e in parts.items()
-            }
-            row = {"id": info.id, "architecture": info.architecture, **{n: len(e) for n, e in parts.items()}}
+        for i, (info, data) in enumerate(zip(self.infos, self.clients, strict=True)):
+            sizes = {"train": len(data.train), "val": len(data.val), "test": len(data.test)}
+            row = {"id": info.id, "architecture": info.architecture, **sizes}
+            classes = {part: of[i] for part, of in counts.items()}
             known = {"rank": info.rank, "cluster": info.cluster}
-            rows.append({**row, "classes": counts, **{n: v for n, v in known.items() if v is not None}})
+            rows.append({**row, "classes": classes, **{n: v for n, v in known.items() if v is not None}})
         return rows
+
+    def _count_classes(self, part: str) -> list[list[int]]:
+        """Examples of each class in a part of every client; empty lists where there are no class labels."""
+        labels = [getattr(client, part).y for client in self.clients]
+        if self.clients[0].train.regression or self.clients[0].train.tokens:
+            return [[] for _ in labels]
+        # one count over all clients: client i's label c is the number i * classes + c
+        sizes = torch.tensor([y.shape[0] for y in labels])
+        offsets = torch.arange(len(labels)).mul_(len(self.classes)).repeat_interleave(sizes)
+        numbers = torch.cat([y.cpu() for y in labels]).add_(offsets)
+        counts = torch.bincount(numbers, minlength=len(labels) * len(self.classes))
+        table: list[list[int]] = counts.reshape(len(labels), -1).tolist()
+        return table
 
     @classmethod
     def from_arrays(
@@ -262,7 +273,7 @@ class Federation:
             TaskError: if a model does not fit.
         """
         key = Key((seed,))
-        data = [client_from_arrays(c, i, val, test, key / "split" / i) for i, c in enumerate(clients)]
+        data = [client_from_arrays(c, i, val, test, key) for i, c in enumerate(clients)]
         if not data:
             raise DataError("a federation needs at least one client")
         names = class_names(data, classes)
@@ -274,7 +285,8 @@ class Federation:
             n: build_architecture(n, m, example, head, key / "init" / n) for n, m in models.items()
         }
         if architecture is None:
-            architecture = [list(architectures)[i % len(architectures)] for i in range(len(data))]
+            every = list(architectures)
+            architecture = [every[i % len(every)] for i in range(len(data))]
         ranks = [None] * len(data) if rank is None else list(rank)
         clusters = [None] * len(data) if cluster is None else list(cluster)
         if {len(architecture), len(ranks), len(clusters)} != {len(data)}:

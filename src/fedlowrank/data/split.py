@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -136,20 +136,25 @@ class Local:
 
     def divide(self, pool: Pool, own: IntArray, client: int, key: Key) -> Positions:  # noqa: ARG002
         """See `Split.divide`."""
-        shares = np.array([self.train, self.val, self.test])
-        least = (shares > 0).astype(np.int64)
-        if len(own) < least.sum():
+        parts = sum(share > 0 for share in (self.train, self.val, self.test))
+        if len(own) < parts:
             raise DataError(
-                f"client {client} has {len(own)} examples, too few for one in each of {least.sum()} parts. "
+                f"client {client} has {len(own)} examples, too few for one in each of {parts} parts. "
                 "Raise the smallest size of a client in the partition, or lower the number of clients."
             )
-        counts = largest_remainder(shares, len(own))
+        order = (key / "order").numpy().permutation(own)
+        first, last = self._ends(len(own))
+        return Positions(np.sort(order[:first]), np.sort(order[first:last]), np.sort(order[last:]))
+
+    @lru_cache(maxsize=1024)  # noqa: B019 - clients of one size are divided alike; a split is small
+    def _ends(self, size: int) -> tuple[int, int]:
+        """Where training and validation examples end, of that many examples in random order."""
+        shares = np.array([self.train, self.val, self.test])
+        counts, least = largest_remainder(shares, size), shares > 0
         while (missing := counts < least).any():
             counts[np.argmax(missing)] += 1
             counts[np.argmax(counts)] -= 1
-        order = (key / "order").numpy().permutation(own)
-        train, val, test = np.split(order, np.cumsum(counts)[:-1])
-        return Positions(np.sort(train), np.sort(val), np.sort(test))
+        return int(counts[0]), int(counts[:2].sum())
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def client_from_arrays(
         client: its number, for messages.
         val: share for validation, if there is one pair.
         test: share for the test, likewise.
-        key: randomness of the division.
+        key: root of all randomness.
     """
     if isinstance(arrays, Mapping):
         unknown = set(arrays) - {"train", "val", "test"}
@@ -43,14 +43,16 @@ def client_from_arrays(
                 f"client {client}: splits are 'train' and optionally 'val' and 'test', not {sorted(arrays)}"
             )
         parts = {name: examples_from_arrays(pair, client) for name, pair in arrays.items()}
-        empty = parts["train"].take(torch.arange(0))
-        return ClientData(parts["train"], parts.get("val", empty), parts.get("test", empty))
+        if len(parts) < 3:
+            empty = parts["train"].take(torch.arange(0))
+            parts = {"val": empty, "test": empty, **parts}
+        return ClientData(parts["train"], parts["val"], parts["test"])
     examples = examples_from_arrays(arrays, client)
     n = len(examples)
     n_val, n_test = round(n * val), round(n * test)
     if n - n_val - n_test < 1:
         raise DataError(f"client {client} has {n} examples, too few for shares of {val} and {test}")
-    order = torch.randperm(n, generator=key.generator())
+    order = torch.randperm(n, generator=(key / "split" / client).generator())
     val_index, test_index, train_index = torch.split(order, [n_val, n_test, n - n_val - n_test])
     return ClientData(examples.take(train_index), examples.take(val_index), examples.take(test_index))
 
@@ -58,7 +60,8 @@ def client_from_arrays(
 def examples_from_arrays(pair: ArrayPair, client: int) -> Examples:
     """Examples from a pair: inputs ``[n, ...]`` or a dict of them, and labels ``[n]`` or targets ``[n, d]``.
 
-    These are tensors, numpy arrays, data frames or lists of numbers.
+    These are tensors, numpy arrays, data frames or lists of numbers. :func:`class_names` checks the range of
+    the labels, of all clients at once.
     """
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise DataError(f"client {client}: expected a pair (x, y) of arrays, not {_describe_type(pair)}")
@@ -68,16 +71,13 @@ def examples_from_arrays(pair: ArrayPair, client: int) -> Examples:
         if isinstance(x, Mapping):
             inputs: Inputs = {name: to_tensor(a, f"input {name!r}") for name, a in x.items()}
         else:
-            inputs = to_tensor(x, "the inputs").to(torch.float32)
+            inputs = _to(to_tensor(x, "the inputs"), torch.float32)
         examples = Examples(inputs, targets)
-        named = inputs if isinstance(inputs, dict) else {"its inputs": inputs}
-        for name, tensor in {**named, "its targets": targets}.items():
+        for name, tensor in inputs.items() if isinstance(inputs, dict) else [("its inputs", inputs)]:
             check_finite(name, tensor)
+        check_finite("its targets", targets)
     except DataError as error:
         raise DataError(f"client {client}: {error}") from error
-    is_classification = not examples.regression and not examples.tokens
-    if is_classification and len(targets) and int(targets.min()) < 0:
-        raise DataError(f"client {client}: label {int(targets.min())} is negative")
     return examples
 
 
@@ -106,7 +106,7 @@ def class_names(clients: Sequence[ClientData], classes: Sequence[str] | int | No
     """Names of the classes: the given ones, or the numbers up to the largest label; none for a regression.
 
     Raises:
-        DataError: if clients mix regression and classification, or the labels do not fit the classes.
+        DataError: if clients mix regression and classification, or a label is negative or too large.
     """
     is_regression = [c.train.regression for c in clients]
     if any(is_regression) and not all(is_regression):
@@ -121,14 +121,27 @@ def class_names(clients: Sequence[ClientData], classes: Sequence[str] | int | No
                 "classification give labels [n], whole numbers; of one-hot rows, y.argmax(1)."
             )
         return ()
-    parts = [e.y for c in clients for e in (c.train, c.val, c.test) if len(e) and not e.regression]
-    count = max(int(y.max()) for y in parts) + 1
+    labels = [e.y for c in clients for e in (c.train, c.val, c.test) if not e.regression]
+    # one concatenation, for min and max of every part of every client take longer
+    numbers = torch.cat([y.cpu() if y.ndim == 1 else y.cpu().flatten() for y in labels])
+    count = int(numbers.max()) + 1
+    # token labels are -100 where the loss does not count
+    if int(numbers.min()) < 0:
+        _reject_negative_labels(clients)
     if classes is None:
         classes = count
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
     if count > len(names):
         raise DataError(f"there is a label {count - 1} but only {len(names)} classes; labels count from 0")
     return names
+
+
+def _reject_negative_labels(clients: Sequence[ClientData]) -> None:
+    """Name the first client with a negative class label, if there is one."""
+    for client, data in enumerate(clients):
+        for examples in (data.train, data.val, data.test):
+            if not examples.regression and not examples.tokens and (examples.y < 0).any():
+                raise DataError(f"client {client}: label {int(examples.y.min())} is negative")
 
 
 def is_one_hot(y: Tensor) -> bool:
@@ -153,12 +166,17 @@ def _targets(y: Tensor, has_named_inputs: bool) -> Tensor:
     """Targets in the type of `Examples.y`."""
     is_real = y.is_floating_point()
     if is_real and y.ndim == 2:
-        return y.to(torch.float32)
+        return _to(y, torch.float32)
     # token labels [n, T] come with named inputs
     if is_real or (y.ndim == 2 and not has_named_inputs and target_hint(y)):
         hint = target_hint(y) or "Real targets are [n, d], labels of classes whole numbers [n]."
         raise DataError(f"the targets are {describe_array(y)}. {hint}")
-    return y.to(torch.int64)
+    return _to(y, torch.int64)
+
+
+def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # the call alone, which does nothing, takes longer than the question
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _describe_type(value: Any) -> str:

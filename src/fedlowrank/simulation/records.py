@@ -4,7 +4,8 @@ RUN/run.json          resolved configuration, software versions, the paper's ref
 experiment has any RUN/clients.json      one row a client: architecture, examples in train/val/test, class
 counts, true cluster (null if
                       unknown), whether it never trains
-RUN/metrics.jsonl     one :class:`RoundRecord` a line; round 0 is the state before any training
+RUN/metrics.jsonl.gz  one :class:`RoundRecord` a line; round 0 is the state before any training;
+                      ``pandas.read_json("RUN/metrics.jsonl.gz", lines=True)``
 RUN/status.json       {"state": "running" | "finished" | "stopped", "rounds": ..., "message": ...}
 RUN/representations.safetensors   optional: test representations at the end of the run, for pictures
 RUN/lock              which process writes the folder, or wrote it last; see :mod:`fedlowrank.simulation.lock`
@@ -13,9 +14,13 @@ RUN/checkpoint/       see :mod:`fedlowrank.simulation.checkpoint`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gzip
+import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +34,10 @@ from ..core.errors import CheckpointError
 from .lock import is_alive, read_holder
 
 FORMAT = 1
+
+METRICS = "metrics.jsonl.gz"
+"""Name of the file of records. Every line is a gzip member of its own, so that a line is appended by one write."""
+
 Accuracy = dict[str, dict[str, list[float | None]]]
 """``accuracy[series][split][i]``: of client i, in [0, 1]; None where the client has no example in that split, or no classes."""
 
@@ -52,7 +61,8 @@ class RoundRecord:
         cpu_seconds: the same in CPU time of this process.
         loss: mean loss over the steps of each pass, over all participants.
         accuracy: see :data:`Accuracy`; None in rounds without evaluation.
-        risk: the mean loss of every client's model on its own examples, in the same form.
+        risk: the mean loss of every client's model on its own examples, in the same form, to six significant
+            digits; a loss in float32 has seven.
         routes: of every client its share of each cluster; None if the method has no clusters, or without
             evaluation.
         parameters: of each series, how many numbers the model of each client takes
@@ -84,10 +94,16 @@ class RoundRecord:
 
     def to_json(self) -> str:
         """One line of JSON; of a subset of clients it holds the numbers of those that were evaluated."""
-        return json.dumps(self._map_tables(lambda row: [row[i] for i in self.evaluated or ()]))
+        fields = self._map_tables(lambda row: [row[i] for i in self.evaluated or ()])
+        return json.dumps(fields, separators=(",", ":"))
+
+    def to_bytes(self) -> bytes:
+        """What is appended to :data:`METRICS`."""
+        # equal records make equal bytes, so no time stamp
+        return gzip.compress((self.to_json() + "\n").encode(), mtime=0)
 
     @classmethod
-    def from_json(cls, line: str, clients: int) -> RoundRecord:
+    def from_json(cls, line: str | bytes, clients: int) -> RoundRecord:
         """Read a line of :meth:`to_json`; raises TypeError or ValueError if it is none.
 
         Args:
@@ -137,7 +153,7 @@ class RunRecord:
         folder: where it lies.
         config: contents of ``run.json``.
         clients: contents of ``clients.json``.
-        rounds: contents of ``metrics.jsonl``.
+        rounds: contents of :data:`METRICS`.
         status: contents of ``status.json``.
     """
 
@@ -160,9 +176,8 @@ class RunRecord:
             config = json.loads((folder / "run.json").read_text())
             clients = json.loads((folder / "clients.json").read_text())
             status = believed(folder, json.loads((folder / "status.json").read_text()))
-            lines = (folder / "metrics.jsonl").read_text().splitlines()
-            rounds = [RoundRecord.from_json(line, len(clients)) for line in lines]
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            rounds = [RoundRecord.from_json(line, len(clients)) for line in read_lines(folder)]
+        except (OSError, zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"the run folder {folder} cannot be read: {error}") from error
         if config.get("format") != FORMAT:
             raise CheckpointError(
@@ -174,6 +189,26 @@ class RunRecord:
         """``x [n, d]``, ``label [n]`` and ``client [n]`` of test representations, or None if the run saved none."""
         path = self.folder / "representations.safetensors"
         return safetensors.torch.load_file(path) if path.is_file() else None
+
+
+def read_lines(folder: Path) -> list[bytes]:
+    """The lines of :data:`METRICS` in a run folder, without one that a killed process left incomplete.
+
+    Older runs have ``metrics.jsonl``, which is not compressed.
+
+    Raises:
+        OSError: if there is no such file, or it is damaged.
+        zlib.error: likewise.
+    """
+    path, lines = folder / METRICS, []
+    if not path.exists():
+        return (folder / "metrics.jsonl").read_bytes().splitlines()
+    # a member begins with this byte, and ends with it only after a line of 500 MB
+    data = io.BytesIO(path.read_bytes().removesuffix(b"\x1f"))
+    with gzip.open(data) as file, contextlib.suppress(EOFError):
+        for line in file:
+            lines.append(line)  # noqa: PERF402 - lines before an incomplete one are kept
+    return lines
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:

@@ -24,7 +24,7 @@ from .communication import Volume, lost_replies
 from .evaluation import Evaluation, Evaluator
 from .local_model import LocalModel, local_model
 from .progress import tell
-from .records import RoundRecord
+from .records import Accuracy, RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
 
@@ -84,7 +84,7 @@ class Run:
         self.settings = settings
         self.engine = engine
         engine.micro_batch = settings.micro_batch
-        self.task = federation.task(settings.rounds)
+        self.task = self.federation.task(settings.rounds)
         self.evaluator = Evaluator(method, self.federation, self.task, engine)
         if method.needs_classes and self.task.classes == 0:
             raise TaskError(
@@ -305,8 +305,21 @@ class Run:
 def evaluated(record: RoundRecord, found: Evaluation) -> RoundRecord:
     """The record with what was found."""
     return dataclasses.replace(
-        record, accuracy=found.accuracy, risk=found.risk, routes=found.routes, parameters=found.parameters
+        record,
+        accuracy=found.accuracy,
+        risk=rounded(found.risk),
+        routes=found.routes,
+        parameters=found.parameters,
     )
+
+
+def rounded(risk: Accuracy) -> Accuracy:
+    """Losses to six significant digits: float32 has seven, and the others would fill half of a record's line."""
+
+    def short(row: list[float | None]) -> list[float | None]:
+        return [value if value is None else float(f"{value:.6g}") for value in row]
+
+    return {name: {split: short(row) for split, row in of.items()} for name, of in risk.items()}
 
 
 def placed(federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell) -> Federation:

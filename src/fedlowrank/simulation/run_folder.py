@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -16,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ..core.errors import CheckpointError
-from ..core.files import as_checkpoint_error, write_atomically, write_json
+from ..core.files import as_checkpoint_error, write_atomically, write_json, write_json_rows
 from ..core.method import Method
 from . import checkpoint
 from .client_store import LazyMapping
 from .lock import exclusive
-from .records import FORMAT, RoundRecord
+from .records import FORMAT, METRICS, RoundRecord, read_lines
 from .run import Run
 from .settings import RunSettings
 
@@ -34,7 +35,7 @@ FREE_TO_CHANGE = (
 
 
 _BEFORE_THE_FIRST_CHECKPOINT = {
-    "run.json", "clients.json", "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
+    "run.json", "clients.json", METRICS, "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
 }  # fmt: skip
 
 
@@ -85,8 +86,8 @@ class RunFolder:
         with as_checkpoint_error(f"cannot make {self.path}"):
             self.path.mkdir(parents=True)
         self._lock.enter_context(exclusive(self.path))
-        write_json(self.path / "clients.json", self.clients)
-        write_atomically(self.path / "metrics.jsonl", b"")
+        write_json_rows(self.path / "clients.json", self.clients)
+        write_atomically(self.path / METRICS, b"")
         self.status("running", 0)
         # last, for a folder counts as a run once it holds this file
         write_json(self.path / "run.json", self.config)
@@ -143,15 +144,14 @@ class RunFolder:
     def append(self, record: RoundRecord) -> None:
         """Add the record of a round."""
         with (
-            as_checkpoint_error(f"cannot write {self.path / 'metrics.jsonl'}"),
-            (self.path / "metrics.jsonl").open("a") as file,
+            as_checkpoint_error(f"cannot write {self.path / METRICS}"),
+            (self.path / METRICS).open("ab") as file,
         ):
-            file.write(record.to_json() + "\n")
+            file.write(record.to_bytes())
 
     def rewrite(self, records: list[RoundRecord]) -> None:
         """Replace all records."""
-        text = "".join(record.to_json() + "\n" for record in records)
-        write_atomically(self.path / "metrics.jsonl", text.encode())
+        write_atomically(self.path / METRICS, (record.to_bytes() for record in records))
 
     def reconfigure(self) -> None:
         """Write the configuration again, where only what is free to change has changed."""
@@ -168,8 +168,8 @@ class RunFolder:
     def save(self, run: Run) -> None:
         """Write a checkpoint of the run as it stands."""
         with (
-            as_checkpoint_error(f"cannot write {self.path / 'metrics.jsonl'}"),
-            (self.path / "metrics.jsonl").open("rb+") as file,
+            as_checkpoint_error(f"cannot write {self.path / METRICS}"),
+            (self.path / METRICS).open("rb+") as file,
         ):
             os.fsync(file.fileno())
         changed = LazyMapping(sorted(run.unsaved), run.state.clients.__getitem__)
@@ -224,12 +224,12 @@ class RunFolder:
             self._lock.enter_context(exclusive(self.path))
         stored = self.read(run)
         try:
-            lines = (self.path / "metrics.jsonl").read_text().splitlines()[: run.round + 1]
+            lines = read_lines(self.path)[: run.round + 1]
             records = [RoundRecord.from_json(line, len(self.clients)) for line in lines]
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{self.path / 'metrics.jsonl'} is missing or damaged: {error}") from error
+        except (OSError, zlib.error, ValueError, TypeError, RecursionError) as error:
+            raise CheckpointError(f"{self.path / METRICS} is missing or damaged: {error}") from error
         if [r.round for r in records] != list(range(run.round + 1)):
-            raise CheckpointError(f"{self.path / 'metrics.jsonl'} lacks rounds that the checkpoint holds")
+            raise CheckpointError(f"{self.path / METRICS} lacks rounds that the checkpoint holds")
         if len(records) > 1:
             run.plan_evaluations(records[1].flops)
         if self.config != stored:

@@ -1,20 +1,24 @@
-"""How long a federated round takes here, against the same SGD steps in a bare PyTorch loop.
+"""How long a federated round takes here, against the same SGD steps in plain PyTorch.
 
-100 clients of 50 examples, 10 clients a round, batches of 32, one epoch, one thread. The bare loop does
-nothing federated: it loads the weights, makes a ``torch.optim.SGD`` and steps through the very same batches.
-A round contains sampling, copies, training, the counting of bytes and operations, and the server's mean. All
-arms run in one process, in an order that turns from round to round; a figure is the median over rounds of the
-ratio of an arm's time to the bare loop's in the same round.
+100 clients of 50 examples, 10 clients a round, batches of 32, one epoch, one thread. The *floor loop* takes as many
+steps and does nothing else: batches are made beforehand, one ``torch.optim.SGD`` serves all clients, weights are
+neither copied nor averaged. The *user's loop* is federated averaging as a user writes it: a deep copy of the model and
+a new optimizer for each client, batches by random indices, the mean of the weights. All arms run in one process, in an
+order that turns from round to round; a figure is the median over rounds of the ratio of an arm's time to the floor
+loop's in the same round.
+
+:func:`time_defaults` measures what the default settings add to the rounds: a run folder, evaluation and checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import platform
-import statistics
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,8 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..core.method import ClientInfo
 from ..core.optimizer import SGD
-from ..core.tree import Params, numel
+from ..core.tree import numel
+from ..data.dataset import Examples
 from ..data.federation import Federation
 from ..engines import ENGINES
 from ..engines.processes import cores
@@ -33,13 +39,19 @@ from ..models.cnn import CNN, FAMILY
 from ..models.mlp import MLP
 from ..simulation.run import Run
 from ..simulation.settings import RunSettings
+from ..simulation.simulate import simulate
 
 WARM = 3
 """Rounds that are not timed: they fill caches and find what is found once."""
 
+USER = "user's loop"
+"""Name of the arm that is plain PyTorch."""
+
+_BATCH, _LR = 32, 0.01
+
 
 def plain_cnn() -> nn.Module:
-    """The CNN as the bare loop has it: layers in the order in which papers write them."""
+    """The CNN as plain PyTorch has it: layers in the order in which papers write them."""
     return nn.Sequential(
         *(nn.Conv2d(3, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Flatten(), nn.Linear(800, 500), nn.ReLU(), nn.Linear(500, 10)),
@@ -54,7 +66,7 @@ class Subject:
         title: for people.
         shape: of one input.
         make: the model.
-        plain: the same for the bare loop, its parameters in the same order.
+        plain: the same for the loops in plain PyTorch, its parameters in the same order.
     """
 
     title: str
@@ -78,18 +90,32 @@ SUBJECTS: dict[str, Subject] = {
 """By name."""
 
 
-def federation(subject: Subject, clients: int = 100, examples: int = 50) -> Federation:
-    """Random examples, as many at each client; how long a step takes does not depend on what is in them."""
+def federation(subject: Subject, clients: int = 100, examples: int = 50, held_out: int = 0) -> Federation:
+    """Random examples, as many at each client; how long a step takes does not depend on what is in them.
+
+    Args:
+        subject: the model.
+        clients: number of clients.
+        examples: of each client, to train on.
+        held_out: of each client in each of validation and test.
+    """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(clients, examples, *subject.shape, generator=generator)
-    y = torch.randint(10, (clients, examples), generator=generator)
-    data = [{"train": pair} for pair in zip(x.unbind(), y.unbind(), strict=True)]
+    count = examples + 2 * held_out
+    x = torch.randn(clients, count, *subject.shape, generator=generator)
+    y = torch.randint(10, (clients, count), generator=generator)
+    sizes = {"train": examples, "val": held_out, "test": held_out}
+    data = [
+        dict(
+            zip(sizes, zip(a.split([*sizes.values()]), b.split([*sizes.values()]), strict=True), strict=True)
+        )
+        for a, b in zip(x, y, strict=True)
+    ]
     return Federation.from_arrays(data, subject.make, classes=10)
 
 
 @dataclass
 class Arm:
-    """What an engine took, as ratios to the bare loop, one a round.
+    """What an arm took, as ratios to the floor loop, one a round.
 
     Attributes:
         cpu: seconds of this process; of an engine with several processes that of the parent alone.
@@ -108,14 +134,14 @@ class Timing:
         subject: the model.
         parameters: how many it has.
         steps: of all clients in a round.
-        bare: CPU seconds of the bare loop, one a round.
-        arms: by engine.
+        floor: CPU seconds of the floor loop, one a round.
+        arms: the user's loop and the engines, by name.
     """
 
     subject: Subject
     parameters: int
     steps: int = 0
-    bare: list[float] = field(default_factory=list)
+    floor: list[float] = field(default_factory=list)
     arms: dict[str, Arm] = field(default_factory=dict)
 
 
@@ -142,56 +168,157 @@ def time_rounds(
     subject = SUBJECTS[name]
     fed = federation(subject, clients)
     settings = RunSettings(rounds=rounds + WARM, participation=sample / clients, evaluate_every=10**6)
-    chosen = METHODS[method](batch_size=32, optimizer=SGD(lr=0.01))
+    chosen = METHODS[method](batch_size=_BATCH, optimizer=SGD(lr=_LR))
+    floor, user = FloorLoop(subject, fed), UserLoop(subject, fed)
     with contextlib.ExitStack() as stack:
         runs = {e: Run(chosen, fed, settings, ENGINES[e]()) for e in engines}
         for run in runs.values():
             stack.callback(run.engine.close)
-        loop = _Bare(subject, fed)
+        first = next(iter(runs.values()))
         timing = Timing(subject, numel(next(iter(fed.architectures.values())).initial))
-        timing.arms = {e: Arm() for e in engines}
+        work: dict[str, Callable[[int], object]] = {
+            "": lambda t: floor.round(first.participants(t)),
+            USER: lambda t: user.round(first.participants(t)),
+            **{e: lambda _, run=run: run.step() for e, run in runs.items()},  # type: ignore[misc]
+        }
+        timing.arms = {name: Arm() for name in work if name}
+        names = list(work)
         for t in range(rounds + WARM):
             found: dict[str, tuple[float, float]] = {}
-            names = [*engines, ""]
             for arm in [*names[t % len(names) :], *names[: t % len(names)]]:
                 cpu, wall = time.process_time(), time.perf_counter()
-                if arm:
-                    timing.steps = runs[arm].step().steps
-                else:
-                    loop.round(next(iter(runs.values())), t)
+                work[arm](t)
                 found[arm] = time.process_time() - cpu, time.perf_counter() - wall
             if t >= WARM:
-                timing.bare.append(found[""][0])
+                timing.floor.append(found[""][0])
                 for e, arm_of in timing.arms.items():
                     arm_of.cpu.append(found[e][0] / found[""][0])
                     arm_of.wall.append(found[e][1] / found[""][1])
                 on_round()
+    timing.steps = sum(len(floor.batches[i.id]) for i in first.participants(0))
     return timing
 
 
-class _Bare:
-    """Plain PyTorch: the same steps with nothing around them."""
+class FloorLoop:
+    """As many steps as a round has, and nothing else: batches made beforehand, one optimizer, nothing federated.
+
+    Attributes:
+        batches: of each client.
+    """
 
     def __init__(self, subject: Subject, fed: Federation) -> None:
-        self._model = build_module(subject.plain, fed.key)
+        self.model = build_module(subject.plain, fed.key)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=_LR)
+        self.batches = [
+            [*zip(torch.split(_inputs(data.train), _BATCH), torch.split(data.train.y, _BATCH), strict=True)]
+            for data in fed.clients
+        ]
+
+    def round(self, cohort: Sequence[ClientInfo]) -> None:
+        """Take the steps of these clients, one after another, from wherever the weights are."""
+        for info in cohort:
+            for x, y in self.batches[info.id]:
+                _step(self.model, self._optimizer, x, y)
+
+
+class UserLoop:
+    """Federated averaging in plain PyTorch, as a user writes it.
+
+    Attributes:
+        model: with the weights of the server.
+    """
+
+    def __init__(self, subject: Subject, fed: Federation) -> None:
+        self.model = build_module(subject.plain, fed.key)
         self._fed = fed
 
-    def round(self, run: Run, t: int) -> None:
-        """Train the clients of a round, each from the weights that the server has."""
-        self._model.train()
-        server = run.state.server if isinstance(run.state.server, dict) else run.state.server.model
-        start: Params = dict(zip(self._model.state_dict(), server.values(), strict=True))
-        for info in run.participants(t):
-            order: list[Tensor] = run.engine.trainer(run.method, self._fed, t, info).data.order("local")
-            self._model.load_state_dict(start)
-            optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
+    def round(
+        self, cohort: Sequence[ClientInfo], orders: Mapping[int, Sequence[Tensor]] | None = None
+    ) -> None:
+        """Train a copy of the model at each client, and average the weights.
+
+        Args:
+            cohort: the clients.
+            orders: positions of the examples of each batch by client; drawn at random by default.
+        """
+        total: dict[str, Tensor] = {}
+        for info in cohort:
             data = self._fed.clients[info.id].train
-            x = data.inputs
-            assert isinstance(x, Tensor)
-            for index in order:
-                optimizer.zero_grad()
-                torch.autograd.backward(functional.cross_entropy(self._model(x[index]), data.y[index]))
-                optimizer.step()
+            x, y = _inputs(data), data.y
+            model = copy.deepcopy(self.model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
+            for index in torch.split(torch.randperm(len(y)), _BATCH) if orders is None else orders[info.id]:
+                _step(model, optimizer, x[index], y[index])
+            for name, value in model.state_dict().items():
+                total[name] = total.get(name, 0) + value / len(cohort)
+        self.model.load_state_dict(total)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+    optimizer.zero_grad()
+    torch.autograd.backward(functional.cross_entropy(model(x), y))
+    optimizer.step()
+
+
+def _inputs(examples: Examples) -> Tensor:
+    x = examples.inputs
+    assert isinstance(x, Tensor)
+    return x
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What the default settings add to the rounds of one model and engine.
+
+    Attributes:
+        subject: the model.
+        engine: that ran it.
+        ratios: of CPU time with them to that without, one a repeat.
+    """
+
+    subject: Subject
+    engine: str
+    ratios: list[float]
+
+
+def time_defaults(
+    name: str,
+    engine: str,
+    rounds: int,
+    method: str = "fedavg",
+    clients: int = 100,
+    sample: int = 10,
+    repeats: int = 3,
+) -> Defaults:
+    """Time whole runs with a run folder, default evaluation and checkpoints, against the same rounds without.
+
+    Without, clients have no validation or test examples, so that evaluations find nothing to do.
+
+    Args:
+        name: of the model.
+        engine: which.
+        rounds: of a run.
+        method: as of :func:`time_rounds`.
+        clients: of the federation, with 50 training, 6 validation and 6 test examples each if evaluated.
+        sample: of them in a round.
+        repeats: pairs of runs.
+    """
+    subject = SUBJECTS[name]
+    bare, evaluated = federation(subject, clients), federation(subject, clients, held_out=6)
+    chosen = METHODS[method](batch_size=_BATCH, optimizer=SGD(lr=_LR))
+
+    def seconds(on: Federation, folder: Path | None) -> float:
+        start = time.process_time()
+        simulate(chosen, on, folder=folder, rounds=rounds, participation=sample / clients, engine=engine)
+        return time.process_time() - start
+
+    ratios = []
+    with tempfile.TemporaryDirectory() as place:
+        seconds(bare, None)
+        for i in range(repeats):
+            without = seconds(bare, None)
+            ratios.append(seconds(evaluated, Path(place) / str(i)) / without)
+    return Defaults(subject, engine, ratios)
 
 
 def gemm_peak() -> float:
@@ -218,38 +345,3 @@ def machine() -> str:
         model = names[0] if names else model
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"{model}, {cores()} cores{load}; torch {torch.__version__}; one thread makes {gemm_peak():.0f} GFLOP/s in a product"
-
-
-HEAD = (
-    "model",
-    "parameters",
-    "bare loop, ms a step",
-    "engine",
-    "CPU time / bare loop",
-    "wall time / bare loop",
-)
-
-
-def rows(timings: Sequence[Timing]) -> list[tuple[str, ...]]:
-    """One row a model and engine: medians, and quartiles where there are enough rounds."""
-    found: list[tuple[str, ...]] = []
-    for t in timings:
-        step = f"{1e3 * statistics.median(t.bare) / t.steps:.3f}"
-        for name, arm in t.arms.items():
-            # what a child spends is not this process's
-            cpu = "" if name == "processes" else _spread(arm.cpu)
-            found.append((t.subject.title, f"{t.parameters:,}", step, name, cpu, _spread(arm.wall)))
-    return found
-
-
-def markdown(timings: Sequence[Timing]) -> str:
-    """The rows as a table."""
-    lines = [HEAD, (":---", "---:", "---:", ":---", "---:", "---:"), *rows(timings)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _spread(values: Sequence[float]) -> str:
-    if len(values) < 4:
-        return f"{statistics.median(values):.2f}"
-    low, middle, high = statistics.quantiles(values, n=4)
-    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
