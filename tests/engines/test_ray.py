@@ -9,10 +9,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -217,6 +219,45 @@ def test_what_cannot_be_pickled_is_said(monkeypatch: pytest.MonkeyPatch) -> None
         run_of(FedAvg(), Ray(), Federation.from_arrays(clients, model), rounds=1)
 
 
+SCRIPT = """
+import torch
+from dataclasses import dataclass
+from fedlowrank import Federation, Method, simulate, supervised_loss
+from fedlowrank.core import tree
+from fedlowrank.methods.fedavg import FedAvg
+
+@tree.tree
+class Count:
+    rounds: int
+
+@dataclass(frozen=True)
+class Counts(FedAvg):
+    def client_init(self, task, client):
+        return Count(0)
+
+    def local_update(self, state, down, view):
+        _, upload = super().local_update(None, down, view)
+        return Count(state.rounds + 1), upload
+
+if __name__ == "__main__":
+    clients = [(torch.ones(8, 2), torch.arange(8) % 2) for _ in range(3)]
+    run = simulate(Counts(), Federation.from_arrays(clients, torch.nn.Linear(2, 2)), rounds=2, engine="ray").run
+    print("rounds of the client:", run.state.clients[0].rounds)
+"""
+
+
+@slow
+def test_a_script_with_classes_of_its_own_finds_the_cluster_by_its_address(
+    cluster: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    found = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=os.environ | {"RAY_ADDRESS": cluster.address},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "rounds of the client: 2" in found.stdout, found.stderr
+
+
 @slow
 def test_a_node_that_dies_in_a_round(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -231,7 +272,13 @@ def test_a_node_that_dies_in_a_round(
     def dying(*arguments: Any) -> Iterator[Any]:
         for i, result in enumerate(results(*arguments)):
             if i == 1:
+                assert engine._pool is not None
+                pids = [int(w.place.split()[1]) for w in engine._pool.owners]
                 cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+                # a worker notices that its node is gone a moment later, and answers until then
+                end = time.monotonic() + 60
+                while all(psutil.pid_exists(p) for p in pids) and time.monotonic() < end:
+                    time.sleep(0.1)
             yield result
 
     monkeypatch.setattr(engine, "run", dying)

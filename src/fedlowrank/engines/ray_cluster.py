@@ -20,6 +20,7 @@ would change with the number of workers.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -47,6 +48,9 @@ ATTEMPTS = 4
 DOWNLOADS = 8
 """Downloads that stay in the object store: the next clients may be sent the same ones."""
 
+SMALL = 1 << 15
+"""Bytes of a download up to which it travels with each block: to store it would take longer."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,7 +63,7 @@ class _Block:
         places: of the clients in their window.
         arguments: of :meth:`.ray_worker.RayWorker.train`.
         worker: that trains them.
-        task: reference of what it returns.
+        task: references of what it returns.
         attempts: times that it was submitted.
     """
 
@@ -88,7 +92,7 @@ class Ray(Engine):
     _partitions: int = field(default=0, init=False, repr=False)
     _connected: bool = field(default=False, init=False, repr=False)
     _known: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    _downs: list[tuple[Any, Any]] = field(default_factory=list, init=False, repr=False)
+    _downs: list[tuple[Any, bytes, Any]] = field(default_factory=list, init=False, repr=False)
 
     def run(
         self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
@@ -157,24 +161,28 @@ class Ray(Engine):
             distinct = list(dict.fromkeys(downs[p] for p in places))
             which = [distinct.index(downs[p]) for p in places]
             ids = [jobs[p].client.id for p in places]
-            blocks.append(
-                _Block(partition, places, (round, ids, which, [states[p] for p in places], *distinct))
-            )
+            arguments = round, ids, which, *[states[p] for p in places], *distinct
+            blocks.append(_Block(partition, places, arguments))
         return blocks
 
     def _reference(self, down: Any) -> Any:
-        """A download in the object store."""
-        for known, reference in self._downs:
+        """A download as an argument of a task: its bytes, or where they are in the object store."""
+        for known, _, reference in self._downs:
             if known is down:
                 return reference
-        reference = import_ray().put(tree.encode(down))
-        self._downs = [(down, reference), *self._downs[: DOWNLOADS - 1]]
+        data = tree.encode(down)
+        digest = hashlib.blake2b(data).digest()
+        found = [r for _, d, r in self._downs if d == digest]
+        reference = found[0] if found else data if len(data) <= SMALL else import_ray().put(data)
+        self._downs = [(down, digest, reference), *self._downs[: DOWNLOADS - 1]]
         return reference
 
 
 def _submit(pool: RayPool, block: _Block) -> None:
     block.worker, block.attempts = pool.owners[block.partition], block.attempts + 1
-    block.task = block.worker.actor.train.remote(*block.arguments)
+    # arguments and results of their own: small ones travel with the call, and not by the object stores
+    train = block.worker.actor.train.options(num_returns=1 + len(block.places))
+    block.task = train.remote(*block.arguments)
 
 
 def _results(pool: RayPool, waiting: deque[list[_Block]], device: Any) -> Generator[ClientResult, None, None]:
@@ -202,14 +210,14 @@ def _answers(pool: RayPool, block: _Block, under_way: Sequence[_Block]) -> Any:
     ray = import_ray()
     while True:
         try:
-            answers = ray.get(block.task)
+            failure, *answers = ray.get(block.task)
         except ray.exceptions.RayTaskError as error:
             raise WorkerError(f"a worker of the Ray cluster failed:\n{error}") from error
         except ray.exceptions.RayError as error:
             _run_again(pool, block, under_way, error)
             continue
-        if isinstance(answers, str):
-            raise WorkerError(f"a worker of the Ray cluster failed:\n{answers}")
+        if failure is not None:
+            raise WorkerError(f"a worker of the Ray cluster failed:\n{failure}")
         return answers
 
 

@@ -18,7 +18,7 @@ from ..data.dataset import ClientData, Examples, Stored
 from ..data.federation import Federation
 from ..data.pixels import Pixels
 from .base import AnyMethod
-from .processes import Header, train_client
+from .processes import train_client
 from .sequential import Sequential
 
 
@@ -116,12 +116,7 @@ class RayWorker:
         torch.set_num_threads(1)
         for cls in shared.trees:
             tree.register(cls)
-        self._shared = shared
-        models = {n: a if shared.device == "cpu" else a.to(shared.device)
-                  for n, a in shared.federation.architectures.items()}  # fmt: skip
-        self._models = models
-        self._federation = replace(shared.federation, architectures=models)
-        self._task = replace(shared.task, architectures=models)
+        self._shared, self._stored = shared, shared.federation
         self._engine = _Placed(micro_batch=shared.micro_batch, device=shared.device)
         self.adopt(partition)
 
@@ -131,36 +126,33 @@ class RayWorker:
 
     def adopt(self, partition: bytes) -> None:
         """Take the data of further clients."""
-        clients = list(self._federation.clients)
+        clients = list(self._stored.clients)
         found = decode_partition(partition)
         for client, (train, turns) in found.items():
             clients[client] = replace(clients[client], train=train, quarter_turns=turns)
-        here = (self._federation.here or frozenset()) | found.keys()
-        self._federation = replace(self._federation, clients=clients, here=here)
-        if self._shared.device != "cpu":
-            moved = self._federation.to(self._shared.device)
-            self._federation = replace(moved, architectures=self._models)
+        here = (self._stored.here or frozenset()) | found.keys()
+        self._stored = replace(self._stored, clients=clients, here=here)
+        self._federation = self._stored.to(self._shared.device)
+        self._task = replace(self._shared.task, architectures=self._federation.architectures)
 
-    def train(
-        self, round: int, clients: list[int], which: list[int], states: list[bytes], *downs: bytes
-    ) -> list[tuple[Header, list[bytes]]] | str:
+    def train(self, round: int, clients: list[int], which: list[int], *payloads: bytes) -> list[Any]:
         """Train a block of clients.
 
         Args:
             round: of the run.
             clients: their identifiers.
-            which: place of each client's download.
-            states: of each client, encoded.
-            downs: downloads, encoded.
+            which: place of each client's download among the downloads.
+            payloads: the encoded state of each client, and then the encoded downloads.
 
         Returns:
-            For each client what :func:`.processes.train_client` returns, or the traceback of a failure.
+            The traceback of a failure or None, and for each client what :func:`.processes.train_client` returns.
         """
+        states, downs = payloads[: len(clients)], payloads[len(clients) :]
         try:
-            here = self._federation.here or frozenset()
+            here = self._stored.here or frozenset()
             if missing := set(clients) - here:
                 raise RuntimeError(f"the data of clients {sorted(missing)} did not arrive")
-            return [
+            found = [
                 train_client(
                     self._engine,
                     self._shared.method,
@@ -171,5 +163,6 @@ class RayWorker:
                 )
                 for client, place, state in zip(clients, which, states, strict=True)
             ]
+            return [None, *found]
         except Exception:  # noqa: BLE001 - whatever a method raises is told to the parent, which raises it
-            return traceback.format_exc()
+            return [traceback.format_exc()] + [None] * len(clients)
