@@ -23,6 +23,7 @@ from fedlowrank.core.errors import ConfigError, NonFiniteError
 from fedlowrank.core.method import Method
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
+from fedlowrank.data.pixels import Pixels
 from fedlowrank.engines import Ray, Sequential, ray_cluster
 from fedlowrank.engines.base import Engine
 from fedlowrank.engines.processes import WorkerError
@@ -123,6 +124,19 @@ def test_a_partition_holds_the_training_data_of_its_clients_alone() -> None:
     shared = share(FedAvg(), on, on.task(1), None)
     assert {len(c.train) for c in shared.federation.clients} == {0}
     assert all(a is shared.task.architectures[n] for n, a in shared.federation.architectures.items())
+
+
+def test_images_that_are_stored_as_bytes_stay_bytes() -> None:
+    images = torch.randint(4, (2, 6, 3, 2, 2)).float()
+    clients = [{"train": (x, torch.arange(6) % 2)} for x in images]
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    on = Federation.from_arrays(clients, model).packed()
+    (train, _) = decode_partition(encode_partition(on, [1]))[1]
+    assert isinstance(train.x, Pixels)
+    assert torch.equal(train.inputs, images[1])
+    empty = share(FedAvg(), on, on.task(1), None).federation.clients[0].train
+    assert isinstance(empty.x, Pixels)
+    assert len(empty) == 0
 
 
 @pytest.mark.usefixtures("cluster")
