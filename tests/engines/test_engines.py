@@ -44,6 +44,9 @@ torch.set_num_threads(1)
 HERE = ["sequential", "vectorized", "wire"]
 """Engines that execute a method in this process, where a test can listen."""
 
+LOCAL = [name for name in ENGINES if name != "ray"]
+"""All engines but that of test_ray.py, whose start takes seconds."""
+
 NAMES = {test.__name__.strip("_"): name for name, test in CHECKS.items()}
 """Full names of the checks by a short one."""
 
@@ -132,7 +135,7 @@ def flat(value: Any, path: str = "") -> dict[str, float]:
 @pytest.mark.parametrize(
     ("name", "engines"),
     [
-        ("fedkd", list(ENGINES)),
+        ("fedkd", LOCAL),
         *((name, ["sequential", "vectorized"]) for name in METHODS if name != "fedkd"),
     ],
     ids=list(METHODS),
@@ -649,7 +652,7 @@ def poisoned() -> Federation:
     return dataclasses.replace(on, clients=clients)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_nan_stops_the_run(engine: str) -> None:
     count = threading.active_count()
     run = Run(Plain(), poisoned(), RunSettings(rounds=2), ENGINES[engine]())
@@ -663,7 +666,7 @@ def test_a_nan_stops_the_run(engine: str) -> None:
     assert settles(count)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_nan_can_be_dropped(engine: str) -> None:
     on = poisoned()
     run = Run(Plain(), on, RunSettings(rounds=2, on_nan="drop"), ENGINES[engine]())
@@ -701,7 +704,7 @@ def test_a_lost_reply_commits_nothing_but_is_counted() -> None:
     assert 0 < seen < 20
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_round_of_lost_replies_leaves_the_run_as_it_was(engine: str) -> None:
     on = federation(True)
     run = Run(PFedLoRA(), on, RunSettings(rounds=2), ENGINES[engine]())
@@ -812,7 +815,7 @@ class Perceptron(nn.Module):
 standard.LAYERS |= {Perceptron}  # its forward pass is deterministic, so clients may be batched
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_floating_point_operations_of_a_perceptron(engine: str) -> None:
     sizes = (20, 33, 8)
     data = [{"train": (torch.randn(n, 6), torch.arange(n) % 3)} for n in sizes]

@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("run", "commands:run", experiment, "run one method")
     add("--method", help=METHOD)
-    add("--engine", help="instead of run.engine: sequential, vectorized, processes, auto, wire or flower")
+    add("--engine", help="instead of run.engine: sequential, vectorized, processes, ray, auto, wire, flower")
     add("-o", "--out", type=Path, help="run folder (default: runs/NAME/METHOD-sSEED)")
     add("--force", action="store_true", help="move an existing run folder aside")
 

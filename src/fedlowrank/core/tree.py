@@ -47,8 +47,18 @@ def tree(cls: type[T]) -> type[T]:
     Only classes registered by this decorator are ever decoded, so a message cannot name arbitrary code.
     """
     made = dataclasses.dataclass(frozen=True)(cls)
-    _CLASSES[_name(made)] = made
+    register(made)
     return made
+
+
+def register(cls: type[Any]) -> None:
+    """Decode and encode a class that :func:`tree` made in another process."""
+    _CLASSES[_name(cls)] = cls
+
+
+def registered(module: str) -> tuple[type[Any], ...]:
+    """The classes of trees of a module."""
+    return tuple([c for c in _CLASSES.values() if c.__module__ == module])
 
 
 def _name(cls: type[Any]) -> str:

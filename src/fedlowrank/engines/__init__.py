@@ -5,6 +5,7 @@ from __future__ import annotations
 from .auto import Auto
 from .base import Engine
 from .processes import Processes
+from .ray_cluster import Ray
 from .sequential import Sequential, Wire
 from .vectorized import Vectorized
 
@@ -12,9 +13,10 @@ ENGINES: dict[str, type[Engine]] = {
     "sequential": Sequential,
     "vectorized": Vectorized,
     "processes": Processes,
+    "ray": Ray,
     "auto": Auto,
     "wire": Wire,
 }
 """Every engine by name."""
 
-__all__ = ["ENGINES", "Auto", "Engine", "Processes", "Sequential", "Vectorized", "Wire"]
+__all__ = ["ENGINES", "Auto", "Engine", "Processes", "Ray", "Sequential", "Vectorized", "Wire"]

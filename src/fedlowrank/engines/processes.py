@@ -202,7 +202,9 @@ class Processes(Engine):
                     due += 1
                 for pipe in wait(list(busy)) if busy else ():
                     worker, place = busy.pop(pipe)
-                    outcomes[place] = self._outcome(*worker.answer())
+                    header, payloads = worker.answer()
+                    self.costs[header["client"]] = header["seconds"]
+                    outcomes[place] = decode_result(header, payloads)
                     free.append(worker)
         except BaseException:
             # what a worker is at is of no use any more, and would be taken for an answer to the next question
@@ -255,18 +257,13 @@ class Processes(Engine):
         inner = Sequential(self.ledger, self.micro_batch)
         for _ in range(min(self.workers or cores(), cores())):
             self._pool.append(
-                Worker(lambda header, payloads: _trained(inner, method, federation, task, header, payloads))
+                Worker(
+                    lambda header, payloads: train_client(inner, method, federation, task, header, payloads)
+                )
             )
 
-    def _outcome(self, header: Header, payloads: list[bytes]) -> ClientResult:
-        self.costs[header["client"]] = header["seconds"]
-        meter = Meter(header["steps"], header["flops"], header["losses"])
-        if header["error"] is not None:
-            return ClientResult(None, None, Meter(), NonFiniteError(*header["error"]))
-        return ClientResult(tree.decode(payloads[0]), tree.decode(payloads[1]), meter)
 
-
-def _trained(
+def train_client(
     engine: Sequential,
     method: AnyMethod,
     federation: Federation,
@@ -274,7 +271,19 @@ def _trained(
     header: Header,
     payloads: list[bytes],
 ) -> tuple[Header, list[bytes]]:
-    """One client's work, in a worker."""
+    """Train one client in a worker.
+
+    Args:
+        engine: trains it.
+        method: of the run.
+        federation: with the client's data.
+        task: of the run.
+        header: ``client`` and ``round``.
+        payloads: the encoded download and the encoded state of the client.
+
+    Returns:
+        What the work cost and how it failed, and the encoded next state and upload.
+    """
     start = time.process_time()
     info = federation.infos[header["client"]]
     job = ClientJob(tree.decode(payloads[1]), tree.decode(payloads[0]), info)
@@ -289,6 +298,14 @@ def _trained(
         "seconds": time.process_time() - start,
     }
     return found, [tree.encode(outcome.state), tree.encode(outcome.upload)]
+
+
+def decode_result(header: Header, payloads: list[bytes]) -> ClientResult:
+    """What a client made of its job, from the answer of :func:`train_client`."""
+    meter = Meter(header["steps"], header["flops"], header["losses"])
+    if header["error"] is not None:
+        return ClientResult(None, None, Meter(), NonFiniteError(*header["error"]))
+    return ClientResult(tree.decode(payloads[0]), tree.decode(payloads[1]), meter)
 
 
 def can_fork() -> bool:

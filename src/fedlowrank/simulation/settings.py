@@ -22,9 +22,9 @@ class RunSettings:
         unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the
             others, by whatever the method does at a client that never took part.
         seed: of everything random: partition, participants, order of examples, initial values.
-        engine: sequential; vectorized (clients of like shapes at once); processes (one a core); auto (the
-            fastest of these by a short trial); wire (every message through bytes); or flower (Flower's
-            simulation, of an experiment file).
+        engine: sequential; vectorized (clients of like shapes at once); processes (one a core); ray (one worker
+            a core or GPU of a Ray cluster); auto (one of the first three, by a rule); wire (every message
+            through bytes); or flower (Flower's simulation, of an experiment file).
         device: cpu, or cuda where torch finds one.
         pixels: how images are kept on the device: float32; bytes (a quarter of the memory, the same bits in
             every step; data that are no images of at most 256 values a channel stay float32, and the run says
@@ -60,7 +60,7 @@ class RunSettings:
     participation: float = 1.0
     unseen: float = 0.0
     seed: int = 0
-    engine: Literal["sequential", "vectorized", "processes", "auto", "wire", "flower"] = "sequential"
+    engine: Literal["sequential", "vectorized", "processes", "ray", "auto", "wire", "flower"] = "sequential"
     device: str = "cpu"
     pixels: Literal["auto", "float32", "bytes"] = "auto"
     micro_batch: int | None = None

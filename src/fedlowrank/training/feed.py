@@ -146,8 +146,8 @@ def _to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tenso
     """Arrays as tensors on a device, which are copied there in one piece."""
     if not arrays:
         return []
-    flat_copy = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(device)
-    parts = flat_copy.split([a.size for a in arrays])
+    whole = torch.from_numpy(np.concatenate([a.ravel() for a in arrays])).to(device)
+    parts = torch.split(whole, [a.size for a in arrays])
     return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]
 
 

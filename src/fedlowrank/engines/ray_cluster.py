@@ -1,0 +1,242 @@
+"""Clients on the workers of a Ray cluster; the sequential engine's result bit for bit.
+
+A worker is a Ray actor with one core and one thread, or with one GPU where the run is on GPUs. Client i belongs
+to partition i mod P of the data; P is the number of workers at the start. A worker gets its partition once,
+through Ray's object store, so data are not sent again. A block of clients of one partition is one task.
+
+States, downloads, uploads and data travel as bytes of trees. Ray itself pickles (cloudpickle) the method, the
+models and the task, once a worker, and lists of such bytes and plain numbers. That is no trust boundary:
+whoever reaches a Ray cluster can run any code on it, so a cluster is its user's own. Code of the user's own
+that lies in a module must be importable on every machine.
+
+A worker that dies costs time and no result. The driver keeps what a block needs until its results have come,
+and randomness depends on names alone, so the worker that gets the partition next makes the same bits.
+
+Contributions are not added on the workers before they travel. Floating-point addition is not associative, and
+the sums of a round are taken in the order of its clients: partial sums of workers would have other bits, which
+would change with the number of workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..core import tree
+from ..core.errors import ConfigError
+from ..core.method import Task
+from ..data.federation import Federation
+from .base import AnyMethod, ClientJob, ClientResult, Engine
+from .processes import WorkerError, decode_result
+from .ray_pool import RayPool, Worker, connect, import_ray
+from .ray_worker import encode_partition, share
+
+BLOCK = 8
+"""Clients of a task, on average: one message for all of them."""
+
+WINDOWS = 3
+"""Blocks a worker that are under way, so that it never waits and the driver's memory is bounded."""
+
+ATTEMPTS = 4
+"""Times that a block is run before its clients are blamed for the deaths of workers."""
+
+DOWNLOADS = 8
+"""Downloads that stay in the object store: the next clients may be sent the same ones."""
+
+SMALL = 1 << 15
+"""Bytes of a download up to which it travels with each block: to store it would take longer."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Block:
+    """Clients of one partition: one task.
+
+    Attributes:
+        partition: of the data.
+        places: of the clients in their window.
+        arguments: of :meth:`.ray_worker.RayWorker.train`.
+        worker: that trains them.
+        task: references of what it returns.
+        attempts: times that it was submitted.
+    """
+
+    partition: int
+    places: list[int]
+    arguments: tuple[Any, ...]
+    worker: Worker | None = None
+    task: Any = None
+    attempts: int = 0
+
+
+@dataclass
+class Ray(Engine):
+    """One worker a core or GPU of a Ray cluster; the sequential engine's result bit for bit.
+
+    The cluster is the one that the process is connected to, else that of ``RAY_ADDRESS``, else one that Ray
+    starts on this machine.
+
+    Attributes:
+        workers: how many, at most one a core or GPU; None for as many.
+    """
+
+    name: ClassVar[str] = "ray"
+    workers: int | None = None
+    _pool: RayPool | None = field(default=None, init=False, repr=False)
+    _partitions: int = field(default=0, init=False, repr=False)
+    _connected: bool = field(default=False, init=False, repr=False)
+    _known: tuple[Any, ...] = field(default=(), init=False, repr=False)
+    _downs: list[tuple[Any, bytes, Any]] = field(default_factory=list, init=False, repr=False)
+
+    def run(
+        self, method: AnyMethod, federation: Federation, task: Task, round: int, jobs: Sequence[ClientJob]
+    ) -> Generator[ClientResult, None, None]:
+        """See the base class."""
+        try:
+            pool = self._prepare(method, federation, task)
+            device = federation.clients[0].train.y.device
+            size = BLOCK * self._partitions
+            waiting: deque[list[_Block]] = deque()
+            for first in range(0, len(jobs), size):
+                pool.welcome()
+                waiting.append(self._blocks(round, jobs[first : first + size]))
+                for block in waiting[-1]:
+                    _submit(pool, block)
+                if len(waiting) == WINDOWS:
+                    yield from _results(pool, waiting, device)
+            while waiting:
+                yield from _results(pool, waiting, device)
+        except BaseException:
+            # what the workers are at is of no use any more
+            self.close()
+            raise
+        self._downs = []
+
+    def close(self) -> None:
+        """End the workers, and the connection if this engine made it."""
+        if self._pool is not None and import_ray().is_initialized():
+            self._pool.close()
+        if self._connected:
+            import_ray().shutdown()
+        self._pool, self._connected, self._known, self._downs = None, False, (), []
+
+    def _prepare(self, method: AnyMethod, federation: Federation, task: Task) -> RayPool:
+        """The workers, started anew for another method, federation or task."""
+        # referenced, so that no other object has the same identity
+        known = (method, federation, task)
+        same = len(self._known) == 3 and all(a is b for a, b in zip(known, self._known, strict=True))
+        if self._pool is not None and same:
+            return self._pool
+        self.close()
+        self._connected = connect()
+        ray, gpu = import_ray(), federation.clients[0].train.y.device.type != "cpu"
+        kind = "GPU" if gpu else "CPU"
+        found = int(ray.cluster_resources().get(kind, 0))
+        if not found:
+            raise ConfigError(f"run.engine 'ray': the Ray cluster has no {kind}; see `ray status`")
+        clients = len(federation.clients)
+        self._partitions = min(self.workers or found, found, clients)
+        parts = [
+            encode_partition(federation, range(k, clients, self._partitions)) for k in range(self._partitions)
+        ]
+        self._pool = RayPool(ray, share(method, federation, task, self.micro_batch), parts, gpu)
+        self._known = known
+        return self._pool
+
+    def _blocks(self, round: int, jobs: Sequence[ClientJob]) -> list[_Block]:
+        """The jobs of a window by partition."""
+        members: dict[int, list[int]] = {}
+        for place, job in enumerate(jobs):
+            members.setdefault(job.client.id % self._partitions, []).append(place)
+        downs = [self._reference(job.down) for job in jobs]
+        states = [tree.encode(job.state) for job in jobs]
+        blocks = []
+        for partition, places in members.items():
+            distinct = list(dict.fromkeys(downs[p] for p in places))
+            which = [distinct.index(downs[p]) for p in places]
+            ids = [jobs[p].client.id for p in places]
+            arguments = round, ids, which, *[states[p] for p in places], *distinct
+            blocks.append(_Block(partition, places, arguments))
+        return blocks
+
+    def _reference(self, down: Any) -> Any:
+        """A download as an argument of a task: its bytes, or where they are in the object store."""
+        for known, _, reference in self._downs:
+            if known is down:
+                return reference
+        data = tree.encode(down)
+        digest = hashlib.blake2b(data).digest()
+        found = [r for _, d, r in self._downs if d == digest]
+        reference = found[0] if found else data if len(data) <= SMALL else import_ray().put(data)
+        self._downs = [(down, digest, reference), *self._downs[: DOWNLOADS - 1]]
+        return reference
+
+
+def _submit(pool: RayPool, block: _Block) -> None:
+    block.worker, block.attempts = pool.owners[block.partition], block.attempts + 1
+    # arguments and results of their own: small ones travel with the call, and not by the object stores
+    train = block.worker.actor.train.options(num_returns=1 + len(block.places))
+    block.task = train.remote(*block.arguments)
+
+
+def _results(pool: RayPool, waiting: deque[list[_Block]], device: Any) -> Generator[ClientResult, None, None]:
+    """The results of the oldest window, in the order of its jobs."""
+    found: dict[int, ClientResult] = {}
+    for i, block in enumerate(waiting[0]):
+        under_way = [*waiting[0][i:], *(b for window in list(waiting)[1:] for b in window)]
+        for place, (header, payloads) in zip(block.places, _answers(pool, block, under_way), strict=True):
+            result = decode_result(header, payloads)
+            if device.type != "cpu":
+                state, upload = (tree.map(lambda t: t.to(device), v) for v in (result.state, result.upload))
+                result = dataclasses.replace(result, state=state, upload=upload)
+            found[place] = result
+    waiting.popleft()
+    for place in sorted(found):
+        yield found.pop(place)
+
+
+def _answers(pool: RayPool, block: _Block, under_way: Sequence[_Block]) -> Any:
+    """What a worker made of a block; blocks of a worker that died are run again.
+
+    Raises:
+        WorkerError: if a client's training failed, or nobody is left to run it.
+    """
+    ray = import_ray()
+    while True:
+        try:
+            failure, *answers = ray.get(block.task)
+        except ray.exceptions.RayTaskError as error:
+            raise WorkerError(f"a worker of the Ray cluster failed:\n{error}") from error
+        except ray.exceptions.RayError as error:
+            _run_again(pool, block, under_way, error)
+            continue
+        if failure is not None:
+            raise WorkerError(f"a worker of the Ray cluster failed:\n{failure}")
+        return answers
+
+
+def _run_again(pool: RayPool, block: _Block, under_way: Sequence[_Block], error: Exception) -> None:
+    dead = block.worker
+    if dead is None:
+        raise AssertionError("the block was not submitted")
+    again = [b for b in under_way if b.worker is dead]
+    reason = str(error).strip().splitlines()[0]
+    logger.warning(
+        "ray: worker %d (%s) died; %d of its clients are run again: %s",
+        dead.number, dead.place, sum(len(b.places) for b in again), reason,
+    )  # fmt: skip
+    if block.attempts >= ATTEMPTS:
+        raise WorkerError(
+            f"workers of the Ray cluster died {ATTEMPTS} times while they trained clients {block.arguments[1]}, perhaps for "
+            f"lack of memory. Start fewer workers a machine (ray start --num-cpus=N), or set run.engine to 'sequential', "
+            f"which takes one client at a time. {error}"
+        ) from error
+    pool.replace(dead)
+    for other in again:
+        _submit(pool, other)

@@ -1,0 +1,308 @@
+"""Clients on the workers of a Ray cluster: the sequential engine's bits, whichever worker dies."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fedlowrank.core import tree
+from fedlowrank.core.errors import ConfigError, NonFiniteError
+from fedlowrank.core.method import Method
+from fedlowrank.core.optimizer import SGD
+from fedlowrank.data.federation import Federation
+from fedlowrank.data.pixels import Pixels
+from fedlowrank.engines import Ray, Sequential, ray_cluster
+from fedlowrank.engines.base import Engine
+from fedlowrank.engines.processes import WorkerError
+from fedlowrank.engines.ray_worker import decode_partition, encode_partition, share
+from fedlowrank.methods import METHODS
+from fedlowrank.methods.fedavg import FedAvg
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.testing.check import federation
+
+# of Ray's own code
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+slow = pytest.mark.slow
+STORE = 200 << 20
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes of one core on this machine."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        environment.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        environment.delenv("RAY_ADDRESS", raising=False)
+        # workers import the methods of this file
+        environment.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        node = {"num_cpus": 1, "object_store_memory": STORE, "include_dashboard": False}
+        made = Cluster(initialize_head=True, head_node_args=node)
+        made.add_node(num_cpus=1, object_store_memory=STORE)
+        ray.init(address=made.address, logging_level=logging.ERROR, log_to_driver=False)
+        yield made
+        ray.shutdown()
+        made.shutdown()
+
+
+def run_of(
+    method: Method[Any, Any, Any, Any], engine: Engine, on: Federation | None = None, rounds: int = 3
+) -> Run:
+    on = federation(method.heterogeneous) if on is None else on
+    run = Run(method, on, RunSettings(rounds=rounds, participation=0.8), engine)
+    for _ in range(rounds):
+        run.step()
+    engine.close()
+    return run
+
+
+def same(a: Run, b: Run) -> bool:
+    return tree.equal((a.state.server, _clients(a)), (b.state.server, _clients(b)))
+
+
+def _clients(run: Run) -> Any:
+    return {str(i): s for i, s in run.state.clients.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadly(FedAvg):
+    """Fails at client 1: by an exception, or by the end of its process, once or always."""
+
+    how: str = "raise"
+    note: str = ""
+
+    def local_update(self, state: Any, down: Any, view: Any) -> Any:
+        if (view.info.id, view.round) == (1, 1):
+            if self.how == "raise":
+                raise ValueError("no such thing")
+            if self.how == "always" or not Path(self.note).exists():
+                Path(self.note).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().local_update(state, down, view)
+
+
+def test_importing_the_engines_does_not_import_ray() -> None:
+    code = "import sys, fedlowrank.engines; print('ray' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["False"]
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"needs Ray: pip install 'fedlowrank\[ray\]'"):
+        run_of(FedAvg(), Ray(), rounds=1)
+
+
+def test_a_partition_holds_the_training_data_of_its_clients_alone() -> None:
+    on = federation(False)
+    data = encode_partition(on, [0, 3])
+    found = decode_partition(data)
+    assert list(found) == [0, 3]
+    assert all(torch.equal(found[i][0].y, on.clients[i].train.y) for i in found)
+    assert all(torch.equal(found[i][0].inputs, on.clients[i].train.inputs) for i in found)
+    shared = share(FedAvg(), on, on.task(1), None)
+    assert {len(c.train) for c in shared.federation.clients} == {0}
+    assert all(a is shared.task.architectures[n] for n, a in shared.federation.architectures.items())
+
+
+def test_images_that_are_stored_as_bytes_stay_bytes() -> None:
+    images = torch.randint(4, (2, 6, 3, 2, 2)).float()
+    clients = [{"train": (x, torch.arange(6) % 2)} for x in images]
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    on = Federation.from_arrays(clients, model).packed()
+    (train, _) = decode_partition(encode_partition(on, [1]))[1]
+    assert isinstance(train.x, Pixels)
+    assert torch.equal(train.inputs, images[1])
+    empty = share(FedAvg(), on, on.task(1), None).federation.clients[0].train
+    assert isinstance(empty.x, Pixels)
+    assert len(empty) == 0
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_sequential_engine_s_bits() -> None:
+    assert same(run_of(METHODS["scaffold"](), Ray()), run_of(METHODS["scaffold"](), Sequential()))
+
+
+@slow
+@pytest.mark.usefixtures("cluster")
+def test_two_architectures() -> None:
+    on = federation(True)
+    assert len(on.architectures) == 2
+    method = METHODS["pfedlora"]()
+    assert same(run_of(method, Ray(), on), run_of(method, Sequential(), on))
+
+
+@slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("name", ["fedit", "fedhl", "fedspa"])
+def test_low_rank_and_masked_methods(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # several windows a round
+    monkeypatch.setattr(ray_cluster, "BLOCK", 1)
+    monkeypatch.setattr(ray_cluster, "WINDOWS", 2)
+    method = METHODS[name]()
+    assert same(run_of(method, Ray()), run_of(method, Sequential()))
+
+
+@slow
+@pytest.mark.usefixtures("cluster")
+def test_training_that_diverges_is_the_client_s() -> None:
+    method = FedAvg(optimizer=SGD(lr=1e30))
+    said = []
+    for engine in (Ray(), Sequential()):
+        run = Run(method, federation(False), RunSettings(rounds=2), engine)
+        run.step()
+        with pytest.raises(NonFiniteError, match="client 0, round 1") as error:
+            run.step()
+        said.append(str(error.value))
+        engine.close()
+    assert said[0] == said[1]
+
+
+@slow
+@pytest.mark.usefixtures("cluster")
+def test_an_exception_of_a_method_comes_out_with_its_text() -> None:
+    engine = Ray()
+    run = Run(Deadly(), federation(False), RunSettings(rounds=2), engine)
+    run.step()
+    with pytest.raises(WorkerError, match="ValueError: no such thing"):
+        run.step()
+    assert run.round == 1
+    # and it can be used again
+    assert same(run_of(FedAvg(), engine), run_of(FedAvg(), Sequential()))
+
+
+@slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_clients_of_a_worker_that_dies_are_run_again(
+    workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = Deadly(how="once", note=str(tmp_path / "died"))
+    with caplog.at_level("WARNING", logger="fedlowrank.engines"):
+        found = run_of(method, Ray(workers=workers))
+    assert Path(method.note).exists()
+    assert same(found, run_of(FedAvg(), Sequential()))
+    (warning,) = [r.getMessage() for r in caplog.records if "died" in r.getMessage()]
+    assert "of its clients are run again" in warning
+    assert "process " in warning
+
+
+@slow
+@pytest.mark.usefixtures("cluster")
+def test_a_client_that_always_kills_its_worker_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_cluster, "ATTEMPTS", 2)
+    run = Run(
+        Deadly(how="always", note=str(tmp_path / "died")), federation(False), RunSettings(rounds=2), Ray()
+    )
+    run.step()
+    with pytest.raises(WorkerError, match=r"died 2 times while they trained clients \[1, 3\]"):
+        run.step()
+    assert run.round == 1
+
+
+@slow
+@pytest.mark.usefixtures("cluster")
+def test_what_cannot_be_pickled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(6, 3)
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    clients = [(torch.randn(20, 6), torch.arange(20) % 3) for _ in range(2)]
+    with pytest.raises(ConfigError, match="cannot be pickled"):
+        run_of(FedAvg(), Ray(), Federation.from_arrays(clients, model), rounds=1)
+
+
+SCRIPT = """
+import torch
+from dataclasses import dataclass
+from fedlowrank import Federation, Method, simulate, supervised_loss
+from fedlowrank.core import tree
+from fedlowrank.methods.fedavg import FedAvg
+
+@tree.tree
+class Count:
+    rounds: int
+
+@dataclass(frozen=True)
+class Counts(FedAvg):
+    def client_init(self, task, client):
+        return Count(0)
+
+    def local_update(self, state, down, view):
+        _, upload = super().local_update(None, down, view)
+        return Count(state.rounds + 1), upload
+
+if __name__ == "__main__":
+    clients = [(torch.ones(8, 2), torch.arange(8) % 2) for _ in range(3)]
+    run = simulate(Counts(), Federation.from_arrays(clients, torch.nn.Linear(2, 2)), rounds=2, engine="ray").run
+    print("rounds of the client:", run.state.clients[0].rounds)
+"""
+
+
+@slow
+def test_a_script_with_classes_of_its_own_finds_the_cluster_by_its_address(
+    cluster: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    found = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=os.environ | {"RAY_ADDRESS": cluster.address},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "rounds of the client: 2" in found.stdout, found.stderr
+
+
+@slow
+def test_a_node_that_dies_in_a_round(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # the last test: the node does not come back
+    monkeypatch.setattr(ray_cluster, "BLOCK", 1)
+    monkeypatch.setattr(ray_cluster, "WINDOWS", 2)
+    engine, method, on = Ray(), METHODS["scaffold"](), federation(False, clients=10)
+    run = Run(method, on, RunSettings(rounds=2), engine)
+    results = engine.run
+
+    def dying(*arguments: Any) -> Iterator[Any]:
+        for i, result in enumerate(results(*arguments)):
+            if i == 1:
+                assert engine._pool is not None
+                pids = [int(w.place.split()[1]) for w in engine._pool.owners]
+                cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+                # a worker notices that its node is gone a moment later, and answers until then
+                end = time.monotonic() + 60
+                while all(psutil.pid_exists(p) for p in pids) and time.monotonic() < end:
+                    time.sleep(0.1)
+            yield result
+
+    monkeypatch.setattr(engine, "run", dying)
+    with caplog.at_level("WARNING", logger="fedlowrank.engines"):
+        run.step()
+    assert [r.getMessage() for r in caplog.records if "clients are run again" in r.getMessage()]
+    monkeypatch.setattr(engine, "run", results)
+    run.step()
+    engine.close()
+    whole = Run(method, on, RunSettings(rounds=2), Sequential())
+    for _ in range(2):
+        whole.step()
+    assert same(run, whole)
