@@ -15,7 +15,7 @@ from fedlowrank import Federation
 from fedlowrank.core.key import Key
 from fedlowrank.core.method import ClientInfo, Pass
 from fedlowrank.data.dataset import Examples
-from fedlowrank.data.pixels import pack
+from fedlowrank.data.pixels import Pixels, pack
 from fedlowrank.engines import Vectorized
 from fedlowrank.engines import vectorized as engine
 from fedlowrank.methods import METHODS
@@ -131,3 +131,29 @@ def test_the_operations_of_the_steps_do_not_grow_with_the_clients(
         totals.append(sum(mode.counts.values()))
         assert mode.counts["aten._local_scalar_dense.default"] == 0
     assert totals[1] <= 1.1 * totals[0]
+
+
+@pytest.mark.parametrize("kind", ["rows", "bytes"])
+def test_data_on_a_device_are_rows_of_one_tensor(kind: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    shared = torch.randint(0, 9, (5, 2, 3, 3), generator=g).float(), torch.arange(5) % 3
+    data = [
+        {
+            "train": (torch.randint(0, 9, (4 + c, 2, 3, 3), generator=g).float(), torch.arange(4 + c) % 3),
+            "test": shared,
+        }
+        for c in range(3)
+    ]
+    made = Federation.from_arrays(data, nn.Sequential(nn.Flatten(), nn.Linear(18, 3)), classes=3)
+    made = made.packed() if kind == "bytes" else made
+    # another name of the processor, which counts as another device
+    moved = made.to("cpu:0")
+    for here, there in zip(made.clients, moved.clients, strict=True):
+        for a, b in ((here.train, there.train), (here.val, there.val), (here.test, there.test)):
+            assert torch.equal(a.inputs, b.inputs)  # type: ignore[arg-type]
+            assert torch.equal(a.y, b.y)
+    inputs = [c.train.x.codes if isinstance(c.train.x, Pixels) else c.train.x for c in moved.clients]
+    base, starts = common_base(inputs) or (None, [])  # type: ignore[arg-type]
+    assert base is not None
+    assert all(torch.equal(base[s : s + len(x)], x) for s, x in zip(starts, inputs, strict=True))  # type: ignore[arg-type]
+    assert all(c.test.y.data_ptr() == moved.clients[0].test.y.data_ptr() for c in moved.clients)

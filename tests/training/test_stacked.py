@@ -14,7 +14,7 @@ from torch.nn import functional
 from fedlowrank.core.method import Batch, Request
 from fedlowrank.core.optimizer import SGD, Group
 from fedlowrank.training.cohort import Stack
-from fedlowrank.training.stacked import UnsupportedError, stack
+from fedlowrank.training.stacked import UnsupportedError, grouped_conv2d, stack
 
 K, B = 3, 4
 
@@ -56,6 +56,14 @@ def test_every_rule_against_each_client_alone(name: str) -> None:
         strict=True,
     ):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(("groups", "bias"), [(1, True), (2, False)])
+def test_one_grouped_convolution_is_that_of_each_client(groups: int, bias: bool) -> None:
+    x, w = random(K, B, 4, 9, 9), random(K, 6, 4 // groups, 3, 3)
+    b = random(K, 6) if bias else None
+    expected = [functional.conv2d(x[k], w[k], None if b is None else b[k], 2, 1, 1, groups) for k in range(K)]
+    torch.testing.assert_close(grouped_conv2d(x, w, b, 2, 1, 1, groups), torch.cat(expected))
 
 
 def test_an_embedding_against_each_client_alone() -> None:

@@ -146,20 +146,23 @@ class Federation:
         return Task(self.architectures, self.infos, len(self.classes), rounds, self.key / "init")
 
     def to(self, device: str) -> Federation:
-        """The same federation with data and initial parameters on a device; shared tensors are moved once."""
+        """The same federation with data and initial parameters on a device.
+
+        Tensors of like rows become slices of one, so that a cohort's batch is one selection of rows there; shared
+        tensors are moved once.
+        """
         if device == "cpu":
             return self
-        moved: dict[int, Tensor] = {}
-
-        def move(t: Tensor) -> Tensor:
-            return moved[id(t)] if id(t) in moved else moved.setdefault(id(t), t.to(device))
+        own = {id(t): t for examples in self._all_examples() for t in _tensors(examples)}
+        moved = dict(zip(own, _move_together(list(own.values()), device), strict=True))
 
         def move_examples(examples: Examples) -> Examples:
-            x = examples.x
+            x, y = examples.x, moved[id(examples.y)]
             if isinstance(x, dict):
-                return Examples({n: move(t) for n, t in x.items()}, move(examples.y))
-            inputs = Pixels(move(x.codes), move(x.table)) if isinstance(x, Pixels) else move(x)
-            return Examples(inputs, move(examples.y))
+                return Examples({n: moved[id(t)] for n, t in x.items()}, y)
+            return Examples(
+                Pixels(moved[id(x.codes)], moved[id(x.table)]) if isinstance(x, Pixels) else moved[id(x)], y
+            )
 
         architectures = {n: a.to(device) for n, a in self.architectures.items()}
         return replace(self, clients=self._map_examples(move_examples), architectures=architectures)
@@ -324,3 +327,24 @@ def _hash(data: ClientData) -> str:
             for start in range(0, len(t), _HASH_ROWS):
                 state.update(t[start : start + _HASH_ROWS].detach().cpu().contiguous().numpy())
     return state.hexdigest()
+
+
+def _tensors(examples: Examples) -> list[Tensor]:
+    x = examples.x
+    if isinstance(x, dict):
+        return [*x.values(), examples.y]
+    return [x.codes, x.table, examples.y] if isinstance(x, Pixels) else [x, examples.y]
+
+
+def _move_together(tensors: Sequence[Tensor], device: str) -> list[Tensor]:
+    """Copies on a device, those of like rows in one piece of memory."""
+    groups: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        groups.setdefault((t.dtype, t.shape[1:]), []).append(i)
+    moved: dict[int, Tensor] = {}
+    for (dtype, shape), members in groups.items():
+        sizes = [len(tensors[i]) for i in members]
+        whole = torch.empty(sum(sizes), *shape, dtype=dtype, device=device)
+        for i, part in zip(members, torch.split(whole, sizes), strict=True):
+            moved[i] = part.copy_(tensors[i])
+    return [moved[i] for i in range(len(tensors))]

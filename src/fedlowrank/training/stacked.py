@@ -129,13 +129,50 @@ def _linear(x: Tensor, weight: Any, bias: Any = None) -> Tensor:
     return out.reshape(*x.shape[:-1], w.shape[1])
 
 
-def _conv2d(x: Tensor, weight: Any, bias: Any = None, *rest: Any, **more: Any) -> Tensor:
+def _conv2d(
+    x: Tensor,
+    weight: Any,
+    bias: Any = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Tensor:
     w, b = _plain(weight), _plain(bias)
+    rows = _by_client(x, len(w))
+    if x.device.type != "cpu":
+        return grouped_conv2d(rows, w, b, stride, padding, dilation, groups)
+    # one client after another: a CPU takes longer for many groups
     parts = [
-        functional.conv2d(rows, w[k], None if b is None else b[k], *rest, **more)
-        for k, rows in enumerate(_by_client(x, len(w)))
+        functional.conv2d(rows[k], w[k], None if b is None else b[k], stride, padding, dilation, groups)
+        for k in range(len(w))
     ]
     return torch.cat(parts)
+
+
+def grouped_conv2d(
+    rows: Tensor, w: Tensor, b: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+) -> Tensor:
+    """The convolutions of all clients in one operation: the channels of a client are a group.
+
+    Args:
+        rows: ``[K, B, in, H, W]``.
+        w: ``[K, out, in / groups, ...]``.
+        b: ``[K, out]`` or None.
+        stride: as of ``conv2d``, and so on.
+        padding: likewise.
+        dilation: likewise.
+        groups: of each client.
+
+    Returns:
+        The outputs ``[K·B, out, H', W']``.
+    """
+    clients, batch = rows.shape[:2]
+    channels = rows.transpose(0, 1).flatten(1, 2)
+    bias = None if b is None else b.flatten()
+    out = functional.conv2d(channels, w.flatten(0, 1), bias, stride, padding, dilation, groups * clients)
+    by_client = out.reshape(batch, clients, w.shape[1], *out.shape[2:])
+    return by_client.transpose(0, 1).flatten(0, 1)
 
 
 def _layer_norm(x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:

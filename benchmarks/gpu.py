@@ -1,0 +1,232 @@
+"""What a GPU gains: every method on it, sequential against vectorized, default settings, and the server steps.
+
+    python benchmarks/gpu.py [--device cuda] [--rounds 10] [-o docs/results/gpu.md]
+
+One page in a few minutes. *Methods*: two rounds of each method on the device and on the CPU from the same seed; the largest
+difference of a number of the server's state, as a share of its largest. *Rounds*: CNN conv16-conv32-FC500 and MLP 784-200-200-10,
+100 clients of 50 examples, batches of 32; wall-clock seconds between two synchronizations, medians; operations are those that
+torch dispatches in a round, views left out. *Defaults*: a run with a run folder, evaluation and checkpoints against the same
+rounds without. *Server*: FedSLR's prox of ResNet18's weights, and FedHL's step on eight 4096×4096 weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from prox_cost import THRESHOLD, early, late
+from server_step import RANKS, uploads
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fedlowrank import SGD, Federation, simulate
+from fedlowrank.core import tree
+from fedlowrank.core.key import Key
+from fedlowrank.engines import ENGINES
+from fedlowrank.linalg.delta import DeltaForm, initial_deltas, update_deltas
+from fedlowrank.linalg.pair import Pair
+from fedlowrank.linalg.svt import threshold_all
+from fedlowrank.methods import METHODS
+from fedlowrank.models.mlp import MLP
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.testing.bench import SUBJECTS, federation
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations that are no views, and those that wait for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        self.waits += "_local_scalar_dense" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def seconds(work: Callable[[], object], device: str, repeats: int = 3) -> float:
+    found = []
+    for _ in range(repeats):
+        wait(device)
+        start = time.perf_counter()
+        work()
+        wait(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def check_methods(device: str) -> list[str]:
+    """Rows of the differences between the device and the CPU."""
+    g = torch.Generator().manual_seed(0)
+    data = [
+        {
+            n: (torch.randn(12, 16, generator=g), torch.randint(3, (12,), generator=g))
+            for n in ("train", "val", "test")
+        }
+        for _ in range(4)
+    ]
+    rows = []
+    for name, cls in METHODS.items():
+        states = []
+        for place in (device, "cpu"):
+            made = Federation.from_arrays(data, lambda: MLP(16, (12, 10), 3), classes=3)
+            run = Run(cls(), made, RunSettings(rounds=2, device=place, engine="auto"), ENGINES["auto"]())
+            run.start()
+            run.step()
+            run.step()
+            states.append([t.cpu().double() for t in tree.tensors(run.state.server) if t.is_floating_point()])
+        apart = max(
+            (float((a - b).abs().max()) for a, b in zip(*states, strict=True) if a.numel()), default=0.0
+        )
+        most = max((float(b.abs().max()) for b in states[1] if b.numel()), default=1.0)
+        rows.append(f"| {name} | {apart / max(most, 1e-12):.1e} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+def time_rounds(device: str, rounds: int) -> list[str]:
+    """Rows of seconds and operations a round."""
+    rows = []
+    for name in ("cnn", "mlp200k"):
+        for sample in (10, 40, 100):
+            made, found = federation(SUBJECTS[name]), {}
+            for engine in ("sequential", "vectorized"):
+                settings = RunSettings(
+                    rounds=rounds + 4,
+                    participation=sample / 100,
+                    evaluate_every=10**6,
+                    device=device,
+                    pixels="float32",
+                )
+                run = Run(
+                    METHODS["fedavg"](batch_size=32, optimizer=SGD(lr=0.01)),
+                    made,
+                    settings,
+                    ENGINES[engine](),
+                )
+                for _ in range(3):
+                    run.step()
+                with Operations() as operations:
+                    run.step()
+                took = seconds(lambda run=run: run.step(), device, rounds)
+                found[engine] = took, operations.count, operations.waits
+            (s, s_ops, _), (v, v_ops, v_waits) = found["sequential"], found["vectorized"]
+            rows.append(
+                f"| {SUBJECTS[name].title} | {sample} | {1e3 * s:.1f} | {1e3 * v:.1f} | {s / v:.1f} "
+                f"| {s_ops:,} | {v_ops:,} | {v_waits} |"
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def time_defaults(device: str, rounds: int) -> list[str]:
+    """Rows of what default settings add."""
+    method = METHODS["fedavg"](batch_size=32, optimizer=SGD(lr=0.01))
+
+    def whole(made: Federation, **more: Any) -> float:
+        def work() -> None:
+            with tempfile.TemporaryDirectory() as place:
+                folder = None if "evaluate_every" in more else Path(place) / "run"
+                settings = {"rounds": rounds, "participation": 0.1, "engine": "vectorized", "device": device}
+                simulate(method, made, folder=folder, **settings, **more)
+
+        return seconds(work, device)
+
+    rows = []
+    for name in ("cnn", "mlp99k"):
+        made = federation(SUBJECTS[name], held_out=6)
+        ratio = whole(made) / whole(made, evaluate_every=10**6)
+        rows.append(f"| {SUBJECTS[name].title} | {ratio:.2f} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+def time_server(device: str) -> list[str]:
+    """Rows of FedSLR's prox and FedHL's step on the device and on the CPU."""
+    rows = []
+    for name, make in (("early", early), ("late", late)):
+        weights = make(torch.Generator().manual_seed(0))
+        there = [w.to(device) for w in weights]
+        took = [seconds(lambda ws=ws: threshold_all(ws, THRESHOLD), device, 2) for ws in (weights, there)]
+        rows.append(
+            f"| FedSLR's prox of ResNet18, {name} | {took[0]:.2f} | {took[1]:.2f} | {took[0] / took[1]:.1f} |"
+        )
+        print(rows[-1], flush=True)
+    names, size = [f"layer {i}" for i in range(8)], 4096
+    took = []
+    for place in ("cpu", device):
+        state = initial_deltas(dict.fromkeys(names, (size, size)), DeltaForm("exact"), max(RANKS))
+        blocks = {
+            n: [
+                (p, Pair(pair.b.to(place), pair.a.to(place)))
+                for p, pair in uploads(n, (size, size), state[n], Key((0,)))
+            ]
+            for n in names
+        }
+        took.append(seconds(lambda state=state, blocks=blocks: update_deltas(state, blocks), place, 2))
+    rows.append(
+        f"| FedHL's first step, 8 × {size}×{size} | {took[0]:.2f} | {took[1]:.2f} | {took[0] / took[1]:.1f} |"
+    )
+    print(rows[-1], flush=True)
+    return rows
+
+
+def table(head: str, align: str, rows: Sequence[str]) -> list[str]:
+    return [head, align, *rows, ""]
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    options.add_argument("--device", default="cuda")
+    options.add_argument("--rounds", type=int, default=10, help="timed rounds of each arm")
+    options.add_argument("-o", "--out", type=Path, help="write the page to this file")
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    device = given.device
+    name = "CPU" if device == "cpu" else torch.cuda.get_device_name()
+    if not isinstance(nn.Linear(1, 1).to(device), nn.Module):
+        raise SystemExit(f"no device {device}")
+    lines = [
+        f"# On one {name}",
+        "",
+        f"    python benchmarks/gpu.py --device {device} --rounds {given.rounds}",
+        "",
+    ]
+    lines += [f"torch {torch.__version__}.", "", "## Methods: device against CPU after two rounds", ""]
+    lines += table(
+        "| method | largest relative difference of the server's state |",
+        "| --- | ---: |",
+        check_methods(device),
+    )
+    lines += ["## Rounds", ""]
+    lines += table(
+        "| model | clients a round | sequential, ms | vectorized, ms | ratio "
+        "| operations, sequential | operations, vectorized | waits |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        time_rounds(device, given.rounds),
+    )
+    lines += ["## Default settings", ""]
+    lines += table("| model | with / without |", "| --- | ---: |", time_defaults(device, 10 * given.rounds))
+    lines += ["## Server steps", ""]
+    lines += table(
+        "| step | CPU, s | device, s | ratio |", "| --- | ---: | ---: | ---: |", time_server(device)
+    )
+    if given.out is not None:
+        given.out.write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
