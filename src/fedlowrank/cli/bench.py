@@ -17,6 +17,10 @@ from ..testing.bench_page import DEFAULTS_HEAD, HEAD, defaults_rows, page
 from ..testing.bench_page import rows as rows_of
 
 
+LONGER = 14
+"""Times as many rounds as are timed of an engine: the interval of evaluations follows the rounds of a run."""
+
+
 def bench(models: list[str] | None, engines: list[str], method: str, rounds: int, out: Path | None) -> int:
     """Time rounds, and print the table."""
     models = models or [*SUBJECTS]
@@ -32,16 +36,15 @@ def bench(models: list[str] | None, engines: list[str], method: str, rounds: int
         for model in models:
             progress.update(bar, description=SUBJECTS[model].title)
             found.append(time_rounds(model, engines, rounds, method, on_round=lambda: progress.advance(bar)))
-            defaults += [
-                time_defaults(model, engine, rounds, method) for engine in engines if engine != "processes"
-            ]
+            if "sequential" in engines:
+                defaults.append(time_defaults(model, "sequential", LONGER * rounds, method))
         head = machine()
     title = f"{method}, {rounds} rounds of 10 of 100 clients; below 1 is faster than the floor loop"
     shown = Table(*HEAD, title=title, caption=head, caption_justify="left")
     for row in rows_of(found):
         shown.add_row(*row)
     console().print(shown)
-    added = Table(*DEFAULTS_HEAD, title=f"A run folder, evaluation and checkpoints, over {rounds} rounds")
+    added = Table(*DEFAULTS_HEAD, title=f"A run folder, evaluation and checkpoints, {LONGER * rounds} rounds")
     for row in defaults_rows(defaults):
         added.add_row(*row)
     console().print(added)
