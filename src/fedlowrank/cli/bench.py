@@ -16,7 +16,6 @@ from ..testing.bench import SUBJECTS, machine, time_defaults, time_rounds
 from ..testing.bench_page import DEFAULTS_HEAD, HEAD, defaults_rows, page
 from ..testing.bench_page import rows as rows_of
 
-
 LONGER = 14
 """Times as many rounds as are timed of an engine: the interval of evaluations follows the rounds of a run."""
 
