@@ -31,7 +31,7 @@ from fedlowrank.methods.pfedlora import PFedLoRA
 from fedlowrank.simulation import checkpoint
 from fedlowrank.simulation.run import Run, State
 from fedlowrank.simulation.settings import RunSettings
-from fedlowrank.training import cohort as stacked
+from fedlowrank.training import feed
 from fedlowrank.training.local_data import LocalData
 
 from . import making
@@ -281,8 +281,8 @@ def test_all_engines_and_a_resumed_run_agree(tmp_path: Path) -> None:
 
 
 def test_clients_at_once_see_the_very_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], stacked.joined
-    monkeypatch.setattr(stacked, "joined", lambda batches: seen.append(list(batches)) or pad(batches))
+    on, method, seen, pad = federation(), FedAvg(epochs=2, batch_size=8), [], feed.joined
+    monkeypatch.setattr(feed, "joined", lambda batches: seen.append(list(batches)) or pad(batches))
     run_of(method, "vectorized", on, 1)
     # those with the most steps first
     for place, client in enumerate((2, 0, 1)):
