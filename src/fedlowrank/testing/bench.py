@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -307,7 +308,7 @@ def time_defaults(
     made = federation(subject, clients, held_out=6)
     chosen = METHODS[method](batch_size=_BATCH, optimizer=SGD(lr=_LR))
 
-    def seconds(folder: Path | None, **more: int) -> float:
+    def seconds(folder: Path | None, **more: Any) -> float:
         start = time.process_time()
         share = sample / clients
         simulate(chosen, made, folder=folder, rounds=rounds, participation=share, engine=engine, **more)
