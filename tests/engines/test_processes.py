@@ -15,11 +15,9 @@ import torch
 
 from fedlowrank.core import tree
 from fedlowrank.core.errors import NonFiniteError
-from fedlowrank.core.method import Method
 from fedlowrank.core.optimizer import SGD
-from fedlowrank.data.federation import Federation
 from fedlowrank.engines import Processes, Sequential, processes
-from fedlowrank.engines.base import ClientJob, Engine
+from fedlowrank.engines.base import ClientJob
 from fedlowrank.engines.processes import WorkerError
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.fedavg import FedAvg
@@ -28,31 +26,14 @@ from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.simulation.simulate import simulate
 from fedlowrank.testing.check import federation
 
+from .runs import run_of, same
+
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "cores", lambda: 2)
-
-
-def run_of(
-    method: Method[Any, Any, Any, Any], engine: Engine, on: Federation | None = None, rounds: int = 3
-) -> Run:
-    on = federation(method.heterogeneous) if on is None else on
-    run = Run(method, on, RunSettings(rounds=rounds, participation=0.8), engine)
-    for _ in range(rounds):
-        run.step()
-    engine.close()
-    return run
-
-
-def same(a: Run, b: Run) -> bool:
-    return tree.equal((a.state.server, _clients(a)), (b.state.server, _clients(b)))
-
-
-def _clients(run: Run) -> Any:
-    return {str(i): s for i, s in run.state.clients.items()}
 
 
 @pytest.mark.parametrize("name", ["fedslr", "floral", "pfedlora"])

@@ -18,14 +18,11 @@ import psutil
 import pytest
 import torch
 
-from fedlowrank.core import tree
 from fedlowrank.core.errors import ConfigError, NonFiniteError
-from fedlowrank.core.method import Method
 from fedlowrank.core.optimizer import SGD
 from fedlowrank.data.federation import Federation
 from fedlowrank.data.pixels import Pixels
 from fedlowrank.engines import Ray, Sequential, ray_cluster
-from fedlowrank.engines.base import Engine
 from fedlowrank.engines.processes import WorkerError
 from fedlowrank.engines.ray_worker import decode_partition, encode_partition, share
 from fedlowrank.methods import METHODS
@@ -33,6 +30,8 @@ from fedlowrank.methods.fedavg import FedAvg
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import federation
+
+from .runs import run_of, same
 
 # of Ray's own code
 pytestmark = [
@@ -64,25 +63,6 @@ def cluster() -> Iterator[Any]:
         yield made
         ray.shutdown()
         made.shutdown()
-
-
-def run_of(
-    method: Method[Any, Any, Any, Any], engine: Engine, on: Federation | None = None, rounds: int = 3
-) -> Run:
-    on = federation(method.heterogeneous) if on is None else on
-    run = Run(method, on, RunSettings(rounds=rounds, participation=0.8), engine)
-    for _ in range(rounds):
-        run.step()
-    engine.close()
-    return run
-
-
-def same(a: Run, b: Run) -> bool:
-    return tree.equal((a.state.server, _clients(a)), (b.state.server, _clients(b)))
-
-
-def _clients(run: Run) -> Any:
-    return {str(i): s for i, s in run.state.clients.items()}
 
 
 @dataclasses.dataclass(frozen=True)

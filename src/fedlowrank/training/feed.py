@@ -46,14 +46,17 @@ class Feed:
 
     def __init__(self, data: Sequence[LocalData], name: str, pool: BufferPool) -> None:
         self._pool = pool
-        self._rows = None if any(d.augment.active for d in data) else _shared_rows(data, name)
+        augmented = any(d.augment.active for d in data)
+        self._rows = None if augmented else _shared_rows(data, name)
+        if self._rows is not None:
+            return
         self._examples = [d.examples for d in data]
         self._orders = [d.indices(name) for d in data]
         self._feeds = [d.batches(name) for d in data]
         # images take another layout on their way
-        self._picks = all(
+        self._picks = not augmented and all(
             not isinstance(d.examples.x, dict) and d.examples.x.ndim != 4 for d in data
-        ) and not any(d.augment.active for d in data)
+        )
 
     def batch(self, step: int, active: int) -> Batch:
         """The batch of the first clients at a step; steps must be requested in order."""

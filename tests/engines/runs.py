@@ -1,0 +1,32 @@
+"""Runs whose ends are compared between engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedlowrank.core import tree
+from fedlowrank.core.method import Method
+from fedlowrank.data.federation import Federation
+from fedlowrank.engines.base import Engine
+from fedlowrank.simulation.run import Run
+from fedlowrank.simulation.settings import RunSettings
+from fedlowrank.testing.check import federation
+
+
+def run_of(
+    method: Method[Any, Any, Any, Any], engine: Engine, on: Federation | None = None, rounds: int = 3
+) -> Run:
+    on = federation(method.heterogeneous) if on is None else on
+    run = Run(method, on, RunSettings(rounds=rounds, participation=0.8), engine)
+    for _ in range(rounds):
+        run.step()
+    engine.close()
+    return run
+
+
+def same(a: Run, b: Run) -> bool:
+    return tree.equal((a.state.server, _clients(a)), (b.state.server, _clients(b)))
+
+
+def _clients(run: Run) -> Any:
+    return {str(i): s for i, s in run.state.clients.items()}
