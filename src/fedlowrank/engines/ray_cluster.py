@@ -6,7 +6,7 @@ through Ray's object store, so data are not sent again. A block of clients of on
 
 States, downloads, uploads and data travel as bytes of trees. Ray itself pickles (cloudpickle) the method, the
 models and the task, once a worker, and lists of such bytes and plain numbers. That is no trust boundary:
-whoever reaches a Ray cluster can run any code on it, so a cluster is its user's own. Code of the user's own
+anyone who can reach a Ray cluster can run any code on it, so a cluster is its user's own. Code of the user's own
 that lies in a module must be importable on every machine.
 
 A worker that dies costs time and no result. The driver keeps what a block needs until its results have come,
@@ -205,7 +205,7 @@ def _answers(pool: RayPool, block: _Block, under_way: Sequence[_Block]) -> Any:
     """What a worker made of a block; blocks of a worker that died are run again.
 
     Raises:
-        WorkerError: if a client's training failed, or nobody is left to run it.
+        WorkerError: if a client's training failed, or no worker is left to run it.
     """
     ray = import_ray()
     while True:

@@ -44,7 +44,7 @@ def connect() -> bool:
     ray = import_ray()
     if ray.is_initialized():
         return False
-    # of a cluster that is started here: it tells nobody that it is used
+    # a cluster that is started here reports no usage statistics
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         with warnings.catch_warnings():
