@@ -1,0 +1,190 @@
+"""What happens to an update between a client and the server, as an experiment says it.
+
+client:  update -> clip -> compress (with error feedback) -> [local noise] -> message
+server:  decode -> contribution -> rule (mean or robust) -> [central noise] -> server_update
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..core.choices import check_bounds, check_choices
+from ..core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Compression:
+    """How updates are compressed on their way to the server.
+
+    Attributes:
+        uplink: stages from left to right, such as ``"top_k:0.05 + int8"``; empty for none. Known are bfloat16,
+            int8 (a scale a row), top_k:SHARE (of all entries) and low_rank:RANK.
+        error_feedback: a client adds what compression lost to its next update.
+    """
+
+    uplink: str = ""
+    error_feedback: bool = True
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """A bound on the norm of every update.
+
+    Attributes:
+        norm: C, the bound; None for none. With a quantile, the bound of the first round.
+        quantile: γ, the share of updates that the bound is to leave as they are: it follows their norms
+            (Andrew et al. 2021). None keeps it fixed.
+        rate: η_C, how fast it follows.
+    """
+
+    norm: float | None = None
+    quantile: float | None = None
+    rate: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_bounds(self, {"norm": "> 0", "quantile": "> 0 and < 1", "rate": "> 0"}, "clipping")
+        if self.quantile is not None and self.norm is None:
+            raise ConfigError("clipping.quantile: the bound needs a first value; set clipping.norm, too")
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """Differential privacy of clients.
+
+    Attributes:
+        kind: central: the server adds noise to the sum of clipped updates; local: every client adds noise to
+            its own.
+        noise: σ, the noise multiplier: the standard deviation in units of the clipping norm. None finds the
+            smallest by which all rounds keep to ``epsilon``.
+        epsilon: ε, the budget; the run stops before it is exceeded. None for no bound.
+        delta: δ.
+        accountant: pld (tight) or rdp.
+    """
+
+    kind: Literal["none", "central", "local"] = "none"
+    noise: float | None = None
+    epsilon: float | None = None
+    delta: float | None = None
+    accountant: Literal["pld", "rdp"] = "rdp"
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_bounds(self, {"noise": "> 0", "epsilon": "> 0", "delta": "> 0 and < 1"}, "privacy")
+        if self.kind == "none":
+            return
+        if self.delta is None:
+            raise ConfigError(
+                "privacy.delta is needed: ε means nothing without it. A usual δ is below 1 / clients"
+            )
+        if self.noise is None and self.epsilon is None:
+            raise ConfigError(
+                "privacy: set privacy.noise (σ), or privacy.epsilon, from which σ is found, or both"
+            )
+
+
+@dataclass(frozen=True)
+class Robust:
+    """How the server guards the mean against hostile clients.
+
+    Attributes:
+        rule: mean; median and trimmed_mean (by coordinate); geometric_median (RFA); norm_bound (updates are
+            scaled to at most the median norm); krum and multi_krum (selection).
+        hostile: share of a round's replies that may be hostile: what trimmed_mean cuts on either side, and f
+            of Krum.
+    """
+
+    rule: Literal[
+        "mean", "median", "trimmed_mean", "geometric_median", "norm_bound", "krum", "multi_krum"
+    ] = "mean"
+    hostile: float = 0.2
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_bounds(self, {"hostile": ">= 0 and < 0.5"}, "robust")
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What hostile clients do, in a simulation.
+
+    Attributes:
+        kind: label_flip and backdoor change their training data; sign_flip, scaled, gaussian, alie ("a little
+            is enough") and inner_product change their updates; examples lies about n_k.
+        share: of the clients, drawn at random.
+        strength: of the attack; None for its usual value (:mod:`fedlowrank.trust.attacks`).
+        target: class to which a backdoor leads.
+    """
+
+    kind: Literal[
+        "none",
+        "label_flip",
+        "backdoor",
+        "sign_flip",
+        "scaled",
+        "gaussian",
+        "alie",
+        "inner_product",
+        "examples",
+    ] = "none"
+    share: float = 0.2
+    strength: float | None = None
+    target: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check_bounds(self, {"share": "> 0 and <= 1", "strength": "> 0", "target": ">= 0"}, "attack")
+
+
+@dataclass(frozen=True)
+class SecureSums:
+    """Sums in which the server sees no single update (Bonawitz et al. 2017), in simulation.
+
+    Attributes:
+        on: whether sums are computed so.
+        bits: of a quantized number.
+        bound: numbers are clipped to ±bound before they are quantized.
+        threshold: share of the round's clients that must reply.
+    """
+
+    on: bool = False
+    bits: int = 22
+    bound: float = 8.0
+    threshold: float = 0.66
+
+    def __post_init__(self) -> None:
+        bounds = {"bits": ">= 2 and <= 32", "bound": "> 0", "threshold": "> 0.5 and <= 1"}
+        check_bounds(self, bounds, "secure")
+
+
+@dataclass(frozen=True)
+class Trust:
+    """All of it; by default nothing happens to an update, and a run has the same bits as without.
+
+    Attributes:
+        compression: of updates.
+        clipping: of updates.
+        privacy: of clients.
+        robust: rule of the server.
+        attack: of hostile clients.
+        secure: sums by masks.
+    """
+
+    compression: Compression = field(default_factory=Compression)
+    clipping: Clipping = field(default_factory=Clipping)
+    privacy: Privacy = field(default_factory=Privacy)
+    robust: Robust = field(default_factory=Robust)
+    attack: Attack = field(default_factory=Attack)
+    secure: SecureSums = field(default_factory=SecureSums)
+
+    def __post_init__(self) -> None:
+        if self.privacy.kind != "none" and self.clipping.norm is None:
+            raise ConfigError("privacy: the noise is scaled to the clipping norm; set clipping.norm")
+        if self.privacy.kind != "none" and self.robust.rule != "mean":
+            raise ConfigError(
+                f"privacy holds for sums, and robust.rule = {self.robust.rule!r} is none; leave one of them out"
+            )
+        if self.secure.on and self.robust.rule != "mean":
+            raise ConfigError(
+                f"robust.rule = {self.robust.rule!r} must see single replies, which secure sums hide; leave one of them out"
+            )
