@@ -190,17 +190,19 @@ class ServerView:
         round: counted from 0.
         key: randomness of the server in this round.
         replied: clients whose replies contributed to the total, in the order of their identifiers.
+        planned: share of the clients in a round as it is planned, where the number of replies is private.
     """
 
     task: Task
     round: int
     key: Key
     replied: Sequence[ClientInfo] = ()
+    planned: float | None = None
 
     @property
     def share(self) -> float:
         """Share of all clients whose replies contributed."""
-        return len(self.replied) / len(self.task.clients)
+        return len(self.replied) / len(self.task.clients) if self.planned is None else self.planned
 
 
 class OneOf:
@@ -348,9 +350,10 @@ class Method(ABC, Generic[S, C, D, U]):
         """
 
     def reference(self, down: D, client: ClientInfo) -> Any:
-        """What an upload is compared with: an upload minus its reference is the update, whose norm is bounded or clipped.
+        """What an upload is compared with: an upload minus its reference is the update, which is clipped and compressed.
 
-        By default the download, of which those fields count that have the form of a field of the upload.
+        By default the download. It must have the form of the upload, dicts for classes allowed; in the place of a
+        part that is no update it has None, in the place of a part that is itself the update 0.0.
 
         Args:
             down: what the client was sent.
@@ -358,6 +361,16 @@ class Method(ABC, Generic[S, C, D, U]):
         """
         del client
         return down
+
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """The scale s of the products B A in an upload: the effective update is s(B A - B₀ A₀); 1 by default."""
+        del task, client
+        return 1.0
+
+    def without_replies(self, server: S) -> Any:
+        """The total of a round that nothing contributed to; None, as by default, lets the server keep its state."""
+        del server
+        return None
 
     def client_model(self, state: C, down: D, view: ClientView) -> ClientModel:
         """The model that a client would use now; by default the download is its parameters.

@@ -107,6 +107,11 @@ class Ensemble(Method[Params, Tensor | None, Params, Upload]):
         del view
         return cluster_means(server, total)
 
+    def reference(self, down: Params, client: ClientInfo) -> Any:
+        """The models as they were sent; π^k is no update."""
+        del client
+        return {"models": down, "pi": None}
+
     def client_model(self, state: Tensor | None, down: Params, view: ClientView) -> ClientModel:
         """The mixture; for export of mixed outputs the model with the largest share, since one model is not the mixture."""
         apply, theta = self._apply(view.model), state

@@ -95,6 +95,11 @@ class FedDyn(Method[Cloud, Params, Down, Params]):
         h = add(server.h, sub(total, server.model), -self.alpha * view.share)
         return Cloud(add(total, h, -1 / self.alpha), total, h)
 
+    def reference(self, down: Down, client: ClientInfo) -> Params:
+        """θ^t."""
+        del client
+        return down.model
+
     def client_model(self, state: Params, down: Down, view: ClientView) -> ClientModel:
         """θ; or the mean of the last replies, with θ as a second series."""
         del state, view

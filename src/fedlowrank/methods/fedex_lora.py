@@ -123,6 +123,15 @@ class FedExLoRA(Method[Server, Own, Download, Message]):
             server.scaling,
         )
 
+    def reference(self, down: Download, client: ClientInfo) -> Message:
+        """Factors as they were sent."""
+        del client
+        return down.message
+
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """The client's s."""
+        return self.tuning.scale_of(task, client)
+
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all residuals, and the mean factors."""
         base, leaves = self._now(state, down, lora_of(view.model))

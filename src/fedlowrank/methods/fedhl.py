@@ -153,6 +153,15 @@ class FedHL(Method[Server, Params, Download, Message]):
             delta, server.drawn, total["rest"], server.scaling, p.told([c.id for c in view.replied])
         )
 
+    def reference(self, down: Download, client: ClientInfo) -> Message:
+        """W^{r_i} as it was sent."""
+        del client
+        return down.message
+
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """The client's s."""
+        return self.tuning.scale_of(task, client)
+
     def client_model(self, state: Params, down: Download, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down.message), state | down.message.rest)

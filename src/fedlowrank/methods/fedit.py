@@ -92,6 +92,10 @@ class FedIT(Method[Server, Params, Message, Message]):
         factors, rest = total
         return Server(factors, rest, server.scaling)
 
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """The client's s."""
+        return self.tuning.scale_of(task, client)
+
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean factors."""
         leaves = leaves_of(received(down), state | down.rest)

@@ -86,6 +86,10 @@ class FedSALoRA(Method[Server, Own, Message, Message]):
         factors, rest = total
         return Server(factors, rest)
 
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """The client's s."""
+        return self.tuning.scale_of(task, client)
+
     def client_model(self, state: Own, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean A and the client's own B."""
         leaves = self._leaves(state, down)

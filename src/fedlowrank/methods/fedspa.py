@@ -171,6 +171,11 @@ class FedSpa(Method[Server, Masks, Params, Upload]):
         masks = {str(client): masks for client, masks in total.get("masks", {}).items()}
         return Server(sub(server.model, total["update"]), server.masks | masks)
 
+    def reference(self, down: Params, client: ClientInfo) -> Any:
+        """The values on the mask are an update."""
+        del down, client
+        return {"update": 0.0, "masks": None}
+
     def client_model(self, state: Masks, down: Params, view: ClientView) -> ClientModel:
         """m_k ⊙ w, of which the values on the mask are stored."""
         del view

@@ -88,6 +88,10 @@ class FFALoRA(Method[Server, Params, Message, Message]):
         factors, rest = total
         return Server(factors, rest)
 
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """The client's s."""
+        return self.tuning.scale_of(task, client)
+
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the mean B."""
         fixed, start = self._leaves(state, down, view)

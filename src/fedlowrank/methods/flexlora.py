@@ -103,6 +103,10 @@ class FlexLoRA(Method[Server, Params, Message, Message]):
             update_deltas(server.delta, blocks, previous=0.0), server.drawn, total["rest"], server.scaling
         )
 
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """The client's s."""
+        return self.tuning.scale_of(task, client)
+
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down), state | down.rest)

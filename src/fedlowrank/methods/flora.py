@@ -108,6 +108,15 @@ class FLoRA(Method[Server, Own, Download, Message]):
             server.ledger.grown(stack, view.replied, self.tuning.wire), total["rest"], server.scaling
         )
 
+    def reference(self, down: Download, client: ClientInfo) -> Any:
+        """Nothing for factors, which begin anew; what is shared beside as it was sent."""
+        del client
+        return {"factors": 0.0, "rest": down.rest}
+
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """The client's s."""
+        return self.tuning.scale_of(task, client)
+
     def client_model(self, state: Own, down: Download, view: ClientView) -> ClientModel:
         """The base with all stacks; the fresh adapter changes nothing."""
         frozen, moved = self._base(state, down, lora_of(view.model)).beside(self.keep, lora_of(view.model))

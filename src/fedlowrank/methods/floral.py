@@ -162,6 +162,11 @@ class FederatedFloral(Method[Server, Tensor | None, dict[str, Any], Upload]):
             model = {"base": u, "adaptors": a}
         return Server(model, memory)
 
+    def reference(self, down: dict[str, Any], client: ClientInfo) -> Any:
+        """{u, a} as they were sent; π^k is no update."""
+        del client
+        return {"model": down, "pi": None}
+
     def client_model(self, state: Tensor | None, down: dict[str, Any], view: ClientView) -> ClientModel:
         """Σ_c π^k_c w_c, the weights of one plain model; a client without θ learns it first."""
         apply, fresh = self._apply(view.model), even(down["adaptors"])

@@ -141,6 +141,10 @@ class HetLoRA(Method[Server, Params, Message, Message]):
         pruned = {str(i): rank for i, rank in total.get("pruned", {}).items() if rank is not None}
         return Server(factors, total["rest"], server.scaling, server.ranks | pruned)
 
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """The client's s."""
+        return self.tuning.scale_of(task, client)
+
     def client_model(self, state: Params, down: Message, view: ClientView) -> ClientModel:
         """The model with the first r_i components."""
         leaves = leaves_of(received(down), state | down.rest)

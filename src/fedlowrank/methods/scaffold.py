@@ -98,6 +98,11 @@ class SCAFFOLD(Method[Controlled, Params, Controlled, Controlled]):
             add(server.model, total.model, self.eta_g), add(server.control, total.control, view.share)
         )
 
+    def reference(self, down: Controlled, client: ClientInfo) -> Controlled:
+        """Zeros: both differences are updates."""
+        del client
+        return zeros_like(down)
+
     def client_model(self, state: Params, down: Controlled, view: ClientView) -> ClientModel:
         """The global model x."""
         del state, view

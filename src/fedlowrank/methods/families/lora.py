@@ -126,6 +126,10 @@ class Tuning:
         """The scale s of a client's update, at its own rank or at another one."""
         return self.scaling_of(lora_of(view.model)).at(self.rank_of(view.info) if rank is None else rank)
 
+    def scale_of(self, task: Task, client: ClientInfo) -> float:
+        """The scale s of a client's update at its own rank."""
+        return self.scaling_of(lora_of(task.model(client))).at(self.rank_of(client))
+
     def kept(self, leaves: Leaves) -> Params:
         """What a client keeps of its trained leaves: a personal rest."""
         return leaves["rest"] if self.head == "personal" else {}

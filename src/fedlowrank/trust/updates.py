@@ -1,0 +1,241 @@
+"""The update of a client: what it sends minus what that is compared with (:meth:`Method.reference`).
+
+A reference has the form of the upload. In the place of a part it may have None (the part is no update: it is
+neither clipped nor compressed, and no noise can hide it) or :data:`ITSELF` (the part is an update as it is).
+
+Norms are of the *effective* update. A factor pair (B, A) beside a reference (B₀, A₀) stands for
+s(B A - B₀ A₀) = s[B, -B₀][A; A₀], whose norm and inner products need Gram matrices of its factors alone:
+⟨X Y, X' Y'⟩ = Σ (Xᵀ X') ∘ (Y Y'ᵀ).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.tree import Params, TreeError
+from ..linalg.factored import Factored
+from ..linalg.pair import Pair
+
+ITSELF = 0.0
+"""In the place of a part of a reference: that part of an upload is an update as it is."""
+
+_STEPS = 60
+"""Halvings of an interval in [0, 1], to the precision of float64."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix ``[d, k]`` as ``left [d, r]`` times ``right [r, k]``, both float64."""
+
+    left: Tensor
+    right: Tensor
+
+
+Block = Tensor | Product
+
+
+def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Walk the parts of an upload that are updates: floating tensors, pairs and factored matrices.
+
+    Yields:
+        Its path, the part, and its reference: of the same form, or :data:`ITSELF`.
+
+    Raises:
+        TreeError: if the reference does not have the form of the upload.
+    """
+    if reference is None:
+        return
+    whole = type(reference) is float and not isinstance(upload, float)
+    if isinstance(upload, Tensor):
+        if not upload.is_floating_point():
+            return
+        if not whole and not (isinstance(reference, Tensor) and reference.shape == upload.shape):
+            raise TreeError(f"the reference at {path or 'its top'} does not have the shape of the upload's")
+        yield path, upload, reference
+        return
+    if isinstance(upload, Factored) or (isinstance(upload, Pair) and upload.b.numel() and upload.a.numel()):
+        if not whole and type(reference) is not type(upload):
+            raise TreeError(f"the reference at {path or 'its top'} is no {type(upload).__name__}")
+        yield path, upload, reference
+        return
+    children = tree._items(upload, path)
+    if children is None:
+        return
+    others = {} if whole else dict(tree._items(reference, path) or ())
+    if not whole and others.keys() != dict(children).keys():
+        raise TreeError(
+            f"the reference at {path or 'its top'} has {sorted(others)}, the upload {sorted(dict(children))}"
+        )
+    for key, child in children:
+        yield from parts(child, ITSELF if whole else others[key], tree.join(path, key))
+
+
+def update_of(upload: Any, reference: Any) -> Params:
+    """The numbers of an update by path: those of the upload minus those of the reference."""
+    found: Params = {}
+    for path, part, ref in parts(upload, reference):
+        refs = None if ref is ITSELF or type(ref) is float else dict(tree.leaves(ref, path))
+        for place, t in tree.leaves(part, path):
+            found[place] = t.detach().clone() if refs is None else t.detach() - refs[place]
+    return found
+
+
+def referenced(upload: Any, reference: Any) -> Params:
+    """The numbers of a reference by path, zeros where a part of the upload is itself the update."""
+    found: Params = {}
+    for path, part, ref in parts(upload, reference):
+        refs = None if type(ref) is float else dict(tree.leaves(ref, path))
+        for place, t in tree.leaves(part, path):
+            found[place] = torch.zeros_like(t) if refs is None else refs[place]
+    return found
+
+
+def replace_numbers(value: Any, numbers: Mapping[str, Tensor], path: str = "") -> Any:
+    """A tree with the tensors at some paths replaced."""
+    if isinstance(value, Tensor):
+        return numbers.get(path, value)
+    children = tree._items(value, path)
+    if children is None:
+        return value
+    return tree._rebuild(value, [(k, replace_numbers(v, numbers, tree.join(path, k))) for k, v in children])
+
+
+def with_update(upload: Any, reference: Any, update: Mapping[str, Tensor]) -> Any:
+    """The upload whose update is another one: the reference plus that."""
+    base = referenced(upload, reference)
+    return replace_numbers(upload, {path: base[path] + u.to(base[path]) for path, u in update.items()})
+
+
+def blocks(upload: Any, reference: Any, scale: float) -> dict[str, Block]:
+    """The effective update, in float64: a tensor or a product for each part, by path.
+
+    Args:
+        upload: of the client.
+        reference: of its upload.
+        scale: s of the products of its pairs.
+    """
+    found: dict[str, Block] = {}
+    for path, part, ref in parts(upload, reference):
+        if isinstance(part, Pair):
+            left, right = _factors(part, scale)
+            if isinstance(ref, Pair):
+                minus, more = _factors(ref, -scale)
+                left, right = torch.cat([left, minus], 1), torch.cat([right, more])
+            found[path] = Product(left, right)
+        elif isinstance(part, Factored) and type(ref) is float:
+            found[path] = Product((part.u * part.s).double(), part.v.mT.double())
+        elif isinstance(part, Tensor):
+            found[path] = part.detach().double() - (0.0 if type(ref) is float else ref.detach().double())
+        else:
+            raise TreeError(f"a factored matrix at {path} beside a reference")
+    return found
+
+
+def _factors(pair: Pair, scale: float) -> tuple[Tensor, Tensor]:
+    return pair.b.detach().double() * scale, pair.a.detach().double()
+
+
+def inner(x: Mapping[str, Block], y: Mapping[str, Block]) -> float:
+    """Inner product of two effective updates.
+
+    Raises:
+        TreeError: if they have not the same parts, or a part has another shape.
+    """
+    if x.keys() != y.keys():
+        raise TreeError(f"updates with other parts: {sorted(x.keys() ^ y.keys())}")
+    total = 0.0
+    for path, one in x.items():
+        other = y[path]
+        if isinstance(one, Product) and isinstance(other, Product):
+            if one.left.shape[0] != other.left.shape[0] or one.right.shape[1] != other.right.shape[1]:
+                raise TreeError(f"products of other shapes at {path}")
+            total += float(((one.left.mT @ other.left) * (one.right @ other.right.mT)).sum())
+        elif isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
+            total += float((one * other).sum())
+        else:
+            raise TreeError(f"updates of other forms at {path}")
+    return total
+
+
+def gram(updates: list[dict[str, Block]]) -> Tensor:
+    """The inner products of effective updates ``[n, n]``, float64."""
+    n = len(updates)
+    found = torch.zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        for j in range(i, n):
+            found[i, j] = found[j, i] = inner(updates[i], updates[j])
+    return found
+
+
+def norm(upload: Any, reference: Any, scale: float = 1.0) -> float:
+    """Norm of the effective update; infinite where it overflows float64, NaN where a number is NaN."""
+    found = blocks(upload, reference, scale)
+    # the product of large numbers may overflow to a difference of infinities
+    return math.sqrt(max(square, 0.0)) if math.isfinite(square := inner(found, found)) else math.inf
+
+
+def shrink(
+    upload: Any, reference: Any, bound: float, scale: float = 1.0, *, effective: bool = True
+) -> tuple[Any, float]:
+    """Clip an update: move the upload towards its reference until the norm of its update is at most a bound.
+
+    Everything moves on the line from the reference, x₀ + t(x - x₀). Of a pair that is
+    s[(B₀ + tD)(A₀ + tE) - B₀A₀] = t·s(DA₀ + B₀E) + t²·sDE, so the squared norm is a polynomial in t, and t is
+    found by bisection.
+
+    Args:
+        upload: of the client.
+        reference: of its upload.
+        bound: C.
+        scale: s of the products of its pairs.
+        effective: take the norm of products; otherwise that of all numbers that are sent.
+
+    Returns:
+        The upload (the same object if its norm is within the bound), and the norm before.
+    """
+    c2 = c3 = c4 = 0.0
+    for _, part, ref in parts(upload, reference):
+        if effective and isinstance(part, Pair):
+            at_b, at_a = (ref.b, ref.a) if isinstance(ref, Pair) else (part.b * 0, part.a * 0)
+            b0, a0 = at_b.detach().double() * scale, at_a.detach().double()
+            d, e = part.b.detach().double() * scale - b0, part.a.detach().double() - a0
+            first = {"": Product(torch.cat([d, b0], 1), torch.cat([a0, e]))}
+            second = {"": Product(d, e)}
+            c2 += inner(first, first)
+            c3 += 2 * inner(first, second)
+            c4 += inner(second, second)
+        elif effective and isinstance(part, Factored):
+            whole = {"": Product((part.u * part.s).double(), part.v.mT.double())}
+            c4 += inner(whole, whole)
+        else:
+            c2 += sum(float(t.double().square().sum()) for t in update_of(part, ref).values())
+    size = math.sqrt(max(c2 + c3 + c4, 0.0)) if math.isfinite(c2 + c3 + c4) else math.nan
+    if math.isnan(size) or size <= bound:
+        return upload, size
+    low, high = 0.0, 1.0
+    if c3 == c4 == 0:
+        low = bound / size
+    else:
+        for _ in range(_STEPS):
+            t = (low + high) / 2
+            low, high = (t, high) if t * t * (c2 + t * (c3 + t * c4)) <= bound * bound else (low, t)
+    return along(upload, reference, low), size
+
+
+def along(upload: Any, reference: Any, t: float) -> Any:
+    """The upload at x₀ + t(x - x₀); of a factored matrix, u and v stay and s becomes t²s."""
+    numbers: Params = {}
+    for path, part, ref in parts(upload, reference):
+        if isinstance(part, Factored):
+            numbers[tree.join(path, "s")] = part.s * t * t
+            continue
+        base = referenced(part, ref)
+        numbers |= {path + place: base[place] + t * u for place, u in update_of(part, ref).items()}
+    return replace_numbers(upload, numbers)
