@@ -28,11 +28,12 @@ from fedlowrank.linalg.matricize import LowRank, Sparse
 from fedlowrank.methods import METHODS
 from fedlowrank.methods.families.lora import Tuning
 from fedlowrank.models.architecture import Architecture
-from fedlowrank.network.validation.shape_tracing import TracingTrainer, expected_upload
+from fedlowrank.network.validation.shape_tracing import expected_upload
 from fedlowrank.network.validation.uploads import Templates, inspect
 from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.testing.check import federation as small
+from fedlowrank.training.tracing import TracingTrainer
 from methods.setting import Net, alike, arrays, unlike
 
 from .trust_cases import aggregate

@@ -77,11 +77,19 @@ def parts(upload: Any, reference: Any, path: str = "") -> Iterator[tuple[str, An
         yield from parts(child, ITSELF if whole else others[key], tree.join(path, key))
 
 
-def update_of(upload: Any, reference: Any) -> Params:
-    """The numbers of an update by path: those of the upload minus those of the reference."""
+def update_of(upload: Any, reference: Any, *, compared: bool = False) -> Params:
+    """The numbers of an update by path: those of the upload minus those of the reference.
+
+    Args:
+        upload: of the client.
+        reference: of its upload.
+        compared: leave out what is compared with nothing (:data:`ITSELF`).
+    """
     found: Params = {}
     for path, part, ref in parts(upload, reference):
-        refs = None if ref is ITSELF or type(ref) is float else dict(tree.leaves(ref, path))
+        if compared and type(ref) is float:
+            continue
+        refs = None if type(ref) is float else dict(tree.leaves(ref, path))
         for place, t in tree.leaves(part, path):
             found[place] = t.detach().clone() if refs is None else t.detach() - refs[place]
     return found
@@ -239,3 +247,44 @@ def along(upload: Any, reference: Any, t: float) -> Any:
         base = referenced(part, ref)
         numbers |= {path + place: base[place] + t * u for place, u in update_of(part, ref).items()}
     return replace_numbers(upload, numbers)
+
+
+def without_compared(upload: Any, reference: Any) -> Any:
+    """What of an upload is not in its update: None in the place of numbers that are compared with a reference.
+
+    :func:`with_compared` puts them back.
+    """
+    if isinstance(upload, Tensor):
+        return None if isinstance(reference, Tensor) and upload.is_floating_point() else upload
+    children = tree._items(upload, "")
+    if children is None:
+        return None if repr(upload) == repr(reference) else upload
+    if reference is None or type(reference) is float:
+        return upload
+    others = dict(tree._items(reference, "") or ())
+    left = [(key, without_compared(child, others[key])) for key, child in children]
+    if all(child is None for _, child in left):
+        return None
+    return tree._rebuild(upload, left)
+
+
+def with_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path: str = "") -> Any:
+    """Inverse of :func:`without_compared`: the upload, with the reference plus an update.
+
+    Raises:
+        TreeError: if the rest does not have the form that the reference asks for.
+    """
+    if rest is None:
+        base = dict(tree.leaves(reference, path))
+        if base.keys() - update.keys():
+            raise TreeError(f"the update lacks {sorted(base.keys() - update.keys())}")
+        numbers = {place: t + update[place].to(t) for place, t in base.items()}
+        return replace_numbers(reference, numbers, path)
+    children = tree._items(rest, path)
+    if children is None or reference is None or type(reference) is float:
+        return rest
+    others = dict(tree._items(reference, path) or ())
+    if others.keys() != dict(children).keys():
+        raise TreeError(f"what lies beside the update at {path or 'its top'} has other parts than the reference")
+    made = [(k, with_compared(v, others[k], update, tree.join(path, k))) for k, v in children]
+    return tree._rebuild(rest, made)

@@ -1,0 +1,79 @@
+"""What a client would send, found by calling ``local_update`` without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.method import Batch, ClientInfo, ClientView, Method, Request, Task
+from ..core.model import Model
+
+AnyMethod = Method[Any, Any, Any, Any]
+T = TypeVar("T")
+
+
+class TracingTrainer:
+    """Stands in for an engine in a client's ``local_update``; it trains nothing and needs no data.
+
+    Attributes:
+        trained: names of the passes that were trained, in order.
+    """
+
+    def __init__(self, method: AnyMethod, task: Task, model: Model) -> None:
+        self.passes = method.passes()
+        self.classes = task.classes
+        self.model = model
+        self.trained: list[str] = []
+
+    def train(self, request: Request) -> Any:
+        """Return the start plus one: a method may ask whether training changed anything."""
+        self.trained.append(request.name)
+        return tree.canonical(tree.map(lambda t: t.detach() + 1, request.start))
+
+    def total(self, statistic: Callable[..., T], params: Any, constants: tuple[Any, ...]) -> T:
+        """The statistic of the model's example, twice: batch normalization fails on one example."""
+        with torch.no_grad():
+            return tree.canonical(statistic(params, self._batch(), *constants))
+
+    def steps(self, name: str) -> int:
+        """The steps of a client with one example: its registered number must not decide the cost here."""
+        sweep = self.passes[name]
+        return sweep.epochs if sweep.steps is None else min(sweep.epochs, sweep.steps)
+
+    def _batch(self) -> Batch:
+        example = self.model.example
+        named = isinstance(example, dict)
+        x: Any = {n: _twice(t) for n, t in example.items()} if named else _twice(example)
+        if self.classes:
+            first = next(iter(x.values())) if named else x
+            return Batch(x, torch.zeros(2, dtype=torch.int64, device=first.device))
+        scores = self.model.probe(x)
+        # scores of every token are [b, T, V], those of a regression [b, d]
+        return Batch(x, torch.zeros_like(x["input_ids"] if named and scores.ndim == 3 else scores))
+
+
+def _twice(t: Tensor) -> Tensor:
+    return torch.cat([t[:1], t[:1]])
+
+
+def trace_upload(method: AnyMethod, task: Task, info: ClientInfo, down: Any) -> tuple[Any, tuple[str, ...]]:
+    """What a client would send if training changed every parameter by 1.
+
+    Args:
+        method: whose client.
+        task: what is to be learnt.
+        info: the client.
+        down: what it was sent.
+
+    Returns:
+        The upload, and the names of the passes that were trained, in order. Errors of the method are not caught.
+    """
+    model = task.model(info)
+    trainer = TracingTrainer(method, task, model)
+    view = ClientView(info, task, model, 0, task.key / "dry", trainer)
+    _, upload = method.local_update(method.client_init(task, info), down, view)
+    return upload, tuple(trainer.trained)

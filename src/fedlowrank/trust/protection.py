@@ -1,0 +1,309 @@
+"""A method whose updates are clipped, compressed or hidden by noise on their way to the server.
+
+    client:  update -> clip -> [local noise] -> compress (with error feedback) -> message
+    server:  decode -> contribution -> rule (mean or robust) -> [central noise] -> server_update
+
+:class:`Protected` is itself a method and wraps another one, so that every engine, the network and resumed
+runs treat it like any method: what it keeps of a client, such as the error feedback, is committed with the
+client's state, and bytes are those of its messages.
+
+Central differential privacy adds noise to a *sum*. What a client contributes is therefore the difference of
+the contributions of its upload and of the reference, every client with weight 1; the server bounds its norm
+once more, adds up, adds noise, and divides by the expected number of clients, not by that of those that came.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.client_model import ClientModel
+from ..core.contribution import Mean, Sum, leaves, map_leaves
+from ..core.key import Key
+from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
+from ..core.tree import Params
+from .accounting import next_clip, split_noise
+from .compression import Compressed, Stage, decompress, parse_stages, with_feedback
+from .noise import gaussian
+from .settings import Trust
+from .updates import replace_numbers, shrink, update_of, with_compared, with_update, without_compared
+
+AnyMethod = Method[Any, Any, Any, Any]
+
+
+@tree.tree
+class ClientState:
+    """The state of the method's client, and what compression has lost so far."""
+
+    inner: Any
+    residual: Params | None
+
+
+@tree.tree
+class ServerState:
+    """The state of the method's server, and the clipping norm of the next round."""
+
+    inner: Any
+    clip: float
+
+
+@tree.tree
+class Download:
+    """What the method sends, and the clipping norm where it changes."""
+
+    message: Any
+    clip: float | None
+
+
+@tree.tree
+class Upload:
+    """What the method sends back, its update compressed.
+
+    Attributes:
+        rest: the upload, without the update where that is compressed.
+        update: the compressed update, or None.
+        within: ``[1]``, 1 if the norm was within the clipping norm, which follows it; or None.
+    """
+
+    rest: Any
+    update: Compressed | None
+    within: Tensor | None
+
+
+@dataclass(frozen=True)
+class Protected(Method[ServerState, ClientState, Download, Upload]):
+    """A method with clipped, compressed and private updates; made by :func:`protect`.
+
+    Attributes:
+        inner: the method.
+        trust: what happens to updates.
+        noise: σ; 0 for none.
+        expected: clients that are expected in a round, qN.
+        system: noise comes from the operating system, and not from the seed of the run.
+    """
+
+    inner: AnyMethod = field(kw_only=True)
+    trust: Trust = field(kw_only=True)
+    noise: float = field(kw_only=True, default=0.0)
+    expected: float = field(kw_only=True, default=1.0)
+    system: bool = field(kw_only=True, default=False)
+
+    def __post_init__(self) -> None:
+        for name in ("title", "citation", "heterogeneous", "needs_classes", "uses_rounds", "at_rest"):
+            object.__setattr__(self, name, getattr(self.inner, name))
+
+    @cached_property
+    def _stages(self) -> tuple[Stage, ...]:
+        return parse_stages(self.trust.compression.uplink)
+
+    @property
+    def is_central(self) -> bool:
+        """Whether the server adds noise."""
+        return self.trust.privacy.kind == "central"
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the clipping norm follows the norms of updates."""
+        return self.trust.clipping.quantile is not None
+
+    @property
+    def is_global(self) -> bool:
+        """See the base class."""
+        return self.inner.is_global
+
+    def passes(self) -> dict[str, Pass]:
+        """See the base class."""
+        return self.inner.passes()
+
+    def remarks(self, task: Task) -> list[str]:
+        """See the base class."""
+        return self.inner.remarks(task)
+
+    def participants(self, sampled: list[int], everyone: list[int]) -> list[int]:
+        """See the base class."""
+        return self.inner.participants(sampled, everyone)
+
+    def product_scale(self, task: Task, client: ClientInfo) -> float:
+        """See the base class."""
+        return self.inner.product_scale(task, client)
+
+    def reference(self, down: Download, client: ClientInfo) -> Any:
+        """Of a decoded upload."""
+        return {"rest": self.inner.reference(down.message, client), "update": None, "within": None}
+
+    def server_init(self, task: Task) -> ServerState:
+        """The method's, and the first clipping norm."""
+        return ServerState(self.inner.server_init(task), float(self.trust.clipping.norm or 0.0))
+
+    def client_init(self, task: Task, client: ClientInfo) -> ClientState:
+        """The method's; nothing is lost yet."""
+        return ClientState(self.inner.client_init(task, client), None)
+
+    def download(self, server: ServerState, client: ClientInfo) -> Download:
+        """The method's, and the clipping norm where it changes."""
+        return Download(self.inner.download(server.inner, client), server.clip if self.is_adaptive else None)
+
+    def local_update(
+        self, state: ClientState, down: Download, view: ClientView
+    ) -> tuple[ClientState, Upload]:
+        """The method's, then: clip, add noise, compress."""
+        inner, upload = self.inner.local_update(state.inner, down.message, view)
+        reference = self.inner.reference(down.message, view.info)
+        upload, within = self._clipped(upload, reference, down, view)
+        if self.trust.privacy.kind == "local":
+            upload = self._with_local_noise(upload, reference, down, view)
+        if not self._stages:
+            return ClientState(inner, None), Upload(upload, None, within)
+        update = update_of(upload, reference, compared=True)
+        key, feedback = view.key / "compression", self.trust.compression.error_feedback
+        compressed, residual = with_feedback(self._stages, update, state.residual, key)
+        rest = without_compared(upload, reference)
+        return ClientState(inner, residual if feedback else None), Upload(rest, compressed, within)
+
+    def _clipped(
+        self, upload: Any, reference: Any, down: Download, view: ClientView
+    ) -> tuple[Any, Tensor | None]:
+        bound = self.trust.clipping.norm if down.clip is None else down.clip
+        if bound is None:
+            return upload, None
+        # noise hides numbers that are sent, so their norm is bounded; else it is the effective update's
+        effective, scale = self.trust.privacy.kind == "none", self.product_scale(view.task, view.info)
+        upload, size = shrink(upload, reference, bound, scale, effective=effective)
+        return upload, torch.tensor([float(size <= bound)]) if self.is_adaptive else None
+
+    def _with_local_noise(self, upload: Any, reference: Any, down: Download, view: ClientView) -> Any:
+        update = update_of(upload, reference)
+        bound = self.trust.clipping.norm if down.clip is None else down.clip
+        noise = gaussian(update, self.noise * float(bound or 0.0), self._source(view.key))
+        return with_update(upload, reference, {path: u + noise[path] for path, u in update.items()})
+
+    def upload_form(self, expected: Upload, task: Task) -> Any:
+        """That of the method, where its upload travels as it is."""
+        if expected.update is not None:
+            return expected
+        return Upload(self.inner.upload_form(expected.rest, task), None, expected.within)
+
+    def decode(self, upload: Upload, client: ClientInfo, server: ServerState) -> Upload:
+        """The upload with the update that came out of its compressed form."""
+        if upload.update is None:
+            return upload
+        reference = self.inner.reference(self.inner.download(server.inner, client), client)
+        like = update_of(reference, reference, compared=True)
+        rest = with_compared(upload.rest, reference, decompress(self._stages, upload.update, like))
+        return Upload(rest, None, upload.within)
+
+    def contribution(self, upload: Upload, client: ClientInfo, server: ServerState) -> Any:
+        """The method's; with central noise, what it adds to that of the reference."""
+        upload = self.decode(upload, client, server)
+        if self.is_central:
+            found: Any = {"sum": Sum(self._change(upload.rest, client, server))}
+        else:
+            found = self.inner.contribution(upload.rest, client, server.inner)
+        if upload.within is None:
+            return found
+        within = upload.within.double().clamp(0, 1)
+        return {"method": found, "within": Sum(within), "count": Sum(torch.ones_like(within))}
+
+    def _change(self, upload: Any, client: ClientInfo, server: ServerState) -> Params:
+        """What an upload adds to the contribution of the reference, its norm at most the clipping norm."""
+        base = dict(_numbers(self._base(client, server)))
+        mine = dict(_numbers(self.inner.contribution(upload, _unweighted(client), server.inner)))
+        change = {path: mine[path].double() - t.double() for path, t in base.items()}
+        size = math.sqrt(sum(float(t.square().sum()) for t in change.values()))
+        return {path: t * min(1.0, server.clip / size) if size else t for path, t in change.items()}
+
+    def _base(self, client: ClientInfo, server: ServerState) -> Any:
+        """The contribution of the reference: of a client that has learnt nothing."""
+        down = self.inner.download(server.inner, client)
+        return self.inner.contribution(self.inner.reference(down, client), _unweighted(client), server.inner)
+
+    def without_replies(self, server: ServerState) -> Any:
+        """With central noise, an empty sum: a round without clients releases noise, too."""
+        if not self.is_central:
+            return None
+        zero = torch.zeros(1, dtype=torch.float64)
+        empty: Any = {"sum": {}}
+        return {"method": empty, "within": zero, "count": zero} if self.is_adaptive else empty
+
+    def server_update(self, server: ServerState, total: Any, view: ServerView) -> ServerState:
+        """The method's, of the total or of the noised sum; and the next clipping norm."""
+        clip, noise, source = server.clip, self.noise, self._source(view.key)
+        if self.is_adaptive:
+            share = self._share_within(total, source)
+            if self.is_central:
+                noise = split_noise(noise, self.count_noise)
+            clip = next_clip(clip, share, self.trust.clipping.quantile, self.trust.clipping.rate)
+            total = total["method"]
+        if self.is_central:
+            total = self._noised(server, total["sum"], noise, view)
+            view = dataclasses.replace(view, replied=(), planned=self.expected / len(view.task.clients))
+        return ServerState(self.inner.server_update(server.inner, total, view), clip)
+
+    @property
+    def count_noise(self) -> float:
+        """Standard deviation σ_b of the noise on how many updates were within the norm: a twentieth of the expected clients."""
+        return max(self.expected / 20, self.noise)
+
+    def _share_within(self, total: Any, source: Key | None) -> float:
+        within, count = float(total["within"]), float(total["count"])
+        if not self.is_central:
+            return within / count
+        noise = gaussian({"": torch.zeros(1)}, self.count_noise, source and source / "within")
+        return (within + float(noise[""])) / self.expected
+
+    def _source(self, key: Key) -> Key | None:
+        """Where noise comes from; None for the operating system."""
+        return None if self.system else key / "noise"
+
+    def _noised(self, server: ServerState, changes: Params, noise: float, view: ServerView) -> Any:
+        """The total of the method: the contribution of the reference, plus the noised sum over the expected number."""
+        base = self._base(view.task.clients[0], server)
+        zeros = {path: torch.zeros_like(t, dtype=torch.float64) for path, t in _numbers(base)}
+        drawn = gaussian(zeros, noise * server.clip, self._source(view.key))
+        noised = {path: changes.get(path, zero) + drawn[path] for path, zero in zeros.items()}
+
+        def total(path: str, leaf: Any) -> Any:
+            # of a sum, the reference counts once for every expected client
+            times, among = (1.0, self.expected) if isinstance(leaf, Mean) else (self.expected, 1.0)
+            return replace_numbers(
+                leaf.value,
+                {
+                    place: (t.double() * times + noised[path + place] / among).to(t)
+                    for place, t in tree.leaves(leaf.value)
+                },
+            )
+
+        return map_leaves(total, base)
+
+    def client_model(self, state: ClientState, down: Download, view: ClientView) -> ClientModel:
+        """The method's."""
+        return self.inner.client_model(state.inner, down.message, view)
+
+    def server_model(self, server: ServerState, state: ClientState, view: ClientView) -> Params | None:
+        """The method's."""
+        return self.inner.server_model(server.inner, state.inner, view)
+
+    def metrics(self, server: ServerState) -> dict[str, dict[str, float]]:
+        """The method's, and the clipping norm where it changes."""
+        clip = {"clipping": {"norm": server.clip}} if self.is_adaptive else {}
+        return {**self.inner.metrics(server.inner), **clip}
+
+
+def _numbers(contribution: Any) -> Iterator[tuple[str, Tensor]]:
+    """The numbers of a contribution's sums and means, with their paths."""
+    for path, leaf in leaves(contribution):
+        if isinstance(leaf, (Mean, Sum)):
+            yield from tree.leaves(leaf.value, path)
+
+
+def _unweighted(client: ClientInfo) -> ClientInfo:
+    """The client with one example, so that what it contributes has the weight 1."""
+    return dataclasses.replace(client, examples=1)
