@@ -6,6 +6,7 @@ import inspect
 import sys
 from pathlib import Path
 
+from fedlowrank.cli.catalog import build_trust_table
 from fedlowrank.config.field_help import list_fields
 from fedlowrank.methods import METHODS
 
@@ -21,6 +22,7 @@ def page() -> str:
         "federation and the name of the architecture, so that methods differ in nothing but the method. n_k is the "
         "number of training examples of client k.\n"
     ]
+    parts.append(trust_table())
     for name, cls in METHODS.items():
         models = "models of any architecture" if cls.heterogeneous else "equal models"
         parts.append(f"## `{name}`\n\n{cls.title}; {models}. {cls.citation}.\n")
@@ -28,6 +30,18 @@ def page() -> str:
         rows = [f"| `{f.name}` | `{f.default}` | {f.meaning} |" for f in list_fields(cls)]
         parts.append("| field | default | meaning |\n| --- | --- | --- |\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
+
+
+def trust_table() -> str:
+    """What can be done with the updates of each method; `fedlowrank list --trust` prints the same."""
+    table = build_trust_table()
+    lines = [table["columns"], ["---"] * len(table["columns"]), *table["rows"]]
+    rows = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return (
+        f"## {table['title']}\n\nFound by a trial of each method's contract, as `fedlowrank list --trust` prints it. The "
+        "bounds of norms and the selection of replies (`norm_bound`, `krum`, `multi_krum`) go with every method.\n\n"
+        f"{rows}\n"
+    )
 
 
 if __name__ == "__main__":

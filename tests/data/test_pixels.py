@@ -26,7 +26,8 @@ from fedlowrank.engines import ENGINES
 from fedlowrank.methods import METHODS
 from fedlowrank.models.mlp import MLP
 from fedlowrank.simulation.export import write as export
-from fedlowrank.simulation.run import Run, placed
+from fedlowrank.simulation.preparation import placed
+from fedlowrank.simulation.run import Run
 from fedlowrank.simulation.settings import RunSettings
 from fedlowrank.training.local_data import LocalData
 

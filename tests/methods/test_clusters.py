@@ -624,7 +624,7 @@ def test_separated_clusters_stay_fedavg_runs_of_their_own() -> None:
         record = run.step()
         assert record.routes == [[float(c == k % 2) for c in range(2)] for k in range(6)]
     assert all(a > 0.9 for a in record.accuracy["personal"]["test"])
-    assert not run.unseen & set(run.state.clients)
+    assert not run.draws.unseen & set(run.state.clients)
 
 
 @pytest.mark.parametrize(
@@ -645,7 +645,7 @@ def test_an_unseen_client_finds_its_cluster(method: Any) -> None:
         assert route[k % 2] > 0.9
     assert all(a == 1 for a in record.accuracy["personal"]["test"])
     while run.round < 3:
-        assert not run.unseen & set(run.step().participants)
+        assert not run.draws.unseen & set(run.step().participants)
 
 
 # -- the battery and bad input -------------------------------------------------------------------------------

@@ -430,7 +430,7 @@ def test_an_unseen_client_finds_its_cluster(router: Router) -> None:
         Sequential(),
     )
     run.state = State(0, separated(run.method, run), ClientStore())
-    assert len(run.unseen) == 2
+    assert len(run.draws.unseen) == 2
     record = run.start()
     for k, route in enumerate(record.routes or ()):
         assert route[k % 2] > 0.9
@@ -450,9 +450,9 @@ def test_unseen_clients_never_take_part_and_are_evaluated() -> None:
         record = run.step()
         seen |= set(record.participants)
         assert len(record.routes) == len(federation.infos)
-        assert not run.unseen & set(run.state.clients)
-    assert seen == set(range(6)) - run.unseen
-    assert all(row["unseen"] == (row["id"] in run.unseen) for row in run.clients())
+        assert not run.draws.unseen & set(run.state.clients)
+    assert seen == set(range(6)) - run.draws.unseen
+    assert all(row["unseen"] == (row["id"] in run.draws.unseen) for row in run.clients())
 
 
 def test_known_routes_of_unseen_clients_are_their_clusters() -> None:

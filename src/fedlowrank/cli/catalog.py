@@ -18,8 +18,9 @@ from ..data.sources import SOURCES
 from ..data.text.sources import TEXT_SOURCES
 from ..methods import METHODS
 from ..models.zoo import MODELS
-from ..testing.check import check_method
-from .listing import CATALOG
+from ..testing.check import check_method, federation
+from ..trust.abilities import ABILITIES, abilities
+from .listing import CATALOG, TRUST
 from .terminal import OUT
 
 
@@ -39,7 +40,16 @@ def build_catalog() -> list[dict[str, Any]]:
     for title, entries in known.items():
         rows = [[n, entry if isinstance(entry, str) else _first_line(entry)] for n, entry in entries.items()]
         tables.append({"title": title, "columns": ["name", ""], "rows": rows})
-    return tables
+    return [*tables, build_trust_table()]
+
+
+def build_trust_table() -> dict[str, Any]:
+    """The table of ``fedlowrank list --trust``: for each method and ability yes, or the reason why not."""
+    rows = []
+    for name, cls in METHODS.items():
+        found = abilities(cls(), federation(cls.heterogeneous).task(1))
+        rows.append([name, *("yes" if reason is None else f"no: {reason}" for reason in found.values())])
+    return {"title": TRUST, "columns": ["method", *ABILITIES.values()], "rows": rows}
 
 
 def show_method(name: str) -> int:

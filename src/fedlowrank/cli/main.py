@@ -95,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
 
     add = command("list", "listing:show_list", common, "methods, models, data; or the fields of one method")
     add("method", nargs="?", help="show this method's paper and fields")
+    add(
+        "--trust",
+        action="store_true",
+        help="which methods go with secure sums, robust means, privacy, compression",
+    )
 
     add = command("bench", "bench:bench", common, "time rounds on this machine against plain PyTorch")
     add("--models", type=_split, help="comma-separated (default: all)")

@@ -324,6 +324,14 @@ class Method(ABC, Generic[S, C, D, U]):
         del task
         return expected
 
+    def decode(self, upload: U, client: ClientInfo, server: S) -> Any:
+        """The upload whose numbers are compared with the reference; by default the upload itself.
+
+        Where uploads are compressed on their way, this undoes it; :meth:`contribution` takes either.
+        """
+        del client, server
+        return upload
+
     def contribution(self, upload: U, client: ClientInfo, server: S) -> Any:
         """What an upload adds to the round: a leaf, or dicts and lists of leaves, of :mod:`fedlowrank.core.contribution`.
 

@@ -25,6 +25,7 @@ from ..config.experiment import ExperimentConfig
 from ..core import tree
 from ..core.errors import CheckpointError, ConfigError
 from ..core.files import as_checkpoint_error, write_atomically, write_json
+from ..core.method import Method
 from ..data.dataset import ClientData, Examples
 from ..data.federation import Federation
 from ..engines.base import ClientJob
@@ -32,8 +33,11 @@ from ..engines.sequential import Sequential
 from ..simulation.digest import check_seal, digest_of, sealed
 from ..simulation.evaluation import evaluate_client
 from ..simulation.local_model import LocalModel, local_model
-from ..simulation.run import placed
+from ..simulation.participants import Participants
+from ..simulation.preparation import placed
 from ..simulation.run_folder import versions
+from ..trust.budget import Budget
+from ..trust.protection import protect
 from .client_memory import ClientMemory, ForgottenError
 from .messages import Answer, Order, Registration, sections
 
@@ -118,7 +122,7 @@ class ClientRuntime:
         self.clients: int = stored["clients"]
         self.made, self.engine = _shared(json.dumps(stored["tables"], sort_keys=True))
         self.classes = tuple(stored["classes"])
-        self.method = self.made.build_method(self.made.default_method)
+        self.is_private = self.made.run.privacy.kind != "none"
         try:
             data = (folder / "data.tree").read_bytes()
             if digest_of(data) != stored["data"]:
@@ -135,12 +139,34 @@ class ClientRuntime:
         """The base model, or None."""
         return self.made.load_language(self.classes)
 
+    @cached_property
+    def budget(self) -> Budget | None:
+        """The client's own account of its privacy, in a file of its folder; None where nothing is private."""
+        if not self.is_private:
+            return None
+        run = self.made.run
+        draws = Participants(self.clients, run, self.federation.key)
+        budget = Budget(run.privacy, draws.sampling, run.rounds, run.participation)
+        budget.open(self.folder / "privacy.jsonl")
+        return budget
+
+    @cached_property
+    def method(self) -> Method[Any, Any, Any, Any]:
+        """The experiment's method; its updates are protected as the experiment says."""
+        run = self.made.run
+        draws = Participants(self.clients, run, self.federation.key)
+        method, task = self.made.build_method(self.made.default_method), self.federation.task(run.rounds)
+        return protect(method, task, run.trust, self.budget, expected=draws.expected, system=True)
+
     def registration(self) -> tuple[Registration, bytes]:
-        """Header and payload of its registration."""
+        """Header and payload of its registration; under differential privacy without the sizes of its data."""
+        sizes = 1, 0, 0
+        if not self.is_private:
+            sizes = len(self.data.train), len(self.data.val), len(self.data.test)
         header = Registration(
             self.client,
-            len(self.data.train),
-            (len(self.data.val), len(self.data.test)),
+            sizes[0],
+            sizes[1:],
             sections(self.made.to_dict()),
             "" if self.language is None else self.language.loaded.digest,
             versions(),
@@ -189,21 +215,29 @@ class ClientRuntime:
         if order.evaluate or order.last:
             before_last = max(order.round - 1, 0)
             here = local_model(method, federation, task, self.engine, state, info, before_last, down=down)
-            if order.evaluate:
+            if order.evaluate and not self.is_private:
                 reply = dataclasses.replace(reply, evaluation=evaluate_client(here, self.data))
             if order.last:
                 self._write_model(memory.folder / "model", here, order.round)
         if not order.train:
             return reply, b""
+        if (budget := self.budget) is not None and budget.is_local:
+            if not budget.allowed([self.client]):
+                why = f"its privacy budget, ε = {self.made.run.privacy.epsilon:g}, is spent"
+                return dataclasses.replace(reply, problem=why, kind="other"), b""
+            clip = float(self.made.run.clipping.norm or 0.0)
+            budget.charge(order.round, clip, [self.client], seeded=False)
         outcome = next(
             iter(self.engine.run(method, federation, task, order.round, [ClientJob(state, down, info)]))
         )
         if outcome.error is not None:
             return dataclasses.replace(reply, problem=str(outcome.error), kind="training"), b""
-        meter = outcome.meter
-        reply = dataclasses.replace(
-            reply, steps=meter.steps, flops=int(meter.flops), losses=dict(meter.losses)
-        )
+        if not self.is_private:
+            # all of it tells of the client's data
+            meter = outcome.meter
+            reply = dataclasses.replace(
+                reply, steps=meter.steps, flops=int(meter.flops), losses=dict(meter.losses)
+            )
         # a method whose clients send nothing replies all the same
         upload = tree.encode(outcome.upload)
         memory.propose(

@@ -36,6 +36,7 @@ class NetworkRun(Run):
     """
 
     engine: NetworkEngine
+    is_deployed = True
 
     def __init__(
         self, method: AnyMethod, federation: Federation, settings: RunSettings, engine: NetworkEngine
@@ -45,8 +46,12 @@ class NetworkRun(Run):
                 "run.keep_best: over a network a round's evaluation is known when the next round is over, "
                 "and the state of the best is gone by then; leave it out"
             )
+        if settings.attack.kind != "none" or settings.secure.on:
+            raise ConfigError(
+                "run.attack and run.secure are for simulations; leave them out of an experiment that runs over a network"
+            )
         super().__init__(method, federation, settings, engine)
-        engine.templates = Templates(method, self.task)
+        engine.templates = Templates(self.method, self.task)
 
     def state_of(self, info: ClientInfo) -> Any:
         """The stamp of the state that a client builds on."""
@@ -122,9 +127,9 @@ class NetworkRun(Run):
             self.federation, self.task = federation, federation.task(self.settings.rounds)
             self.engine.templates = Templates(self.method, self.task)
         self.engine.sizes = tuple(i.examples for i in federation.infos)
-        self.engine.evaluate = is_due = self.is_due()
-        is_over = self.round >= self.settings.rounds
-        training = set() if is_over else {i.id for i in self.participants(self.round)}
+        # under differential privacy, clients send no evaluations
+        self.engine.evaluate = is_due = self.is_due() and self.budget is None
+        training = set() if self.is_over else {i.id for i in self.participants(self.round)}
         others = [i for i in self.evaluated if is_due and i.id not in training]
         self.engine.evaluation_jobs = [self._job(i) for i in others]
 

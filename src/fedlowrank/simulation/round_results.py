@@ -58,6 +58,10 @@ class Clock:
         self._since = wall, cpu
 
 
+Contribute = Callable[[ClientInfo, Any], Any]
+"""Maps a client's upload to what it contributes."""
+
+
 class RefusedError(Exception):
     """A reply that the server cannot use."""
 
@@ -71,6 +75,8 @@ class RoundResults:
         unlucky: clients whose reply is lost unless it is lost for another reason.
         drop: whether a client whose training diverged is left out; otherwise its error is raised.
         store: an empty one, for the states of clients.
+        aggregator: of their contributions.
+        wait: keep the uploads until all have arrived, see :meth:`contribute_together`.
 
     Attributes:
         aggregator: of the contributions.
@@ -87,18 +93,20 @@ class RoundResults:
         unlucky: Set[int],
         drop: bool,
         store: ClientStore,
+        aggregator: Aggregator,
+        wait: bool = False,
     ) -> None:
         self._losses, self._unlucky, self._drop = losses, unlucky, drop
         self._states, self._waiting = store, dict[int, Any]()
-        self.aggregator = Aggregator([info.id for info in clients])
+        self.aggregator = aggregator
+        self._infos = {info.id: info for info in clients}
+        self._uploads: dict[int, Any] | None = {} if wait else None
         self.volume = Volume()
         self.lost: dict[str, str] = {}
         self.meters: list[Meter] = []
         self.arrived: set[int] = set()
 
-    def add(
-        self, info: ClientInfo, result: ClientResult, contribute: Callable[[ClientInfo, Any], Any]
-    ) -> None:
+    def add(self, info: ClientInfo, result: ClientResult, contribute: Contribute) -> None:
         """Add the result of the next client.
 
         Args:
@@ -113,10 +121,10 @@ class RoundResults:
         self.volume.add(info.id, result.upload)
         reason = self._reason_lost(info, result)
         if reason is None and result.upload is not None:
-            try:
-                self.aggregator.add(info.id, contribute(info, result.upload))
-            except RefusedError as error:
-                reason = str(error)
+            if self._uploads is not None:
+                self._uploads[info.id] = result.upload
+            else:
+                reason = self._contribute(info, result.upload, contribute)
         if reason is not None or result.upload is None:
             self.aggregator.skip(info.id)
         if reason is not None:
@@ -126,6 +134,32 @@ class RoundResults:
         self._waiting[info.id] = result.state
         if len(self._waiting) >= BATCH:
             self._store()
+
+    def _contribute(self, info: ClientInfo, upload: Any, contribute: Contribute) -> str | None:
+        """Add what an upload contributes, or give the reason why it cannot be used."""
+        try:
+            self.aggregator.add(info.id, contribute(info, upload))
+        except RefusedError as error:
+            return str(error)
+        return None
+
+    def contribute_together(
+        self, judge: Callable[[Mapping[int, Any]], Mapping[int, Any]], contribute: Contribute
+    ) -> None:
+        """Add what the uploads contribute that have waited for each other.
+
+        Args:
+            judge: gives the uploads that are used, by client.
+            contribute: maps an upload to a contribution.
+        """
+        uploads, self._uploads = self._uploads or {}, None
+        used = judge(uploads)
+        for client in uploads:
+            reason = self._contribute(self._infos[client], used[client], contribute) if client in used else ""
+            if reason is not None:
+                self.aggregator.skip(client)
+            if reason:
+                self.drop(client, reason)
 
     def drop(self, client: int, reason: str) -> None:
         """Lose a reply after all."""

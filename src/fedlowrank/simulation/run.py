@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import Any, ClassVar
 
 from ..core import tree
-from ..core.errors import ConfigError, DataError, TaskError
+from ..core.contribution import Aggregator
+from ..core.errors import TaskError
 from ..core.method import ClientInfo, Method, ServerView
 from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines.base import ClientJob, Engine
 from ..engines.jobs import LazyJobs
 from ..training.flops import forward_flops
+from ..trust.budget import Budget
+from ..trust.protection import protect
+from ..trust.robust import COORDINATE_RULES, RobustAggregator
+from ..trust.secure_sums import SecureAggregator
 from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
 from .evaluation import Evaluation, Evaluator
+from .inspection import WEIGHING, Inspection
 from .local_model import LocalModel, local_model
-from .progress import tell
+from .participants import Participants
+from .preparation import attacked, placed
 from .records import Accuracy, RoundRecord
 from .round_results import Clock, RoundResults
 from .settings import RunSettings
@@ -64,13 +69,18 @@ class Run:
     Attributes:
         state: where it stands; replaced as a whole, so that an interrupted round leaves the one before.
         unsaved: identifiers of clients whose state changed since it was last saved.
-        unseen: identifiers of clients that never train.
+        draws: who takes part in each round.
+        budget: of privacy, or None.
+        hostile: identifiers of hostile clients, in a simulation of attacks.
         evaluated: clients that are evaluated.
         evaluate_every: rounds between evaluations, once the first round has told what training costs.
 
     Raises:
         TaskError: if the method does not fit the federation.
     """
+
+    is_deployed: ClassVar[bool] = False
+    """Whether the clients are other parties, who must not know what noise is drawn."""
 
     def __init__(
         self,
@@ -79,29 +89,35 @@ class Run:
         settings: RunSettings,
         engine: Engine,
     ) -> None:
-        self.method = method
+        self.trust = settings.trust
+        self.hostile, federation = attacked(federation, self.trust)
         self.federation = placed(federation, settings)
         self.settings = settings
         self.engine = engine
         engine.micro_batch = settings.micro_batch
         self.task = self.federation.task(settings.rounds)
-        self.evaluator = Evaluator(method, self.federation, self.task, engine)
         if method.needs_classes and self.task.classes == 0:
             raise TaskError(
                 f"{method.title} works on classes and cannot learn a task without them; choose another method"
             )
-        self.state = State(0, engine.boundary(method.server_init(self.task)), self.new_store())
+        self.draws = Participants(len(federation.infos), settings, federation.key)
+        privacy, draws = self.trust.privacy, self.draws
+        is_private = privacy.kind != "none"
+        self.budget = (
+            Budget(privacy, draws.sampling, settings.rounds, settings.participation) if is_private else None
+        )
+        self.method = protect(
+            method, self.task, self.trust, self.budget, expected=draws.expected, system=self.is_deployed
+        )
+        self.inspection = Inspection.of(self.method, self.task, self.trust, self.hostile)
+        self.evaluator = Evaluator(self.method, self.federation, self.task, engine)
+        self.state = State(0, engine.boundary(self.method.server_init(self.task)), self.new_store())
         self.unsaved: set[int] = set()
-        count = round_half_up(settings.unseen * len(federation.infos))
-        if count >= len(federation.infos):
-            raise ConfigError(f"run.unseen = {settings.unseen} leaves no client of {count} to train")
-        order = (federation.key / "unseen").numpy().permutation(len(federation.infos))
-        self.unseen = frozenset(order[:count].tolist())
         self.evaluated = self._evaluated_clients()
         self.evaluate_every = settings.evaluate_every or 1
         # every client's state can be made: a method that does not fit says so now, not in round 7
         for info in federation.infos:
-            method.client_init(self.task, info)
+            self.method.client_init(self.task, info)
 
     @property
     def round(self) -> int:
@@ -144,16 +160,24 @@ class Run:
     def participants(self, round: int) -> list[ClientInfo]:
         """Who trains in a round, by a draw that is the same for every method."""
         infos = self.federation.infos
-        seen = [c.id for c in infos if c.id not in self.unseen]
-        count = max(1, round_half_up(self.settings.participation * len(seen)))
-        generator = (self.federation.key / "participants" / round).generator()
-        sampled = sorted(seen[i] for i in torch.randperm(len(seen), generator=generator)[:count].tolist())
-        return [infos[i] for i in self.method.participants(sampled, seen)]
+        chosen = self.method.participants(self.draws.draw(round), self.draws.seen)
+        return [infos[i] for i in (chosen if self.budget is None else self.budget.allowed(chosen))]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is no round left: all are done, or the privacy budget allows none more."""
+        if self.round >= self.settings.rounds:
+            return True
+        return self.budget is not None and not self.budget.allowed(self.draws.seen)
 
     def clients(self) -> list[dict[str, Any]]:
         """One row a client, as in ``clients.json``."""
         rows = zip(self.federation.describe(), self.federation.infos, strict=True)
-        return [{**row, "cluster": i.cluster, "unseen": i.id in self.unseen} for row, i in rows]
+        hostile = [{"hostile": i.id in self.hostile} if self.hostile else {} for i in self.federation.infos]
+        return [
+            {**row, "cluster": i.cluster, "unseen": i.id in self.draws.unseen, **more}
+            for (row, i), more in zip(rows, hostile, strict=True)
+        ]
 
     def step(self, losses: Mapping[str, str] | None = None) -> RoundRecord:
         """One round. The run changes only if it succeeds as a whole.
@@ -165,6 +189,10 @@ class Run:
         t, clock = self.round, Clock()
         with clock("server"):
             infos = self.participants(t)
+            if self.budget is not None:
+                self.budget.charge(
+                    t, self.state.server.clip, [i.id for i in infos], seeded=not self.is_deployed
+                )
             sent = Volume()
 
             def job(info: ClientInfo) -> ClientJob:
@@ -176,7 +204,13 @@ class Run:
                 [i.id for i in infos], self.settings.lost_replies, self.federation.key / "lost" / t
             )
             found = RoundResults(
-                infos, losses or {}, unlucky, self.settings.on_nan == "drop", self.state.clients.empty()
+                infos,
+                losses or {},
+                unlucky,
+                self.settings.on_nan == "drop",
+                self.state.clients.empty(),
+                self._aggregator([i.id for i in infos], t),
+                wait=self.inspection is not None,
             )
             results = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
             with contextlib.closing(results) as clients:
@@ -187,6 +221,7 @@ class Run:
                 with clock("train"):
                     # what an engine does after the last client
                     next(clients, None)
+            observed = self._inspect(found, t)
             server = self._server_step(found, t)
         self.unsaved |= found.arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
@@ -204,6 +239,7 @@ class Run:
             steps=sum(m.steps for m in meters),
             flops=sum(m.flops for m in meters),
             loss={n: _mean([m.losses[n] for m in meters if n in m.losses]) for n in passes},
+            observed=observed,
         )
         if t == 0:
             self.plan_evaluations(record.flops)
@@ -217,8 +253,40 @@ class Run:
         """
         return self.method.contribution(upload, info, self.state.server)
 
+    def _aggregator(self, clients: list[int], t: int) -> Aggregator:
+        """What reduces the contributions of a round, by the rule that the settings ask for."""
+        if self.settings.secure.on:
+            return SecureAggregator(clients, self.settings.secure, self.federation.key / "secure" / t)
+        if self.settings.robust.rule in COORDINATE_RULES:
+            return RobustAggregator(clients, self.settings.robust.rule, self.settings.robust.hostile)
+        return Aggregator(clients)
+
+    def _inspect(self, found: RoundResults, t: int) -> dict[str, dict[str, float]]:
+        """Let attacks and rules see the uploads of a round together; returns the weight of each reply."""
+        if self.inspection is None:
+            return {}
+        weights: dict[int, float] = {}
+        used: dict[int, Any] = {}
+        inspection, key = self.inspection, self.federation.key / "attack" / t
+
+        def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
+            chosen, counts = inspection.judge(uploads, self.state.server, key)
+            used.update(chosen)
+            weights.update(counts)
+            return chosen
+
+        def contribute(info: ClientInfo, upload: Any) -> Any:
+            return inspection.weighed(self.contribute(info, upload), weights[info.id], len(used))
+
+        found.contribute_together(judge, contribute)
+        if self.settings.robust.rule not in WEIGHING:
+            return {}
+        return {"weight": {str(i): float(f"{w:.6g}") for i, w in weights.items()}}
+
     def _server_step(self, found: RoundResults, t: int) -> Any:
         total = found.aggregator.finish()
+        if total is None:
+            total = self.method.without_replies(self.state.server)
         if total is None:
             return self.state.server
         replied = [self.federation.infos[i] for i in found.aggregator.contributed]
@@ -233,7 +301,7 @@ class Run:
 
     def is_due(self) -> bool:
         """Whether the models are evaluated now."""
-        return self.round % self.evaluate_every == 0 or self.round in (0, 1, self.settings.rounds)
+        return self.round % self.evaluate_every == 0 or self.round in (0, 1) or self.is_over
 
     def plan_evaluations(self, flops: int) -> None:
         """Choose the rounds between evaluations, unless the settings say them.
@@ -291,7 +359,9 @@ class Run:
         if self.is_due():
             with clock("evaluate"):
                 found = self.evaluation()
-        metrics = dict(self.method.metrics(self.state.server))
+        metrics = {**record.observed, **self.method.metrics(self.state.server)}
+        if self.budget is not None:
+            metrics["privacy"] = {"epsilon": self.budget.spent(), "noise": self.budget.noise}
         record = dataclasses.replace(
             record,
             ranks={name: int(rank) for name, rank in metrics.pop("ranks", {}).items()},
@@ -320,32 +390,6 @@ def rounded(risk: Accuracy) -> Accuracy:
         return [value if value is None else float(f"{value:.6g}") for value in row]
 
     return {name: {split: short(row) for split, row in of.items()} for name, of in risk.items()}
-
-
-def placed(federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell) -> Federation:
-    """A federation on the device of a run, its images in the form that the settings ask for.
-
-    Args:
-        federation: of the run.
-        settings: of the run.
-        say: tells a person why images stay float32 though bytes were asked for.
-    """
-    if settings.pixels == "float32" or (settings.pixels == "auto" and settings.device == "cpu"):
-        made = federation.unpacked() if settings.pixels == "float32" else federation
-        return made.to(settings.device)
-    try:
-        # before they are moved, so that it is bytes that move
-        federation = federation.packed()
-    except DataError as error:
-        # a server of clients elsewhere holds none
-        if settings.pixels == "bytes" and any(len(c.train) for c in federation.clients):
-            say(f"run.pixels = 'bytes', but the inputs stay float32: {error}")
-    return federation.to(settings.device)
-
-
-def round_half_up(x: float) -> int:
-    """Nearest whole number; halves go up, so that 10 % of 25 clients are 3."""
-    return int(x + 0.5)
 
 
 def _mean(values: list[float]) -> float:

@@ -10,6 +10,7 @@ import torch
 
 from ..core.choices import check_choices
 from ..core.errors import ConfigError
+from ..trust.settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums, Trust
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class RunSettings:
     Attributes:
         rounds: T, rounds of communication.
         participation: C, share of the clients that take part in a round, in (0, 1].
+        sampling: fixed draws the same number of clients every round; poisson draws every client by itself with
+            probability C, as differential privacy counts best, so that a round may have none.
         unseen: share of the clients that never train, in [0, 1), drawn at random; they are evaluated like the
             others, by whatever the method does at a client that never took part.
         seed: of everything random: partition, participants, order of examples, initial values.
@@ -54,10 +57,17 @@ class RunSettings:
         adapters: rounds after which adapter folders of server and clients are written, where the models are
             language models.
         representations: test examples whose representations are kept at the end for pictures; 0 keeps none.
+        compression: of updates; see :mod:`fedlowrank.trust.settings` for this and the following.
+        clipping: of updates.
+        privacy: differential privacy of clients.
+        robust: rule by which the server reduces what clients contribute.
+        attack: of hostile clients, in a simulation.
+        secure: sums in which the server sees no single update, in a simulation.
     """
 
     rounds: int = 50
     participation: float = 1.0
+    sampling: Literal["fixed", "poisson"] = "fixed"
     unseen: float = 0.0
     seed: int = 0
     engine: Literal["sequential", "vectorized", "processes", "ray", "auto", "wire", "flower"] = "sequential"
@@ -76,8 +86,21 @@ class RunSettings:
     target: float | None = None
     adapters: tuple[int, ...] = ()
     representations: int = 1000
+    compression: Compression = Compression()
+    clipping: Clipping = Clipping()
+    privacy: Privacy = Privacy()
+    robust: Robust = Robust()
+    attack: Attack = Attack()
+    secure: SecureSums = SecureSums()
+
+    @property
+    def trust(self) -> Trust:
+        """What happens to updates between clients and server."""
+        return Trust(self.compression, self.clipping, self.privacy, self.robust, self.attack, self.secure)
 
     def __post_init__(self) -> None:
+        # refuses what does not go together
+        _ = self.trust
         check_choices(self)
         counts = (
             "rounds", "threads", "evaluate_every", "evaluate_clients", "checkpoint_every", "keep_checkpoints",

@@ -20,6 +20,7 @@ from ..core.tree import Params
 from ..data.federation import Federation
 from ..engines import ENGINES
 from ..methods import METHODS
+from ..trust.protection import Protected
 from .export import export
 from .progress import bar
 from .records import RoundRecord
@@ -194,6 +195,7 @@ def describe(
 ) -> dict[str, Any]:
     """Everything that a run's result depends on, as JSON for ``run.json``."""
     names = {type_: name for name, type_ in METHODS.items()}
+    method = method.inner if isinstance(method, Protected) else method
     cls = type(method)
     return {
         "name": federation.name,
@@ -278,7 +280,7 @@ def rounds(
 
         if not records:
             done(run.start())
-        while run.round < settings.rounds:
+        while not run.is_over:
             record = run.step()
             settle()
             done(record)

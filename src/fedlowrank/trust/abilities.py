@@ -153,4 +153,3 @@ def _nothing_to_compress(trial: _Trial, upload: Any) -> str | None:
     if not update_of(upload, trial.reference, compared=True):
         return "what its clients send is compared with nothing that both sides know"
     return None
-

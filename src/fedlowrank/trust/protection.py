@@ -30,9 +30,11 @@ from ..core.contribution import Mean, Sum, leaves, map_leaves
 from ..core.key import Key
 from ..core.method import ClientInfo, ClientView, Method, Pass, ServerView, Task
 from ..core.tree import Params
-from .accounting import next_clip, split_noise
+from .abilities import refuse
+from .accounting import default_count_noise, next_clip, split_noise
+from .budget import Budget
 from .compression import Compressed, Stage, decompress, parse_stages, with_feedback
-from .noise import gaussian
+from .noise import Source, gaussian
 from .settings import Trust
 from .updates import replace_numbers, shrink, update_of, with_compared, with_update, without_compared
 
@@ -135,9 +137,9 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         """See the base class."""
         return self.inner.product_scale(task, client)
 
-    def reference(self, down: Download, client: ClientInfo) -> Any:
+    def reference(self, down: Download, client: ClientInfo) -> Upload:
         """Of a decoded upload."""
-        return {"rest": self.inner.reference(down.message, client), "update": None, "within": None}
+        return Upload(self.inner.reference(down.message, client), None, None)
 
     def server_init(self, task: Task) -> ServerState:
         """The method's, and the first clipping norm."""
@@ -209,7 +211,8 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
             found = self.inner.contribution(upload.rest, client, server.inner)
         if upload.within is None:
             return found
-        within = upload.within.double().clamp(0, 1)
+        # b - 1/2, whose sum a client changes by at most 1/2
+        within = upload.within.double().clamp(0, 1) - 0.5
         return {"method": found, "within": Sum(within), "count": Sum(torch.ones_like(within))}
 
     def _change(self, upload: Any, client: ClientInfo, server: ServerState) -> Params:
@@ -227,6 +230,7 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
     def without_replies(self, server: ServerState) -> Any:
         """With central noise, an empty sum: a round without clients releases noise, too."""
+        del server
         if not self.is_central:
             return None
         zero = torch.zeros(1, dtype=torch.float64)
@@ -235,33 +239,31 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
 
     def server_update(self, server: ServerState, total: Any, view: ServerView) -> ServerState:
         """The method's, of the total or of the noised sum; and the next clipping norm."""
-        clip, noise, source = server.clip, self.noise, self._source(view.key)
+        clip, noise = server.clip, self.noise
         if self.is_adaptive:
-            share = self._share_within(total, source)
+            share = self._share_within(total, self._source(view.key))
             if self.is_central:
-                noise = split_noise(noise, self.count_noise)
-            clip = next_clip(clip, share, self.trust.clipping.quantile, self.trust.clipping.rate)
+                noise = split_noise(noise, default_count_noise(self.expected))
+            clip = next_clip(clip, share, self.trust.clipping.quantile or 0.5, self.trust.clipping.rate)
             total = total["method"]
         if self.is_central:
             total = self._noised(server, total["sum"], noise, view)
             view = dataclasses.replace(view, replied=(), planned=self.expected / len(view.task.clients))
         return ServerState(self.inner.server_update(server.inner, total, view), clip)
 
-    @property
-    def count_noise(self) -> float:
-        """Standard deviation σ_b of the noise on how many updates were within the norm: a twentieth of the expected clients."""
-        return max(self.expected / 20, self.noise)
-
-    def _share_within(self, total: Any, source: Key | None) -> float:
+    def _share_within(self, total: Any, source: Source) -> float:
+        """Share of the updates that were within the clipping norm."""
         within, count = float(total["within"]), float(total["count"])
-        if not self.is_central:
-            return within / count
-        noise = gaussian({"": torch.zeros(1)}, self.count_noise, source and source / "within")
-        return (within + float(noise[""])) / self.expected
+        if self.is_central:
+            named = source if isinstance(source, str) else source / "within"
+            std = default_count_noise(self.expected)
+            within += float(gaussian({"": torch.zeros(1)}, std, named)[""])
+            count = self.expected
+        return 0.5 + within / count
 
-    def _source(self, key: Key) -> Key | None:
-        """Where noise comes from; None for the operating system."""
-        return None if self.system else key / "noise"
+    def _source(self, key: Key) -> Source:
+        """Where noise comes from."""
+        return "system" if self.system else key / "noise"
 
     def _noised(self, server: ServerState, changes: Params, noise: float, view: ServerView) -> Any:
         """The total of the method: the contribution of the reference, plus the noised sum over the expected number."""
@@ -295,6 +297,37 @@ class Protected(Method[ServerState, ClientState, Download, Upload]):
         """The method's, and the clipping norm where it changes."""
         clip = {"clipping": {"norm": server.clip}} if self.is_adaptive else {}
         return {**self.inner.metrics(server.inner), **clip}
+
+
+def protect(
+    method: AnyMethod, task: Task, trust: Trust, budget: Budget | None, *, expected: float, system: bool
+) -> AnyMethod:
+    """A method whose updates are protected as the settings say; the method itself where they say nothing.
+
+    Args:
+        method: any.
+        task: of the run.
+        trust: the settings.
+        budget: of privacy, or None for none.
+        expected: clients that are expected in a round, qN.
+        system: noise comes from the operating system: other parties could know the seed of a run.
+
+    Raises:
+        TaskError: if something cannot be done with the method's updates, with the reason.
+    """
+    privacy, rule = trust.privacy.kind, trust.robust.rule
+    if privacy != "none":
+        refuse(method, task, privacy, f"privacy.kind = {privacy!r}")
+    if trust.compression.uplink:
+        refuse(method, task, "compression", f"compression.uplink = {trust.compression.uplink!r}")
+    if rule in ("median", "trimmed_mean", "geometric_median"):
+        refuse(method, task, "robust", f"robust.rule = {rule!r}")
+    if trust.secure.on:
+        refuse(method, task, "secure", "secure.on")
+    if not trust.compression.uplink and trust.clipping.norm is None:
+        return method
+    noise = 0.0 if budget is None else budget.noise
+    return Protected(inner=method, trust=trust, noise=noise, expected=expected, system=system)
 
 
 def _numbers(contribution: Any) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,7 @@ server:  decode -> contribution -> rule (mean or robust) -> [central noise] -> s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from ..core.choices import check_bounds, check_choices
@@ -170,12 +170,12 @@ class Trust:
         secure: sums by masks.
     """
 
-    compression: Compression = field(default_factory=Compression)
-    clipping: Clipping = field(default_factory=Clipping)
-    privacy: Privacy = field(default_factory=Privacy)
-    robust: Robust = field(default_factory=Robust)
-    attack: Attack = field(default_factory=Attack)
-    secure: SecureSums = field(default_factory=SecureSums)
+    compression: Compression = Compression()
+    clipping: Clipping = Clipping()
+    privacy: Privacy = Privacy()
+    robust: Robust = Robust()
+    attack: Attack = Attack()
+    secure: SecureSums = SecureSums()
 
     def __post_init__(self) -> None:
         if self.privacy.kind != "none" and self.clipping.norm is None:
@@ -183,6 +183,17 @@ class Trust:
         if self.privacy.kind != "none" and self.robust.rule != "mean":
             raise ConfigError(
                 f"privacy holds for sums, and robust.rule = {self.robust.rule!r} is none; leave one of them out"
+            )
+        if self.privacy.kind == "local" and self.clipping.quantile is not None:
+            raise ConfigError(
+                "clipping.quantile: under local privacy, whether an update was clipped would have to be hidden by noise, "
+                "too; set a fixed clipping.norm alone"
+            )
+        counted = self.robust.rule in ("trimmed_mean", "krum", "multi_krum")
+        if self.attack.kind != "none" and counted and self.attack.share > self.robust.hostile:
+            raise ConfigError(
+                f"robust.rule = {self.robust.rule!r} holds against robust.hostile = {self.robust.hostile:g} of the clients, but "
+                f"attack.share = {self.attack.share:g} of them are hostile; raise the one or lower the other"
             )
         if self.secure.on and self.robust.rule != "mean":
             raise ConfigError(

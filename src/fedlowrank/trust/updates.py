@@ -285,6 +285,8 @@ def with_compared(rest: Any, reference: Any, update: Mapping[str, Tensor], path:
         return rest
     others = dict(tree._items(reference, path) or ())
     if others.keys() != dict(children).keys():
-        raise TreeError(f"what lies beside the update at {path or 'its top'} has other parts than the reference")
+        raise TreeError(
+            f"what lies beside the update at {path or 'its top'} has other parts than the reference"
+        )
     made = [(k, with_compared(v, others[k], update, tree.join(path, k))) for k, v in children]
     return tree._rebuild(rest, made)

@@ -1,0 +1,56 @@
+"""A federation as a run uses it: with its hostile clients, on its device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from statistics import median_low
+
+from ..core.errors import DataError
+from ..data.federation import Federation
+from ..trust.attacks import claimed_examples, hostile_clients, poison
+from ..trust.settings import Trust
+from .progress import tell
+from .settings import RunSettings
+
+MOST_EXAMPLES = 10
+"""Under a robust rule, a client counts by at most so many times the median number of examples: it may lie."""
+
+
+def placed(federation: Federation, settings: RunSettings, say: Callable[[str], None] = tell) -> Federation:
+    """A federation on the device of a run, its images in the form that the settings ask for.
+
+    Args:
+        federation: of the run.
+        settings: of the run.
+        say: tells a person why images stay float32 though bytes were asked for.
+    """
+    if settings.pixels == "float32" or (settings.pixels == "auto" and settings.device == "cpu"):
+        made = federation.unpacked() if settings.pixels == "float32" else federation
+        return made.to(settings.device)
+    try:
+        # before they are moved, so that it is bytes that move
+        federation = federation.packed()
+    except DataError as error:
+        # a server of clients elsewhere holds none
+        if settings.pixels == "bytes" and any(len(c.train) for c in federation.clients):
+            say(f"run.pixels = 'bytes', but the inputs stay float32: {error}")
+    return federation.to(settings.device)
+
+
+def attacked(federation: Federation, trust: Trust) -> tuple[frozenset[int], Federation]:
+    """The hostile clients, and the federation with what they change of their data and sizes."""
+    attack, infos = trust.attack, list(federation.infos)
+    hostile: frozenset[int] = frozenset()
+    clients = list(federation.clients)
+    if attack.kind != "none":
+        hostile = hostile_clients(len(infos), attack.share, federation.key / "hostile")
+        for i in hostile:
+            clients[i] = poison(clients[i], attack, len(federation.classes), federation.key / "poison" / i)
+            infos[i] = dataclasses.replace(infos[i], examples=claimed_examples(infos[i].examples, attack))
+    if trust.robust.rule != "mean":
+        cap = MOST_EXAMPLES * median_low(i.examples for i in infos)
+        infos = [dataclasses.replace(i, examples=min(i.examples, cap)) for i in infos]
+    if trust.attack.kind == "none" and trust.robust.rule == "mean":
+        return hostile, federation
+    return hostile, dataclasses.replace(federation, clients=clients, infos=infos)

@@ -1,0 +1,86 @@
+"""What a run may spend of its clients' privacy, and what it has spent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..core.errors import ConfigError
+from .accounting import Sampling, epsilon, local_epsilon, local_noise_for, noise_for, rounds_within
+from .ledger import Ledger
+from .settings import Privacy
+
+
+class Budget:
+    """The privacy budget of a run.
+
+    Args:
+        privacy: settings, of a kind that is not none.
+        sampling: how the clients of a round are drawn.
+        rounds: of the run.
+        participation: share of the clients in a round.
+
+    Attributes:
+        noise: σ.
+        most: rounds that the budget allows: of all clients where privacy is central, of each client where it is
+            local.
+        ledger: of what was spent.
+
+    Raises:
+        ConfigError: if one round exceeds the budget.
+    """
+
+    def __init__(self, privacy: Privacy, sampling: Sampling, rounds: int, participation: float) -> None:
+        self.privacy, self.sampling, self.rounds = privacy, sampling, rounds
+        self.ledger = Ledger()
+        self.most = rounds
+        limit, delta, accountant = privacy.epsilon, float(privacy.delta or 0), privacy.accountant
+        self.is_local = privacy.kind == "local"
+        if privacy.noise is not None:
+            self.noise = privacy.noise
+        elif self.is_local:
+            # who is drawn more often than that sits out in the end
+            times = max(1, math.ceil(rounds * participation))
+            self.noise = local_noise_for(float(limit or 0), delta, times, accountant)
+        else:
+            self.noise = noise_for(float(limit or 0), delta, rounds, sampling, accountant)
+        one = self.epsilon_of(1)
+        if limit is None:
+            return
+        if one > limit:
+            raise ConfigError(
+                f"privacy.epsilon = {limit:g} is less than the {one:.4g} that one round costs with privacy.noise = "
+                f"{self.noise:g}. Raise either"
+            )
+        if self.is_local:
+            self.most = next(t for t in range(rounds, 0, -1) if t == 1 or self.epsilon_of(t) <= limit)
+        else:
+            self.most = rounds_within(limit, self.noise, delta, sampling, accountant, rounds)
+
+    def epsilon_of(self, rounds: int) -> float:
+        """ε after so many rounds; of a client that took part in all of them where privacy is local."""
+        delta, accountant = float(self.privacy.delta or 0), self.privacy.accountant
+        if self.is_local:
+            return local_epsilon(self.noise, rounds, delta, accountant)
+        return epsilon(self.noise, rounds, delta, self.sampling, accountant)
+
+    def open(self, path: Path) -> None:
+        """Keep the ledger in a file from now on, and take in what it holds."""
+        self.ledger = Ledger(path)
+
+    def charge(self, round: int, clip: float, clients: Iterable[int], *, seeded: bool) -> None:
+        """Charge a round before anything of it is released; see :meth:`Ledger.charge`."""
+        self.ledger.charge(round, self.noise, clip, self.sampling, clients, seeded=seeded)
+
+    def spent(self) -> float:
+        """ε until now: of the models that the server released, or of the client that sent most."""
+        return self.ledger.spent(
+            "local" if self.is_local else "central", float(self.privacy.delta or 0), self.privacy.accountant
+        )
+
+    def allowed(self, clients: Sequence[int]) -> list[int]:
+        """The clients that may take part in one round more."""
+        if self.is_local:
+            return [i for i in clients if self.ledger.releases(i) < self.most]
+        return list(clients) if self.ledger.rounds() < self.most else []
