@@ -1,0 +1,197 @@
+"""The ledger of a run's privacy: a file of the rounds that were charged."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..core.choices import check_bounds
+from ..core.errors import CheckpointError, ConfigError
+from ..core.files import as_checkpoint_error, sync_folder
+from .accounting import Accountant, Sampling, composed_epsilon, local_epsilon
+
+
+@dataclass(frozen=True)
+class Charge:
+    """One line of the ledger.
+
+    Attributes:
+        round: of the run, from 0.
+        noise: σ, in units of the clipping norm, of all that the round released.
+        clip: C, the clipping norm.
+        sampling: how the clients were drawn.
+        clients: who was charged, ascending. Central privacy charges the round even if nobody was drawn.
+    """
+
+    round: int
+    noise: float
+    clip: float
+    sampling: Sampling
+    clients: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_bounds(self, {"round": ">= 0", "noise": "> 0", "clip": "> 0"}, "privacy ledger")
+        if list(self.clients) != sorted(set(self.clients)):
+            raise ConfigError(
+                f"privacy ledger: round {self.round} names a client twice; name each client once"
+            )
+
+
+class Ledger:
+    """Rounds that were charged, in memory and in an append-only file with one JSON line for each.
+
+    Charge a round *before* anything of it is released: a line that was cut off by a kill then belongs to a
+    release that never happened, and reading drops it. The file names who was drawn; amplification by sampling holds
+    only as long as it stays with the server.
+
+    Args:
+        path: of the file, commonly ``privacy.jsonl`` in the run folder; None keeps the ledger in memory.
+
+    Raises:
+        CheckpointError: if a whole line cannot be read.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._charges: list[Charge] = []
+        self._known: set[Charge] = set()
+        self._releases: Counter[int] = Counter()
+        # Σ σ⁻² of a client's releases
+        self._precision: defaultdict[int, float] = defaultdict(float)
+        # noise of each release of one draw of clients
+        self._draws: defaultdict[tuple[int, Sampling, tuple[int, ...]], list[float]] = defaultdict(list)
+        # bytes of the file, and of its whole lines
+        self._size = self._whole = 0
+        if path is not None and path.exists():
+            with as_checkpoint_error(f"cannot read {path}"):
+                data = path.read_bytes()
+            lines = data.split(b"\n")[:-1]
+            for number, line in enumerate(lines, 1):
+                self._add(_decode(line, f"{path}, line {number}"))
+            self._size, self._whole = len(data), data.rfind(b"\n") + 1
+
+    def charge(
+        self,
+        round: int,
+        noise: float,
+        clip: float,
+        sampling: Sampling,
+        clients: Iterable[int],
+        *,
+        seeded: bool,
+    ) -> bool:
+        """Charge a round, on disk when this returns.
+
+        Args:
+            round: of the run, from 0.
+            noise: σ, in units of the clipping norm, of all that the round releases.
+            clip: C, the clipping norm.
+            sampling: how the clients were drawn.
+            clients: who is charged.
+            seeded: the noise comes from the seed of the run, so that a round that is done again after a resume
+                releases the same bytes: a line that the ledger has is not written again. With noise of the
+                operating system each repetition is a further release.
+
+        Returns:
+            Whether a line was added.
+
+        Raises:
+            CheckpointError: if the file cannot be written or was changed by somebody else; nothing is charged.
+        """
+        who = tuple(sorted(int(client) for client in clients))
+        charge = Charge(int(round), float(noise), float(clip), sampling, who)
+        if seeded and charge in self._known:
+            return False
+        if self._path is not None:
+            self._append(self._path, _encode(charge) + b"\n")
+        self._add(charge)
+        return True
+
+    def rounds(self) -> int:
+        """Number of charged rounds; a round that was charged twice counts twice."""
+        return len(self._charges)
+
+    def releases(self, client: int) -> int:
+        """Times that a client was charged; a round that was charged twice counts twice."""
+        return self._releases[client]
+
+    def spent(self, kind: Literal["central", "local"], delta: float, accountant: Accountant) -> float:
+        """ε of all charged rounds.
+
+        A round that was charged again for the same clients is one draw with several releases. Sampling
+        amplifies the draw once, so the releases count as one with the combined noise.
+
+        Args:
+            kind: central: of the models that the server releases. local: of the client that was charged most.
+            delta: δ.
+            accountant: as of :func:`fedlowrank.trust.accounting.epsilon`.
+
+        Returns:
+            ε, 0 for an empty ledger.
+        """
+        if kind == "local":
+            largest = max(self._precision.values(), default=None)
+            return 0.0 if largest is None else local_epsilon(largest**-0.5, 1, delta, accountant)
+        noises = ((_combine(noise), sampling) for (_, sampling, _), noise in self._draws.items())
+        return composed_epsilon(Counter(noises), delta, accountant)
+
+    def _add(self, charge: Charge) -> None:
+        self._charges.append(charge)
+        self._known.add(charge)
+        self._draws[charge.round, charge.sampling, charge.clients].append(charge.noise)
+        for client in charge.clients:
+            self._releases[client] += 1
+            self._precision[client] += charge.noise**-2
+
+    def _append(self, path: Path, line: bytes) -> None:
+        with as_checkpoint_error(f"cannot write {path}"):
+            new = not path.exists()
+            with path.open("xb" if new else "r+b", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                if size != self._size:
+                    raise CheckpointError(
+                        f"{path} has {size} bytes where the run left {self._size}: something else wrote to it. "
+                        "End the other process and resume the run"
+                    )
+                try:
+                    # what a kill or a full disk left of a line
+                    file.truncate(self._whole)
+                    file.seek(self._whole)
+                    if file.write(line) != len(line):
+                        raise CheckpointError(f"cannot write {path}: the disk is full")
+                    os.fsync(file.fileno())
+                finally:
+                    self._size = os.fstat(file.fileno()).st_size
+            if new:
+                sync_folder(path.parent)
+        self._whole += len(line)
+
+
+def _combine(noises: list[float]) -> float:
+    """Noise of the one Gaussian release that tells as much as all these releases of a value: (Σ σ⁻²)^(-1/2)."""
+    return noises[0] if len(noises) == 1 else float(sum(noise**-2 for noise in noises) ** -0.5)
+
+
+def _encode(charge: Charge) -> bytes:
+    sampling = {name: value for name, value in asdict(charge.sampling).items() if value is not None}
+    return json.dumps(asdict(charge) | {"sampling": sampling}).encode()
+
+
+def _decode(line: bytes, where: str) -> Charge:
+    try:
+        value = json.loads(line)
+        sampling = Sampling(**value.pop("sampling"))
+        charge = Charge(sampling=sampling, clients=tuple(value.pop("clients")), **value)
+        if _encode(charge) != line:
+            raise ValueError("it is not as it was written")
+    except (ValueError, TypeError, KeyError, AttributeError, ConfigError) as error:
+        raise CheckpointError(
+            f"{where}: this is no charge of the privacy ledger ({error}). What the run spent is no longer known; "
+            "restore the file from a copy"
+        ) from error
+    return charge
