@@ -1,0 +1,300 @@
+"""Robust replacements of the mean, which a minority of hostile clients cannot move at will.
+
+Krum, multi-Krum, the geometric median and norm bounding weigh clients by the inner products of the updates
+(their Gram matrix) or their norms. The median and the trimmed mean go by coordinates. Medians of B and of A do
+not give the median of B A, so these two rules form the products, one layer at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import tree
+from ..core.contribution import Aggregator, Each, Mean, Sum
+from ..core.errors import ConfigError, TaskError, did_you_mean
+from ..linalg.delta import split_svd
+from ..linalg.factored import Factored
+from ..linalg.pair import Pair
+from ..linalg.randomized_svd import leading_triplets
+
+CoordinateRule = Callable[[Tensor, Tensor], Tensor]
+"""Maps values ``[n, ...]`` and weights ``[n]`` to ``[...]``."""
+COORDINATE_RULES = ("median", "trimmed_mean")
+REAL = torch.float64
+# relative difference up to which two sums of weights are equal but for rounding
+TIE = 1e-12
+# numbers of all clients that a coordinate rule takes at a time, to bound the memory of its copies
+BLOCK_ENTRIES = 2**21
+
+
+def hostile_count(share: float, n: int) -> int:
+    """⌈share·n⌉, the most of n clients that may be hostile; 7 for 0.07·100, which in floats is above 7."""
+    return math.ceil(share * n - 1e-9)
+
+
+def krum_weights(gram: Tensor, hostile: int, select: int) -> Tensor:
+    """Weights of Krum and multi-Krum, float64 ``[n]``: 1 / select for the updates of least score, else 0.
+
+    The score of an update is the sum of its squared distances from the n - f - 2 nearest others. Numbers of
+    examples do not count. Of equal scores the first wins.
+
+    Args:
+        gram: inner products of the updates ``[n, n]``.
+        hostile: f, how many may be hostile.
+        select: how many to select: 1 for Krum, n - f for multi-Krum.
+
+    Raises:
+        TaskError: if n < 2 f + 3, ``select`` is not in 1..n - f, or the Gram matrix is not finite.
+
+    Source: Blanchard et al., "Machine Learning with Adversaries", NIPS 2017.
+    """
+    gram, n = _check_gram(gram), len(gram)
+    if hostile < 0 or n < 2 * hostile + 3:
+        raise TaskError(
+            f"Krum with f = {hostile} hostile needs at least 2 f + 3 = {2 * hostile + 3} replies, not {n}. "
+            "Sample more clients, or lower robust.hostile."
+        )
+    if not 1 <= select <= n - hostile:
+        raise TaskError(f"multi-Krum selects 1 to n - f = {n - hostile} updates, not {select}")
+    norms = gram.diagonal()
+    # rounding may take a square below 0 where the terms cancel
+    square = (norms[:, None] + norms - 2 * gram).clamp(min=0).fill_diagonal_(math.inf)
+    scores = square.sort(1).values[:, : n - hostile - 2].sum(1)
+    return torch.zeros_like(scores).index_fill_(0, scores.argsort(stable=True)[:select], 1 / select)
+
+
+def geometric_median_weights(gram: Tensor, weights: Tensor, nu: float = 1e-6, steps: int = 10) -> Tensor:
+    """Weights by which the updates' mean is their geometric median (RFA), float64 ``[n]``; they sum to 1.
+
+    Smoothed Weiszfeld algorithm: from the weighted mean z = Σ c_i x_i, c = weights / Σ weights, it repeats
+    c_i ∝ weight_i / max(ν, ‖z - x_i‖), with distances from the Gram matrix. If updates with the share α of
+    the weight lie far away together, Σ c / (1 - Σ c) of them shrinks by α / (1 - α) a step: with α = 0.4, ten
+    steps leave 1 % of their distance, forty 1e-7. A step costs n², so more of them are cheap.
+
+    Args:
+        gram: inner products of the updates ``[n, n]``.
+        weights: at least 0, not all 0 ``[n]``.
+        nu: ν, the smallest distance that counts, in units of the updates.
+        steps: number of steps; 0 gives the mean.
+
+    Raises:
+        TaskError: if the weights do not fit the Gram matrix, or numbers are not finite.
+
+    Source: Pillutla et al., "Robust Aggregation for Federated Learning", IEEE TSP 2022, Algorithm 2.
+    """
+    gram = _check_gram(gram)
+    start = _check_weights(weights, gram)
+    share = start = start / start.sum()
+    for _ in range(steps):
+        inner = gram @ share
+        square = gram.diagonal() - 2 * inner + share @ inner
+        nearness = start / square.clamp(min=0).sqrt().clamp(min=nu)
+        share = nearness / nearness.sum()
+    return share
+
+
+def norm_factors(norms: Tensor) -> Tensor:
+    """Factors min(1, median / norm), float64 ``[n]``, that scale every update to at most the median norm.
+
+    Args:
+        norms: of the updates ``[n]``; of even n, the median is the lower of the two in the middle.
+
+    Raises:
+        TaskError: if there are none, or they are negative or not finite.
+    """
+    norms = norms.detach().to(REAL)
+    if norms.ndim != 1 or not len(norms) or not (norms.isfinite() & (norms >= 0)).all():
+        raise TaskError(f"norm bounding needs finite norms [n] of at least one update, not {norms.tolist()}")
+    return torch.where(norms > 0, norms.median() / norms, 1.0).clamp(max=1)
+
+
+def coordinate_median(values: Tensor, weights: Tensor) -> Tensor:
+    """The weighted median of each coordinate ``[...]``, in the dtype of the values.
+
+    The mean of the lower and the upper weighted median: the smallest value such that all up to it have at
+    least half of the weight, and such that they have more. Equal weights give the ordinary median.
+
+    Args:
+        values: ``[n, ...]``.
+        weights: at least 0, not all 0 ``[n]``.
+
+    Raises:
+        TaskError: if the weights do not fit the values.
+    """
+    w = _check_weights(weights, values)
+    ordered, index = values.sort(0)
+    below = w[index].cumsum(0)
+    half = below[-1:] / 2
+    lower = ordered.gather(0, (below < half * (1 - TIE)).sum(0, keepdim=True))
+    upper = ordered.gather(0, (below <= half * (1 + TIE)).sum(0, keepdim=True))
+    return ((lower.to(REAL) + upper.to(REAL)) / 2)[0].to(values.dtype)
+
+
+def trimmed_mean(values: Tensor, weights: Tensor, trim: int) -> Tensor:
+    """The weighted mean of each coordinate ``[...]`` without its smallest and largest values, in their dtype.
+
+    Args:
+        values: ``[n, ...]``.
+        weights: above 0 ``[n]``; which values are dropped does not depend on them.
+        trim: how many to drop at each end.
+
+    Raises:
+        TaskError: if n ≤ 2 trim, or the weights do not fit the values.
+
+    Source: Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018.
+    """
+    n, w = len(values), _check_weights(weights, values)
+    if trim < 0 or n <= 2 * trim:
+        raise TaskError(
+            f"a trimmed mean that drops {trim} values at each end needs at least {2 * trim + 1}, not {n}. "
+            "Sample more clients, lower robust.hostile, or set robust.rule = 'median'."
+        )
+    if not w.all():
+        raise TaskError("a trimmed mean needs weights above 0; leave out values with weight 0")
+    # equal values are dropped by weight, so that the order of clients does not matter
+    by_weight = w.argsort(stable=True)
+    ordered, index = torch.sort(values[by_weight], dim=0, stable=True)
+    shares = w[by_weight][index[trim : n - trim]]
+    found = (shares * ordered[trim : n - trim]).sum(0) / shares.sum(0)
+    # not even rounding may leave the range of the values
+    return found.to(values.dtype).clamp(ordered[trim], ordered[n - trim - 1])
+
+
+def robust_mean(trees: list[Any], weights: list[float], rule: str, hostile: float, scale: float = 1.0) -> Any:
+    """Reduce trees of one structure by a coordinate rule.
+
+    Where trees hold a :class:`~fedlowrank.linalg.pair.Pair`, the rule acts on the products B A of that layer.
+    The result is the best approximation of the same rank, B = U √S and A = √S Vᵀ; zero columns of B meet
+    the rule of the clients' A, so they can be trained. Pairs with an empty factor go tensor by tensor.
+
+    Args:
+        trees: of floating-point tensors.
+        weights: one for each tree, at least 0; a tree with weight 0 is left out and is no reply.
+        rule: ``median`` or ``trimmed_mean``, which drops :func:`hostile_count` values at either end.
+        hostile: share of the trees that may be hostile.
+        scale: factor of the result.
+
+    Raises:
+        TreeError: if forms differ, a tensor holds integers or booleans, or weights are negative or all 0.
+        TaskError, ConfigError: if there are too few trees for the rule, or it is unknown.
+    """
+    _check_rule(rule)
+    for value, weight in zip(trees, weights, strict=True):
+        _check_leaf(trees[0], value, weight)
+    kept = [value for value, weight in zip(trees, weights, strict=True) if weight > 0]
+    if not kept:
+        raise tree.TreeError(f"a robust mean needs a weight above 0; there were {len(trees)} trees")
+    shares, trim = torch.tensor([w for w in weights if w > 0], dtype=REAL), hostile_count(hostile, len(kept))
+
+    def apply(values: Tensor, w: Tensor) -> Tensor:
+        return scale * (coordinate_median(values, w) if rule == "median" else trimmed_mean(values, w, trim))
+
+    return _reduce_nodes(kept, shares, apply)
+
+
+class RobustAggregator(Aggregator):
+    """Reduces the contributions of a round by a coordinate rule.
+
+    A ``Mean`` becomes the :func:`robust_mean` of its values, a ``Sum`` the number of clients times that with
+    equal weights. All values wait in memory until :meth:`finish`: one contribution a client.
+
+    Args:
+        clients: identifiers of the clients that take part, in the order of reduction.
+        rule: as of :func:`robust_mean`, a ConfigError for others.
+        hostile: share of the replies that may be hostile.
+    """
+
+    def __init__(self, clients: Sequence[int], rule: str, hostile: float) -> None:
+        super().__init__(clients)
+        _check_rule(rule)
+        self._rule, self._hostile = rule, hostile
+
+    def _add(self, path: str, leaf: Mean | Sum | Each, client: int) -> None:
+        if isinstance(leaf, Each):
+            raise TaskError(
+                f"robust.rule = {self._rule!r} replaces means, but this method looks at single replies (at "
+                f"{path or 'the top'}). Set robust.rule to 'norm_bound', 'krum' or 'multi_krum'."
+            )
+        known = self._totals.setdefault(path, {})
+        weight = leaf.weight if isinstance(leaf, Mean) else 1.0
+        _check_leaf(known[self.contributed[0]][0] if self.contributed else leaf.value, leaf.value, weight)
+        known[client] = leaf.value, weight
+
+    def _value(self, path: str, kind: type) -> Any:
+        # a client that was refused at a later leaf did not contribute
+        given = [self._totals[path][client] for client in self.contributed]
+        values, weights = [value for value, _ in given], [weight for _, weight in given]
+        scale = len(given) if kind is Sum else 1.0
+        return robust_mean(values, weights, self._rule, self._hostile, scale) if any(weights) else None
+
+
+def _reduce_nodes(nodes: Sequence[Any], weights: Tensor, rule: CoordinateRule) -> Any:
+    """Reduce subtrees, whose forms agree."""
+    first = nodes[0]
+    if isinstance(first, Tensor):
+        flat = [t.detach().reshape(-1) for t in nodes]
+        blocks = _row_blocks(len(flat[0]), len(flat))
+        return torch.cat([rule(torch.stack([t[i] for t in flat]), weights) for i in blocks]).view_as(first)
+    if isinstance(first, Pair) and first.b.numel() and first.a.numel():
+        return _reduce_products(nodes, weights, rule)
+    if isinstance(first, (list, tuple)):
+        return type(first)(_reduce_nodes(children, weights, rule) for children in zip(*nodes, strict=True))
+    if isinstance(first, dict) or dataclasses.is_dataclass(first):
+        make: Any = type(first)
+        fields = [node if isinstance(node, dict) else vars(node) for node in nodes]
+        return make(**{key: _reduce_nodes([f[key] for f in fields], weights, rule) for key in fields[0]})
+    return first
+
+
+def _reduce_products(pairs: Sequence[Pair], weights: Tensor, rule: CoordinateRule) -> Pair:
+    b, a = (torch.stack(ts).detach().to(REAL) for ts in zip(*[(p.b, p.a) for p in pairs], strict=True))
+    blocks = _row_blocks(b.shape[1], len(a) * a.shape[2])
+    product = torch.cat([rule(b[:, rows] @ a, weights) for rows in blocks])
+    triplets = Factored(*leading_triplets(product, pairs[0].rank))
+    found = split_svd(triplets, pairs[0].rank)
+    found.a[triplets.rank :] = rule(a[:, triplets.rank :], weights)
+    return Pair(found.b.to(pairs[0].b), found.a.to(pairs[0].a))
+
+
+def _row_blocks(rows: int, width: int) -> list[slice]:
+    """Blocks of rows of ``width`` numbers; at least one, so that a tensor without rows keeps its form."""
+    step = max(1, BLOCK_ENTRIES // width)
+    return [slice(i, i + step) for i in range(0, max(1, rows), step)]
+
+
+def _check_rule(rule: str) -> None:
+    if rule not in COORDINATE_RULES:
+        raise ConfigError(f"{rule!r} is no coordinate rule. {did_you_mean(rule, COORDINATE_RULES)}")
+
+
+def _check_leaf(first: Any, value: Any, weight: float) -> None:
+    if not 0 <= weight < math.inf:
+        raise tree.TreeError(f"a weight of a mean is finite and at least 0; this one is {weight}")
+    # says where structures differ
+    tree.map(lambda *_: None, first, value)
+    forms = dict(tree.leaves(first))
+    for path, t in tree.leaves(value):
+        if not t.is_floating_point() or (t.shape, t.dtype) != (forms[path].shape, forms[path].dtype):
+            raise tree.TreeError(
+                f"a robust rule needs floating-point tensors of one form; at {path or 'the top'} there are "
+                f"{forms[path].dtype} {list(forms[path].shape)} and {t.dtype} {list(t.shape)}"
+            )
+
+
+def _check_gram(gram: Tensor) -> Tensor:
+    if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or not len(gram) or not gram.isfinite().all():
+        raise TaskError(f"a Gram matrix is square and finite; this one {list(gram.shape)} is not")
+    return gram.detach().to(REAL)
+
+
+def _check_weights(weights: Tensor, values: Tensor) -> Tensor:
+    n, w = len(values), weights.to(values.device, REAL)
+    if w.shape != (n,) or not (w.isfinite() & (w >= 0)).all() or not w.any():
+        raise TaskError(f"{n} values need {n} finite weights, at least 0, not all 0; not {weights.tolist()}")
+    return w
