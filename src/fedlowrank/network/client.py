@@ -146,7 +146,7 @@ class ClientRuntime:
             return None
         run = self.made.run
         draws = Participants(self.clients, run, self.federation.key)
-        budget = Budget(run.privacy, draws.sampling, run.rounds, run.participation)
+        budget = Budget(run.privacy, draws.sampling, run.rounds, run.participation, seeded=False)
         budget.open(self.folder / "privacy.jsonl")
         return budget
 
@@ -222,11 +222,11 @@ class ClientRuntime:
         if not order.train:
             return reply, b""
         if (budget := self.budget) is not None and budget.is_local:
-            if not budget.allowed([self.client]):
+            if not budget.allowed([self.client], order.round):
                 why = f"its privacy budget, ε = {self.made.run.privacy.epsilon:g}, is spent"
                 return dataclasses.replace(reply, problem=why, kind="other"), b""
             clip = float(self.made.run.clipping.norm or 0.0)
-            budget.charge(order.round, clip, [self.client], seeded=False)
+            budget.charge(order.round, clip, [self.client])
         outcome = next(
             iter(self.engine.run(method, federation, task, order.round, [ClientJob(state, down, info)]))
         )

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core import tree
-from ..core.contribution import Each, Mean, Sum, map_leaves
+from ..core.contribution import Aggregator, Each, Mean, Sum, map_leaves
 from ..core.errors import TaskError
 from ..core.key import Key
 from ..core.method import ClientInfo, Method, Task
-from ..trust.attacks import ON_UPDATES, attack_updates
-from ..trust.robust import geometric_median_weights, hostile_count, krum_weights, norm_factors
+from ..data.federation import Federation
+from ..trust.attacks import attack_updates
+from ..trust.robust import (
+    COORDINATE_RULES,
+    RobustAggregator,
+    geometric_median_weights,
+    hostile_count,
+    krum_weights,
+    norm_factors,
+)
+from ..trust.secure_sums import SecureAggregator
 from ..trust.settings import Trust
 from ..trust.updates import blocks, gram, norm, shrink, update_of, with_update
+from .round_results import Contribute, RoundResults
+from .settings import RunSettings
 
 AnyMethod = Method[Any, Any, Any, Any]
+
+ON_UPDATES = ("sign_flip", "scaled", "gaussian", "alie", "inner_product")
+"""Attacks on updates; the others are on data or sizes."""
 
 WEIGHING = ("norm_bound", "krum", "multi_krum", "geometric_median")
 """Rules that look at whole replies; the others reduce numbers one by one."""
@@ -81,6 +95,37 @@ class Inspection:
             found = {i: self._bounded(u, references[i], weights[i], infos[i]) for i, u in found.items()}
         return {i: u for i, u in found.items() if weights[i] > 0}, weights
 
+    def settle(
+        self, found: RoundResults, contribute: Contribute, server: Any, key: Key
+    ) -> dict[str, dict[str, float]]:
+        """Add what the replies of a round contribute that have waited for each other.
+
+        Args:
+            found: the results of the round.
+            contribute: maps an upload to a contribution.
+            server: the state of the server.
+            key: randomness of the attack.
+
+        Returns:
+            The weight of each reply, to be recorded, where a rule weighs them.
+        """
+        used: dict[int, Any] = {}
+        weights: dict[int, float] = {}
+
+        def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
+            chosen, counts = self.judge(uploads, server, key)
+            used.update(chosen)
+            weights.update(counts)
+            return chosen
+
+        def weighed(info: ClientInfo, upload: Any) -> Any:
+            return self.weighed(contribute(info, upload), weights[info.id], len(used))
+
+        found.contribute_together(judge, weighed)
+        if self.trust.robust.rule not in WEIGHING:
+            return {}
+        return {"weight": {str(i): float(f"{w:.6g}") for i, w in weights.items()}}
+
     def weighed(self, contribution: Any, weight: float, count: int) -> Any:
         """What a reply contributes under the rule.
 
@@ -124,6 +169,19 @@ class Inspection:
             return upload
         scale = self.method.product_scale(self.task, info)
         return shrink(upload, reference, factor * norm(upload, reference, scale), scale)[0]
+
+
+def aggregator_of(
+    settings: RunSettings, clients: Sequence[ClientInfo], federation: Federation, round: int
+) -> Aggregator:
+    """What reduces the contributions of a round, by the rule that the settings ask for."""
+    ids = [client.id for client in clients]
+    if settings.secure.on:
+        largest = max(info.examples for info in federation.infos)
+        return SecureAggregator(ids, settings.secure, federation.key / "secure" / round, float(largest))
+    if settings.robust.rule in COORDINATE_RULES:
+        return RobustAggregator(ids, settings.robust.rule, settings.robust.hostile)
+    return Aggregator(ids)
 
 
 def reweighted(contribution: Any, weight: float, count: int) -> Any:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..core import tree
-from ..core.contribution import Aggregator
 from ..core.errors import TaskError
 from ..core.method import ClientInfo, Method, ServerView
 from ..core.tree import Params
@@ -20,12 +19,10 @@ from ..engines.jobs import LazyJobs
 from ..training.flops import forward_flops
 from ..trust.budget import Budget
 from ..trust.protection import protect
-from ..trust.robust import COORDINATE_RULES, RobustAggregator
-from ..trust.secure_sums import SecureAggregator
 from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
 from .evaluation import Evaluation, Evaluator
-from .inspection import WEIGHING, Inspection
+from .inspection import Inspection, aggregator_of
 from .local_model import LocalModel, local_model
 from .participants import Participants
 from .preparation import attacked, placed
@@ -104,7 +101,15 @@ class Run:
         privacy, draws = self.trust.privacy, self.draws
         is_private = privacy.kind != "none"
         self.budget = (
-            Budget(privacy, draws.sampling, settings.rounds, settings.participation) if is_private else None
+            Budget(
+                privacy,
+                draws.sampling,
+                settings.rounds,
+                settings.participation,
+                seeded=not self.is_deployed,
+            )
+            if is_private
+            else None
         )
         self.method = protect(
             method, self.task, self.trust, self.budget, expected=draws.expected, system=self.is_deployed
@@ -161,14 +166,14 @@ class Run:
         """Who trains in a round, by a draw that is the same for every method."""
         infos = self.federation.infos
         chosen = self.method.participants(self.draws.draw(round), self.draws.seen)
-        return [infos[i] for i in (chosen if self.budget is None else self.budget.allowed(chosen))]
+        return [infos[i] for i in (chosen if self.budget is None else self.budget.allowed(chosen, round))]
 
     @property
     def is_over(self) -> bool:
         """Whether there is no round left: all are done, or the privacy budget allows none more."""
         if self.round >= self.settings.rounds:
             return True
-        return self.budget is not None and not self.budget.allowed(self.draws.seen)
+        return self.budget is not None and not self.budget.allowed(self.draws.seen, self.round)
 
     def clients(self) -> list[dict[str, Any]]:
         """One row a client, as in ``clients.json``."""
@@ -190,9 +195,7 @@ class Run:
         with clock("server"):
             infos = self.participants(t)
             if self.budget is not None:
-                self.budget.charge(
-                    t, self.state.server.clip, [i.id for i in infos], seeded=not self.is_deployed
-                )
+                self.budget.charge(t, self.state.server.clip, [i.id for i in infos])
             sent = Volume()
 
             def job(info: ClientInfo) -> ClientJob:
@@ -209,7 +212,7 @@ class Run:
                 unlucky,
                 self.settings.on_nan == "drop",
                 self.state.clients.empty(),
-                self._aggregator([i.id for i in infos], t),
+                aggregator_of(self.settings, infos, self.federation, t),
                 wait=self.inspection is not None,
             )
             results = self.engine.run(self.method, self.federation, self.task, t, LazyJobs(infos, job))
@@ -221,7 +224,10 @@ class Run:
                 with clock("train"):
                     # what an engine does after the last client
                     next(clients, None)
-            observed = self._inspect(found, t)
+            observed = {}
+            if self.inspection is not None:
+                key = self.federation.key / "attack" / t
+                observed = self.inspection.settle(found, self.contribute, self.state.server, key)
             server = self._server_step(found, t)
         self.unsaved |= found.arrived
         # a client commits when its reply has been acknowledged: dual methods break otherwise
@@ -252,36 +258,6 @@ class Run:
             RefusedError: if the server cannot use it; the round goes on without it.
         """
         return self.method.contribution(upload, info, self.state.server)
-
-    def _aggregator(self, clients: list[int], t: int) -> Aggregator:
-        """What reduces the contributions of a round, by the rule that the settings ask for."""
-        if self.settings.secure.on:
-            return SecureAggregator(clients, self.settings.secure, self.federation.key / "secure" / t)
-        if self.settings.robust.rule in COORDINATE_RULES:
-            return RobustAggregator(clients, self.settings.robust.rule, self.settings.robust.hostile)
-        return Aggregator(clients)
-
-    def _inspect(self, found: RoundResults, t: int) -> dict[str, dict[str, float]]:
-        """Let attacks and rules see the uploads of a round together; returns the weight of each reply."""
-        if self.inspection is None:
-            return {}
-        weights: dict[int, float] = {}
-        used: dict[int, Any] = {}
-        inspection, key = self.inspection, self.federation.key / "attack" / t
-
-        def judge(uploads: Mapping[int, Any]) -> Mapping[int, Any]:
-            chosen, counts = inspection.judge(uploads, self.state.server, key)
-            used.update(chosen)
-            weights.update(counts)
-            return chosen
-
-        def contribute(info: ClientInfo, upload: Any) -> Any:
-            return inspection.weighed(self.contribute(info, upload), weights[info.id], len(used))
-
-        found.contribute_together(judge, contribute)
-        if self.settings.robust.rule not in WEIGHING:
-            return {}
-        return {"weight": {str(i): float(f"{w:.6g}") for i, w in weights.items()}}
 
     def _server_step(self, found: RoundResults, t: int) -> Any:
         total = found.aggregator.finish()

@@ -36,6 +36,7 @@ FREE_TO_CHANGE = (
 
 _BEFORE_THE_FIRST_CHECKPOINT = {
     "run.json", "clients.json", METRICS, "metrics.jsonl", "status.json", "network.json", "lock", "checkpoint",
+    "privacy.jsonl",
 }  # fmt: skip
 
 

@@ -251,6 +251,8 @@ def rounds(
         on_round: called with every record.
     """
     settings = run.settings
+    if run.budget is not None and folder is not None:
+        run.budget.open(folder.path / "privacy.jsonl")
     with contextlib.ExitStack() as stack:
         show = stack.enter_context(bar(run.method.title, settings.rounds, run.round)) if progress else None
         stack.enter_context(_ending(run, folder, records))

@@ -20,6 +20,7 @@ class Budget:
         sampling: how the clients of a round are drawn.
         rounds: of the run.
         participation: share of the clients in a round.
+        seeded: noise comes from the seed of the run, so that a round that is done again releases the same.
 
     Attributes:
         noise: σ.
@@ -31,8 +32,10 @@ class Budget:
         ConfigError: if one round exceeds the budget.
     """
 
-    def __init__(self, privacy: Privacy, sampling: Sampling, rounds: int, participation: float) -> None:
-        self.privacy, self.sampling, self.rounds = privacy, sampling, rounds
+    def __init__(
+        self, privacy: Privacy, sampling: Sampling, rounds: int, participation: float, *, seeded: bool
+    ) -> None:
+        self.privacy, self.sampling, self.rounds, self.seeded = privacy, sampling, rounds, seeded
         self.ledger = Ledger()
         self.most = rounds
         limit, delta, accountant = privacy.epsilon, float(privacy.delta or 0), privacy.accountant
@@ -69,18 +72,20 @@ class Budget:
         """Keep the ledger in a file from now on, and take in what it holds."""
         self.ledger = Ledger(path)
 
-    def charge(self, round: int, clip: float, clients: Iterable[int], *, seeded: bool) -> None:
+    def charge(self, round: int, clip: float, clients: Iterable[int]) -> None:
         """Charge a round before anything of it is released; see :meth:`Ledger.charge`."""
-        self.ledger.charge(round, self.noise, clip, self.sampling, clients, seeded=seeded)
+        self.ledger.charge(round, self.noise, clip, self.sampling, clients, seeded=self.seeded)
 
     def spent(self) -> float:
         """ε until now: of the models that the server released, or of the client that sent most."""
-        return self.ledger.spent(
-            "local" if self.is_local else "central", float(self.privacy.delta or 0), self.privacy.accountant
-        )
+        kind = "local" if self.is_local else "central"
+        return self.ledger.spent(kind, float(self.privacy.delta or 0), self.privacy.accountant)
 
-    def allowed(self, clients: Sequence[int]) -> list[int]:
-        """The clients that may take part in one round more."""
+    def allowed(self, clients: Sequence[int], round: int) -> list[int]:
+        """The clients that may take part in a round."""
+        # of a round that is done again with the same noise, nothing new is released
+        again = self.ledger.clients_of(round) if self.seeded else None
         if self.is_local:
-            return [i for i in clients if self.ledger.releases(i) < self.most]
-        return list(clients) if self.ledger.rounds() < self.most else []
+            charged = again or ()
+            return [i for i in clients if i in charged or self.ledger.releases(i) < self.most]
+        return list(clients) if again is not None or self.ledger.rounds() < self.most else []

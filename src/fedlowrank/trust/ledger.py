@@ -116,6 +116,10 @@ class Ledger:
         """Number of charged rounds; a round that was charged twice counts twice."""
         return len(self._charges)
 
+    def clients_of(self, round: int) -> tuple[int, ...] | None:
+        """Who was charged for a round; None if it was not charged."""
+        return next((c.clients for c in self._charges if c.round == round), None)
+
     def releases(self, client: int) -> int:
         """Times that a client was charged; a round that was charged twice counts twice."""
         return self._releases[client]

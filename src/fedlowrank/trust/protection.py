@@ -327,6 +327,9 @@ def protect(
     if not trust.compression.uplink and trust.clipping.norm is None:
         return method
     noise = 0.0 if budget is None else budget.noise
+    if privacy == "central" and trust.clipping.quantile is not None:
+        # refuses too few clients before any is trained
+        split_noise(noise, default_count_noise(expected))
     return Protected(inner=method, trust=trust, noise=noise, expected=expected, system=system)
 
 

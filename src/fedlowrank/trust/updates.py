@@ -167,9 +167,18 @@ def inner(x: Mapping[str, Block], y: Mapping[str, Block]) -> float:
             total += float(((one.left.mT @ other.left) * (one.right @ other.right.mT)).sum())
         elif isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
             total += float((one * other).sum())
+        elif isinstance(one, Product) and isinstance(other, Tensor) and other.ndim >= 2:
+            total += _mixed(one, other)
+        elif isinstance(one, Tensor) and isinstance(other, Product) and one.ndim >= 2:
+            total += _mixed(other, one)
         else:
             raise TreeError(f"updates of other forms at {path}")
     return total
+
+
+def _mixed(product: Product, dense: Tensor) -> float:
+    """Inner product of a product and a tensor, whose trailing dimensions count as one."""
+    return float(((product.left.mT @ dense.flatten(1)) * product.right).sum())
 
 
 def gram(updates: list[dict[str, Block]]) -> Tensor:
