@@ -19,6 +19,7 @@ from ..engines.jobs import LazyJobs
 from ..training.flops import forward_flops
 from ..trust.budget import Budget
 from ..trust.protection import protect
+from .backdoor import backdoor_success
 from .client_store import ClientStore, LazyMapping
 from .communication import Volume, lost_replies
 from .evaluation import Evaluation, Evaluator
@@ -328,6 +329,15 @@ class Run:
     def finish(self) -> None:
         """What is to be done after the last round, such as telling the clients."""
 
+    def _with_backdoor(self, record: RoundRecord) -> RoundRecord:
+        if self.trust.attack.kind != "backdoor":
+            return record
+        honest = [i for i in self.evaluated if i.id not in self.hostile]
+        rate = backdoor_success(self.federation, honest, self.trust.attack, self.local_model)
+        if rate is None:
+            return record
+        return dataclasses.replace(record, observed={**record.observed, "backdoor": {"success": rate}})
+
     def _evaluated(self, record: RoundRecord, clock: Clock) -> RoundRecord:
         if len(self.evaluated) < len(self.federation.infos):
             record = dataclasses.replace(record, evaluated=[info.id for info in self.evaluated])
@@ -335,6 +345,7 @@ class Run:
         if self.is_due():
             with clock("evaluate"):
                 found = self.evaluation()
+                record = self._with_backdoor(record)
         metrics = {**record.observed, **self.method.metrics(self.state.server)}
         if self.budget is not None:
             metrics["privacy"] = {"epsilon": self.budget.spent(), "noise": self.budget.noise}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 from ..core.errors import ConfigError
 from .accounting import Sampling, epsilon, local_epsilon, local_noise_for, noise_for, rounds_within
@@ -78,7 +79,7 @@ class Budget:
 
     def spent(self) -> float:
         """ε until now: of the models that the server released, or of the client that sent most."""
-        kind = "local" if self.is_local else "central"
+        kind: Literal["central", "local"] = "local" if self.is_local else "central"
         return self.ledger.spent(kind, float(self.privacy.delta or 0), self.privacy.accountant)
 
     def allowed(self, clients: Sequence[int], round: int) -> list[int]:
