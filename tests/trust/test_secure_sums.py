@@ -43,7 +43,10 @@ def contribution(client: int) -> dict[str, Any]:
 
 
 def secure(
-    clients: Sequence[int] = CLIENTS, options: SecureSums = BASIS, absent: Collection[int] = (), largest: float = 16
+    clients: Sequence[int] = CLIENTS,
+    options: SecureSums = BASIS,
+    absent: Collection[int] = (),
+    largest: float = 16,
 ) -> SecureAggregator:
     return SecureAggregator(clients, options, KEY, largest, absent)
 
@@ -58,7 +61,9 @@ def total_of(aggregator: Aggregator, replies: Sequence[int], lost: Collection[in
 
 def assert_close(found: Any, expected: Any, like: Any, bound_of_mean: float, bound_of_sum: float) -> None:
     """Every float within the bound of its leaf, and half a unit of the last place of its type; integers equal."""
-    for (_, leaf), a, b in zip(leaves_of(like), values_of(found, like), values_of(expected, like), strict=True):
+    for (_, leaf), a, b in zip(
+        leaves_of(like), values_of(found, like), values_of(expected, like), strict=True
+    ):
         assert (a is None) == (b is None)
         bound = bound_of_mean if isinstance(leaf, Mean) else bound_of_sum
         for x, y in zip(tree.tensors(a), tree.tensors(b), strict=True):
@@ -235,7 +240,11 @@ def test_the_error_keeps_to_the_stated_bound(drawn: tuple[SecureSums, float, lis
     slack = 1e-6 if replies[0]["mean"].value[0].dtype == torch.float32 else 1e-13
     limit = options.bound * largest * n
     assert_close(
-        found, expected, replies[0], mean + slack * options.bound, n * grid.step * grid.unit / 2 + slack * limit
+        found,
+        expected,
+        replies[0],
+        mean + slack * options.bound,
+        n * grid.step * grid.unit / 2 + slack * limit,
     )
 
 
@@ -430,7 +439,9 @@ def test_a_contribution_of_another_form_is_refused_and_its_client_named(
     assert aggregator.finish()["a"].tolist() == torch.ones(2, 3).tolist()
 
 
-@pytest.mark.parametrize("value", [Sum(torch.tensor([True])), Mean(torch.tensor([1])), Sum(torch.ones(1) * 1j)])
+@pytest.mark.parametrize(
+    "value", [Sum(torch.tensor([True])), Mean(torch.tensor([1])), Sum(torch.ones(1) * 1j)]
+)
 def test_what_has_no_fixed_point_is_refused_from_the_first_client_on(value: Any) -> None:
     with pytest.raises(TreeError, match=r"client 3.*means take floats"):
         secure().add(3, {"x": value})
@@ -443,8 +454,12 @@ def test_each_is_refused_with_what_to_use_instead() -> None:
 
 def test_keys_of_a_dict_may_come_in_another_order() -> None:
     aggregator = secure((0, 1))
-    aggregator.add(0, {"a": Sum({"x": torch.tensor([1]), "y": torch.tensor([2])}), "b": Sum(torch.tensor([3]))})
-    aggregator.add(1, {"b": Sum(torch.tensor([30])), "a": Sum({"y": torch.tensor([20]), "x": torch.tensor([10])})})
+    aggregator.add(
+        0, {"a": Sum({"x": torch.tensor([1]), "y": torch.tensor([2])}), "b": Sum(torch.tensor([3]))}
+    )
+    aggregator.add(
+        1, {"b": Sum(torch.tensor([30])), "a": Sum({"y": torch.tensor([20]), "x": torch.tensor([10])})}
+    )
     assert tree.map(int, aggregator.finish()) == {"a": {"x": 11, "y": 22}, "b": 33}
 
 

@@ -49,10 +49,9 @@ class Budget:
             self.noise = local_noise_for(float(limit or 0), delta, times, accountant)
         else:
             self.noise = noise_for(float(limit or 0), delta, rounds, sampling, accountant)
-        one = self.epsilon_of(1)
         if limit is None:
             return
-        if one > limit:
+        if (one := self.epsilon_of(1)) > limit:
             raise ConfigError(
                 f"privacy.epsilon = {limit:g} is less than the {one:.4g} that one round costs with privacy.noise = "
                 f"{self.noise:g}. Raise either"

@@ -1,0 +1,164 @@
+"""Updates: norms, clipping and inner products against dense numpy, and taking uploads apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedlowrank.core import tree
+from fedlowrank.linalg.factored import compute_svd
+from fedlowrank.linalg.pair import Pair
+from fedlowrank.trust.updates import (
+    ITSELF,
+    blocks,
+    gram,
+    inner,
+    norm,
+    shrink,
+    update_of,
+    with_compared,
+    with_update,
+    without_compared,
+)
+
+SCALE = 2.5
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape))
+
+
+def pair(seed: int, rank: int = 3) -> Pair:
+    return Pair(draw(7, rank, seed=seed), draw(rank, 5, seed=seed + 100))
+
+
+def lora_upload(seed: int, rank: int = 3) -> dict[str, Any]:
+    return {"factors": {"layer": pair(seed, rank)}, "rest": {"head": draw(4, 2, seed=seed + 200)}}
+
+
+def dense(upload: dict[str, Any], reference: dict[str, Any]) -> np.ndarray:
+    """The effective update as one vector, products multiplied out."""
+    p, q = upload["factors"]["layer"], reference["factors"]["layer"]
+    product = SCALE * (p.b.numpy() @ p.a.numpy() - q.b.numpy() @ q.a.numpy())
+    head = upload["rest"]["head"].numpy() - reference["rest"]["head"].numpy()
+    return np.concatenate([product.ravel(), head.ravel()])
+
+
+def test_the_norm_of_an_effective_update_is_that_of_its_products() -> None:
+    upload, reference = lora_upload(1), lora_upload(2)
+    assert norm(upload, reference, SCALE) == pytest.approx(
+        np.linalg.norm(dense(upload, reference)), rel=1e-12
+    )
+
+
+def test_ranks_of_upload_and_reference_may_differ_in_inner_products() -> None:
+    """Clients of other ranks: inner products of effective updates are those of the dense matrices."""
+    reference = {2: lora_upload(9, 2), 3: lora_upload(9, 3), 4: lora_upload(9, 4)}
+    uploads = [(lora_upload(i, r), reference[r]) for i, r in enumerate((2, 3, 4))]
+    vectors = np.stack([dense(u, r) for u, r in uploads])
+    found = gram([blocks(u, r, SCALE) for u, r in uploads])
+    assert np.allclose(found.numpy(), vectors @ vectors.T, rtol=1e-10)
+
+
+def test_a_factored_matrix_and_a_dense_one_have_an_inner_product() -> None:
+    one, other = draw(6, 4, seed=1), draw(6, 4, seed=2)
+    mixed = inner(blocks({"w": compute_svd(one)}, ITSELF, 1.0), blocks({"w": other}, ITSELF, 1.0))
+    assert mixed == pytest.approx(float((one * other).sum()), rel=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.01])
+def test_clipping_reaches_the_bound_on_the_line_to_the_reference(share: float) -> None:
+    upload, reference = lora_upload(1), lora_upload(2)
+    before = np.linalg.norm(dense(upload, reference))
+    clipped, size = shrink(upload, reference, share * before, SCALE)
+    assert size == pytest.approx(before, rel=1e-12)
+    assert np.linalg.norm(dense(clipped, reference)) == pytest.approx(share * before, rel=1e-9)
+    # every number lies on one line: the same share of its way
+    ways = [
+        (new - old).numpy() / (far - old).numpy()
+        for new, old, far in zip(
+            tree.tensors(clipped), tree.tensors(reference), tree.tensors(upload), strict=True
+        )
+    ]
+    flat = np.concatenate([w.ravel() for w in ways])
+    assert np.allclose(flat, flat[0], rtol=1e-6)
+    assert 0 < flat[0] < 1
+
+
+def test_clipping_only_b_would_do_another_thing() -> None:
+    """The norm of all numbers that are sent is another one than that of the effective update."""
+    upload, reference = lora_upload(1), lora_upload(2)
+    numbers = np.sqrt(sum(float(t.square().sum()) for t in update_of(upload, reference).values()))
+    clipped, size = shrink(upload, reference, 1.0, SCALE, effective=False)
+    assert size == pytest.approx(numbers, rel=1e-12)
+    found = update_of(clipped, reference)
+    assert np.sqrt(sum(float(t.square().sum()) for t in found.values())) == pytest.approx(1.0, rel=1e-9)
+
+
+def test_an_update_within_the_bound_is_left_as_it_is() -> None:
+    upload, reference = lora_upload(1), lora_upload(2)
+    assert shrink(upload, reference, 1e6, SCALE)[0] is upload
+    assert shrink(reference, reference, 1e-6, SCALE) == (reference, pytest.approx(0.0, abs=1e-6))
+
+
+def test_an_update_that_is_not_finite_is_left_for_the_check_that_names_it() -> None:
+    upload = {"w": torch.tensor([1.0, float("nan")])}
+    clipped, size = shrink(upload, {"w": torch.zeros(2)}, 1.0)
+    assert clipped is upload
+    assert np.isnan(size)
+
+
+def test_a_part_without_reference_is_an_update_or_none() -> None:
+    upload = {"update": torch.ones(3), "pi": torch.ones(2)}
+    reference = {"update": ITSELF, "pi": None}
+    assert update_of(upload, reference).keys() == {"/update"}
+    clipped, _ = shrink(upload, reference, 0.5)
+    assert torch.equal(clipped["pi"], torch.ones(2))
+    assert float(clipped["update"].norm()) == pytest.approx(0.5)
+
+
+def test_a_reference_of_another_form_is_refused() -> None:
+    with pytest.raises(tree.TreeError, match="/w"):
+        update_of({"w": torch.ones(3)}, {"w": torch.ones(2)})
+    with pytest.raises(tree.TreeError, match="v"):
+        update_of({"w": torch.ones(3)}, {"v": torch.ones(3)})
+
+
+def test_another_update_gives_another_upload() -> None:
+    upload, reference = lora_upload(1), lora_upload(2)
+    same = with_update(upload, reference, update_of(upload, reference))
+    for a, b in zip(tree.tensors(same), tree.tensors(upload), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+@given(beside=st.booleans(), itself=st.booleans())
+def test_an_upload_is_put_together_from_what_was_taken_out(beside: bool, itself: bool) -> None:
+    upload: dict[str, Any] = {"w": draw(3, 2, seed=1), "b": draw(2, seed=2), "kind": "x"}
+    reference: dict[str, Any] = {
+        "w": draw(3, 2, seed=3),
+        "b": ITSELF if itself else draw(2, seed=4),
+        "kind": "x",
+    }
+    if beside:
+        upload["labels"], reference["labels"] = torch.tensor([1, 2]), None
+    rest = without_compared(upload, reference)
+    update = update_of(upload, reference, compared=True)
+    assert (rest is None) == (not beside and not itself)
+    assert tree.nbytes(rest) == (16 if beside else 0) + (16 if itself else 0)
+    found = with_compared(tree.decode(tree.encode(rest)), reference, update)
+    assert found.keys() == upload.keys()
+    for a, b in zip(tree.tensors(found), tree.tensors(upload), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_rest_of_another_form_is_refused() -> None:
+    reference = {"w": torch.zeros(3), "labels": None}
+    with pytest.raises(tree.TreeError):
+        with_compared({"v": torch.zeros(3)}, reference, {"/w": torch.zeros(3)})
+    with pytest.raises(tree.TreeError, match="lacks"):
+        with_compared(None, {"w": torch.zeros(3)}, {})
