@@ -348,7 +348,12 @@ def test_strides_and_gradients_change_nothing() -> None:
     for text in TEXTS:
         plain = through(text, {"w": w.mT.contiguous()})
         assert tree.equal(through(text, {"w": w.mT.clone(memory_format=torch.preserve_format)}), plain)
-        assert not through(text, {"w": w.mT.contiguous().requires_grad_()})["w"].requires_grad
+        update, stages = {"w": w.mT.contiguous().requires_grad_()}, parse_stages(text)
+        message, residual = with_feedback(stages, update, None, KEY)
+        by_hand = compress(stages, update, KEY)
+        assert tree.equal(message, by_hand)
+        found = [*tree.tensors(by_hand), *tree.tensors(decompress(stages, by_hand, update)), residual["w"]]
+        assert not any(t.requires_grad for t in found)
 
 
 def test_an_empty_update() -> None:
@@ -615,3 +620,10 @@ def test_every_honest_number_of_int8_is_accepted_and_decoded_in_bounds() -> None
     lowest = replace(message, values={"m": torch.full((11, 7), -128, dtype=torch.int8)})
     got = decompress((Int8(),), lowest, update)["m"]
     assert torch.equal(got, -128 * message.sides[0][:, None].expand(11, 7))
+
+
+def test_scales_of_rows_without_entries_must_be_finite() -> None:
+    update = {"m": torch.zeros(3, 0)}
+    message = compress((Int8(),), update, KEY)
+    with pytest.raises(TreeError, match="numbers at /sides/0 that are not finite"):
+        decompress((Int8(),), replace(message, sides=[torch.tensor([0.0, NAN, 0.0])]), update)

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,19 +32,19 @@ from ..core.tree import Params, TreeError
 from ..linalg.randomized_svd import leading_triplets
 
 REAL = torch.float64
-# Significant bits of a scale of int8: times a level of 7 bits it is exact in the 24 bits of a float32.
-_SCALE_BITS = 17
-# The least scale of which 17 bits are exact in a float32.
-_SMALLEST_SCALE = 2.0**-133
+# of int8: 17 significant bits times the 7 of a level are exact in the 24 of a float32, down to this scale
+_SCALE_BITS, _SMALLEST_SCALE = 17, 2.0**-133
 
 
 class Stage(ABC):
-    """One step of compression."""
+    """One step of compression, a frozen dataclass of its parameters."""
+
+    word: ClassVar[str]
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """The stage as :func:`parse_stages` reads it."""
+        return ":".join([self.word, *map(str, vars(self).values())])
 
     @abstractmethod
     def encode(self, values: Params, key: Key) -> tuple[Params, Any]:
@@ -67,7 +67,7 @@ class Stage(ABC):
 class BFloat16(Stage):
     """Round to the nearest bfloat16; tensors of a type of two bytes stay as they are."""
 
-    name = "bfloat16"
+    word = "bfloat16"
 
     def encode(self, values: Params, key: Key) -> tuple[Params, Any]:
         return {p: x.to(torch.bfloat16) if x.element_size() > 2 else x for p, x in values.items()}, ()
@@ -84,7 +84,7 @@ class Int8(Stage):
     Its scale is max|row| / 127, rounded up to 17 bits. Side: the scales, float32 ``[rows of all tensors]``.
     """
 
-    name = "int8"
+    word = "int8"
 
     def encode(self, values: Params, key: Key) -> tuple[Params, Any]:
         levels: Params = {}
@@ -124,13 +124,10 @@ class TopK(Stage):
     """
 
     share: float
+    word = "top_k"
 
     def __post_init__(self) -> None:
         check_bounds(self, {"share": "> 0 and <= 1"}, "top_k")
-
-    @property
-    def name(self) -> str:
-        return f"top_k:{self.share}"
 
     def encode(self, values: Params, key: Key) -> tuple[Params, Any]:
         dtype = functools.reduce(torch.promote_types, [x.dtype for x in values.values()] or [torch.float32])
@@ -171,14 +168,11 @@ class LowRank(Stage):
     """
 
     rank: int
+    word = "low_rank"
 
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise ConfigError(f"low_rank: rank must be a whole number of at least 1; it is {self.rank!r}")
-
-    @property
-    def name(self) -> str:
-        return f"low_rank:{self.rank}"
 
     def encode(self, values: Params, key: Key) -> tuple[Params, Any]:
         out: Params = {}
@@ -299,8 +293,7 @@ def compress(stages: tuple[Stage, ...], update: Params, key: Key) -> Compressed:
 def stage_bytes(stages: tuple[Stage, ...], update: Params, key: Key) -> dict[str, int]:
     """Bytes of the encoded update: by itself as ``"update"``, then after each stage, by the stage's name.
 
-    Raises:
-        TaskError: see :func:`compress`.
+    Raises TaskError as :func:`compress` does.
     """
     names = ["update", *(stage.name for stage in stages)]
     _, *steps = _encode(stages, update, key)
@@ -379,7 +372,7 @@ def with_feedback(
 ) -> tuple[Compressed, Params]:
     """Compress an update and what earlier ones lost, e ← D + e - decode(encode(D + e)).
 
-    Source: Karimireddy et al., Error Feedback Fixes SignSGD and other Gradient Compression Schemes, ICML 2019.
+    Source: Karimireddy et al., Error Feedback Fixes SignSGD and Other Gradient Compression Schemes, 2019.
 
     Args:
         stages: of :func:`parse_stages`.
