@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .methods import METHODS
     from .simulation.settings import RunSettings
     from .simulation.simulate import Result, simulate
+    from .trust.settings import Attack, Clipping, Compression, Privacy, Robust, SecureSums
 
 _MODULES = {
     "adapters.floral_module": "Floral",
@@ -41,6 +42,7 @@ _MODULES = {
     "methods": "METHODS",
     "simulation.settings": "RunSettings",
     "simulation.simulate": "Result, simulate",
+    "trust.settings": "Attack, Clipping, Compression, Privacy, Robust, SecureSums",
 }
 
 
@@ -62,11 +64,14 @@ __all__ = [
     "METHODS",
     "SGD",
     "AdamW",
+    "Attack",
     "Augment",
     "Batch",
     "ClientInfo",
     "ClientModel",
     "ClientView",
+    "Clipping",
+    "Compression",
     "Each",
     "Federation",
     "FedlowrankError",
@@ -76,10 +81,13 @@ __all__ = [
     "Mean",
     "Method",
     "Pass",
+    "Privacy",
     "ProximalTerm",
     "Result",
+    "Robust",
     "RunSettings",
     "Schedule",
+    "SecureSums",
     "ServerView",
     "Sum",
     "Task",

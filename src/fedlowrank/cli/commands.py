@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
@@ -221,7 +220,7 @@ def run_method(
 
         run_simulation(experiment, name, folder, **how)
     else:
-        how |= dataclasses.asdict(experiment.run)
+        how |= vars(experiment.run)
         simulate(method, federation, folder=folder, progress=True, **how)
     INTERRUPT_HINTS.pop()
 

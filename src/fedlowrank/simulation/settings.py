@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
@@ -99,6 +99,12 @@ class RunSettings:
         return Trust(self.compression, self.clipping, self.privacy, self.robust, self.attack, self.secure)
 
     def __post_init__(self) -> None:
+        for f in fields(Trust):
+            kind, value = type(f.default), getattr(self, f.name)
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"run.{f.name} must be fedlowrank.{kind.__name__}(...), not a {type(value).__name__}"
+                )
         # refuses what does not go together
         _ = self.trust
         check_choices(self)
