@@ -1,0 +1,270 @@
+"""What hostile clients do in a simulation: they change their data, their updates or their example counts.
+
+An update is what a client's parameters have changed by, a dict of floating-point tensors by name. Hostile
+clients collude; where an attack needs the updates of others, it knows them (an omniscient adversary). Clients
+may differ in architecture or rank, so statistics are taken over updates of one form: the same names, shapes
+and dtypes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.errors import ConfigError, DataError
+from ..core.key import Key
+from ..core.tree import Params, TreeError
+from ..data.dataset import ClientData, Examples
+from .settings import Attack
+
+STRENGTHS: dict[str, float] = {
+    # -Δ; Karimireddy et al. 2021 call it bit flipping
+    "sign_flip": 1.0,
+    # 10 Δ; Bagdasaryan et al. 2020 scale up to the number of clients
+    "scaled": 10.0,
+    # standard deviation over the root mean square of the honest mean; Blanchard et al. 2017 use noise far
+    # above the updates, and at 1 it would be below the differences between honest clients
+    "gaussian": 10.0,
+    # -ε · honest mean (Xie et al. 2020); below 1 no norm gives it away; 0.5 is the default of Blades
+    "inner_product": 0.5,
+    # n_k times as large
+    "examples": 100.0,
+}
+"""Usual strength of each attack that has one; z of "a little is enough" follows from :func:`alie_z`."""
+
+TRIGGER_SIZE = 3
+"""k of the k x k patch of a backdoor; Gu et al. 2017 (BadNets) use a few pixels in a corner of an image."""
+
+
+def hostile_clients(count: int, share: float, key: Key) -> frozenset[int]:
+    """A random subset of the clients 0..count - 1, the same for equal keys.
+
+    Args:
+        count: number of clients, at least 1.
+        share: of them; the subset has round(share·count) clients, at least 1.
+        key: names the draw.
+    """
+    chosen = torch.randperm(count, generator=key.generator())[: max(1, round(share * count))]
+    return frozenset(chosen.tolist())
+
+
+def poison(
+    data: ClientData,
+    attack: Attack,
+    classes: int,
+    key: Key,
+    size: int = TRIGGER_SIZE,
+    value: float | None = None,
+) -> ClientData:
+    """The data of a hostile client; validation and test examples stay as they are.
+
+    ``label_flip`` maps each training label y to classes - 1 - y (Fang et al. 2020). ``backdoor`` puts the
+    trigger on half of the training images, drawn at random and rounded up, and labels them ``attack.target``
+    (Gu et al. 2017). Other attacks leave the data unchanged. Augmentation moves or mirrors the trigger, too.
+
+    Args:
+        data: of one client.
+        attack: what it does.
+        classes: number of classes.
+        key: names the draw of the images, one for each client.
+        size: k of the trigger, see :func:`add_trigger`.
+        value: of the trigger; None for the largest value of the training images. If clients' largest values
+            differ, give that of the whole training part, so that all see one trigger.
+
+    Raises:
+        DataError: if the examples have no class labels, or no trigger fits on them.
+        ConfigError: if ``attack.target`` is not a class.
+    """
+    if attack.kind not in ("label_flip", "backdoor"):
+        return data
+    train = data.train
+    _check_labels(train, attack)
+    if attack.kind == "label_flip":
+        return dataclasses.replace(data, train=Examples(train.x, classes - 1 - train.y))
+    if attack.target >= classes:
+        raise ConfigError(f"attack.target = {attack.target} is no class; classes are 0..{classes - 1}")
+    chosen = torch.randperm(len(train), generator=key.generator())[: (len(train) + 1) // 2].to(train.y.device)
+    x, y = _images(train), train.y.index_fill(0, chosen, attack.target)
+    if len(chosen):
+        x = x.index_copy(0, chosen, add_trigger(x[chosen], size, x.max().item() if value is None else value))
+    return dataclasses.replace(data, train=Examples(x, y))
+
+
+def with_trigger(
+    examples: Examples, attack: Attack, size: int = TRIGGER_SIZE, value: float | None = None
+) -> Examples:
+    """Test examples to measure the success of a backdoor: accuracy on them is the attack success rate.
+
+    They are of other classes than ``attack.target``, have the trigger and are labeled as the target: accuracy
+    is the share of them that a model takes for the target.
+
+    Args:
+        examples: without trigger, n.
+        attack: names the target.
+        size: as in :func:`poison`.
+        value: as in :func:`poison`; None for the largest value of these images.
+
+    Returns:
+        At most n examples; there may be none.
+
+    Raises:
+        DataError: if the examples have no class labels, or no trigger fits on them.
+    """
+    _check_labels(examples, attack)
+    x = _images(examples)
+    if value is None and len(x):
+        value = x.max().item()
+    x = x[examples.y != attack.target]
+    y = torch.full((len(x),), attack.target, dtype=torch.int64, device=examples.y.device)
+    return Examples(add_trigger(x, size, value or 0.0), y)
+
+
+def add_trigger(x: Tensor, size: int, value: float) -> Tensor:
+    """Copies of images whose size x size pixels in the lower right corner have one value in all channels.
+
+    Args:
+        x: images [n, ..., height, width], or flat vectors [n, d], whose last size² features are set instead.
+        size: at least 1.
+        value: of the trigger.
+
+    Raises:
+        DataError: if the trigger would cover the whole image or vector, or does not fit on it.
+    """
+    room = x.shape[1] - size**2 if x.ndim == 2 else min(x.shape[-2:]) - size if x.ndim > 2 else 0
+    if size < 1 or room < 1:
+        raise DataError(
+            f"a trigger of {size} x {size} values does not fit on inputs of shape {list(x.shape[1:])}"
+        )
+    x = x.clone()
+    corner = x[:, -(size**2) :] if x.ndim == 2 else x[..., -size:, -size:]
+    corner.fill_(value)
+    return x
+
+
+def attack_updates(
+    updates: dict[int, Params], hostile: frozenset[int], attack: Attack, key: Key
+) -> dict[int, Params]:
+    """Replace the updates of the hostile clients. Attacks that change no updates leave them as they are.
+
+    - ``sign_flip``: -strength·Δ. ``scaled``: strength·Δ.
+    - ``gaussian``: noise whose standard deviation is strength times the root mean square of the honest mean.
+    - ``alie`` ("a little is enough", Baruch et al. 2019): mean - z·std by coordinate, of what the hostile
+      clients have trained; z is the strength, or :func:`alie_z`. Attackers of one form send the same.
+    - ``inner_product`` (Xie et al. 2020): -strength · the honest mean. Attackers of one form send the same.
+
+    The honest mean is that of the clients not in ``hostile`` with updates of the attacker's form, without
+    weights; if there is none, of the hostile ones of that form.
+
+    Args:
+        updates: of the clients of a round, by client.
+        hostile: clients that attack; those without an update do nothing.
+        attack: what they do.
+        key: names the noise; one for each round.
+
+    Returns:
+        Updates in the same order; those of honest clients are the same objects.
+
+    Raises:
+        TreeError: if an update holds a tensor that is not of a floating-point type.
+    """
+    if attack.kind not in ("sign_flip", "scaled", "gaussian", "alie", "inner_product"):
+        return dict(updates)
+    strength = _strength(attack)
+    forms = {client: _form(client, update) for client, update in updates.items()}
+    out, shared = dict(updates), dict[Any, Params]()
+    for client in updates.keys() & hostile:
+        own, form = updates[client], forms[client]
+        if attack.kind in ("sign_flip", "scaled"):
+            factor = -strength if attack.kind == "sign_flip" else strength
+            out[client] = {name: factor * t for name, t in own.items()}
+            continue
+        if form not in shared:
+            same = [c for c in updates if forms[c] == form]
+            bad = [updates[c] for c in same if c in hostile]
+            good = [updates[c] for c in same if c not in hostile]
+            if attack.kind == "alie":
+                z = alie_z(len(same), len(bad)) if attack.strength is None else attack.strength
+                shared[form] = _shifted_mean(bad, z)
+            else:
+                shared[form] = _shifted_mean(good or bad, 0.0)
+        mean = shared[form]
+        if attack.kind == "gaussian":
+            out[client] = _noise(mean, strength * _root_mean_square(mean), key / client)
+        else:
+            factor = -strength if attack.kind == "inner_product" else 1.0
+            out[client] = {name: factor * mean[name] for name in own}
+    return out
+
+
+def alie_z(count: int, hostile: int) -> float:
+    """The z of "a little is enough": the largest shift beyond which enough honest clients still lie.
+
+    With s = ⌊n/2 + 1⌋ - m honest clients needed for a majority, Φ(z) = (n - m - s) / (n - m) (Baruch et al.
+    2019, Algorithm 3). Where hostile clients are the majority, s is 1, the least for which the formula is
+    finite. A z below 0, which few hostile clients give, is taken as 0: they send their mean.
+
+    Args:
+        count: n, number of clients.
+        hostile: m, number of hostile ones.
+    """
+    honest = count - hostile
+    needed = max(1, count // 2 + 1 - hostile)
+    return max(0.0, NormalDist().inv_cdf((honest - needed) / honest)) if honest > needed else 0.0
+
+
+def claimed_examples(examples: int, attack: Attack) -> int:
+    """The number of examples n_k that a hostile client claims: by ``examples``, strength times as many."""
+    return round(_strength(attack) * examples) if attack.kind == "examples" else examples
+
+
+def _strength(attack: Attack) -> float:
+    return STRENGTHS.get(attack.kind, 1.0) if attack.strength is None else attack.strength
+
+
+def _check_labels(examples: Examples, attack: Attack) -> None:
+    if examples.regression or examples.tokens:
+        raise DataError(
+            f"attack.kind = {attack.kind!r} needs one class label for each example. Choose an attack on "
+            "updates, such as 'sign_flip'."
+        )
+
+
+def _images(examples: Examples) -> Tensor:
+    x = examples.inputs
+    if isinstance(x, dict):
+        raise DataError(f"a backdoor's trigger needs images or vectors, not the named inputs {sorted(x)}")
+    return x
+
+
+def _form(client: int, update: Params) -> Any:
+    for name, t in update.items():
+        if not t.is_floating_point():
+            raise TreeError(f"client {client}: an attack needs floating-point tensors; {name!r} is {t.dtype}")
+    return tuple(sorted((name, t.shape, str(t.dtype)) for name, t in update.items()))
+
+
+def _shifted_mean(updates: list[Params], z: float) -> Params:
+    """Mean - z·std by coordinate, with the standard deviation of a population (divided by n)."""
+    out = {}
+    for name, like in updates[0].items():
+        values = torch.stack([u[name].detach() for u in updates]).double()
+        out[name] = (values.mean(0) - z * values.std(0, correction=0)).to(like.dtype)
+    return out
+
+
+def _root_mean_square(update: Params) -> float:
+    squares = sum(t.double().square().sum().item() for t in update.values())
+    return math.sqrt(squares / max(1, sum(t.numel() for t in update.values())))
+
+
+def _noise(like: Params, deviation: float, key: Key) -> Params:
+    """Noise of that standard deviation; each tensor has a draw of its own name, whatever its place."""
+    return {
+        name: deviation * torch.randn(t.shape, generator=(key / name).generator()).to(t)
+        for name, t in like.items()
+    }
