@@ -16,7 +16,6 @@ from fedlowrank.core.tree import Params, TreeError
 from fedlowrank.data.dataset import ClientData, Examples
 from fedlowrank.data.pixels import pack
 from fedlowrank.trust.attacks import (
-    STRENGTHS,
     add_trigger,
     alie_z,
     attack_updates,
@@ -183,16 +182,18 @@ def test_scaling_attacks(kind: Any, strength: float | None, factor: float) -> No
 
 def test_gaussian_noise_is_scaled_by_the_honest_mean() -> None:
     updates = {c: {"w": 0.1 * random(200, 100, seed=c), "v": random(2000, seed=9 + c)} for c in range(5)}
+    updates = {c: u | {"v2": u["v"]} for c, u in updates.items()}
     for strength in (None, 2.0):
         found = attack_updates(updates, frozenset({0, 1}), Attack("gaussian", strength=strength), KEY)
-        mean = np.concatenate([as_numpy(updates, [2, 3, 4], n).mean(0).ravel() for n in ("w", "v")])
-        deviation = (strength or STRENGTHS["gaussian"]) * np.sqrt((mean**2).mean())
+        mean = np.concatenate([as_numpy(updates, [2, 3, 4], n).mean(0).ravel() for n in ("w", "v", "v2")])
+        deviation = (strength or 10) * np.sqrt((mean**2).mean())
         for name in ("w", "v"):
             noise = found[0][name].numpy()
             # four standard errors
             assert abs(noise.std() / deviation - 1) < 4 / np.sqrt(2 * noise.size)
             assert abs(noise.mean() / deviation) < 4 / np.sqrt(noise.size)
         assert not torch.equal(found[0]["w"], found[1]["w"])
+        assert not torch.equal(found[0]["v"], found[0]["v2"]), "each tensor has its own noise"
     again = attack_updates(updates, frozenset({0}), Attack("gaussian", strength=2.0), KEY)
     assert torch.equal(again[0]["w"].sign(), found[0]["w"].sign()), "noise has the name of its client"
     other = attack_updates(updates, frozenset({0}), Attack("gaussian"), KEY / "next round")
@@ -243,10 +244,10 @@ def test_inner_product_manipulation_points_against_the_honest_mean(strength: flo
 @pytest.mark.parametrize("kind", UPDATE_ATTACKS)
 def test_statistics_are_of_updates_of_the_attackers_form(kind: Any) -> None:
     small, large = {c: update(c) for c in (0, 1, 2, 3)}, {c: update(c, rows=5) for c in (4, 5, 6, 7)}
-    # the order of names is no part of a form
-    small[2] = dict(reversed(small[2].items()))
     hostile, attack = frozenset({0, 1, 4}), Attack(kind, strength=1.0)
-    found = attack_updates(small | large, hostile, attack, KEY)
+    # the order of names is no part of a form
+    turned = {c: dict(reversed(u.items())) if c in (1, 2) else u for c, u in small.items()}
+    found = attack_updates(turned | large, hostile, attack, KEY)
     alone = attack_updates(small, hostile, attack, KEY) | attack_updates(large, hostile, attack, KEY)
     for c in range(8):
         assert found[c].keys() == alone[c].keys()
