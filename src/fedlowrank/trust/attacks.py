@@ -30,7 +30,7 @@ STRENGTHS: dict[str, float] = {
     # standard deviation over the root mean square of the honest mean; Blanchard et al. 2017 use noise far
     # above the updates, and at 1 it would be below the differences between honest clients
     "gaussian": 10.0,
-    # -ε · honest mean (Xie et al. 2020); below 1 it is shorter than honest updates, 0.5 is the default of Blades
+    # -ε · honest mean (Xie et al. 2020); below 1 no norm gives it away; 0.5 is the default of Blades
     "inner_product": 0.5,
     # n_k times as large
     "examples": 100.0,
@@ -63,9 +63,9 @@ def poison(
 ) -> ClientData:
     """The data of a hostile client; validation and test examples stay as they are.
 
-    ``label_flip`` maps each training label y to classes - 1 - y (Fang et al. 2020). ``backdoor`` puts the trigger
-    on half of the training images, drawn at random and rounded up, and labels them ``attack.target`` (Gu et
-    al. 2017). Other attacks leave the data unchanged. Augmentation moves or mirrors the trigger, too.
+    ``label_flip`` maps each training label y to classes - 1 - y (Fang et al. 2020). ``backdoor`` puts the
+    trigger on half of the training images, drawn at random and rounded up, and labels them ``attack.target``
+    (Gu et al. 2017). Other attacks leave the data unchanged. Augmentation moves or mirrors the trigger, too.
 
     Args:
         data: of one client.
@@ -73,8 +73,8 @@ def poison(
         classes: number of classes.
         key: names the draw of the images, one for each client.
         size: k of the trigger, see :func:`add_trigger`.
-        value: of the trigger; None for the largest value of the training images. Give the largest value of the
-            whole training part if clients' largest values differ, so that all see one trigger.
+        value: of the trigger; None for the largest value of the training images. If clients' largest values
+            differ, give that of the whole training part, so that all see one trigger.
 
     Raises:
         DataError: if the examples have no class labels, or no trigger fits on them.
@@ -125,7 +125,7 @@ def with_trigger(
 
 
 def add_trigger(x: Tensor, size: int, value: float) -> Tensor:
-    """Copies of images whose last size x size pixels, in the lower right corner, have one value in all channels.
+    """Copies of images whose size x size pixels in the lower right corner have one value in all channels.
 
     Args:
         x: images [n, ..., height, width], or flat vectors [n, d], whose last size² features are set instead.
@@ -154,8 +154,8 @@ def attack_updates(
     - ``sign_flip``: -strength·Δ. ``scaled``: strength·Δ.
     - ``gaussian``: noise whose standard deviation is strength times the root mean square of the honest mean.
     - ``alie`` ("a little is enough", Baruch et al. 2019): mean - z·std by coordinate, of what the hostile
-      clients have trained; z is the strength, or :func:`alie_z`. All hostile clients of one form send the same.
-    - ``inner_product`` (Xie et al. 2020): -strength · the honest mean. All of one form send the same.
+      clients have trained; z is the strength, or :func:`alie_z`. Attackers of one form send the same.
+    - ``inner_product`` (Xie et al. 2020): -strength · the honest mean. Attackers of one form send the same.
 
     The honest mean is that of the clients not in ``hostile`` with updates of the attacker's form, without
     weights; if there is none, of the hostile ones of that form.
@@ -218,7 +218,7 @@ def alie_z(count: int, hostile: int) -> float:
 
 
 def claimed_examples(examples: int, attack: Attack) -> int:
-    """The number of examples n_k that a hostile client claims: strength times as many if it lies about them."""
+    """The number of examples n_k that a hostile client claims: by ``examples``, strength times as many."""
     return round(_strength(attack) * examples) if attack.kind == "examples" else examples
 
 
@@ -229,8 +229,8 @@ def _strength(attack: Attack) -> float:
 def _check_labels(examples: Examples, attack: Attack) -> None:
     if examples.regression or examples.tokens:
         raise DataError(
-            f"attack.kind = {attack.kind!r} needs one class label for each example. Choose an attack on updates, "
-            "such as 'sign_flip'."
+            f"attack.kind = {attack.kind!r} needs one class label for each example. Choose an attack on "
+            "updates, such as 'sign_flip'."
         )
 
 

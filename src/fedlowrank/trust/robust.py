@@ -1,8 +1,8 @@
 """Robust replacements of the mean, which a minority of hostile clients cannot move at will.
 
 Krum, multi-Krum, the geometric median and norm bounding weigh clients by the inner products of the updates
-(their Gram matrix) or their norms. The median and the trimmed mean go by coordinates. Medians of B and of A do
-not give the median of B A, so these two rules form the products, one layer at a time.
+(their Gram matrix) or their norms. The median and the trimmed mean go by coordinates. Medians of B and of A
+do not give the median of B A, so these two rules form the products, one layer at a time.
 """
 
 from __future__ import annotations
